@@ -1,0 +1,177 @@
+"""compile_sharded: the whole pipeline on one screen.
+
+    model + loss + optimizer -> capture -> plan -> passes -> lower -> step
+
+The plan is made here, from the model alone. Capture, passes and lowering run when the first batch is seen, in
+`fsdp_compiled.step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from fsdp_compiled.mesh import Mesh, agree, join
+from fsdp_compiled.optim import Rule, make_rules
+from fsdp_compiled.plan import Plan, Policy, make_plan
+from fsdp_compiled.random import initial_state
+from fsdp_compiled.step import Sharded, State
+from fsdp_compiled.takeover import check_initializable, is_taken, read_leaves, take_over
+from fsdp_compiled.units import Choice, find_units
+
+
+def compile_sharded(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    loss: Callable[..., Any] | None = None,
+    mesh: DeviceMesh | None = None,
+    units: Choice | None = None,
+    policy: Policy | None = None,
+    init: Callable[[nn.Module], Any] | None = None,
+) -> Sharded:
+    """Shards a model and its optimizer over the ranks, to be trained by one compiled program.
+
+    model
+        Any ``nn.Module``. Its parameters are taken over: they move into shards, rank 0's values on every rank, and
+        meta parameters take their place. On the meta device, ``init`` fills one unit at a time.
+    optimizer
+        A ``torch.optim`` optimizer over the model's parameters, or None: then `Sharded.step` is refused.
+    loss
+        ``loss(model, *batch, **batch) -> scalar`` or ``(scalar, aux)``. Left out: what the model returns is the loss,
+        or has ``.loss``.
+    mesh
+        A ``DeviceMesh`` of one axis, which shards, or two, ``("replicate", "shard")``. Left out: all ranks that
+        ``torchrun`` started; without it, a world of one.
+    units
+        Which submodules are gathered together: module classes, name patterns (``"layers.*"``) or a callable
+        ``(name, module) -> bool``. Left out: each element of the model's repeated block lists, and the rest as root.
+    policy
+        A `Policy`.
+    init
+        ``init(module)`` for a meta model, called on each module that owns parameters or buffers. Left out:
+        ``module.reset_parameters()``.
+
+    Raises ``ValueError`` for bad input, before anything is changed, and on every rank, `RankError` where ranks
+    disagree.
+    """
+    failure: Exception | None = None
+    text, checked = "", None
+    try:
+        checked = _check(model, optimizer, loss, units, policy, init)
+    except ValueError as error:
+        failure = error
+    place = _join_or_raise(mesh, model, failure)
+    plan = None
+    if checked is not None:
+        leaves, rules, policy = checked
+        plan = make_plan(leaves, policy, place.device, place.shard, place.replicate)
+        text = _fingerprint(model, plan, rules, optimizer)
+    agree(place, "What compile_sharded was called with", text, failure)
+    assert plan is not None and checked is not None
+    taken, shards, buffers, adopted = take_over(model, optimizer, plan, place, init)
+    state = State(
+        parameters=shards,
+        buffers=buffers,
+        optimizer=_optimizer_state(plan, rules, adopted),
+        constants={},
+        random=initial_state(plan.device, place.rank),
+        step=torch.zeros((), dtype=torch.int64, device=plan.device),
+    )
+    return Sharded(taken, optimizer, loss, plan, place, state, rules)
+
+
+def _join_or_raise(mesh: DeviceMesh | None, model: nn.Module, failure: Exception | None) -> Mesh:
+    try:
+        parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+        return join(mesh, parameter.device if parameter is not None else None)
+    except ValueError as error:
+        raise failure or error from None
+
+
+def _check(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    loss: Callable[..., Any] | None,
+    units: Choice | None,
+    policy: Policy | None,
+    init: Callable[[nn.Module], Any] | None,
+) -> tuple[list[Any], tuple[Rule, ...], Policy]:
+    """Everything that can be refused without asking the other ranks."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
+    if is_taken(model):
+        raise ValueError(
+            f"This {type(model).__name__} was taken over by compile_sharded before: its parameters live in shards. "
+            "Keep using the Sharded object, or build the model again and load sharded.full_state_dict() into it."
+        )
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer or None.")
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(f"policy is a {type(policy).__name__}; expected fsdp_compiled.Policy.")
+    for name, value in (("loss", loss), ("init", init)):
+        if value is not None and not callable(value):
+            raise ValueError(f"{name} is a {type(value).__name__}; expected a function or None.")
+    if next(model.parameters(), None) is None:
+        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard.")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise ValueError(f"The model's parameters are on several devices ({', '.join(devices)}); move them to one.")
+    check_initializable(model, init)
+    leaves = read_leaves(model, optimizer, find_units(model, units))
+    rules = make_rules(optimizer) if optimizer is not None else ()
+    return leaves, rules, policy or Policy()
+
+
+def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimizer: Optimizer | None) -> str:
+    """What every rank must have in common, a line each."""
+    lines = [f"model {type(model).__qualname__}", f"policy {plan.policy}"]
+    for buffer in plan.buffers:
+        for slot in buffer.slots:
+            leaf = slot.leaf
+            lines.append(
+                f"parameter {' = '.join(leaf.names)}: {str(leaf.dtype)[6:]}{list(leaf.shape)}, unit {leaf.unit}, "
+                f"{'trainable' if leaf.trainable else 'frozen'}, group {leaf.group}"
+            )
+    lines += [f"buffer {name}: {str(b.dtype)[6:]}{list(b.shape)}" for name, b in model.named_buffers()]
+    if optimizer is not None:
+        for group in optimizer.param_groups:
+            options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            lines.append(f"optimizer {type(optimizer).__name__} {options}")
+    lines += [f"rule {rule.name} {rule.state}" for rule in rules]
+    return "\n".join(lines)
+
+
+def _optimizer_state(
+    plan: Plan, rules: tuple[Rule, ...], adopted: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The state that the optimizer starts from, or brought along."""
+    found: dict[str, torch.Tensor] = {}
+    for rule in rules:
+        for entry in rule.state:
+            if entry.scalar:
+                key = f"group {rule.group}.{entry.name}"
+                begin = adopted[key].to(plan.device, entry.dtype) if key in adopted else None
+                if entry.name == "undamped" and any(name.endswith(".momentum_buffer") for name in adopted):
+                    begin = torch.zeros((), dtype=entry.dtype, device=plan.device)
+                found[key] = (
+                    begin.clone()
+                    if begin is not None
+                    else torch.full((), entry.initial, dtype=entry.dtype, device=plan.device)
+                )
+    for buffer in plan.buffers:
+        if buffer.updated:
+            assert buffer.group is not None
+            size = buffer.numel // plan.shard if plan.placement.state else buffer.numel
+            for entry in rules[buffer.group].state:
+                if not entry.scalar:
+                    key = f"{buffer.key}.{entry.name}"
+                    found[key] = adopted.get(
+                        key, torch.full((size,), entry.initial, dtype=buffer.dtype, device=plan.device)
+                    )
+    return found

@@ -1,0 +1,426 @@
+"""Model + loss + batch -> Program: the joint forward-and-backward ATen graph of a pure objective.
+
+    objective(tensors, args, kwargs) = functional_call(loss of model, tensors, args, kwargs)
+
+`torch.compile` traces the objective whole, on fake tensors, so that capturing costs no memory for the weights; the
+program taken is AOTAutograd's joint graph, before any partitioner. The graph is differentiated with respect to the
+loss alone (``aux`` is detached), and the loss's tangent becomes the constant 1.
+
+This is the only file that touches private surfaces of Dynamo and AOTAutograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTOutput
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.plan import Plan
+from fsdp_compiled.program import Phase, Port, Program
+
+DETACH = torch.ops.aten.detach.default  # nothing to detach from in a graph that holds its own backward
+
+
+class CaptureError(ValueError):
+    """The model or the loss cannot be traced whole, or the loss is not one that can be differentiated."""
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What the objective is a function of, as real or fake tensors, by the model's own names.
+
+    Tied parameters appear under each of their names with the same tensor.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured program, the tensors it closes over, and how its outputs make what the user's function returned."""
+
+    program: Program
+    constants: Mapping[str, torch.Tensor]
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]  # a `Port` for each tensor that the function returned, other values as they are
+
+    def rebuild(self, outputs: Mapping[Port, torch.Tensor]) -> Any:
+        """The structure that the user's function returned, with these tensors in it."""
+        filled = [outputs[leaf] if isinstance(leaf, Port) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(filled, self.spec)
+
+
+class _Objective(nn.Module):
+    """Calls the user's loss on the model, so that `functional_call` can put tensors in the model's place."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs) if self.loss is None else self.loss(self.model, *args, **kwargs)
+
+
+def _find_loss(result: Any) -> Any:
+    """What a model's own return value offers as loss: itself, ``.loss``, ``["loss"]`` or the first of a tuple."""
+    if isinstance(result, torch.Tensor):
+        return result
+    if isinstance(result, Mapping) and "loss" in result:
+        return result["loss"]
+    if getattr(result, "loss", None) is not None:
+        return result.loss
+    return result[0] if isinstance(result, tuple | list) and result else result
+
+
+def _own(value: Any, detach: bool) -> Any:
+    """Copies of the tensors, so that no output shares memory with an input or another output."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: (tensor.detach() if detach else tensor).clone(), value
+    )
+
+
+def batch_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a batch by their place in it, such as ``"[0]"`` and ``"['labels']"``."""
+    leaves = [*pytree.tree_flatten_with_path(args)[0], *pytree.tree_flatten_with_path(dict(kwargs))[0]]
+    return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def capture(
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    tensors: Tensors,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    gradient: bool,
+) -> Capture:
+    """Traces ``loss(model, *args, **kwargs)`` with its gradient, or, without, the model's forward alone.
+
+    ``tensors`` and the tensors of the batch are fake tensors of one mode; which parameters require gradients is read
+    off them. Raises `CaptureError` with the user's line and the cure.
+    """
+    objective = _Objective(model, loss)
+    named = {f"model.{name}": tensor for name, tensor in {**tensors.parameters, **tensors.buffers}.items()}
+
+    def function(named: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = torch.func.functional_call(objective, named, args, kwargs, tie_weights=False)
+        if not gradient:
+            return _own(result, detach=True)
+        if loss is None:
+            value, aux = _find_loss(result), ()
+        elif isinstance(result, tuple) and len(result) == 2:
+            value, aux = result
+        else:
+            value, aux = result, ()
+        return _own(value, detach=False), _own(aux, detach=True), isinstance(result, tuple)
+
+    trace = _Trace(tensors, batch_tensors(args, kwargs))
+    # Dynamo keeps its cache, and counts recompilations, by code object: each capture brings one of its own.
+    function = types.FunctionType(
+        function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
+    )
+    compiled = torch.compile(function, backend=trace.backend(gradient), fullgraph=True, dynamic=False)
+    with _explained(model), torch.set_grad_enabled(gradient):
+        returned = compiled(named, args, dict(kwargs))
+    if gradient:
+        value, aux, pair = returned
+        returned = (value, aux) if pair and loss is not None else (value, ())
+    markers = {id(marker): port for marker, port in trace.markers}
+    flat, spec = pytree.tree_flatten(returned)
+    leaves = tuple(markers.get(id(leaf), leaf) for leaf in flat)
+    assert trace.program is not None
+    return Capture(trace.program, trace.constants, spec, leaves)
+
+
+class _Taken(Exception):
+    """Leaves AOTAutograd as soon as it has handed over the joint graph."""
+
+
+class _Trace:
+    """One run of Dynamo and AOTAutograd, and what came out of it."""
+
+    def __init__(self, tensors: Tensors, batch: Mapping[str, torch.Tensor]) -> None:
+        self.ports: dict[int, Port] = {}
+        self.all_names: dict[int, list[str]] = {}
+        for kind, group in (("parameter", tensors.parameters), ("buffer", tensors.buffers), ("batch", batch)):
+            for name, tensor in group.items():
+                self.ports.setdefault(id(tensor), Port("in", kind, name))
+        self.program: Program | None = None
+        self.constants: dict[str, torch.Tensor] = {}
+        self.markers: list[tuple[torch.Tensor, Port]] = []
+
+    def backend(self, gradient: bool) -> Callable[..., Any]:
+        def compile_graph(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+            results = [node.meta["example_value"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+            ports = self._input_ports(module, inputs)
+            kinds = ["loss"] + ["aux"] * (len(results) - 1) if gradient else ["result"] * len(results)
+            outputs = [Port("out", kind, str(index)) for index, kind in enumerate(kinds)]
+            if gradient:
+                _check_loss(results)
+            graph = _aot_graph(module, inputs, gradient)
+            self.program = _to_program(graph, ports, outputs)
+            self.markers = list(zip(results, outputs, strict=True))
+            return lambda *_: tuple(results)
+
+        return compile_graph
+
+    def _input_ports(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> list[Port]:
+        found = []
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            port = self.ports.get(id(value))
+            if port is None:
+                if not isinstance(value, torch.Tensor):
+                    raise CaptureError(
+                        f"{node.name} is a {type(value).__name__} that varies from call to call. Pass numbers that "
+                        "change as tensors; dynamic sizes are not supported."
+                    )
+                name = _source(node)
+                port = Port("in", "constant", name)
+                self.constants[name] = value
+            found.append(port)
+        return found
+
+
+def _source(node: fx.Node) -> str:
+    """Where Dynamo found a closed-over tensor, as the user would write it."""
+    source = node.meta["grapharg"].source.name
+    text = source() if callable(source) else source
+    text = text.replace("L['objective']", "objective").replace("._modules['model']", ".model")
+    return re.sub(r"\._modules\['([^']+)'\]", r".\1", text).replace("objective.model.", "model.")
+
+
+def _check_loss(results: list[torch.Tensor]) -> None:
+    cure = "Return one floating-point number that depends on the parameters, such as `errors.mean()`."
+    if not results:
+        raise CaptureError(f"The loss returned no tensor. {cure}")
+    loss = results[0]
+    if loss.numel() != 1 or loss.dim() != 0:
+        raise CaptureError(f"The loss has shape {list(loss.shape)}; expected a scalar, shape []. {cure}")
+    if not loss.dtype.is_floating_point:
+        raise CaptureError(f"The loss has dtype {loss.dtype}; expected a floating-point dtype. {cure}")
+    if not loss.requires_grad:
+        raise CaptureError(
+            "The loss does not depend on any parameter that requires a gradient (it was detached, computed under "
+            f"no_grad, or every parameter is frozen). {cure}"
+        )
+
+
+def _aot_graph(module: fx.GraphModule, inputs: list[torch.Tensor], gradient: bool) -> fx.Graph:
+    taken: list[fx.Graph] = []
+
+    def take(graph_module: fx.GraphModule, _inputs: Any, **_options: Any) -> Any:
+        taken.append(graph_module.graph)
+        raise _Taken
+
+    compiler = aot_autograd(
+        fw_compiler=take, inference_compiler=take, partition_fn=take, keep_inference_input_mutations=False
+    )
+    with contextlib.suppress(_Taken):
+        compiler(module, inputs)
+    return taken[0]
+
+
+def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Program:
+    """The joint graph with our ports and marks, its tangent a constant, its unused inputs gone."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    placeholders = joint.find_nodes(op="placeholder")
+    forward_inputs = placeholders[: len(inputs)]
+    for node in forward_inputs:
+        mapping[node] = graph.node_copy(node)
+    tangents = placeholders[len(inputs) :]
+    for node in joint.nodes:
+        if node.op == "call_function":
+            if tangents and _is_backward(node):
+                mapping |= {tangent: _one(graph, tangent) for tangent in tangents}
+                tangents = []
+            mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping)  # type: ignore[index]
+        elif node.op not in ("placeholder", "output"):
+            raise CaptureError(
+                f"The model uses a higher-order operator ({node.op} {node.target}) that is not supported yet. "
+                "Write its body out as ordinary operators."
+            )
+    end = joint.output_node()
+    values = end.args[0]
+    descriptions = end.meta["desc"]
+    outputs: dict[Port, fx.Node] = {}
+    for value, description in zip(values, descriptions, strict=True):  # type: ignore[arg-type]
+        if isinstance(description, PlainAOTOutput):
+            outputs[results[description.idx]] = mapping[value]
+        elif isinstance(description, InputMutationAOTOutput):
+            port = inputs[description.mutated_input.idx]  # type: ignore[attr-defined]
+            if port.kind not in ("buffer", "constant"):
+                raise CaptureError(
+                    f"Forward writes {port} in place. Only buffers (register_buffer) may be updated by forward; "
+                    "clone the tensor before changing it."
+                )
+            outputs[Port("out", port.kind, port.name)] = mapping[value]
+        elif isinstance(description, GradAOTOutput) and value is not None:
+            port = inputs[description.grad_of.idx]  # type: ignore[attr-defined]
+            if port.kind == "constant":
+                raise CaptureError(
+                    f"The loss differentiates {port.name}, which is not a parameter of the model: its gradient would "
+                    "be lost. Make it a parameter of the model, or detach it."
+                )
+            if port.kind == "parameter":
+                outputs[Port("out", "gradient", port.name)] = mapping[value]
+        elif value is not None and not isinstance(description, GradAOTOutput):
+            raise CaptureError(f"The model returns something that cannot be traced yet: {description}.")
+    graph.output(list(outputs.values()))
+    kept = []
+    for port, node in zip(inputs, forward_inputs, strict=True):
+        if mapping[node].users or port.kind == "batch":
+            kept.append(port)
+        else:
+            graph.erase_node(mapping[node])
+    program = Program(graph, (*kept, *outputs), ("capture",))
+    graph.lint()
+    return program
+
+
+def _one(graph: fx.Graph, tangent: fx.Node) -> fx.Node:
+    """The derivative of the loss by itself, where AOTAutograd expects it to be handed in."""
+    value = tangent.meta["val"]
+    one = graph.call_function(torch.ops.aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device})
+    one.meta = {"val": value, "phase": "backward", "path": ""}
+    return one
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _copy(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
+    copy = graph.node_copy(node, mapping.__getitem__)
+    backward = _is_backward(node)
+    phase: Phase = "backward" if backward else "forward"
+    copy.meta = {"val": node.meta.get("val"), "phase": phase, "path": _path(node)}
+    if not backward and _recomputes(node):
+        copy.meta["region"] = node.meta.get("ac_graph_id", 0)
+    if "stack_trace" in node.meta:
+        copy.meta["stack_trace"] = node.meta["stack_trace"]
+    return copy
+
+
+def _recomputes(node: fx.Node) -> bool:
+    """Whether the user's `torch.utils.checkpoint` asks to compute this node again in backward."""
+    tag = node.meta.get("recompute")
+    return tag is not None and getattr(tag, "name", "") in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
+
+
+def _path(node: fx.Node) -> str:
+    """The innermost submodule that the node came from: ``layers.0.attention``; empty for the loss."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    entries = [entry[0] for entry in stack.values()]
+    for text in reversed(entries):
+        found = re.sub(r"getattr\((.*), '([^']+)'\)", r"\1.\2", _flatten_getattr(text))
+        match = re.search(r"\.model\.?(.*)$", found)
+        if match:
+            return re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", match[1].replace("_modules", "")).strip(".")
+    return ""
+
+
+def _flatten_getattr(text: str) -> str:
+    """``getattr(L['obj'].model.layers, '0').attn`` -> ``L['obj'].model.layers.0.attn``."""
+    pattern = re.compile(r"getattr\(([^()]*), '([^']+)'\)")
+    while pattern.search(text):
+        text = pattern.sub(r"\1.\2", text)
+    return text
+
+
+@contextlib.contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Turns what Dynamo raises into one `CaptureError` with the user's line and the cure."""
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, CaptureError):
+            raise error.inner_exception from None
+        raise
+    except Unsupported as error:
+        reason = str(error).split("\n\n")[0].strip()
+        raise CaptureError(
+            f"{type(model).__name__} cannot be traced whole.\n{_user_line(error)}\n  Why: {reason}\n"
+            "  Cure: move the line out of forward and the loss (printing, logging, warnings, .item(), and branches on "
+            "tensor values break the trace), or use torch.where / torch.cond."
+        ) from error
+    except TorchDynamoException as error:
+        raise CaptureError(
+            f"{type(model).__name__} failed while it was traced.\n{_user_line(error)}\n  {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _user_line(error: BaseException) -> str:
+    """The innermost line of the user's code that Dynamo was reading: ``File "model.py", line 3, in forward``."""
+    stack = getattr(error, "real_stack", None)
+    if stack:
+        frame = stack[-1]
+        line = f"\n    {frame.line}" if frame.line else ""
+        return f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}{line}'
+    match = re.findall(r'File "[^"]+", line \d+, in [^\n]+\n[^\n]+', str(error))
+    return "  " + match[-1] if match else "  " + "".join(traceback.format_exception_only(error)).splitlines()[0]
+
+
+def fake_tensor(
+    mode: FakeTensorMode,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool = False,
+) -> torch.Tensor:
+    """A fake tensor of this description; no memory is taken."""
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
+def capture_on(
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    plan: Plan,
+    buffers: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    gradient: bool,
+) -> Capture:
+    """`capture` on fake tensors of the plan's parameters, the model's buffers and a real batch."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    seen: dict[int, torch.Tensor] = {}
+
+    def twin(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in seen:
+            seen[id(tensor)] = fake_tensor(mode, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        return seen[id(tensor)]
+
+    parameters: dict[str, torch.Tensor] = {}
+    for buffer in plan.buffers:
+        for slot in buffer.slots:
+            leaf = slot.leaf
+            fake = fake_tensor(
+                mode, leaf.shape, leaf.stride, plan.compute_dtype(buffer), plan.device,
+                requires_grad=gradient and leaf.trainable,
+            )  # fmt: skip
+            parameters |= dict.fromkeys(leaf.names, fake)
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: fake_tensor(mode, tuple(t.shape), t.stride(), t.dtype, t.device),
+        (args, dict(kwargs)),
+    )
+    tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()})
+    return capture(model, loss, tensors, fake_args, fake_kwargs, gradient=gradient)

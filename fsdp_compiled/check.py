@@ -1,0 +1,193 @@
+"""What must hold of a Program after each pass; a broken invariant is a `ProgramError` that shows the nearby lines.
+
+| after       | holds                                                                                             |
+|-------------|---------------------------------------------------------------------------------------------------|
+| every pass  | ports and graph agree; every value has its fake tensor; forward, backward, update follow in order; |
+|             | inputs are written in the update alone                                                            |
+| `gather`    | no full parameter is an input; a buffer is gathered at most once a phase                          |
+| `reduce`    | every gradient that leaves is a waited reduction of this rank's shard size                        |
+| `recompute` | no gathered value of a resharded unit crosses from forward to backward, aliases included          |
+| `report`    | the loss that leaves is the mean over the ranks                                                   |
+| `update`    | every trainable shard with an optimizer is written, and no gradient leaves                        |
+| `store`     | no new value of a module buffer leaves: it is written back                                        |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from torch import fx
+
+from fsdp_compiled.plan import Buffer, Plan
+from fsdp_compiled.program import (
+    LOSS,
+    Program,
+    call_text,
+    describe,
+    gathered,
+    is_collective,
+    positions,
+    role_of,
+    written,
+)
+
+PHASES = ("forward", "backward", "update")
+
+
+class ProgramError(Exception):
+    """A pass broke what must hold of its result: an error of this package, not of its user."""
+
+
+def check(program: Program, plan: Plan) -> None:
+    """Raises `ProgramError` where the program breaks an invariant of a pass in its history."""
+    _form(program)
+    for name in program.history:
+        for invariant in INVARIANTS.get(name, ()):
+            invariant(program, plan)
+
+
+def fail(program: Program, node: fx.Node | None, message: str) -> None:
+    lines = [f"after {program.history[-1]}: {message}"]
+    if node is not None:
+        nodes = list(program.graph.nodes)
+        place = nodes.index(node)
+        for near in nodes[max(place - 3, 0) : place + 3]:
+            lines.append(("  > " if near is node else "    ") + _line(near))
+    raise ProgramError("\n".join(lines))
+
+
+def _line(node: fx.Node) -> str:
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    text = f"{node.name}: {describe(node)}"
+    return text if node.op == "placeholder" else f"{text} = {call_text(node)}"
+
+
+def _form(program: Program) -> None:
+    places = program.graph.find_nodes(op="placeholder")
+    given = [port for port in program.ports if port.side == "in"]
+    values = program.graph.output_node().args[0]
+    results = [port for port in program.ports if port.side == "out"]
+    if len(places) != len(given) or len(values) != len(results):  # type: ignore[arg-type]
+        fail(program, None, f"{len(given)} + {len(results)} ports for {len(places)} inputs, {len(values)} outputs.")  # type: ignore[arg-type]
+    if repeated := [str(port) for port, count in Counter(program.ports).items() if count > 1]:
+        fail(program, None, f"ports appear twice: {', '.join(repeated)}.")
+    phase = 0
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        if "val" not in node.meta:
+            fail(program, node, f"{node.name} has no fake tensor.")
+        if node.op != "call_function":
+            continue
+        now = PHASES.index(node.meta["phase"])
+        if now < phase:
+            fail(program, node, f"{node.name} is {PHASES[now]}, but stands after the {PHASES[phase]} has begun.")
+        phase = now
+        for target in written(node):
+            if target.op == "placeholder" and node.meta["phase"] != "update":
+                fail(program, node, f"{target.name} is written in {node.meta['phase']}: its readers may still come.")
+
+
+def _no_full_parameters(program: Program, plan: Plan) -> None:
+    for port, node in program.inputs.items():
+        if port.kind == "parameter":
+            fail(program, node, f"{port.name} is still a full parameter.")
+
+
+def _gathered_once_a_phase(program: Program, plan: Plan) -> None:
+    seen: set[tuple[str, str]] = set()
+    for node in program.marked("gather"):
+        key = (node.meta["mark"].buffer, node.meta["phase"])
+        if key in seen:
+            fail(program, node, f"buffer {key[0]} is gathered twice in {key[1]}.")
+        seen.add(key)
+
+
+def _gradients_are_reduced(program: Program, plan: Plan) -> None:
+    for port, node in program.outputs.items():
+        if port.kind == "gradient":
+            _reduced(program, plan, node, plan.buffer(port.name))
+
+
+def _reduced(program: Program, plan: Plan, node: fx.Node, buffer: Buffer) -> None:
+    source = node
+    while role_of(source) in ("cast", "norm") and source.all_input_nodes:
+        source = source.all_input_nodes[0]
+    zero = role_of(source) == "flatten" and not source.all_input_nodes  # no gradient reaches this buffer
+    if plan.axes and not zero:
+        start = source.all_input_nodes[0] if source.all_input_nodes else source
+        if role_of(source) != "wait" or role_of(start) != "reduce" or not is_collective(start):
+            fail(program, source, f"the gradient of {buffer.key} leaves without a waited reduction.")
+    size = buffer.numel // plan.shard if plan.placement.gradient else buffer.numel
+    if node.meta["val"].numel() != size:
+        fail(program, node, f"the gradient of {buffer.key} has {node.meta['val'].numel()} elements, expected {size}.")
+
+
+def _resharded(program: Program, plan: Plan) -> None:
+    if not plan.placement.regather or plan.shard == 1:
+        return
+    order = positions(program.graph)
+    chains = gathered(program.graph)
+    crossing: dict[str, tuple[fx.Node, fx.Node]] = {}
+    last_use: dict[str, int] = {}
+    for unit, nodes in chains.items():
+        for node in nodes:
+            for user in node.users:
+                if user.op == "output" or user.meta["phase"] == "forward":
+                    last_use[unit] = max(last_use.get(unit, 0), order[user])
+                elif user.meta["phase"] == "backward":
+                    crossing.setdefault(unit, (node, user))
+    turning = max(last_use, key=last_use.__getitem__, default=None)
+    for unit, (node, user) in crossing.items():
+        if unit != turning:
+            names = [slot.name for buffer in plan.buffers if buffer.unit == unit for slot in buffer.slots]
+            fail(
+                program,
+                user,
+                f"{', '.join(names[:3])} stay gathered across the loss: "
+                f"{node.name} (unit {unit}) is used by {user.name} in backward.",
+            )
+
+
+def _loss_is_the_mean(program: Program, plan: Plan) -> None:
+    node: fx.Node | None = program.outputs.get(LOSS)
+    if node is None or role_of(node) != "norm":
+        fail(program, node, "the loss leaves without having been averaged over the ranks.")
+
+
+def _shards_are_updated(program: Program, plan: Plan) -> None:
+    targets = {target for node in program.graph.nodes if node.op == "call_function" for target in _roots(node)}
+    for port, node in program.inputs.items():
+        if port.kind == "shard" and plan.buffer(port.name).updated and node not in targets:
+            fail(program, node, f"the shard of {port.name} is never updated.")
+    for port, node in program.outputs.items():
+        if port.kind == "gradient":
+            fail(program, node, f"the gradient of {port.name} leaves the step.")
+
+
+def _roots(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a write changes in the end: an in-place operator returns what it wrote."""
+    found = []
+    for target in written(node):
+        while target.op == "call_function" and written(target):
+            target = written(target)[0]
+        found.append(target)
+    return found
+
+
+def _buffers_are_stored(program: Program, plan: Plan) -> None:
+    for port, node in program.outputs.items():
+        if port.kind in ("buffer", "constant"):
+            fail(program, node, f"the new value of {port} leaves the step and would be lost.")
+
+
+INVARIANTS: dict[str, tuple[Callable[[Program, Plan], None], ...]] = {
+    "gather": (_no_full_parameters, _gathered_once_a_phase),
+    "reduce": (_gradients_are_reduced,),
+    "recompute": (_resharded, _gathered_once_a_phase),
+    "report": (_loss_is_the_mean,),
+    "update": (_shards_are_updated,),
+    "store": (_buffers_are_stored,),
+}

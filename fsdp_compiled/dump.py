@@ -1,0 +1,114 @@
+"""Programs, plans and what changed between two stages, as text."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import fx
+
+from fsdp_compiled.plan import Plan, human
+from fsdp_compiled.program import Program, is_collective, role_of, written
+
+
+def summary(program: Program) -> str:
+    """The program by unit: what is computed, gathered, reduced and updated, in the order it runs, with sizes.
+
+    Consecutive nodes of one unit and phase are one line; collectives have lines of their own.
+    """
+    lines = [f"program: {' -> '.join(program.history)}, {len(program.graph.nodes)} nodes, {_collectives(program)}"]
+    phase = None
+    run: list[fx.Node] = []
+
+    def close() -> None:
+        if run:
+            lines.append(f"    {_where(run[0]):<28}{_what(run)}")
+            run.clear()
+
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.meta["phase"] != phase:
+            close()
+            phase = node.meta["phase"]
+            lines.append(f"  {phase}")
+        if is_collective(node) or role_of(node) == "wait":
+            close()
+            lines.append(f"    {_where(node):<28}{_communication(node)}")
+            continue
+        if run and _where(run[0]) != _where(node):
+            close()
+        run.append(node)
+    close()
+    return "\n".join(lines)
+
+
+def _where(node: fx.Node) -> str:
+    mark = node.meta.get("mark")
+    if mark is not None:
+        return mark.unit or "(all units)"
+    path = node.meta.get("path", "")
+    parts = path.split(".")
+    # layers.0.attention.query -> layers.0: up to the first index, which is where a block begins
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return parts[0] or "(loss)"
+
+
+def _what(nodes: Iterable[fx.Node]) -> str:
+    nodes = list(nodes)
+    roles = {role_of(node) for node in nodes}
+    if roles == {"update"}:
+        return f"update: {sum(1 for node in nodes if written(node))} writes in place"
+    names = {"view": "views", "flatten": "flatten", "cast": "cast", "norm": "norm and loss"}
+    done = [names[role] for role in ("cast", "view", "flatten", "norm") if role in roles]
+    compute = sum(1 for node in nodes if role_of(node) is None)
+    return ", ".join(done + [f"compute: {compute} operators"] * bool(compute))
+
+
+def _communication(node: fx.Node) -> str:
+    if role_of(node) == "wait" and not is_collective(node):
+        return f"wait {node.all_input_nodes[0].name}"
+    value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
+    name = str(node.target).split(".")[1].removesuffix("_into_tensor").removesuffix("_tensor")
+    sizes = f"{human(source.numel() * source.itemsize)} -> {human(value.numel() * value.itemsize)}"
+    operator = next((argument for argument in node.args if argument in ("avg", "sum")), None)
+    return f"{name} {node.name}: {sizes}" + (f", {operator}" if operator else "") + f", along {node.args[-1]}"
+
+
+def _collectives(program: Program) -> str:
+    counts: dict[str, int] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and is_collective(node):
+            name = str(node.target).split(".")[1].removesuffix("_into_tensor").removesuffix("_tensor")
+            counts[name] = counts.get(name, 0) + 1
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no collectives"
+
+
+def write(folder: str | Path, plan: Plan, stages: Iterable[Program]) -> Path:
+    """Writes ``plan.txt``, one numbered text a stage, the differences between neighbours, and ``program.txt``."""
+    root = Path(folder)
+    root.mkdir(parents=True, exist_ok=True)
+    (root / "plan.txt").write_text(f"{plan}\n")
+    before: Program | None = None
+    stages = list(stages)
+    for index, program in enumerate(stages):
+        name = program.history[-1]
+        (root / f"{index:02d}-{name}.txt").write_text(program.text() + "\n")
+        if before is not None:
+            change = "\n".join(difference(before, program))
+            (root / f"{index:02d}-{name}.diff").write_text(change + "\n")
+        before = program
+    (root / "program.txt").write_text(f"{summary(stages[-1])}\n")
+    return root
+
+
+def difference(before: Program, after: Program) -> list[str]:
+    """What a pass changed, as a unified diff of the two texts."""
+    return list(
+        difflib.unified_diff(
+            list(before.lines()), list(after.lines()), before.history[-1], after.history[-1], lineterm="", n=1
+        )
+    )

@@ -1,0 +1,166 @@
+"""The ranks: process groups along each axis, their start and end, and agreement between ranks.
+
+This is the only file that starts, asks or ends a process group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class RankError(RuntimeError):
+    """Ranks disagree, or one of them failed; raised on every rank."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place. ``groups`` names the process group along each axis that has more than one rank."""
+
+    device: torch.device
+    shard: int = 1
+    replicate: int = 1
+    shard_rank: int = 0
+    rank: int = 0
+    groups: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.shard * self.replicate
+
+
+def join(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh:
+    """This rank's `Mesh`: from a ``DeviceMesh``, or all ranks there are.
+
+    Without a mesh, a process group that runs already is used; under ``torchrun`` (``RANK`` and ``WORLD_SIZE`` in the
+    environment) one is started, nccl on GPUs and gloo on CPUs, and closed when Python exits; else the world is one.
+    """
+    if mesh is not None:
+        return _from_device_mesh(mesh)
+    if not dist.is_available():
+        return Mesh(device or _default_device())
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        device = _default_device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(_close)
+    if not dist.is_initialized():
+        return Mesh(device or _default_device())
+    if device is None or device.type == "meta":
+        device = _default_device()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    assert group is not None
+    groups = {"shard": group.group_name} if world > 1 else {}
+    return Mesh(device, world, 1, rank, rank, groups)
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+    return torch.device("cpu")
+
+
+def _close() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _from_device_mesh(mesh: DeviceMesh) -> Mesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh is a {type(mesh).__name__}; expected a DeviceMesh from "
+            "torch.distributed.device_mesh.init_device_mesh."
+        )
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 2 or (mesh.ndim == 2 and names != ("replicate", "shard")):
+        raise ValueError(
+            f"mesh has axes {names or mesh.ndim}; expected one axis, which shards, or two named "
+            '("replicate", "shard").'
+        )
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"mesh holds {mesh.size()} ranks, but the world has {dist.get_world_size()}; every rank must be in the "
+            "mesh."
+        )
+    place = mesh.get_coordinate()
+    assert place is not None
+    groups = {}
+    axes = ("shard",) if mesh.ndim == 1 else ("replicate", "shard")
+    sizes = dict(zip(axes, mesh.shape, strict=True))
+    for index, axis in enumerate(axes):
+        if sizes[axis] > 1:
+            groups[axis] = mesh.get_group(index).group_name
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return Mesh(
+        device,
+        sizes["shard"],
+        sizes.get("replicate", 1),
+        place[-1],
+        dist.get_rank(),
+        groups,
+    )
+
+
+def broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:
+    """Rank 0's values, in place on every rank."""
+    if mesh.world > 1 and tensor.numel():
+        dist.broadcast(tensor, 0)
+
+
+def gather_shards(shard: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """``[n]`` on each rank -> ``[shard * n]``, the whole buffer, on every rank."""
+    if mesh.shard == 1:
+        return shard
+    collectives = torch.ops._c10d_functional
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(shard, mesh.shard, mesh.groups["shard"]))
+
+
+def exchange(value: Any, mesh: Mesh) -> list[Any]:
+    """What each rank has, on every rank, by rank; any picklable value."""
+    if mesh.world == 1:
+        return [value]
+    found: list[Any] = [None] * mesh.world
+    dist.all_gather_object(found, value)
+    return found
+
+
+def agree(mesh: Mesh, what: str, text: str, failure: BaseException | None = None) -> None:
+    """Every rank shows its text; where they differ, or a rank failed, every rank raises.
+
+    The rank that failed raises its own exception, the others a `RankError` that quotes it. Where texts differ, the
+    first differing line is shown with the ranks that have it.
+    """
+    if mesh.world == 1:
+        if failure is not None:
+            raise failure
+        return
+    found = exchange((text, f"{type(failure).__name__}: {failure}" if failure is not None else None), mesh)
+    if failure is not None:
+        raise failure
+    for rank, (_, error) in enumerate(found):
+        if error is not None:
+            raise RankError(f"rank {rank} failed, so no rank goes on. It said:\n{error}")
+    for rank, (other, _) in enumerate(found):
+        if other != found[0][0]:
+            raise RankError(f"{what} differs between rank 0 and rank {rank}.\n{_difference(found[0][0], other, rank)}")
+
+
+def _difference(first: str, other: str, rank: int) -> str:
+    mine, theirs = first.splitlines(), other.splitlines()
+    for index in range(max(len(mine), len(theirs))):
+        left = mine[index] if index < len(mine) else "(nothing)"
+        right = theirs[index] if index < len(theirs) else "(nothing)"
+        if left != right:
+            return f"  line {index + 1}\n  rank 0: {left}\n  rank {rank}: {right}"
+    return "  (no differing line)"

@@ -1,0 +1,44 @@
+"""The rewrites that turn a captured objective into a sharded training step, and the loop that runs them.
+
+A pass is a function of a program and a plan that returns the next program. It knows no rank, process group, device,
+clock or environment; options are bound when it is made, as in ``update(rules)``. To remove a pass, delete its file,
+its test and its entry in a tuple below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from fsdp_compiled.check import check
+from fsdp_compiled.passes.clip import clip
+from fsdp_compiled.passes.gather import gather
+from fsdp_compiled.passes.recompute import recompute
+from fsdp_compiled.passes.reduce import reduce
+from fsdp_compiled.passes.report import report
+from fsdp_compiled.passes.store import store
+from fsdp_compiled.passes.update import update
+from fsdp_compiled.plan import Plan
+from fsdp_compiled.program import Program
+
+Pass = Callable[[Program, Plan], Program]
+Observer = Callable[[Program], None]
+
+FORWARD: tuple[Pass, ...] = (gather, store)
+GRADIENT: tuple[Pass, ...] = (gather, reduce, recompute, report, store)
+STEP: tuple[Pass, ...] = (gather, reduce, recompute, report, clip, store)  # `update(rules)` joins before `store`
+
+
+def run(
+    program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None
+) -> Program:
+    """Applies the passes in order; what must hold is checked after each, and each result is shown to ``observe``."""
+    check(program, plan)
+    observe(program)
+    for transform in passes:
+        program = transform(program, plan)
+        check(program, plan)
+        observe(program)
+    return program
+
+
+__all__ = ["FORWARD", "GRADIENT", "STEP", "Observer", "Pass", "run", "update"]

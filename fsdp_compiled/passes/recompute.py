@@ -1,0 +1,106 @@
+"""What backward rebuilds instead of keeping: gathered parameters, and the regions that the model checkpoints.
+
+    before                              after
+
+    full = all_gather(shard)            full = all_gather(shard)
+    weight_t = t(view(full))            weight_t = t(view(full))
+    y = mm(x, weight_t)                 y = mm(x, weight_t)       # full is freed here
+    ...                                 ...
+    d_x = mm(d_y, t(weight_t))          full' = all_gather(shard)
+                                        weight_t' = t(view(full'))
+                                        d_x = mm(d_y, t(weight_t'))
+
+Resharding after forward is nothing but this: the gather, with the whole chain of views and casts behind it, runs
+again. The unit that forward uses last and backward first is kept: it would be gathered twice in a row.
+A checkpointed region (`torch.utils.checkpoint`) is run again from its inputs, without its random operators: their
+results are kept, so that dropout replays the same mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import fx
+
+from fsdp_compiled.plan import Plan
+from fsdp_compiled.program import Edit, Program, gathered, is_random, positions
+
+
+def recompute(program: Program, plan: Plan) -> Program:
+    """Moves nothing; repeats forward nodes in backward, each just before its first use there."""
+    edit = Edit(program)
+    _rebuild(edit, _regions(edit.graph))
+    if plan.placement.regather and plan.shard > 1:
+        chains = gathered(edit.graph)
+        kept = _turning_unit(edit.graph, chains)
+        _rebuild(edit, {node for unit, nodes in chains.items() if unit != kept for node in nodes})
+    return edit.done("recompute")
+
+
+def _turning_unit(graph: fx.Graph, chains: dict[str, set[fx.Node]]) -> str | None:
+    """The unit that forward uses last and backward first, if that is one and the same."""
+    order = positions(graph)
+    last_forward: dict[str, int] = {}
+    first_backward: dict[str, int] = {}
+    for unit, nodes in chains.items():
+        users = {user for node in nodes for user in node.users if user not in nodes and user.op == "call_function"}
+        forward = [order[user] for user in users if user.meta["phase"] == "forward"]
+        backward = [order[user] for user in users if user.meta["phase"] == "backward"]
+        if forward:
+            last_forward[unit] = max(forward)
+        if backward:
+            first_backward[unit] = min(backward)
+    if not last_forward or not first_backward:
+        return None
+    turn = max(last_forward, key=last_forward.__getitem__)
+    return turn if turn == min(first_backward, key=first_backward.__getitem__) else None
+
+
+def _regions(graph: fx.Graph) -> set[fx.Node]:
+    """The forward nodes inside checkpointed regions that backward may compute again.
+
+    A region's results stay, as in eager PyTorch: the next region starts from them.
+    """
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        region = node.meta.get("region")
+        if region is None or is_random(node) or any(is_random(source) for source in node.all_input_nodes):
+            continue
+        inside = all(
+            user.op == "call_function" and (user.meta["phase"] == "backward" or user.meta.get("region") == region)
+            for user in node.users
+        )
+        if inside:
+            found.add(node)
+    return found
+
+
+def _rebuild(edit: Edit, nodes: Collection[fx.Node]) -> None:
+    """Makes backward read clones of these forward nodes, made just before the first node that needs them."""
+    order = positions(edit.graph)
+    clones: dict[fx.Node, fx.Node] = {}
+    for node in list(edit.graph.nodes):
+        if node.op != "call_function" or node.meta["phase"] != "backward":
+            continue
+        needed = [source for source in node.all_input_nodes if source in nodes]
+        if not needed:
+            continue
+        with edit.at(node, "backward"):
+            for source in sorted(_missing(needed, nodes, clones), key=order.__getitem__):
+                clones[source] = edit.clone(source, clones)
+        for source in needed:
+            node.replace_input_with(source, clones[source])
+
+
+def _missing(
+    wanted: list[fx.Node], nodes: Collection[fx.Node], clones: dict[fx.Node, fx.Node]
+) -> set[fx.Node]:
+    """The wanted nodes and all that they are made of, as far as it is to be rebuilt and is not yet."""
+    found: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node in nodes and node not in clones and node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found

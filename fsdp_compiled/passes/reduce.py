@@ -1,0 +1,122 @@
+"""A unit's gradients become one flat buffer, reduced over the ranks as soon as the last of them exists.
+
+    before                      after
+
+    d_weight = mm(...)          d_weight = mm(...)
+    d_bias = sum(...)           d_bias = sum(...)
+    ...                         flat: float32[72] = cat(d_weight, d_bias, padding)
+    return d_weight, d_bias     part: float32[36] = reduce_scatter(flat, "avg")
+                                ...
+                                gradient = wait(part)
+                                return gradient
+
+Where the gradient's placement is a full copy, the reduction is an all-reduce; along a replicate axis one follows the
+reduce-scatter. The wait for one buffer stands before the flatten of the next, so that one flat gradient is on the
+wire and one is being filled, never more.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fsdp_compiled.plan import Buffer, Plan
+from fsdp_compiled.program import Edit, Mark, Port, Program, last, positions
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+def reduce(program: Program, plan: Plan) -> Program:
+    """Replaces gradients by parameter with reduced gradients by buffer, each this rank's shard of the mean."""
+    edit = Edit(program)
+    order = positions(edit.graph)
+    outputs = edit.outputs
+    ready: list[tuple[fx.Node | None, Buffer, dict[str, fx.Node]]] = []
+    for buffer in plan.buffers:
+        if not buffer.trainable:
+            continue
+        found: dict[str, fx.Node] = {}
+        for slot in buffer.slots:
+            port = Port("out", "gradient", slot.name)
+            if port in outputs:
+                node = outputs[port]
+                edit.remove_output(port)
+                if node is not None:
+                    found[slot.name] = node
+        ready.append((last(found.values(), order) if found else None, buffer, found))
+    ready.sort(key=lambda item: len(order) if item[0] is None else order[item[0]])
+    pending: list[tuple[Buffer, fx.Node]] = []
+    for node, buffer, found in ready:
+        at = edit.end if node is None else node.next
+        with edit.at(at, "backward"):
+            _finish(edit, pending, plan)
+            if found:
+                flat = _flatten(edit, buffer, found, plan)
+                pending.append((buffer, _start(edit, buffer, flat, plan)))
+            else:
+                size = buffer.numel // plan.shard if plan.placement.gradient else buffer.numel
+                zeros = edit.call(
+                    aten.full.default, [size], 0.0, dtype=buffer.dtype, device=plan.device, mark=_mark(buffer, "flatten")
+                )
+                pending.append((buffer, zeros))
+    with edit.at(edit.end, "backward"):
+        _finish(edit, pending, plan)
+    return edit.done("reduce")
+
+
+def _mark(buffer: Buffer, role: str) -> Mark:
+    return Mark(role, buffer.unit, buffer.key)  # type: ignore[arg-type]
+
+
+def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Plan) -> fx.Node:
+    """``[numel]``: the gradients in the places of their parameters, zero in the padding and where there is none."""
+    mark = _mark(buffer, "flatten")
+    dtype = next(iter(gradients.values())).meta["val"].dtype
+    pieces: list[fx.Node] = []
+    filled = 0
+
+    def pad(stop: int) -> None:
+        if stop > filled:
+            pieces.append(
+                edit.call(aten.full.default, [stop - filled], 0.0, dtype=dtype, device=plan.device, mark=mark)
+            )
+
+    for slot in buffer.slots:
+        if slot.name not in gradients or slot.leaf.numel == 0:
+            continue
+        pad(slot.offset)
+        gradient = gradients[slot.name]
+        if slot.leaf.order != tuple(range(len(slot.leaf.shape))):
+            gradient = edit.call(aten.permute.default, gradient, list(slot.leaf.order), mark=mark)
+        pieces.append(edit.call(aten.reshape.default, gradient, [slot.leaf.numel], mark=mark))
+        filled = slot.end
+    pad(buffer.numel)
+    flat = edit.call(aten.cat.default, pieces, mark=mark)
+    wanted = plan.reduce_dtype(buffer)
+    return flat if wanted == dtype else edit.call(aten._to_copy.default, flat, dtype=wanted, mark=mark)
+
+
+def _start(edit: Edit, buffer: Buffer, flat: fx.Node, plan: Plan) -> fx.Node:
+    mark = _mark(buffer, "reduce")
+    if plan.shard > 1 and plan.placement.gradient:
+        return edit.call(c10d.reduce_scatter_tensor.default, flat, "avg", plan.shard, "shard", mark=mark)
+    if plan.shard > 1:
+        return edit.call(c10d.all_reduce.default, flat, "avg", "shard", mark=mark)
+    if plan.replicate > 1:
+        return edit.call(c10d.all_reduce.default, flat, "avg", "replicate", mark=mark)
+    return flat
+
+
+def _finish(edit: Edit, pending: list[tuple[Buffer, fx.Node]], plan: Plan) -> None:
+    """Waits for what is on the wire, and carries it over the remaining axis."""
+    while pending:
+        buffer, part = pending.pop()
+        if part.meta["mark"].role == "reduce":
+            part = edit.call(c10d.wait_tensor.default, part, mark=_mark(buffer, "wait"))
+            if plan.shard > 1 and plan.replicate > 1:
+                part = edit.call(c10d.all_reduce.default, part, "avg", "replicate", mark=_mark(buffer, "reduce"))
+                part = edit.call(c10d.wait_tensor.default, part, mark=_mark(buffer, "wait"))
+        if part.meta["val"].dtype != buffer.dtype:
+            part = edit.call(aten._to_copy.default, part, dtype=buffer.dtype, mark=_mark(buffer, "cast"))
+        edit.set_output(Port("out", "gradient", buffer.key), part)

@@ -1,0 +1,63 @@
+"""What every rank is told of the step: the mean loss and the gradient's global norm, in one small all-reduce.
+
+    before              after
+
+    return loss         mine: float64[2] = stack(loss, sum of squares of this rank's gradient shards)
+                        all = all_reduce(mine, "sum"); wait
+                        return loss = all[0] / world, norm = sqrt(all[1] / copies)
+
+The squared norm of a sum is not the sum of squared norms, so the norm is taken after the reduction, on the shards,
+each element once: padding is zero, and copies on a replicate axis are divided out.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fsdp_compiled.plan import Plan
+from fsdp_compiled.program import LOSS, NORM, Edit, Mark, Port, Program
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+
+def report(program: Program, plan: Plan) -> Program:
+    """Averages the loss over the ranks and adds the gradient's norm, float32, as an output."""
+    edit = Edit(program)
+    mark = Mark("norm")
+    outputs = edit.outputs
+    loss = outputs[LOSS]
+    assert loss is not None
+    dtype = loss.meta["val"].dtype
+    gradients = [
+        node
+        for buffer in plan.buffers
+        if buffer.updated and (node := outputs.get(Port("out", "gradient", buffer.key))) is not None
+    ]
+    with edit.at(edit.end, "update"):
+        mine = [edit.call(aten._to_copy.default, loss, dtype=torch.float64, mark=mark)]
+        if gradients:
+            mine.append(_sum_of_squares(edit, gradients, mark))
+        packet = edit.call(aten.stack.default, mine, mark=mark)
+        for axis, _ in plan.axes:
+            packet = edit.call(c10d.all_reduce.default, packet, "sum", axis, mark=mark)
+            packet = edit.call(c10d.wait_tensor.default, packet, mark=mark)
+        mean = edit.call(aten.select.int, packet, 0, 0, mark=mark)
+        mean = edit.call(aten.div.Tensor, mean, plan.world, mark=mark)
+        edit.set_output(LOSS, edit.call(aten._to_copy.default, mean, dtype=dtype, mark=mark))
+        if gradients:
+            copies = plan.world // plan.shard if plan.placement.gradient else plan.world
+            squares = edit.call(aten.select.int, packet, 0, 1, mark=mark)
+            norm = edit.call(aten.sqrt.default, edit.call(aten.div.Tensor, squares, copies, mark=mark), mark=mark)
+            edit.set_output(NORM, edit.call(aten._to_copy.default, norm, dtype=torch.float32, mark=mark))
+    return edit.done("report")
+
+
+def _sum_of_squares(edit: Edit, gradients: list[fx.Node], mark: Mark) -> fx.Node:
+    norms = [
+        edit.call(aten.linalg_vector_norm.default, gradient, 2, None, False, dtype=torch.float32, mark=mark)
+        for gradient in gradients
+    ]
+    stacked = edit.call(aten._to_copy.default, edit.call(aten.stack.default, norms, mark=mark), dtype=torch.float64, mark=mark)
+    return edit.call(aten.sum.default, edit.call(aten.mul.Tensor, stacked, stacked, mark=mark), mark=mark)

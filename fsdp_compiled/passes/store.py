@@ -1,0 +1,30 @@
+"""Values that outlive the step are written back in place: updated module buffers and closed-over tensors.
+
+    before                                  after
+
+    mean = batch_norm(...)[3]               mean = batch_norm(...)[3]
+    return buffer running_mean: mean        copy_(running_mean, mean)
+
+Last of the passes, so that every reader of the old value has run.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fsdp_compiled.plan import Plan
+from fsdp_compiled.program import Edit, Mark, Port, Program
+
+aten = torch.ops.aten
+
+
+def store(program: Program, plan: Plan) -> Program:
+    """Turns ``buffer`` and ``constant`` outputs into writes to the inputs of the same names."""
+    edit = Edit(program)
+    with edit.at(edit.end, "update"):
+        for port, value in edit.outputs.items():
+            if port.kind in ("buffer", "constant"):
+                target = edit.inputs[Port("in", port.kind, port.name)]
+                edit.remove_output(port)
+                edit.call(aten.copy_.default, target, value, mark=Mark("update"))
+    return edit.done("store")

@@ -1,0 +1,343 @@
+"""Program: one training step as a value, and the only place where a graph is copied or edited.
+
+A program is an ATen graph with *ports*, which say what each placeholder and each output is. Passes find their work by
+ports and by the marks below, never by shapes or node names:
+
+- ``node.meta["val"]``: a fake tensor of the node's shape, stride, dtype and device; true after every edit.
+- ``node.meta["phase"]``: ``"forward"``, ``"backward"`` or ``"update"``.
+- ``node.meta["mark"]``: a `Mark` on nodes that passes inserted: the role they play, and for which unit and buffer.
+- ``node.meta["path"]``: the submodule that the node came from, for people to read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+Phase = Literal["forward", "backward", "update"]
+Role = Literal["cast", "gather", "wait", "view", "flatten", "reduce", "norm", "update"]
+
+
+@dataclass(frozen=True)
+class Port:
+    """What one placeholder or output is.
+
+    ``side`` is ``"in"`` or ``"out"``. ``kind``, for inputs: ``"parameter"`` (full; before `gather`), ``"shard"`` (a
+    buffer's slice), ``"buffer"`` (a module buffer), ``"batch"``, ``"constant"`` (a tensor the model or loss closes
+    over), ``"state"`` (optimizer), ``"hyper"`` (a hyperparameter). For outputs: ``"loss"``, ``"aux"``,
+    ``"gradient"``, ``"norm"``, ``"buffer"`` or ``"constant"`` (the updated value of the input of that name).
+    """
+
+    side: Literal["in", "out"]
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+LOSS = Port("out", "loss", "0")
+NORM = Port("out", "norm", "gradient")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The role of an inserted node."""
+
+    role: Role
+    unit: str = ""
+    buffer: str = ""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A step as a value: a graph, what its ends are, and the passes that made it."""
+
+    graph: fx.Graph
+    ports: tuple[Port, ...]  # inputs in the order of the placeholders, then outputs in the order of the output node
+    history: tuple[str, ...]
+
+    @property
+    def inputs(self) -> dict[Port, fx.Node]:
+        ports = [port for port in self.ports if port.side == "in"]
+        return dict(zip(ports, self.graph.find_nodes(op="placeholder"), strict=True))
+
+    @property
+    def outputs(self) -> dict[Port, fx.Node]:
+        ports = [port for port in self.ports if port.side == "out"]
+        return dict(zip(ports, self.graph.output_node().args[0], strict=True))  # type: ignore[arg-type]
+
+    def marked(self, role: Role) -> list[fx.Node]:
+        """The nodes that passes inserted in this role, in the order they run."""
+        return [node for node in self.graph.nodes if role_of(node) == role]
+
+    @property
+    def random(self) -> bool:
+        """Whether running the program draws random numbers."""
+        return any(is_random(node) for node in self.graph.nodes)
+
+    @property
+    def hash(self) -> str:
+        """Equal exactly for programs that run the same operations, in the same order, on the same ports."""
+        return hashlib.sha256(self.text().encode()).hexdigest()
+
+    def text(self) -> str:
+        """Every node on a line: what ranks compare, and what `dump` writes."""
+        return "\n".join(self.lines())
+
+    def lines(self) -> Iterator[str]:
+        ports = {node: port for port, node in self.inputs.items()}
+        unit, phase = None, None
+        for node in self.graph.nodes:
+            mark: Mark | None = node.meta.get("mark")
+            if node.op == "call_function" and node.meta["phase"] != phase:
+                phase = node.meta["phase"]
+                yield f"# {phase}"
+            where = mark.unit if mark else node.meta.get("path", "")
+            if node.op == "call_function" and where != unit:
+                unit = where
+                yield f"  # {unit or '(loss)'}"
+            if node.op == "placeholder":
+                yield f"{node.name}: {describe(node)}  # {ports[node]}"
+            elif node.op == "output":
+                for port, value in self.outputs.items():
+                    yield f"return {port}: {value}"
+            else:
+                yield f"    {node.name}: {describe(node)} = {call_text(node)}" + (f"  # {mark.role}" if mark else "")
+
+    def __str__(self) -> str:
+        from fsdp_compiled.dump import summary  # dump reads programs; this one call shows one
+
+        return summary(self)
+
+
+def role_of(node: fx.Node) -> str | None:
+    mark = node.meta.get("mark")
+    return mark.role if mark else None
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers, and so gives other ones when it is run again."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the node starts a collective; waiting for one does not."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "_c10d_functional"
+        and node.target is not torch.ops._c10d_functional.wait_tensor.default
+    )
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's result shares memory with one of its inputs, which it leaves as it is."""
+    if node.target is operator.getitem:
+        return bool(node.args) and is_view(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    infos = [argument.alias_info for argument in node.target._schema.arguments if argument.alias_info is not None]
+    return bool(infos) and not any(info.is_write for info in infos)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that the node writes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found: list[fx.Node] = []
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.kwargs.get(argument.name, node.args[index] if index < len(node.args) else None)
+            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
+    return found
+
+
+def call_text(node: fx.Node) -> str:
+    """``aten.mm(a, b)``, with the overload left out where it is the default."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = str(target).removesuffix(".default")
+    else:
+        name = getattr(target, "__name__", str(target))
+    arguments = [_value_text(value) for value in node.args]
+    arguments += [f"{key}={_value_text(value)}" for key, value in node.kwargs.items()]
+    return f"{name}({', '.join(arguments)})"
+
+
+def _value_text(value: Any) -> str:
+    return str(value) if isinstance(value, fx.Node) else repr(pytree.tree_map_only(fx.Node, str, value))
+
+
+def describe(node: fx.Node) -> str:
+    """``float32[4, 8]``."""
+
+    def one(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype)[6:]}{list(value.shape)}"
+        return "-" if value is None else str(value)
+
+    value = node.meta.get("val")
+    return f"({', '.join(map(one, value))})" if isinstance(value, tuple | list) else one(value)
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """The mode that the graph's fake tensors belong to."""
+    for node in graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch._subclasses.FakeTensor):
+                return value.fake_mode
+    raise ValueError("The graph has no fake tensors; a Program's nodes carry one each in meta['val'].")
+
+
+class Edit:
+    """A copy of a program that may be changed; `done` turns it into the next program.
+
+    Lives inside one pass. ``self.map`` leads from the old program's nodes to the copy's.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.graph = fx.Graph()
+        self.map: dict[fx.Node, fx.Node] = {}
+        outputs = self.graph.graph_copy(program.graph, self.map)
+        self.mode = fake_mode(program.graph)
+        self._before = program
+        self._inputs = {port: self.map[node] for port, node in program.inputs.items()}
+        old = program.graph.output_node()
+        self._end = self.graph.output(outputs)
+        self._end.meta = dict(old.meta)
+        self._outputs: dict[Port, fx.Node | None] = dict(
+            zip((port for port in program.ports if port.side == "out"), outputs, strict=True)  # type: ignore[arg-type]
+        )
+        self._phase: Phase = "forward"
+        self._mark: Mark | None = None
+
+    @property
+    def inputs(self) -> dict[Port, fx.Node]:
+        return dict(self._inputs)
+
+    @property
+    def outputs(self) -> dict[Port, fx.Node | None]:
+        return dict(self._outputs)
+
+    @property
+    def end(self) -> fx.Node:
+        """The output node: insert before it to append to the program."""
+        return self._end
+
+    @contextmanager
+    def at(self, before: fx.Node, phase: Phase) -> Iterator[None]:
+        """Calls inside go before this node, in this phase."""
+        previous = self._phase
+        self._phase = phase
+        with self.graph.inserting_before(before):
+            yield
+        self._phase = previous
+
+    def call(self, target: Callable[..., Any], *args: Any, mark: Mark | None = None, **kwargs: Any) -> fx.Node:
+        """Inserts a call and works out its ``val`` by running it on fake tensors."""
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["phase"] = self._phase
+        if mark is not None:
+            node.meta["mark"] = mark
+        self.infer(node)
+        return node
+
+    def infer(self, node: fx.Node) -> None:
+        args, kwargs = pytree.tree_map_only(fx.Node, lambda source: source.meta["val"], (node.args, node.kwargs))
+        with self.mode, torch.no_grad():
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def clone(self, node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Repeats a node on other inputs at the point and in the phase that `at` set."""
+        copy = self.graph.node_copy(node, lambda source: mapping.get(source, source))
+        copy.meta["phase"] = self._phase
+        return copy
+
+    def add_input(self, port: Port, value: torch.Tensor) -> fx.Node:
+        """A new placeholder, after those there are; ``value`` is a fake tensor."""
+        last = self.graph.find_nodes(op="placeholder")[-1]
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(_identifier(f"{port.kind}_{port.name}"))
+        node.meta["val"] = value
+        self._inputs[port] = node
+        return node
+
+    def fake(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with self.mode:
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def remove_input(self, port: Port) -> None:
+        self.graph.erase_node(self._inputs.pop(port))
+
+    def set_output(self, port: Port, node: fx.Node | None) -> None:
+        self._outputs[port] = node
+        self._sync()
+
+    def remove_output(self, port: Port) -> None:
+        del self._outputs[port]
+        self._sync()
+
+    def _sync(self) -> None:
+        self._end.args = (list(self._outputs.values()),)
+
+    def sweep(self) -> None:
+        """Erases calls whose results nothing uses; writes in place and collectives' waits stay if used."""
+        for node in reversed(list(self.graph.nodes)):
+            if node.op == "call_function" and not node.users and not written(node):
+                self.graph.erase_node(node)
+
+    def done(self, name: str) -> Program:
+        """The next program: swept, checked for form, with this pass in its history."""
+        self.sweep()
+        self.graph.lint()
+        ports = (*self._inputs, *self._outputs)
+        return Program(self.graph, ports, (*self._before.history, name))
+
+
+def _identifier(text: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in text)
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Each node's place in the order of execution."""
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def first(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
+    return min(nodes, key=order.__getitem__)
+
+
+def last(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
+    return max(nodes, key=order.__getitem__)
+
+
+GATHERED = ("cast", "gather", "wait", "view")
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+
+
+def gathered(graph: fx.Graph) -> dict[str, set[fx.Node]]:
+    """By unit, the forward nodes that hold its gathered parameters: gathers, views of them, casts and copies."""
+    owner: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.meta["phase"] != "forward":
+            continue
+        if role_of(node) in GATHERED:
+            owner[node] = node.meta["mark"].unit
+        elif (is_view(node) or node.target in COPIES) and node.all_input_nodes:
+            units = {owner.get(source) for source in node.all_input_nodes}
+            unit = units.pop()
+            if unit is not None and not units:
+                owner[node] = unit
+    chains: dict[str, set[fx.Node]] = {}
+    for node, unit in owner.items():
+        chains.setdefault(unit, set()).add(node)
+    return chains

@@ -1,0 +1,358 @@
+"""State, and Sharded: what a person holds and calls.
+
+A step is a pure function of a `State` and a batch. The state's tensors are written in place (donated, as `jax.jit`
+says): `Sharded.apply` consumes the state it is given, and `Sharded.step` keeps one state and applies to it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled import capture as capturing
+from fsdp_compiled import dump
+from fsdp_compiled.lower import Runner, lower
+from fsdp_compiled.mesh import Mesh, RankError, agree
+from fsdp_compiled.optim import Rule, hyper, make_rules, options_of, scheduled
+from fsdp_compiled.passes import FORWARD, GRADIENT, STEP, run, update
+from fsdp_compiled.plan import Plan
+from fsdp_compiled.program import LOSS, NORM, Port, Program, is_collective
+from fsdp_compiled.random import Generator
+from fsdp_compiled.takeover import Taken, full_state_dict
+
+log = logging.getLogger("fsdp_compiled")
+
+
+class State:
+    """Everything a step reads and writes, as one pytree of this rank's tensors.
+
+    ``parameters``: flat shards by buffer key. ``buffers``: the model's own buffers by name. ``optimizer``: per-element
+    state by ``"<buffer key>.<name>"`` and scalars by ``"group <g>.<name>"``. ``constants``: tensors that the model or
+    loss closes over and updates. ``random``: the generator's state. ``step``: how many updates were made, int64.
+    """
+
+    _fields = ("parameters", "buffers", "optimizer", "constants", "random", "step")
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        optimizer: Mapping[str, torch.Tensor],
+        constants: Mapping[str, torch.Tensor],
+        random: torch.Tensor,
+        step: torch.Tensor,
+    ) -> None:
+        self._values: tuple[Any, ...] | None = (parameters, buffers, optimizer, constants, random, step)
+
+    def _value(self, index: int) -> Any:
+        if self._values is None:
+            raise RuntimeError(
+                "This State was consumed by apply(): its tensors were updated in place and belong to the State that "
+                "apply returned. Use that one, or clone before: tree_map(torch.clone, state)."
+            )
+        return self._values[index]
+
+    parameters = property(lambda self: self._value(0))
+    buffers = property(lambda self: self._value(1))
+    optimizer = property(lambda self: self._value(2))
+    constants = property(lambda self: self._value(3))
+    random = property(lambda self: self._value(4))
+    step = property(lambda self: self._value(5))
+
+    def consume(self) -> State:
+        """A new State with the same tensors; this one may no longer be read."""
+        values = tuple(self._value(index) for index in range(len(self._fields)))
+        self._values = None
+        return State(*values)
+
+    def __repr__(self) -> str:
+        if self._values is None:
+            return "State(consumed)"
+        return f"State({len(self.parameters)} shards, {len(self.optimizer)} optimizer tensors)"
+
+
+pytree.register_pytree_node(
+    State,
+    lambda state: ([getattr(state, name) for name in State._fields], None),
+    lambda values, _: State(*values),
+    serialized_type_name="fsdp_compiled.State",
+)
+
+
+@dataclass
+class Compiled:
+    """A program, ready to run on a state and a batch."""
+
+    program: Program
+    capture: capturing.Capture
+    stages: tuple[Program, ...]
+    runner: Runner
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    random: bool
+
+
+Signature = tuple[Any, ...]
+
+
+class Sharded:
+    """A sharded model, its optimizer, and the compiled programs that train it; made by `compile_sharded`."""
+
+    def __init__(
+        self,
+        taken: Taken,
+        optimizer: Optimizer | None,
+        loss: Callable[..., Any] | None,
+        plan: Plan,
+        mesh: Mesh,
+        state: State,
+        rules: Sequence[Rule],
+    ) -> None:
+        self.plan = plan
+        self.model = taken.model
+        self.optimizer = optimizer
+        self._taken, self._loss, self._mesh, self._rules = taken, loss, mesh, tuple(rules)
+        self._state = state
+        self._modules = list(taken.model.modules())
+        self._parameters = list(taken.model.parameters())
+        self._compiled: dict[Signature, Compiled] = {}
+        self._last: Compiled | None = None
+        self._hypers: dict[str, torch.Tensor] = {}
+        self._rates: dict[str, float] = {}
+        self._fixed = self._options()
+        self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
+        self._norm: torch.Tensor | None = None
+        self.captures = 0
+
+    # What a person calls.
+
+    def step(self, *batch: Any, **named: Any) -> Any:
+        """One optimizer step on this rank's batch.
+
+        Returns the loss averaged over the ranks, a 0-d tensor of the loss's dtype; with ``aux``, ``(loss, aux)``,
+        where ``aux`` is this rank's own. Collective: every rank calls it with a batch of the same shapes.
+        """
+        self._need_optimizer("step")
+        result, self._state = self._run_step(self._state, batch, named)
+        return result
+
+    def apply(self, state: State, *batch: Any, **named: Any) -> tuple[State, Any]:
+        """The functional form of `step`: ``(state, loss)``; consumes the state it is given. Collective."""
+        self._need_optimizer("apply")
+        result, new = self._run_step(state, batch, named)
+        if state is self._state:
+            self._state = new
+        return new, result
+
+    def value_and_grad(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+        """``(loss, gradients)``, and nothing is updated but module buffers and the random state. Collective.
+
+        ``gradients``: by parameter name, this rank's shard of the gradient's mean over the ranks: the 1-d part, in
+        the parameter's memory order, that lies in this rank's slice; often empty. Under ``"ddp"`` and ``"zero1"``,
+        the whole. With ``aux``, the first element is ``(loss, aux)``.
+        """
+        compiled = self._program("gradient", batch, named)
+        outputs = self._run(compiled, self._state, batch, named)
+        gradients: dict[str, torch.Tensor] = {}
+        for buffer in self.plan.buffers:
+            port = Port("out", "gradient", buffer.key)
+            if port in outputs:
+                size = outputs[port].numel()
+                start = self._mesh.shard_rank * size if self.plan.placement.gradient else 0
+                for slot in buffer.slots:
+                    first, last = slot.within(start, start + size)
+                    gradients[slot.name] = outputs[port][first - start : last - start]
+        return self._result(compiled, outputs), gradients
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Forward with gathered parameters and without gradient, in train or eval mode as the model is. Collective."""
+        compiled = self._program("forward", inputs, named)
+        return compiled.capture.rebuild(self._run(compiled, self._state, inputs, named))
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The last step's global gradient norm before clipping, a 0-d float32 tensor."""
+        if self._norm is None:
+            raise RuntimeError("No step was taken yet, so there is no gradient norm. Call sharded.step(*batch) first.")
+        return self._norm
+
+    @property
+    def state(self) -> State:
+        """This rank's state, to be handed to `apply`."""
+        return self._state
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The ordinary ``model.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
+        state = self._state
+        return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
+
+    @property
+    def program(self) -> Program:
+        """The program that ran last."""
+        return self._newest().program
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """Every program compiled so far, oldest first."""
+        return tuple(compiled.program for compiled in self._compiled.values())
+
+    def dump(self, folder: str | Path) -> Path:
+        """Writes the plan and every stage of the program that ran last, with the differences, as text."""
+        return dump.write(folder, self.plan, self._newest().stages)
+
+    def __repr__(self) -> str:
+        return f"Sharded({type(self.model).__name__})\n{self.plan}"
+
+    # How it is done.
+
+    def _newest(self) -> Compiled:
+        if self._last is None:
+            raise RuntimeError("Nothing was compiled yet. The first call captures: sharded.step(*batch).")
+        return self._last
+
+    def _need_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"{call} needs an optimizer, and compile_sharded was called without one. Pass it: "
+                "compile_sharded(model, torch.optim.AdamW(model.parameters()), ...); or use value_and_grad."
+            )
+
+    def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
+        self._read_hypers()
+        compiled = self._program("step", batch, named)
+        outputs = self._run(compiled, state, batch, named)
+        self._norm = outputs.get(NORM)
+        state.step.add_(1)
+        return self._result(compiled, outputs), state.consume()
+
+    def _result(self, compiled: Compiled, outputs: Mapping[Port, torch.Tensor]) -> Any:
+        loss, aux = compiled.capture.rebuild(outputs)
+        return loss if aux == () else (loss, aux)
+
+    def _run(
+        self, compiled: Compiled, state: State, batch: tuple[Any, ...], named: dict[str, Any]
+    ) -> dict[Port, torch.Tensor]:
+        given = capturing.batch_tensors(batch, named)
+        sources = {
+            "shard": state.parameters,
+            "buffer": state.buffers,
+            "state": state.optimizer,
+            "constant": state.constants,
+            "hyper": self._hypers,
+            "rank": {"shard": self._rank},
+            "batch": given,
+        }
+        tensors = [sources[port.kind][port.name] for port in compiled.inputs]
+        with torch.no_grad():
+            if compiled.random:
+                with Generator(state.random, self.plan.device):
+                    outputs = compiled.runner(*tensors)
+            else:
+                outputs = compiled.runner(*tensors)
+        return dict(zip(compiled.outputs, outputs, strict=True))
+
+    def _options(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        return [
+            {name: value for name, value in options_of(group).items() if name not in scheduled(group)}
+            for group in groups
+        ]
+
+    def _read_hypers(self) -> None:
+        """Writes rates that changed to the device; a change of any other hyperparameter traces new rules."""
+        assert self.optimizer is not None
+        for group, fixed in zip(self.optimizer.param_groups, self._fixed, strict=True):
+            if any(group.get(name) != value for name, value in fixed.items()):
+                self._retrace()
+                break
+        for rule in self._rules:
+            group = self.optimizer.param_groups[rule.group]
+            for name in rule.hypers:
+                key, value = f"{rule.group}.{name}", hyper(group, name)
+                if key not in self._hypers:
+                    self._hypers[key] = torch.tensor(value, dtype=torch.float64, device=self.plan.device)
+                    self._rates[key] = value
+                elif self._rates[key] != value:
+                    self._hypers[key].fill_(value)
+                    self._rates[key] = value
+
+    def _retrace(self) -> None:
+        log.warning("A hyperparameter other than the scheduled ones changed: the step is compiled again.")
+        assert self.optimizer is not None
+        self._rules = make_rules(self.optimizer)
+        self._fixed = self._options()
+        self._compiled = {key: value for key, value in self._compiled.items() if key[0] != "step"}
+
+    def _signature(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any]) -> Signature:
+        leaves, spec = pytree.tree_flatten((batch, named))
+        described = tuple(
+            (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        )
+        return (kind, described, spec, tuple(module.training for module in self._modules))
+
+    def _program(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
+        key = self._signature(kind, batch, named)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self._compile(kind, batch, named, key)
+        self._last = compiled
+        return compiled
+
+    def _compile(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any], key: Signature) -> Compiled:
+        begun = time.perf_counter()
+        failure: Exception | None = None
+        compiled: Compiled | None = None
+        try:
+            compiled = self._build(kind, batch, named)
+        except Exception as error:
+            failure = error
+        agree(self._mesh, "The program", compiled.program.text() if compiled else "", failure)
+        assert compiled is not None
+        compiled.runner = lower(compiled.program, self._mesh.groups, self.plan.policy.lower)
+        self.captures += 1
+        shapes = [list(item[0]) for item in key[1] if isinstance(item, tuple)]
+        log.info(
+            "compiled the %s program for batch shapes %s in %.1f s (program %d)",
+            kind, shapes, time.perf_counter() - begun, self.captures,
+        )  # fmt: skip
+        return compiled
+
+    def _build(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
+        self._check_batch(batch, named)
+        passes = {"step": (*STEP[:-1], update(self._rules), STEP[-1]), "gradient": GRADIENT, "forward": FORWARD}[kind]
+        loss = None if kind == "forward" else self._loss
+        with self._taken.open() as model:
+            captured = capturing.capture_on(
+                model, loss, self.plan, self._state.buffers, batch, named, gradient=kind != "forward"
+            )
+        for name, tensor in captured.constants.items():
+            self._state.constants.setdefault(name, tensor.detach())
+        stages: list[Program] = []
+        program = run(captured.program, self.plan, passes, stages.append)
+        inputs = tuple(port for port in program.ports if port.side == "in")
+        outputs = tuple(port for port in program.ports if port.side == "out")
+        return Compiled(program, captured, tuple(stages), _not_lowered, inputs, outputs, program.random)
+
+    def _check_batch(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        for place, tensor in capturing.batch_tensors(batch, named).items():
+            if tensor.device != self.plan.device:
+                raise ValueError(
+                    f"batch{place} is on {tensor.device}, but the model's shards are on {self.plan.device}. "
+                    f"Move the whole batch: tensor.to({str(self.plan.device)!r})."
+                )
+
+
+def _not_lowered(*_inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+    raise RankError("This program was not lowered: the ranks did not agree on it.")
+
+
+__all__ = ["Sharded", "State", "is_collective", "LOSS", "nn"]
