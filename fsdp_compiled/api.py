@@ -147,9 +147,7 @@ def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimize
     return "\n".join(lines)
 
 
-def _optimizer_state(
-    plan: Plan, rules: tuple[Rule, ...], adopted: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _optimizer_state(plan: Plan, rules: tuple[Rule, ...], adopted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The state that the optimizer starts from, or brought along."""
     found: dict[str, torch.Tensor] = {}
     for rule in rules:

@@ -12,6 +12,7 @@ This is the only file that touches private surfaces of Dynamo and AOTAutograd.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import traceback
 import types
@@ -22,9 +23,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported, UserError
 from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTOutput
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -32,6 +34,9 @@ from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import Phase, Port, Program
 
 DETACH = torch.ops.aten.detach.default  # nothing to detach from in a graph that holds its own backward
+
+
+CURE = "Return one floating-point number that depends on the parameters, such as `errors.mean()`."
 
 
 class CaptureError(ValueError):
@@ -89,9 +94,7 @@ def _find_loss(result: Any) -> Any:
 
 def _own(value: Any, detach: bool) -> Any:
     """Copies of the tensors, so that no output shares memory with an input or another output."""
-    return pytree.tree_map_only(
-        torch.Tensor, lambda tensor: (tensor.detach() if detach else tensor).clone(), value
-    )
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: (tensor.detach() if detach else tensor).clone(), value)
 
 
 def batch_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -143,7 +146,8 @@ def capture(
     markers = {id(marker): port for marker, port in trace.markers}
     flat, spec = pytree.tree_flatten(returned)
     leaves = tuple(markers.get(id(leaf), leaf) for leaf in flat)
-    assert trace.program is not None
+    if trace.program is None:
+        raise CaptureError(f"{'The loss' if gradient else type(model).__name__} returned no tensor. {CURE}")
     return Capture(trace.program, trace.constants, spec, leaves)
 
 
@@ -205,18 +209,15 @@ def _source(node: fx.Node) -> str:
 
 
 def _check_loss(results: list[torch.Tensor]) -> None:
-    cure = "Return one floating-point number that depends on the parameters, such as `errors.mean()`."
-    if not results:
-        raise CaptureError(f"The loss returned no tensor. {cure}")
     loss = results[0]
     if loss.numel() != 1 or loss.dim() != 0:
-        raise CaptureError(f"The loss has shape {list(loss.shape)}; expected a scalar, shape []. {cure}")
+        raise CaptureError(f"The loss has shape {list(loss.shape)}; expected a scalar, shape []. {CURE}")
     if not loss.dtype.is_floating_point:
-        raise CaptureError(f"The loss has dtype {loss.dtype}; expected a floating-point dtype. {cure}")
+        raise CaptureError(f"The loss has dtype {loss.dtype}; expected a floating-point dtype. {CURE}")
     if not loss.requires_grad:
         raise CaptureError(
             "The loss does not depend on any parameter that requires a gradient (it was detached, computed under "
-            f"no_grad, or every parameter is frozen). {cure}"
+            f"no_grad, or every parameter is frozen). {CURE}"
         )
 
 
@@ -324,14 +325,15 @@ def _recomputes(node: fx.Node) -> bool:
 
 
 def _path(node: fx.Node) -> str:
-    """The innermost submodule that the node came from: ``layers.0.attention``; empty for the loss."""
+    """The innermost submodule that the node came from: ``layers.0.attention``, ``(model)``; empty for the loss."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     entries = [entry[0] for entry in stack.values()]
     for text in reversed(entries):
         found = re.sub(r"getattr\((.*), '([^']+)'\)", r"\1.\2", _flatten_getattr(text))
         match = re.search(r"\.model\.?(.*)$", found)
         if match:
-            return re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", match[1].replace("_modules", "")).strip(".")
+            path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", match[1].replace("_modules", "")).strip(".")
+            return path or "(model)"
     return ""
 
 
@@ -352,27 +354,34 @@ def _explained(model: nn.Module) -> Iterator[None]:
         if isinstance(error.inner_exception, CaptureError):
             raise error.inner_exception from None
         raise
-    except Unsupported as error:
-        reason = str(error).split("\n\n")[0].strip()
+    except (Unsupported, UserError) as error:
         raise CaptureError(
-            f"{type(model).__name__} cannot be traced whole.\n{_user_line(error)}\n  Why: {reason}\n"
+            f"{type(model).__name__} cannot be traced whole.\n{_user_line(error)}\n  Why: {_reason(error)}\n"
             "  Cure: move the line out of forward and the loss (printing, logging, warnings, .item(), and branches on "
             "tensor values break the trace), or use torch.where / torch.cond."
         ) from error
     except TorchDynamoException as error:
         raise CaptureError(
-            f"{type(model).__name__} failed while it was traced.\n{_user_line(error)}\n  {str(error).splitlines()[0]}"
+            f"{type(model).__name__} failed while it was traced.\n{_user_line(error)}\n  Why: {_reason(error)}"
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """What Dynamo says, without its hints to report an issue and its own stack."""
+    lines = str(error).split("\n\n")[0].strip().splitlines()
+    return "\n  ".join(line.strip() for line in lines if not line.strip().startswith("Hint:"))
 
 
 def _user_line(error: BaseException) -> str:
     """The innermost line of the user's code that Dynamo was reading: ``File "model.py", line 3, in forward``."""
     stack = getattr(error, "real_stack", None)
     if stack:
-        frame = stack[-1]
+        own = [frame for frame in stack if os.path.dirname(torch.__file__) not in frame.filename]
+        frame = (own or stack)[-1]
         line = f"\n    {frame.line}" if frame.line else ""
         return f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}{line}'
     match = re.findall(r'File "[^"]+", line \d+, in [^\n]+\n[^\n]+', str(error))
+    match = [text for text in match if os.path.dirname(torch.__file__) not in text] or match
     return "  " + match[-1] if match else "  " + "".join(traceback.format_exception_only(error)).splitlines()[0]
 
 
@@ -423,4 +432,32 @@ def capture_on(
         (args, dict(kwargs)),
     )
     tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()})
-    return capture(model, loss, tensors, fake_args, fake_kwargs, gradient=gradient)
+    with _casting(model, plan.policy.precision):
+        return capture(model, loss, tensors, fake_args, fake_kwargs, gradient=gradient)
+
+
+@contextlib.contextmanager
+def _casting(model: nn.Module, precision: MixedPrecisionPolicy) -> Iterator[None]:
+    """Casts what goes into the model and what comes out of it, as FSDP2 does at its root."""
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        return pytree.tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
+        )
+
+    handles = []
+    if precision.param_dtype is not None and precision.cast_forward_inputs:
+        dtype = precision.param_dtype
+        handles.append(
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: (cast(args, dtype), cast(kwargs, dtype)), with_kwargs=True
+            )
+        )
+    if precision.output_dtype is not None:
+        output = precision.output_dtype
+        handles.append(model.register_forward_hook(lambda _, args, result: cast(result, output)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -70,7 +70,11 @@ def _form(program: Program) -> None:
     values = program.graph.output_node().args[0]
     results = [port for port in program.ports if port.side == "out"]
     if len(places) != len(given) or len(values) != len(results):  # type: ignore[arg-type]
-        fail(program, None, f"{len(given)} + {len(results)} ports for {len(places)} inputs, {len(values)} outputs.")  # type: ignore[arg-type]
+        fail(
+            program,
+            None,
+            f"{len(given)} + {len(results)} ports for {len(places)} inputs, {len(values)} outputs.",
+        )  # type: ignore[arg-type]
     if repeated := [str(port) for port, count in Counter(program.ports).items() if count > 1]:
         fail(program, None, f"ports appear twice: {', '.join(repeated)}.")
     phase = 0
@@ -83,11 +87,19 @@ def _form(program: Program) -> None:
             continue
         now = PHASES.index(node.meta["phase"])
         if now < phase:
-            fail(program, node, f"{node.name} is {PHASES[now]}, but stands after the {PHASES[phase]} has begun.")
+            fail(
+                program,
+                node,
+                f"{node.name} is {PHASES[now]}, but stands after the {PHASES[phase]} has begun.",
+            )
         phase = now
         for target in written(node):
             if target.op == "placeholder" and node.meta["phase"] != "update":
-                fail(program, node, f"{target.name} is written in {node.meta['phase']}: its readers may still come.")
+                fail(
+                    program,
+                    node,
+                    f"{target.name} is written in {node.meta['phase']}: its readers may still come.",
+                )
 
 
 def _no_full_parameters(program: Program, plan: Plan) -> None:
@@ -122,7 +134,11 @@ def _reduced(program: Program, plan: Plan, node: fx.Node, buffer: Buffer) -> Non
             fail(program, source, f"the gradient of {buffer.key} leaves without a waited reduction.")
     size = buffer.numel // plan.shard if plan.placement.gradient else buffer.numel
     if node.meta["val"].numel() != size:
-        fail(program, node, f"the gradient of {buffer.key} has {node.meta['val'].numel()} elements, expected {size}.")
+        fail(
+            program,
+            node,
+            f"the gradient of {buffer.key} has {node.meta['val'].numel()} elements, expected {size}.",
+        )
 
 
 def _resharded(program: Program, plan: Plan) -> None:

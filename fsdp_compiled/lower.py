@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from fsdp_compiled.optim import DEVICE_FORMS
-from fsdp_compiled.program import Program, fake_mode, is_collective, is_random, role_of, written
+from fsdp_compiled.program import ASSERT, Program, fake_mode, is_collective, is_random, role_of, written
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
@@ -61,9 +61,7 @@ class Piece:
             dict.fromkeys(source for node in self.nodes for source in node.all_input_nodes if source not in body)
         )
         self.outputs = [
-            node
-            for node in nodes
-            if not _is_parameter_view(node) and any(user not in inside for user in node.users)
+            node for node in nodes if not _is_parameter_view(node) and any(user not in inside for user in node.users)
         ]
 
     def graph_module(self) -> fx.GraphModule:
@@ -135,7 +133,7 @@ def _without_host_reads(node: fx.Node) -> None:
 
 
 def _stands_alone(node: fx.Node) -> bool:
-    return is_collective(node) or node.target is wait_tensor or is_random(node)
+    return is_collective(node) or node.target in (wait_tensor, ASSERT) or is_random(node)
 
 
 def _segments(graph: fx.Graph) -> list[fx.Node | Piece]:

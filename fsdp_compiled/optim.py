@@ -130,7 +130,10 @@ def signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
         if name in ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", *moving):
             continue
         fixed.append((name, value[1:] if name == "betas" and "beta1" in moving else value))
-    return (*((name, repr(value)) for name, value in fixed), *((name, hyper(group, name) == 0) for name in moving))
+    return (
+        *((name, repr(value)) for name, value in fixed),
+        *((name, hyper(group, name) == 0) for name in moving),
+    )
 
 
 def make_rules(optimizer: Optimizer) -> tuple[Rule, ...]:
@@ -203,10 +206,14 @@ def _bind(
 
 
 def _on_one(
-    kind: type[Optimizer], optimizer: Optimizer, options: Mapping[str, Any], parameter: torch.Tensor, state: Any
+    kind: type[Optimizer],
+    optimizer: Optimizer,
+    options: Mapping[str, Any],
+    parameter: torch.Tensor,
+    state: Any,
 ) -> Optimizer:
     """The user's optimizer over one other parameter, without its hooks; the user's own is left as it is."""
-    twin = kind.__new__(kind)
+    twin: Optimizer = object.__new__(kind)
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the user's optimizer
     twin.param_groups = [{**options, "params": [parameter]}]
@@ -322,7 +329,12 @@ def _trace(
     dtype: torch.dtype,
     device: torch.device,
 ) -> fx.Graph:
-    names = ["parameter", "gradient", *(f"state_{entry.name}" for entry in state), *(f"hyper_{n}" for n in values)]
+    names = [
+        "parameter",
+        "gradient",
+        *(f"state_{entry.name}" for entry in state),
+        *(f"hyper_{n}" for n in values),
+    ]
 
     def update(*tensors: torch.Tensor) -> None:
         given = dict(zip(names, tensors, strict=True))

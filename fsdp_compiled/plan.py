@@ -65,7 +65,7 @@ class Policy:
     precision
         torch's own ``MixedPrecisionPolicy``. Shards stay in the parameters' dtype; ``param_dtype`` is cast to before
         the wire, ``reduce_dtype`` is the dtype of the gradient reduction, ``cast_forward_inputs`` casts the
-        floating-point tensors of the batch to ``param_dtype``, ``output_dtype`` casts what ``sharded(*inputs)`` returns.
+        floating-point tensors that go into the model, ``output_dtype`` those that it returns.
     clip
         Largest global norm of the gradient (2-norm over all ranks' shards), or None. As
         ``torch.nn.utils.clip_grad_norm_``: gradients are scaled by ``min(1, clip / (norm + 1e-6))``.
@@ -270,9 +270,7 @@ def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
     return Buffer(key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel)
 
 
-def make_plan(
-    leaves: Sequence[Leaf], policy: Policy, device: torch.device, shard: int = 1, replicate: int = 1
-) -> Plan:
+def make_plan(leaves: Sequence[Leaf], policy: Policy, device: torch.device, shard: int = 1, replicate: int = 1) -> Plan:
     """Groups the leaves, given in registration order, into units and lays their buffers out.
 
     Registration order is kept inside a buffer, because the place of an element decides the order in which a ring

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 Phase = Literal["forward", "backward", "update"]
-Role = Literal["cast", "gather", "wait", "view", "flatten", "reduce", "norm", "update"]
+Role = Literal["cast", "gather", "wait", "view", "flatten", "reduce", "norm", "agree", "update"]
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class Port:
 
     ``side`` is ``"in"`` or ``"out"``. ``kind``, for inputs: ``"parameter"`` (full; before `gather`), ``"shard"`` (a
     buffer's slice), ``"buffer"`` (a module buffer), ``"batch"``, ``"constant"`` (a tensor the model or loss closes
-    over), ``"state"`` (optimizer), ``"hyper"`` (a hyperparameter). For outputs: ``"loss"``, ``"aux"``,
-    ``"gradient"``, ``"norm"``, ``"buffer"`` or ``"constant"`` (the updated value of the input of that name).
+    over), ``"state"`` (optimizer), ``"hyper"`` (a scheduled hyperparameter), ``"rank"``, ``"call"``. For outputs:
+    ``"loss"``, ``"aux"``, ``"result"`` (forward alone), ``"gradient"``, ``"norm"``, ``"buffer"`` or ``"constant"``
+    (the updated value of the input of that name).
     """
 
     side: Literal["in", "out"]
@@ -47,6 +48,10 @@ class Port:
 
 LOSS = Port("out", "loss", "0")
 NORM = Port("out", "norm", "gradient")
+CALL = Port("in", "call", "number")  # which program of its series this rank runs, float64
+
+ASSERT = torch.ops.aten._assert_async.msg
+DISAGREE = "the ranks run different programs"
 
 
 @dataclass(frozen=True)
@@ -292,7 +297,7 @@ class Edit:
     def sweep(self) -> None:
         """Erases calls whose results nothing uses; writes in place and collectives' waits stay if used."""
         for node in reversed(list(self.graph.nodes)):
-            if node.op == "call_function" and not node.users and not written(node):
+            if node.op == "call_function" and not node.users and not written(node) and node.target is not ASSERT:
                 self.graph.erase_node(node)
 
     def done(self, name: str) -> Program:

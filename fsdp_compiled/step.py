@@ -9,23 +9,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import capture as capturing
 from fsdp_compiled import dump
 from fsdp_compiled.lower import Runner, lower
-from fsdp_compiled.mesh import Mesh, RankError, agree
+from fsdp_compiled.mesh import Calls, Mesh, RankError, agree, different, exchange
 from fsdp_compiled.optim import Rule, hyper, make_rules, options_of, scheduled
 from fsdp_compiled.passes import FORWARD, GRADIENT, STEP, run, update
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import LOSS, NORM, Port, Program, is_collective
+from fsdp_compiled.program import DISAGREE, NORM, Port, Program
 from fsdp_compiled.random import Generator
 from fsdp_compiled.takeover import Taken, full_state_dict
 
@@ -99,6 +99,8 @@ class Compiled:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     random: bool
+    label: str
+    number: torch.Tensor  # float64, the same on every rank for the same program
 
 
 Signature = tuple[Any, ...]
@@ -131,6 +133,8 @@ class Sharded:
         self._fixed = self._options()
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         self._norm: torch.Tensor | None = None
+        self._calls = Calls(mesh)
+        self._trainable = tuple(parameter.requires_grad for parameter in self._parameters)
         self.captures = 0
 
     # What a person calls.
@@ -249,16 +253,26 @@ class Sharded:
             "constant": state.constants,
             "hyper": self._hypers,
             "rank": {"shard": self._rank},
+            "call": {"number": compiled.number},
             "batch": given,
         }
         tensors = [sources[port.kind][port.name] for port in compiled.inputs]
-        with torch.no_grad():
-            if compiled.random:
-                with Generator(state.random, self.plan.device):
-                    outputs = compiled.runner(*tensors)
-            else:
+        try:
+            with (
+                torch.no_grad(),
+                Generator(state.random, self.plan.device) if compiled.random else nullcontext(),
+            ):
                 outputs = compiled.runner(*tensors)
+        except RuntimeError as error:
+            raise self._explain(compiled, error) from error
         return dict(zip(compiled.outputs, outputs, strict=True))
+
+    def _explain(self, compiled: Compiled, error: RuntimeError) -> RuntimeError:
+        """The error of another rank, where that is why this one's collective failed."""
+        if DISAGREE in str(error):  # all ranks are here: each found it in the same reduction
+            return RankError(different(exchange(compiled.label, self._mesh)))
+        reason = self._calls.reason()
+        return RankError(reason) if reason is not None else error
 
     def _options(self) -> list[dict[str, Any]]:
         groups = self.optimizer.param_groups if self.optimizer is not None else []
@@ -297,6 +311,11 @@ class Sharded:
         described = tuple(
             (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         )
+        if tuple(parameter.requires_grad for parameter in self._parameters) != self._trainable:
+            raise ValueError(
+                "requires_grad was changed after compile_sharded, which had sorted the parameters into trainable and "
+                "frozen ones. Set requires_grad before compile_sharded."
+            )
         return (kind, described, spec, tuple(module.training for module in self._modules))
 
     def _program(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
@@ -304,31 +323,45 @@ class Sharded:
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self._compile(kind, batch, named, key)
+        else:
+            self._calls.post(compiled.label)
         self._last = compiled
         return compiled
 
     def _compile(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any], key: Signature) -> Compiled:
         begun = time.perf_counter()
+        label = _label(kind, batch, named)
+        self._meet(label)
         failure: Exception | None = None
         compiled: Compiled | None = None
         try:
-            compiled = self._build(kind, batch, named)
+            compiled = self._build(kind, batch, named, label)
         except Exception as error:
             failure = error
         agree(self._mesh, "The program", compiled.program.text() if compiled else "", failure)
         assert compiled is not None
         compiled.runner = lower(compiled.program, self._mesh.groups, self.plan.policy.lower)
         self.captures += 1
-        shapes = [list(item[0]) for item in key[1] if isinstance(item, tuple)]
-        log.info(
-            "compiled the %s program for batch shapes %s in %.1f s (program %d)",
-            kind, shapes, time.perf_counter() - begun, self.captures,
-        )  # fmt: skip
+        log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
         return compiled
 
-    def _build(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
+    def _meet(self, label: str) -> None:
+        """Compiling is a collective: all ranks do it, for the same batch, or none."""
+        self._calls.post(label)
+        try:
+            self._calls.meet(label)
+        except RankError:
+            if any(label.startswith(known.label.split()[0]) for known in self._compiled.values()):
+                self._calls.leave()  # another rank may run a program it has, and wait for this one
+            raise
+
+    def _build(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any], label: str) -> Compiled:
         self._check_batch(batch, named)
-        passes = {"step": (*STEP[:-1], update(self._rules), STEP[-1]), "gradient": GRADIENT, "forward": FORWARD}[kind]
+        passes = {
+            "step": (*STEP[:-1], update(self._rules), STEP[-1]),
+            "gradient": GRADIENT,
+            "forward": FORWARD,
+        }[kind]
         loss = None if kind == "forward" else self._loss
         with self._taken.open() as model:
             captured = capturing.capture_on(
@@ -340,7 +373,8 @@ class Sharded:
         program = run(captured.program, self.plan, passes, stages.append)
         inputs = tuple(port for port in program.ports if port.side == "in")
         outputs = tuple(port for port in program.ports if port.side == "out")
-        return Compiled(program, captured, tuple(stages), _not_lowered, inputs, outputs, program.random)
+        number = torch.tensor(float(self.captures + 1), dtype=torch.float64, device=self.plan.device)
+        return Compiled(program, captured, tuple(stages), _not_lowered, inputs, outputs, program.random, label, number)
 
     def _check_batch(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
         for place, tensor in capturing.batch_tensors(batch, named).items():
@@ -351,8 +385,18 @@ class Sharded:
                 )
 
 
+def _label(kind: str, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
+    """``step(float32[4, 8], labels=int64[4])``: what a rank calls, for people and for the other ranks."""
+
+    def one(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype)[6:]}{list(value.shape)}"
+        return repr(value)
+
+    args = [str(pytree.tree_map(one, value)) for value in batch]
+    args += [f"{name}={pytree.tree_map(one, value)}" for name, value in named.items()]
+    return f"{kind} ({', '.join(args)})".replace("'", "")
+
+
 def _not_lowered(*_inputs: torch.Tensor) -> Sequence[torch.Tensor]:
     raise RankError("This program was not lowered: the ranks did not agree on it.")
-
-
-__all__ = ["Sharded", "State", "is_collective", "LOSS", "nn"]

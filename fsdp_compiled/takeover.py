@@ -109,7 +109,9 @@ def check_initializable(model: nn.Module, init: Initializer | None) -> None:
     for name, module in model.named_modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(tensor.is_meta for tensor in own) and not callable(getattr(module, "reset_parameters", None)):
-            tensors = [key for key, tensor in [*module._parameters.items(), *module._buffers.items()] if tensor is not None]
+            tensors = [
+                key for key, tensor in [*module._parameters.items(), *module._buffers.items()] if tensor is not None
+            ]
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters() "
                 f"to fill {', '.join(tensors)}. Pass init=, a function that fills the parameters and buffers of the "
@@ -308,7 +310,11 @@ def _take_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> dict[st
 
 
 def full_state_dict(
-    model: nn.Module, plan: Plan, mesh: Mesh, shards: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    shards: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
     """The ordinary ``model.state_dict()``, on rank 0 and on the CPU; an empty dictionary elsewhere. Collective."""
     whole: dict[str, torch.Tensor] = {}

@@ -25,12 +25,17 @@ Observer = Callable[[Program], None]
 
 FORWARD: tuple[Pass, ...] = (gather, store)
 GRADIENT: tuple[Pass, ...] = (gather, reduce, recompute, report, store)
-STEP: tuple[Pass, ...] = (gather, reduce, recompute, report, clip, store)  # `update(rules)` joins before `store`
+STEP: tuple[Pass, ...] = (
+    gather,
+    reduce,
+    recompute,
+    report,
+    clip,
+    store,
+)  # `update(rules)` joins before `store`
 
 
-def run(
-    program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None
-) -> Program:
+def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:
     """Applies the passes in order; what must hold is checked after each, and each result is shown to ``observe``."""
     check(program, plan)
     observe(program)

@@ -85,5 +85,3 @@ def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: list[Slot]) -> lis
             view = edit.call(aten.permute.default, view, inverse, mark=mark)
         found.append((slot, view))
     return found
-
-

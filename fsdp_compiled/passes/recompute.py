@@ -92,9 +92,7 @@ def _rebuild(edit: Edit, nodes: Collection[fx.Node]) -> None:
             node.replace_input_with(source, clones[source])
 
 
-def _missing(
-    wanted: list[fx.Node], nodes: Collection[fx.Node], clones: dict[fx.Node, fx.Node]
-) -> set[fx.Node]:
+def _missing(wanted: list[fx.Node], nodes: Collection[fx.Node], clones: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """The wanted nodes and all that they are made of, as far as it is to be rebuilt and is not yet."""
     found: set[fx.Node] = set()
     stack = list(wanted)

@@ -57,7 +57,12 @@ def reduce(program: Program, plan: Plan) -> Program:
             else:
                 size = buffer.numel // plan.shard if plan.placement.gradient else buffer.numel
                 zeros = edit.call(
-                    aten.full.default, [size], 0.0, dtype=buffer.dtype, device=plan.device, mark=_mark(buffer, "flatten")
+                    aten.full.default,
+                    [size],
+                    0.0,
+                    dtype=buffer.dtype,
+                    device=plan.device,
+                    mark=_mark(buffer, "flatten"),
                 )
                 pending.append((buffer, zeros))
     with edit.at(edit.end, "backward"):

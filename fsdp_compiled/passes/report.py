@@ -2,11 +2,14 @@
 
     before              after
 
-    return loss         mine: float64[2] = stack(loss, sum of squares of this rank's gradient shards)
+    return loss         mine: float64[4] = stack(loss, squares of this rank's gradient shards, call, call * call)
                         all = all_reduce(mine, "sum"); wait
+                        assert world * all[3] == all[2] * all[2]
                         return loss = all[0] / world, norm = sqrt(all[1] / copies)
 
-The squared norm of a sum is not the sum of squared norms, so the norm is taken after the reduction, on the shards,
+``call`` is the number of the program that this rank runs. By Cauchy and Schwarz the assertion holds exactly when all
+ranks run the same one, so that ranks that call with different shapes stop before anything is updated, at no cost. The
+squared norm of a sum is not the sum of squared norms, so the norm is taken after the reduction, on the shards,
 each element once: padding is zero, and copies on a replicate axis are divided out.
 """
 
@@ -16,7 +19,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import LOSS, NORM, Edit, Mark, Port, Program
+from fsdp_compiled.program import ASSERT, CALL, DISAGREE, LOSS, NORM, Edit, Mark, Port, Program
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -39,10 +42,15 @@ def report(program: Program, plan: Plan) -> Program:
         mine = [edit.call(aten._to_copy.default, loss, dtype=torch.float64, mark=mark)]
         if gradients:
             mine.append(_sum_of_squares(edit, gradients, mark))
+        if plan.axes:
+            call = edit.add_input(CALL, edit.fake([], torch.float64, plan.device))
+            mine += [call, edit.call(aten.mul.Tensor, call, call, mark=mark)]
         packet = edit.call(aten.stack.default, mine, mark=mark)
         for axis, _ in plan.axes:
             packet = edit.call(c10d.all_reduce.default, packet, "sum", axis, mark=mark)
             packet = edit.call(c10d.wait_tensor.default, packet, mark=mark)
+        if plan.axes:
+            _assert_same(edit, packet, len(mine), plan.world, mark)
         mean = edit.call(aten.select.int, packet, 0, 0, mark=mark)
         mean = edit.call(aten.div.Tensor, mean, plan.world, mark=mark)
         edit.set_output(LOSS, edit.call(aten._to_copy.default, mean, dtype=dtype, mark=mark))
@@ -54,10 +62,20 @@ def report(program: Program, plan: Plan) -> Program:
     return edit.done("report")
 
 
+def _assert_same(edit: Edit, packet: fx.Node, size: int, world: int, mark: Mark) -> None:
+    call = edit.call(aten.select.int, packet, 0, size - 2, mark=mark)
+    square = edit.call(aten.select.int, packet, 0, size - 1, mark=mark)
+    left = edit.call(aten.mul.Tensor, square, world, mark=mark)
+    same = edit.call(aten.eq.Tensor, left, edit.call(aten.mul.Tensor, call, call, mark=mark), mark=mark)
+    edit.call(ASSERT, same, DISAGREE, mark=Mark("agree"))
+
+
 def _sum_of_squares(edit: Edit, gradients: list[fx.Node], mark: Mark) -> fx.Node:
     norms = [
         edit.call(aten.linalg_vector_norm.default, gradient, 2, None, False, dtype=torch.float32, mark=mark)
         for gradient in gradients
     ]
-    stacked = edit.call(aten._to_copy.default, edit.call(aten.stack.default, norms, mark=mark), dtype=torch.float64, mark=mark)
+    stacked = edit.call(
+        aten._to_copy.default, edit.call(aten.stack.default, norms, mark=mark), dtype=torch.float64, mark=mark
+    )
     return edit.call(aten.sum.default, edit.call(aten.mul.Tensor, stacked, stacked, mark=mark), mark=mark)

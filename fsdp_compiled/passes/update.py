@@ -48,9 +48,7 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
     return transform
 
 
-def _inline(
-    edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Node, shared: dict[int, fx.Node]
-) -> None:
+def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Node, shared: dict[int, fx.Node]) -> None:
     """Copies the rule's graph in, for this buffer; ``shared`` holds, by place in that graph, the group's scalars."""
     gradient = _own_part(edit, buffer, plan, gradient)
     size = gradient.meta["val"].numel()

@@ -1,0 +1,34 @@
+# `test`, `train` and the like do all of their own set-up, the first time and whenever it changed: .ci/setup.
+# PYTHON=... names the Python to build on, TORCH=torch==2.12.1 another torch.
+
+# Tools are run as modules: where torch is shared with an outer Python, they may be too, and then have no
+# script in .venv/bin.
+RUN := .venv/bin/python -P -m
+
+.NOTPARALLEL:
+.PHONY: help train test lint format clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+train: ## train a small GPT, sharded (ARGS="--steps 200 --nproc 2")
+	@sh .ci/setup train
+	@.venv/bin/fsdp-compiled train $(ARGS)
+
+test: lint ## lint, then run the tests (PYTEST_ARGS="-k plan -x")
+	$(RUN) pytest -q --durations=10 $(PYTEST_ARGS)
+
+lint: ## check style and types
+	@sh .ci/setup test
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+format: ## put the code into the common format
+	@sh .ci/setup test
+	$(RUN) ruff check --fix .
+	$(RUN) ruff format .
+
+clean: ## remove the environment, caches and build products; runs/ stays
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

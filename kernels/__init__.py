@@ -1,0 +1,1 @@
+"""Hand-written kernels, each beside the plain PyTorch it must agree with."""

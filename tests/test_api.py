@@ -1,0 +1,563 @@
+"""compile_sharded and Sharded as a person uses them, on one process; and every refusal, with nothing changed."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled import CaptureError, Policy, State, compile_sharded
+
+EAGER = Policy(lower="eager")
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 6, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.dropout(x))
+
+
+def mse(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def build(seed: int = 0, **options: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def batches(count: int, rows: int = 5, width: int = 6) -> list[Batch]:
+    generator = torch.Generator().manual_seed(7)
+    return [
+        (torch.randn(rows, width, generator=generator), torch.randn(rows, 2, generator=generator)) for _ in range(count)
+    ]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def same_weights(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+# Numbers on one process: bit for bit plain PyTorch.
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_training_on_one_process_is_bitwise_plain_pytorch(kind: type[torch.optim.Optimizer]) -> None:
+    model = build()
+    plain, off = copy.deepcopy(model), copy.deepcopy(model)
+    sharded = compile_sharded(model, kind(model.parameters(), lr=1e-2), loss=mse, policy=EAGER)  # type: ignore[call-arg]
+    optimizer = kind(plain.parameters(), lr=1e-2)  # type: ignore[call-arg]
+    wrong = kind(off.parameters(), lr=1.001e-2)  # type: ignore[call-arg]
+    for x, y in batches(20):
+        loss = sharded.step(x, y)
+        for reference, stepper in ((plain, optimizer), (off, wrong)):
+            stepper.zero_grad()
+            expected = mse(reference, x, y)
+            expected.backward()
+            stepper.step()
+            assert torch.equal(loss, expected) or reference is off
+    assert same_weights(sharded.full_state_dict(), dict(plain.state_dict()))
+    assert not same_weights(sharded.full_state_dict(), dict(off.state_dict()))  # control
+    assert sharded.captures == 1
+
+
+def test_dropout_draws_what_plain_pytorch_draws_and_leaves_the_users_stream_alone() -> None:
+    model = build(dropout=0.5)
+    plain = copy.deepcopy(model)
+    torch.manual_seed(3)
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
+    mine = [sharded.step(*batch).item() for batch in batches(4)]
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(3).get_state())
+    torch.manual_seed(3)
+    optimizer = sgd(plain)
+    expected = []
+    for x, y in batches(4):
+        optimizer.zero_grad()
+        loss = mse(plain, x, y)
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert mine == expected
+    assert len(set(mine)) == 4
+
+
+def test_the_norm_is_the_one_before_clipping_and_the_gradient_is_clipped() -> None:
+    model = build()
+    plain = copy.deepcopy(model)
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=Policy(lower="eager", clip=0.05))
+    optimizer = sgd(plain)
+    for x, y in batches(3):
+        sharded.step(x, y)
+        optimizer.zero_grad()
+        mse(plain, x, y).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+        optimizer.step()
+        torch.testing.assert_close(sharded.grad_norm, norm, rtol=1e-6, atol=0)
+        assert norm > 0.05
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(sharded.full_state_dict()[name], value, rtol=1e-5, atol=1e-7)
+
+
+def test_a_learning_rate_schedule_drives_the_step_without_a_recompile() -> None:
+    model = build()
+    plain = copy.deepcopy(model)
+    mine, theirs = sgd(model), sgd(plain)
+    sharded = compile_sharded(model, mine, loss=mse, policy=EAGER)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10) for optimizer in (mine, theirs)]
+    for x, y in batches(10):
+        sharded.step(x, y)
+        theirs.zero_grad()
+        mse(plain, x, y).backward()
+        theirs.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # the scheduler must see that the optimizer was stepped
+            for schedule in schedules:
+                schedule.step()
+    assert same_weights(sharded.full_state_dict(), dict(plain.state_dict()))
+    assert sharded.captures == 1
+
+
+def test_another_hyperparameter_may_change_and_is_compiled_in(caplog: pytest.LogCaptureFixture) -> None:
+    model = build()
+    plain = copy.deepcopy(model)
+    mine, theirs = sgd(model), sgd(plain)
+    sharded = compile_sharded(model, mine, loss=mse, policy=EAGER)
+    for index, (x, y) in enumerate(batches(4)):
+        if index == 2:
+            mine.param_groups[0]["weight_decay"] = theirs.param_groups[0]["weight_decay"] = 0.3
+        sharded.step(x, y)
+        theirs.zero_grad()
+        mse(plain, x, y).backward()
+        theirs.step()
+    assert same_weights(sharded.full_state_dict(), dict(plain.state_dict()))
+    assert sharded.captures == 2 and "compiled again" in caplog.text
+
+
+def test_an_optimizer_that_has_stepped_brings_its_state_along() -> None:
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    first, *rest = batches(4)
+    mse(model, *first).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    plain = copy.deepcopy(model)
+    theirs = torch.optim.AdamW(plain.parameters())
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    sharded = compile_sharded(model, optimizer, loss=mse, policy=EAGER)
+    for x, y in rest:
+        sharded.step(x, y)
+        theirs.zero_grad()
+        mse(plain, x, y).backward()
+        theirs.step()
+    assert same_weights(sharded.full_state_dict(), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_both_lowerings_train_alike(lower: str) -> None:
+    model = build(dropout=0.3)
+    plain = copy.deepcopy(model)
+    torch.manual_seed(3)
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=Policy(lower=lower, clip=1.0))
+    torch.manual_seed(3)
+    optimizer = sgd(plain)
+    for x, y in batches(5):
+        loss = sharded.step(x, y)
+        optimizer.zero_grad()
+        expected = mse(plain, x, y)
+        expected.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for name, value in plain.state_dict().items():
+        mine = sharded.full_state_dict()[name]
+        assert (mine - value).norm() <= 1e-6 * value.norm()
+
+
+# The calls.
+
+
+def test_value_and_grad_differentiates_and_updates_nothing() -> None:
+    model = build()
+    plain = copy.deepcopy(model)
+    sharded = compile_sharded(model, loss=mse, policy=EAGER)
+    x, y = batches(1)[0]
+    loss, gradients = sharded.value_and_grad(x, y)
+    expected = mse(plain, x, y)
+    expected.backward()
+    assert torch.equal(loss, expected.detach())
+    assert gradients.keys() == dict(plain.named_parameters()).keys()
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None and torch.equal(gradients[name], parameter.grad.flatten())
+    assert same_weights(sharded.full_state_dict(), dict(plain.state_dict()))
+
+
+def test_forward_follows_train_and_eval_and_returns_any_structure() -> None:
+    class Wrapped(Net):
+        def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+            y = super().forward(x)
+            return {"logits": y, "twice": (y, 2 * y), "width": 6}
+
+    torch.manual_seed(0)
+    model = Wrapped(dropout=0.5)
+    plain = copy.deepcopy(model)
+    sharded = compile_sharded(model, policy=EAGER)
+    x, _ = batches(1)[0]
+    model.eval()
+    plain.eval()
+    result, expected = sharded(x), plain(x)
+    assert result["width"] == 6 and not result["logits"].requires_grad
+    assert torch.equal(result["logits"], expected["logits"]) and torch.equal(result["twice"][1], expected["twice"][1])
+    assert torch.equal(sharded(x)["logits"], result["logits"])
+    model.train()
+    assert not torch.equal(sharded(x)["logits"], result["logits"])
+    assert sharded.captures == 2
+
+
+def test_aux_comes_back_in_its_own_structure() -> None:
+    def with_aux(model: nn.Module, x: torch.Tensor, *, y: torch.Tensor) -> Any:
+        output = model(x)
+        return F.mse_loss(output, y), {"output": output, "rows": len(x)}
+
+    model = build()
+    plain = copy.deepcopy(model)
+    sharded = compile_sharded(model, sgd(model), loss=with_aux, policy=EAGER)
+    x, y = batches(1)[0]
+    loss, aux = sharded.step(x, y=y)
+    assert loss.dim() == 0 and aux["rows"] == 5
+    assert torch.equal(aux["output"], plain(x)) and not aux["output"].requires_grad
+
+
+def test_a_model_that_returns_its_loss_needs_no_loss_function() -> None:
+    class Output(dict[str, torch.Tensor]):
+        pass
+
+    class WithLoss(Net):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
+            logits = super().forward(x)
+            return {"loss": F.mse_loss(logits, labels), "logits": logits}
+
+    torch.manual_seed(0)
+    model = WithLoss()
+    x, y = batches(1)[0]
+    expected = model(x, y)["loss"].detach().clone()
+    sharded = compile_sharded(model, sgd(model), policy=EAGER)
+    assert torch.equal(sharded.step(x, labels=y), expected)
+
+
+def test_apply_is_step_as_a_function_and_consumes_its_state() -> None:
+    model, other = build(), build()
+    by_step = compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
+    by_apply = compile_sharded(other, sgd(other), loss=mse, policy=EAGER)
+    state = by_apply.state
+    kept = pytree.tree_map(torch.clone, state)
+    assert isinstance(kept, State)
+    losses, again = [], []
+    for batch in batches(3):
+        previous = state
+        state, loss = by_apply.apply(state, *batch)
+        losses.append(loss.item())
+        with pytest.raises(RuntimeError, match="consumed by apply"):
+            _ = previous.parameters
+    assert losses == [by_step.step(*batch).item() for batch in batches(3)]
+    for batch in batches(3):  # from the clone: the same steps once more
+        kept, loss = by_apply.apply(kept, *batch)
+        again.append(loss.item())
+    assert again == losses
+    assert int(state.step) == int(kept.step) == 3
+
+
+def test_a_new_batch_shape_is_captured_once_and_kept() -> None:
+    model = build()
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
+    for rows in (5, 3, 5, 3, 5):
+        sharded.step(*batches(1, rows)[0])
+    assert sharded.captures == 2 and len(sharded.programs) == 2
+
+
+def test_updates_are_made_in_place() -> None:
+    model = build()
+    sharded = compile_sharded(model, torch.optim.AdamW(model.parameters()), loss=mse, policy=EAGER)
+    before = {id(leaf): leaf.data_ptr() for leaf in pytree.tree_leaves(sharded.state)}
+    for batch in batches(3):
+        sharded.step(*batch)
+    assert before == {id(leaf): leaf.data_ptr() for leaf in pytree.tree_leaves(sharded.state)}
+
+
+def test_batch_norm_buffers_are_updated_and_stay_on_the_model() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    model, plain = make(), make()
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
+    optimizer = sgd(plain)
+    for x, y in batches(3):
+        sharded.step(x, y)
+        optimizer.zero_grad()
+        mse(plain, x, y).backward()
+        optimizer.step()
+    assert same_weights(sharded.full_state_dict(), dict(plain.state_dict()))
+    assert torch.equal(model[1].running_mean, plain[1].running_mean)  # type: ignore[index, union-attr]
+
+
+def test_a_meta_model_is_initialised_unit_by_unit() -> None:
+    alive: list[int] = []
+
+    def init(module: nn.Module) -> None:
+        real = [parameter for parameter in model.parameters() if not parameter.is_meta]
+        alive.append(sum(parameter.numel() for parameter in real))
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+
+    with torch.device("meta"):
+        model = Net()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    torch.manual_seed(5)
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=EAGER, init=init)
+    largest = max(sum(slot.leaf.numel for slot in buffer.slots) for buffer in sharded.plan.buffers)
+    assert max(alive) <= largest < total
+    losses = [sharded.step(*batch) for batch in batches(5)]
+    assert all(torch.isfinite(loss) for loss in losses)
+    weights = sharded.full_state_dict()
+    assert weights["head.weight"].std() > 0 and weights["blocks.0.norm.weight"].shape == (6,)
+
+
+def test_plan_program_and_dump_show_what_will_run(tmp_path: Any) -> None:
+    model = build()
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
+    assert "blocks.2" in str(sharded.plan) and "4 units" in str(sharded.plan)
+    sharded.step(*batches(1)[0])
+    assert "backward" in str(sharded.program) and "blocks.1" in str(sharded.program)
+    folder = sharded.dump(tmp_path / "dump")
+    names = sorted(path.name for path in folder.iterdir())
+    assert names[0] == "00-capture.txt" and "01-gather.diff" in names and "plan.txt" in names
+    assert "all_gather" not in (folder / "00-capture.txt").read_text()
+
+
+@pytest.mark.parametrize("precision", [MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)])
+def test_mixed_precision_keeps_shards_whole_and_casts_at_the_ends(precision: MixedPrecisionPolicy) -> None:
+    model = build()
+    plain = copy.deepcopy(model)
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=Policy(lower="eager", precision=precision))
+    x, y = batches(1)[0]
+    expected = F.mse_loss(plain.to(torch.bfloat16)(x.to(torch.bfloat16)).float(), y)
+    assert torch.equal(sharded.step(x, y), expected)
+    assert all(shard.dtype == torch.float32 for shard in sharded.state.parameters.values())
+    assert sharded(x).dtype == torch.float32
+
+
+# Refusals: each says what is wrong, and nothing has changed.
+
+
+def _unchanged(model: nn.Module, before: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    assert same_weights(dict(model.state_dict()), before)
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} <= {id(p) for p in model.parameters()}
+    model(batches(1)[0][0])
+
+
+REFUSED: dict[str, tuple[Callable[[Net], dict[str, Any]], str]] = {
+    "optimizer": (lambda model: {"optimizer": sgd(build())}, "not the model's: group 0, position 0"),
+    "not an optimizer": (lambda model: {"optimizer": 0.1}, "optimizer is a float"),
+    "loss": (lambda model: {"loss": 3}, "loss is a int; expected a function"),
+    "no such unit": (lambda model: {"units": "layers.*"}, r"'layers\.\*' matches no submodule.*blocks"),
+    "no such class": (lambda model: {"units": nn.Conv2d}, "Conv2d matches no submodule"),
+    "overlap": (lambda model: {"units": ["blocks.*", Block]}, "units overlap: 'blocks.0'"),
+    "not a unit": (lambda model: {"units": [3]}, "3 is neither a module class nor a name pattern"),
+    "empty choice": (lambda model: {"units": lambda name, module: False}, "matches no submodule"),
+    "policy": (lambda model: {"policy": "zero3"}, "policy is a str; expected fsdp_compiled.Policy"),
+    "mesh": (lambda model: {"mesh": 2}, "mesh is a int; expected a DeviceMesh"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_arguments_are_refused_and_nothing_is_changed(case: str) -> None:
+    arguments, message = REFUSED[case]
+    model = build()
+    optimizer = sgd(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        compile_sharded(model, **({"optimizer": optimizer, "loss": mse} | arguments(model)))
+    _unchanged(model, before, optimizer)
+    compile_sharded(model, optimizer, loss=mse, policy=EAGER)
+
+
+@pytest.mark.parametrize("value", [3, None, nn.Linear, [nn.Linear(2, 2)]], ids=repr)
+def test_what_is_not_a_module_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match="expected a torch.nn.Module"):
+        compile_sharded(value)
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no parameters"):
+        compile_sharded(nn.ReLU())
+
+
+def test_an_optimizer_that_is_not_elementwise_is_refused_before_anything_is_changed() -> None:
+    model = build()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="LBFGS is not supported"):
+        compile_sharded(model, optimizer, loss=mse)
+    _unchanged(model, before, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shard": "zero4"}, "Policy.shard is 'zero4'; expected one of 'zero3'"),
+        ({"lower": "tvm"}, "Policy.lower is 'tvm'"),
+        ({"clip": -1.0}, "Policy.clip is -1.0; expected a positive number or None"),
+        ({"clip": True}, "Policy.clip is True"),
+        ({"precision": torch.bfloat16}, "expected torch.distributed.fsdp.MixedPrecisionPolicy"),
+        ({"precision": MixedPrecisionPolicy(param_dtype=torch.int8)}, "param_dtype is torch.int8"),
+    ],
+)
+def test_unknown_policy_values_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Policy(**options)
+
+
+def _logs(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    output = model(x)
+    print("a line that cannot be traced", output)
+    return F.mse_loss(output, y)
+
+
+def _reads(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    loss = F.mse_loss(model(x), y)
+    return loss * 2 if loss.item() > 1 else loss
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
+    "not scalar": (lambda model, x, y: model(x), r"loss has shape \[5, 2\]; expected a scalar"),
+    "not floating": (lambda model, x, y: model(x).sum().long(), "loss has dtype torch.int64"),
+    "detached": (lambda model, x, y: mse(model, x, y).detach(), "does not depend on any parameter"),
+    "no tensor": (lambda model, x, y: 3.0, "loss returned no tensor"),
+    "printing": (_logs, r'test_api\.py", line \d+, in _logs(.|\n)*Cure'),
+    "reading": (_reads, r'test_api\.py", line \d+, in _reads(.|\n)*Cure'),
+    "wrong shapes": (lambda model, x, y: mse(model, x.T, y), "failed while it was traced"),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_a_loss_that_cannot_be_trained_on_is_refused_and_nothing_is_changed(
+    case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    loss, message = LOSSES[case]
+    model = build()
+    sharded = compile_sharded(model, sgd(model), loss=loss, policy=EAGER)
+    before = pytree.tree_map(torch.clone, sharded.state)
+    with pytest.raises(CaptureError, match=message):
+        sharded.step(*batches(1)[0])
+    assert all(map(torch.equal, pytree.tree_leaves(before), pytree.tree_leaves(sharded.state)))
+    assert sharded.captures == 0
+
+
+def test_a_batch_on_another_device_is_refused() -> None:
+    model = build()
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
+    x, y = batches(1)[0]
+    with pytest.raises(ValueError, match=r"batch\[0\] is on meta, but the model's shards are on cpu"):
+        sharded.step(x.to("meta"), y.to("meta"))
+    with pytest.raises(ValueError, match=r"batch\[1\] is on meta"):
+        sharded.step(x, y.to("meta"))
+
+
+def test_a_model_is_not_used_after_it_was_taken_over() -> None:
+    model = build()
+    optimizer = sgd(model)
+    sharded = compile_sharded(model, optimizer, loss=mse, policy=EAGER)
+    x, y = batches(1)[0]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="taken over by compile_sharded"):
+            model(x)
+        with pytest.raises(RuntimeError, match="optimizer was taken over"):
+            optimizer.step()
+        with pytest.raises(ValueError, match="taken over by compile_sharded before"):
+            compile_sharded(model)
+        sharded.step(x, y)
+    with pytest.raises(ValueError, match="taken over"):
+        compile_sharded(nn.Sequential(model))
+
+
+def test_step_without_an_optimizer_says_the_cure() -> None:
+    sharded = compile_sharded(build(), loss=mse, policy=EAGER)
+    with pytest.raises(RuntimeError, match="Pass it: compile_sharded"):
+        sharded.step(*batches(1)[0])
+    with pytest.raises(RuntimeError, match="No step was taken"):
+        _ = sharded.grad_norm
+    with pytest.raises(RuntimeError, match="Nothing was compiled"):
+        _ = sharded.program
+
+
+def test_requires_grad_changed_afterwards_is_refused() -> None:
+    model = build()
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
+    model.head.requires_grad_(False)
+    with pytest.raises(ValueError, match="requires_grad was changed"):
+        sharded.step(*batches(1)[0])
+
+
+def test_a_meta_module_that_nobody_can_fill_is_refused() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Bare())
+    with pytest.raises(ValueError, match=r"1 \(Bare\) is on the meta device.*scale.*Pass init="):
+        compile_sharded(model)
+
+
+def test_a_parameter_written_by_forward_is_refused() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(6, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+            return x @ self.weight
+
+    sharded = compile_sharded(Writes(), loss=mse, policy=EAGER)
+    with pytest.raises(CaptureError, match=r"writes parameter .*weight in place|Forward writes"):
+        sharded.value_and_grad(*batches(1)[0])
+
+
+def test_a_gradient_that_would_be_lost_is_refused() -> None:
+    outside = nn.Parameter(torch.ones(2))
+    sharded = compile_sharded(build(), loss=lambda model, x, y: mse(model, x, y * outside), policy=EAGER)
+    with pytest.raises(CaptureError, match="not a parameter of the model: its gradient would be lost"):
+        sharded.value_and_grad(*batches(1)[0])

@@ -1,0 +1,84 @@
+"""Ranks that disagree: an error on every rank that says who has what, nothing changed, and never a hang."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import launch
+
+WORKER = Path(__file__).parent / "workers" / "ranks.py"
+DISAGREEMENTS = {
+    "first_shapes": r"rank 0: step (float32[2, 4], float32[2, 2])",
+    "known_shapes": r"rank 1: step (float32[3, 4], float32[3, 2])",
+    "other_calls": "rank 0: gradient (float32[2, 4]",
+    "models": "float32[6, 4], unit root, trainable, group 0",
+    "policies": "clip=2.0",
+    "programs": "The program differs between rank 0 and rank 1",
+}
+ONE_FAILS = {
+    "not_a_module": "model is a str; expected a torch.nn.Module",
+    "losses": "The loss has shape [2, 2]; expected a scalar",
+}
+REFUSED_BY_ALL = {
+    "mesh_axes": 'expected one axis, which shards, or two named ("replicate", "shard")',
+    "mesh_size": "mesh holds 1 ranks, but the world has 2",
+}
+SHOWN = ("seeds", "dropout", "counts")
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return launch(WORKER, 2, *DISAGREEMENTS, *ONE_FAILS, *REFUSED_BY_ALL, *SHOWN, timeout=200)
+
+
+@pytest.mark.parametrize("case", DISAGREEMENTS)
+def test_a_disagreement_is_an_error_on_every_rank(results: dict[str, Any], case: str) -> None:
+    for answer in results[case]:
+        assert answer["error"] == "RankError", answer
+        assert DISAGREEMENTS[case] in answer["message"]
+        assert answer["notes"] in ([], ["unchanged: True"])
+
+
+@pytest.mark.parametrize("case", ONE_FAILS)
+def test_one_ranks_failure_is_told_to_all(results: dict[str, Any], case: str) -> None:
+    failed, other = results[case]
+    assert failed["error"] in ("ValueError", "CaptureError") and ONE_FAILS[case] in failed["message"]
+    assert other["error"] == "RankError" and ONE_FAILS[case] in other["message"]
+    assert "rank 0 failed" in other["message"]
+
+
+@pytest.mark.parametrize("case", REFUSED_BY_ALL)
+def test_a_mesh_that_does_not_fit_is_refused(results: dict[str, Any], case: str) -> None:
+    for answer in results[case]:
+        assert answer["error"] == "ValueError" and REFUSED_BY_ALL[case] in answer["message"]
+
+
+def test_a_rank_that_runs_a_program_it_has_is_freed_when_another_has_to_compile() -> None:
+    """Here one rank waits in a collective that the other will never join: it must fail, with the other's reason."""
+    answers = launch(WORKER, 2, "known_and_new_shapes", timeout=100)["known_and_new_shapes"]
+    for answer in answers:
+        assert answer["error"] == "RankError", answer
+        assert "rank 1: step (float32[3, 4]" in answer["message"]
+        assert answer["notes"] == ["unchanged: True"]
+
+
+def test_rank_0s_weights_win(results: dict[str, Any]) -> None:
+    first, second = (answer["result"] for answer in results["seeds"])
+    assert first["rank 0's weights"] and first["on this rank"]
+    assert second["on this rank"] == []
+
+
+def test_dropout_differs_by_rank_and_step_and_repeats_under_a_seed(results: dict[str, Any]) -> None:
+    for answer in results["dropout"]:
+        assert all(answer["result"].values()), answer
+
+
+def test_a_rank_holds_its_share_and_no_more(results: dict[str, Any]) -> None:
+    for answer in results["counts"]:
+        result = answer["result"]
+        assert result["held"] == result["planned"] == result["everything"] // 2
+        assert result["gathers"] == 2  # of two units; backward needs neither again: the first has no input gradient
+        assert result["captures"] == 1

@@ -1,0 +1,191 @@
+"""Each case on two ranks: what every rank raised or saw, written by rank 0 as JSON.
+
+torchrun --nproc-per-node 2 ranks.py RESULT CASE [CASE ...]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compiled import Policy, Sharded, compile_sharded
+
+RANK = int(os.environ["RANK"])
+EAGER = Policy(lower="eager")
+
+
+def mse(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def net(width: int = 6, seed: int = 0, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, width), nn.Dropout(dropout), nn.Linear(width, 2))
+
+
+def shard(policy: Policy = EAGER, **options: Any) -> Sharded:
+    model = net(**options)
+    return compile_sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=mse, policy=policy)
+
+
+def batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(rows, 4), torch.ones(rows, 2)
+
+
+def unchanged(sharded: Sharded, call: Callable[[], Any]) -> Any:
+    """Makes the call, and adds to its error whether the shards are what they were."""
+    before = [shard.clone() for shard in sharded.state.parameters.values()]
+    try:
+        return call()
+    except Exception as error:
+        after = sharded.state.parameters.values()
+        error.add_note(f"unchanged: {all(map(torch.equal, before, after))}")
+        raise
+
+
+def first_shapes() -> Any:
+    sharded = shard()
+    return unchanged(sharded, lambda: sharded.step(*batch(2 + RANK)))
+
+
+def known_shapes() -> Any:
+    sharded = shard()
+    sharded.step(*batch(2))
+    sharded.step(*batch(3))
+    return unchanged(sharded, lambda: sharded.step(*batch(2 + RANK)))
+
+
+def known_and_new_shapes() -> Any:
+    sharded = shard()
+    sharded.step(*batch(2))
+    return unchanged(sharded, lambda: sharded.step(*batch(2 + RANK)))
+
+
+def other_calls() -> Any:
+    sharded = shard()
+    return sharded.step(*batch(2)) if RANK else sharded.value_and_grad(*batch(2))
+
+
+def models() -> Any:
+    return shard(width=6 + RANK)
+
+
+def policies() -> Any:
+    return shard(Policy(lower="eager", clip=1.0 + RANK))
+
+
+def not_a_module() -> Any:
+    return compile_sharded(net() if RANK else "model")  # type: ignore[arg-type]
+
+
+def losses() -> Any:
+    model = net()
+    loss = mse if RANK else lambda model, x, y: model(x)
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, policy=EAGER)
+    return unchanged(sharded, lambda: sharded.step(*batch(2)))
+
+
+def programs() -> Any:
+    """The same signature on every rank, but code that looks at the rank."""
+    model = net()
+    scale = 1.0 + RANK
+    sharded = compile_sharded(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss=lambda *args: mse(*args) * scale, policy=EAGER
+    )
+    return sharded.step(*batch(2))
+
+
+def mesh_axes() -> Any:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pipeline", "data"))
+    return compile_sharded(net(), mesh=mesh)
+
+
+def mesh_size() -> Any:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]  # each rank alone
+    return compile_sharded(net(), mesh=mesh)
+
+
+def seeds() -> Any:
+    """Different weights on each rank at the start: rank 0's win."""
+    sharded = shard(seed=RANK)
+    expected = {name: value.clone() for name, value in net(seed=0).state_dict().items()}
+    found = sharded.full_state_dict()
+    equal = RANK > 0 or all(torch.equal(found[name], expected[name]) for name in expected)
+    return {"rank 0's weights": equal, "on this rank": sorted(found)}
+
+
+def dropout() -> Any:
+    """Masks differ by rank and by step, and are the same again under the same seed."""
+
+    def outputs() -> list[list[float]]:
+        torch.manual_seed(11)
+        model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1))
+        nn.init.ones_(model[1].weight)
+        nn.init.zeros_(model[1].bias)
+        sharded = compile_sharded(model, policy=EAGER)
+        return [sharded(torch.eye(64)).flatten().tolist() for _ in range(2)]
+
+    first, second = outputs(), outputs()
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, first)
+    return {
+        "differs by step": first[0] != first[1],
+        "differs by rank": everyone[0] != everyone[1],
+        "repeats": first == second,
+    }
+
+
+def counts() -> Any:
+    model = net()
+    sharded = compile_sharded(model, torch.optim.AdamW(model.parameters()), loss=mse, policy=EAGER, units=["0", "2"])
+    sharded.step(*batch(2))
+    held = sum(tensor.nbytes for tensor in sharded.state.parameters.values())
+    everything = sum(buffer.nbytes for buffer in sharded.plan.buffers)
+    return {
+        "held": held,
+        "planned": sharded.plan.persistent_bytes,
+        "everything": everything,
+        "gathers": len(sharded.program.marked("gather")),
+        "captures": sharded.captures,
+    }
+
+
+def run(case: str) -> dict[str, Any]:
+    try:
+        result = globals()[case]()
+        return {"result": result if isinstance(result, dict) else repr(result)}
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error), "notes": getattr(error, "__notes__", [])}
+
+
+def main() -> None:
+    path, *cases = sys.argv[1:]
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    results = {}
+    for case in cases:
+        mine = run(case)
+        # Through the store: some cases leave no process group behind.
+        store.set(f"{case}/{RANK}", json.dumps(mine))
+        results[case] = [json.loads(store.get(f"{case}/{rank}")) for rank in range(2)]
+    if RANK == 0:
+        with open(path, "w") as file:
+            json.dump(results, file)
+        store.get("read/1")
+    else:
+        store.set("read/1", "yes")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
