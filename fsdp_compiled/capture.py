@@ -176,12 +176,32 @@ class _Trace:
             outputs = [Port("out", kind, str(index)) for index, kind in enumerate(kinds)]
             if gradient:
                 _check_loss(results)
-            graph = _aot_graph(module, inputs, gradient)
-            self.program = _to_program(graph, ports, outputs)
+            joint = _joint(module, inputs)
+            self._lift_constants(joint, ports)
+            self.program = _to_program(joint.graph, ports, outputs)
             self.markers = list(zip(results, outputs, strict=True))
             return lambda *_: tuple(results)
 
         return compile_graph
+
+    def _lift_constants(self, joint: fx.GraphModule, ports: list[Port]) -> None:
+        """Literal tensors of the model's code, such as ``torch.tensor(-1.0)``, become inputs like any other."""
+        places = joint.graph.find_nodes(op="placeholder")
+        for node in joint.graph.find_nodes(op="get_attr"):
+            value = getattr(joint, str(node.target))
+            if not isinstance(value, torch.Tensor):
+                continue  # the body of a higher-order operator; refused where it is used
+            name = f"literal {len(self.constants)}"
+            with joint.graph.inserting_before(places[len(ports)] if len(ports) < len(places) else node):
+                place = joint.graph.placeholder(node.name)
+            place.meta = dict(node.meta)
+            fake = next(v.fake_mode for p in places if isinstance(v := p.meta["val"], torch._subclasses.FakeTensor))
+            place.meta["val"] = fake_tensor(fake, tuple(value.shape), value.stride(), value.dtype, value.device)
+            node.replace_all_uses_with(place)
+            joint.graph.erase_node(node)
+            ports.append(Port("in", "constant", name))
+            places.insert(len(ports) - 1, place)
+            self.constants[name] = value
 
     def _input_ports(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> list[Port]:
         found = []
@@ -221,11 +241,12 @@ def _check_loss(results: list[torch.Tensor]) -> None:
         )
 
 
-def _aot_graph(module: fx.GraphModule, inputs: list[torch.Tensor], gradient: bool) -> fx.Graph:
-    taken: list[fx.Graph] = []
+def _joint(module: fx.GraphModule, inputs: list[torch.Tensor]) -> fx.GraphModule:
+    """AOTAutograd's joint graph of what Dynamo traced; its forward graph where nothing requires a gradient."""
+    taken: list[fx.GraphModule] = []
 
     def take(graph_module: fx.GraphModule, _inputs: Any, **_options: Any) -> Any:
-        taken.append(graph_module.graph)
+        taken.append(graph_module)
         raise _Taken
 
     compiler = aot_autograd(
@@ -325,8 +346,13 @@ def _recomputes(node: fx.Node) -> bool:
 
 
 def _path(node: fx.Node) -> str:
-    """The innermost submodule that the node came from: ``layers.0.attention``, ``(model)``; empty for the loss."""
+    """The innermost submodule that the node came from: ``layers.0.attention``, ``(model)``; empty for the loss.
+
+    What autograd adds of its own accord, to sum two gradients, counts to the node before it.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack and _is_backward(node) and node.prev.op == "call_function":
+        return _path(node.prev)
     entries = [entry[0] for entry in stack.values()]
     for text in reversed(entries):
         found = re.sub(r"getattr\((.*), '([^']+)'\)", r"\1.\2", _flatten_getattr(text))

@@ -61,28 +61,38 @@ def _what(nodes: Iterable[fx.Node]) -> str:
     nodes = list(nodes)
     roles = {role_of(node) for node in nodes}
     if roles == {"update"}:
-        return f"update: {sum(1 for node in nodes if written(node))} writes in place"
+        writes = sum(1 for node in nodes if written(node))
+        return f"update: {_count(writes, 'write')} in place"
     names = {"view": "views", "flatten": "flatten", "cast": "cast", "norm": "norm and loss"}
     done = [names[role] for role in ("cast", "view", "flatten", "norm") if role in roles]
     compute = sum(1 for node in nodes if role_of(node) is None)
-    return ", ".join(done + [f"compute: {compute} operators"] * bool(compute))
+    return ", ".join(done + ["compute: " + _count(compute, "operator")] * bool(compute))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _communication(node: fx.Node) -> str:
     if role_of(node) == "wait" and not is_collective(node):
-        return f"wait {node.all_input_nodes[0].name}"
+        return f"wait for {node.all_input_nodes[0].name}"
     value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
-    name = str(node.target).split(".")[1].removesuffix("_into_tensor").removesuffix("_tensor")
+    name = _collective_name(node)
     sizes = f"{human(source.numel() * source.itemsize)} -> {human(value.numel() * value.itemsize)}"
     operator = next((argument for argument in node.args if argument in ("avg", "sum")), None)
-    return f"{name} {node.name}: {sizes}" + (f", {operator}" if operator else "") + f", along {node.args[-1]}"
+    return f"{name}: {sizes}" + (f", {operator}" if operator else "") + f", along {node.args[-1]} ({node.name})"
+
+
+def _collective_name(node: fx.Node) -> str:
+    """``_c10d_functional.all_gather_into_tensor.default`` -> ``all_gather``."""
+    return str(node.target).split(".")[1].removesuffix("_into_tensor").removesuffix("_tensor")
 
 
 def _collectives(program: Program) -> str:
     counts: dict[str, int] = {}
     for node in program.graph.nodes:
         if node.op == "call_function" and is_collective(node):
-            name = str(node.target).split(".")[1].removesuffix("_into_tensor").removesuffix("_tensor")
+            name = _collective_name(node)
             counts[name] = counts.get(name, 0) + 1
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no collectives"
 

@@ -249,7 +249,8 @@ class Edit:
 
     def call(self, target: Callable[..., Any], *args: Any, mark: Mark | None = None, **kwargs: Any) -> fx.Node:
         """Inserts a call and works out its ``val`` by running it on fake tensors."""
-        node = self.graph.call_function(target, args, kwargs)
+        name = _identifier(f"{mark.buffer or mark.unit}_{mark.role}".lstrip("_")) if mark is not None else None
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
         node.meta["phase"] = self._phase
         if mark is not None:
             node.meta["mark"] = mark

@@ -104,6 +104,7 @@ class Compiled:
 
 
 Signature = tuple[Any, ...]
+KINDS = ("step", "gradient", "forward")  # of programs
 
 
 class Sharded:
@@ -127,7 +128,6 @@ class Sharded:
         self._modules = list(taken.model.modules())
         self._parameters = list(taken.model.parameters())
         self._compiled: dict[Signature, Compiled] = {}
-        self._last: Compiled | None = None
         self._hypers: dict[str, torch.Tensor] = {}
         self._rates: dict[str, float] = {}
         self._fixed = self._options()
@@ -201,7 +201,7 @@ class Sharded:
 
     @property
     def program(self) -> Program:
-        """The program that ran last."""
+        """The newest program that trains; before there is one, the newest that differentiates or runs forward."""
         return self._newest().program
 
     @property
@@ -210,7 +210,7 @@ class Sharded:
         return tuple(compiled.program for compiled in self._compiled.values())
 
     def dump(self, folder: str | Path) -> Path:
-        """Writes the plan and every stage of the program that ran last, with the differences, as text."""
+        """Writes the plan and every stage of `program`, with the differences, as text. Returns the folder."""
         return dump.write(folder, self.plan, self._newest().stages)
 
     def __repr__(self) -> str:
@@ -219,9 +219,11 @@ class Sharded:
     # How it is done.
 
     def _newest(self) -> Compiled:
-        if self._last is None:
-            raise RuntimeError("Nothing was compiled yet. The first call captures: sharded.step(*batch).")
-        return self._last
+        for kind in KINDS:
+            for key in reversed(self._compiled):
+                if key[0] == kind:
+                    return self._compiled[key]
+        raise RuntimeError("Nothing was compiled yet. The first call captures: sharded.step(*batch).")
 
     def _need_optimizer(self, call: str) -> None:
         if self.optimizer is None:
@@ -325,7 +327,6 @@ class Sharded:
             compiled = self._compiled[key] = self._compile(kind, batch, named, key)
         else:
             self._calls.post(compiled.label)
-        self._last = compiled
         return compiled
 
     def _compile(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any], key: Signature) -> Compiled:

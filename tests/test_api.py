@@ -413,7 +413,7 @@ def test_bad_arguments_are_refused_and_nothing_is_changed(case: str) -> None:
 
 @pytest.mark.parametrize("value", [3, None, nn.Linear, [nn.Linear(2, 2)]], ids=repr)
 def test_what_is_not_a_module_is_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="expected a torch.nn.Module"):
+    with pytest.raises(ValueError, match=r"expected a torch\.nn\.Module"):
         compile_sharded(value)
 
 

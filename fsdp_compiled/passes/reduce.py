@@ -11,8 +11,8 @@
                                 return gradient
 
 Where the gradient's placement is a full copy, the reduction is an all-reduce; along a replicate axis one follows the
-reduce-scatter. The wait for one buffer stands before the flatten of the next, so that one flat gradient is on the
-wire and one is being filled, never more.
+reduce-scatter. The wait for one buffer stands just before the reduction of the next, so that one flat gradient is on
+the wire and one is being filled, never more.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def reduce(program: Program, plan: Plan) -> Program:
     for node, buffer, found in ready:
         at = edit.end if node is None else node.next
         with edit.at(at, "backward"):
-            _finish(edit, pending, plan)
             if found:
                 flat = _flatten(edit, buffer, found, plan)
+                _finish(edit, pending, plan)
                 pending.append((buffer, _start(edit, buffer, flat, plan)))
             else:
                 size = buffer.numel // plan.shard if plan.placement.gradient else buffer.numel

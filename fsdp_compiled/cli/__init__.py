@@ -1,0 +1,59 @@
+"""`fsdp-compiled COMMAND`: the parser, and which file does what."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_compiled.cli.options import add_train_options, train_options
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(
+        prog="fsdp-compiled",
+        description="Fully sharded data parallelism as a compiler on top of torch.compile.",
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    train = commands.add_parser(
+        "train",
+        help="train a byte-level GPT, sharded, on text of this machine",
+        description="Trains a byte-level GPT, sharded over several processes, on text found on this machine "
+        "or given with --data. Starts the processes by itself; under torchrun it joins those. The first "
+        "Ctrl-C stops after the current step, saves what was reached and exits with 130; the second kills. "
+        "The last line printed is the folder that holds everything the run wrote.",
+    )
+    add_train_options(train)
+
+    show = commands.add_parser("show", help="print a run's plan and its final program")
+    show.add_argument("run", type=Path, metavar="RUN", help="a run folder, or the folder a dump was written to")
+    show.add_argument("--stage", metavar="NAME", help="another stage than the last, for example 'gather'")
+
+    diff = commands.add_parser("diff", help="what changed between two stages, or two runs")
+    diff.add_argument("a", type=Path, metavar="A", help="a stage's text file, a run folder, or a dump folder")
+    diff.add_argument("b", type=Path, metavar="B", help="the same, to compare with A")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    chosen = parser().parse_args(arguments)
+    # Each command's imports wait for it, so that a listing does not load what only training needs.
+    try:
+        if chosen.command == "train":
+            from fsdp_compiled.cli.launch import start
+
+            return start(train_options(chosen), arguments)
+        from fsdp_compiled.cli import show
+
+        if chosen.command == "show":
+            print(show.show(chosen.run, chosen.stage))
+        else:
+            print(show.diff(chosen.a, chosen.b))
+        return 0
+    except ValueError as error:
+        print(f"fsdp-compiled {chosen.command}: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # the reader, `head` for one, has seen enough
+        sys.stderr.close()  # or the interpreter complains of the same pipe while it exits
+        return 0

@@ -1,0 +1,198 @@
+"""From one command to N ranks on this machine, and back to one exit code.
+
+The launcher is the only process that Ctrl-C reaches: ranks run in sessions of their own. The first one closes
+the stop pipe, and ranks agree among themselves after which step they stop; the second kills them. The store
+at which ranks meet lives here, on a port the system chose, as it does in torchrun. torchrun itself is not
+used, because it answers Ctrl-C by killing the ranks and a failed rank by a report longer than the failure.
+"""
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compiled.cli.options import TrainOptions
+from fsdp_compiled.cli.rank import BEGAN, FAILURE, STOP, STOPPED, joined, own_launcher, place, tell_failure
+from fsdp_compiled.cli.toolchain import choose_lower
+
+CLAIMS = ("config.json", "metrics.jsonl", "model.pt")  # any of them makes a folder a run
+POLL = 0.1  # seconds between two looks at the ranks
+GRACE = 2.0  # seconds the other ranks get to write their logs once one has failed
+
+
+def start(options: TrainOptions, arguments: Sequence[str]) -> int:
+    """Trains here if this process is a rank; else starts the ranks and waits for them."""
+    if joined():
+        return _train(options)
+    options = settle(options)
+    assert options.out is not None and options.nproc is not None and options.lower is not None
+    logs = options.out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    # What was settled here is repeated at the end, where argparse lets it win.
+    settled = ["--out", str(options.out), "--lower", options.lower]
+    return launch([sys.executable, "-m", "fsdp_compiled", *arguments, *settled], options.nproc, logs)
+
+
+def settle(options: TrainOptions) -> TrainOptions:
+    """Checks what can be checked before anything is started, and chooses what was left open."""
+    out = options.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
+    refuse_used(out)
+    if options.data is not None and not options.data.exists():
+        raise ValueError(f"--data: {options.data} does not exist; give a file or folder of text")
+    gpus = torch.cuda.device_count()
+    if gpus and options.nproc is not None and options.nproc > gpus:
+        raise ValueError(f"--nproc {options.nproc}: this machine has {gpus} GPUs, and each process needs its own")
+    lower, reason = (options.lower, None) if options.lower else choose_lower(cuda=gpus > 0)
+    if reason:
+        print(reason, flush=True)
+    return replace(options, out=out, nproc=options.nproc or gpus or 2, lower=lower)
+
+
+def refuse_used(out: Path) -> None:
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out: {out} is a file; give a folder")
+    if any((out / name).exists() for name in CLAIMS):
+        raise ValueError(f"--out: {out} already holds a run; give another folder or remove that one")
+
+
+def _train(options: TrainOptions) -> int:
+    here = place()
+    if not own_launcher():
+        if here.first:
+            if options.nproc is not None:
+                print(f"--nproc is ignored: torchrun has started {here.world} processes", flush=True)
+            options = settle(replace(options, nproc=None))
+        elif options.lower is None:
+            options = replace(options, lower=choose_lower(cuda=here.device.type == "cuda")[0])
+    try:
+        from fsdp_compiled.cli.train import train
+
+        return train(options, here)
+    except BaseException as error:
+        tell_failure(here.rank, error)
+        raise
+
+
+def launch(command: Sequence[str], world: int, logs: Path) -> int:
+    """Runs `command` as `world` ranks. Rank 0 speaks on our standard output; the rest goes to `logs`.
+
+    Returns 0, the code of a rank that failed (its reason is printed once, on standard error), or 128 and the
+    signal's number if a signal stopped the run.
+    """
+    failure = logs / "failure.txt"
+    failure.unlink(missing_ok=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    reading, end = os.pipe()
+    writing = os.fdopen(end, "wb", buffering=0)
+    shared = os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store above, so no rank has to open a port of its own
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        STOP: str(reading),
+        FAILURE: str(failure),
+        BEGAN: str(time.time()),
+    }
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    ranks: list[subprocess.Popen[bytes]] = []
+    with _signals() as received:
+        try:
+            for rank in range(world):
+                with (logs / f"rank{rank}.txt").open("wb") as log:
+                    ranks.append(
+                        subprocess.Popen(
+                            command,
+                            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                            stdin=subprocess.DEVNULL,
+                            stdout=None if rank == 0 else log,
+                            stderr=log,
+                            pass_fds=(reading,),
+                            start_new_session=True,
+                        )
+                    )
+            return _wait(ranks, received, writing, logs)
+        finally:
+            _kill(ranks)
+            writing.close()
+            os.close(reading)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], received: list[int], stop: IO[bytes], logs: Path) -> int:
+    fine: tuple[int | None, ...] = (None, 0)  # None: still running
+    deadline = math.inf  # of the ranks that are left once one has failed
+    while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
+        if len(received) > 1:
+            print("killed; what the run had written is in", logs.parent, file=sys.stderr)
+            return 128 + received[0]
+        if received and not stop.closed:
+            stop.close()
+            fine = (None, 0, STOPPED)
+            print("\nstopping after the current step (Ctrl-C again kills)", file=sys.stderr, flush=True)
+        if deadline == math.inf and any(code not in fine for code in codes):
+            deadline = time.monotonic() + GRACE
+        time.sleep(POLL)
+    if all(code in fine for code in codes):
+        return 128 + received[0] if STOPPED in codes else 0
+    print(_reason(codes, logs), file=sys.stderr)
+    return next((code for code in codes if code is not None and code > 0), 1)
+
+
+def _reason(codes: list[int | None], logs: Path) -> str:
+    """Why the run failed. A rank that a signal ended told nothing itself, and its peers tell only that they
+    lost it."""
+    failure = logs / "failure.txt"
+    for rank, code in enumerate(codes):
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            hint = "; the system does that when memory runs out" if name == "SIGKILL" else ""
+            reason = f"rank {rank} was ended by {name}{hint}\n{_tail(logs / f'rank{rank}.txt')}"
+            break
+    else:
+        if failure.exists():
+            reason = failure.read_text()
+        else:
+            rank = next(rank for rank, code in enumerate(codes) if code)
+            reason = f"rank {rank} failed with exit code {codes[rank]}\n{_tail(logs / f'rank{rank}.txt')}"
+    return f"fsdp-compiled train: {reason.rstrip()}\nevery rank's own log is in {logs}"
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM while the ranks run, in place of acting on them."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
+    running = [rank for rank in ranks if rank.poll() is None]
+    for rank in running:
+        os.killpg(rank.pid, signal.SIGKILL)  # the whole session: a compiling rank has workers
+    for rank in running:
+        rank.wait()
+    if running and sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)  # a killed progress display leaves the cursor hidden

@@ -1,0 +1,130 @@
+"""One rank's side of a run: where it stands, how ranks agree to stop, and how the first failure is told.
+
+The launcher (launch.py) starts a rank with three facts in its environment. `STOP` is the number of a pipe's
+reading end: once the launcher closes the other end, or dies, the pipe is readable and the rank should stop.
+`FAILURE` is a path: the first rank to fail writes its reason there, so that the ranks which lose it as a peer
+do not hide it. `BEGAN` is when the command began. Under torchrun none is set, and signals ask for the stop.
+"""
+
+import os
+import select
+import signal
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+STOP = "FSDP_COMPILED_STOP"
+FAILURE = "FSDP_COMPILED_FAILURE"
+BEGAN = "FSDP_COMPILED_BEGAN"
+STOPPED = 130  # the exit code of a rank that stopped because it was asked to
+
+
+@dataclass(frozen=True)
+class Place:
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+def joined() -> bool:
+    """Whether a launcher, ours or torchrun, has started this process as one of its ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def own_launcher() -> bool:
+    return STOP in os.environ
+
+
+def place() -> Place:
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+
+
+def began() -> float:
+    """When the command that this rank is part of began, in seconds since the epoch."""
+    return float(os.environ.get(BEGAN, time.time()))
+
+
+class Ranks:
+    """Small facts agreed between hosts, on a gloo group of its own: the program's collectives never wait for
+    them, and on a GPU no host waits for its device. Made once the process group is there."""
+
+    def __init__(self) -> None:
+        many = dist.is_initialized() and dist.get_world_size() > 1
+        self.group = dist.new_group(backend="gloo") if many else None
+
+    def sum(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(values, operation, self.group)
+        return values
+
+
+class Stop:
+    """A request to stop, from Ctrl-C or a lost launcher, that every rank follows after the same step."""
+
+    def __init__(self) -> None:
+        self._pipe = int(os.environ[STOP]) if own_launcher() else None
+        self._signalled = False
+        self._answer: tuple[Tensor, dist.Work | None] | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    @property
+    def asked(self) -> bool:
+        """Whether this rank was asked; the others may not know yet."""
+        if self._pipe is not None and select.select([self._pipe], [], [], 0)[0]:
+            return True
+        return self._signalled
+
+    def agreed(self, ranks: Ranks) -> bool:
+        """Whether all ranks stop now. Every rank calls it after every step. The answer is that of the call
+        before, whose reduction ran during the step, so that no step waits for it."""
+        before, self._answer = self._answer, self._question(ranks)
+        if before is None:
+            return False
+        flag, work = before
+        if work is not None:
+            work.wait()
+        return bool(flag.item())
+
+    def _question(self, ranks: Ranks) -> tuple[Tensor, dist.Work | None]:
+        flag = torch.tensor([int(self.asked)])
+        if ranks.group is None:
+            return flag, None
+        return flag, dist.all_reduce(flag, dist.ReduceOp.MAX, ranks.group, async_op=True)
+
+
+def tell_failure(rank: int, error: BaseException) -> None:
+    """Writes why this rank failed, unless another rank failed before it."""
+    if FAILURE not in os.environ:
+        return
+    # A ValueError is the user's mistake and says what to do; anything else needs the place it came from.
+    reason = str(error) if isinstance(error, ValueError) else "".join(traceback.format_exception(error)).rstrip()
+    separator = ": " if isinstance(error, ValueError) else ":\n"
+    try:
+        with Path(os.environ[FAILURE]).open("x") as file:
+            file.write(f"rank {rank} failed{separator}{reason}\n")
+    except FileExistsError:
+        pass

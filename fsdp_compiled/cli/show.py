@@ -1,0 +1,54 @@
+"""A dump on the terminal: the plan with the final program or a stage, or the difference between two.
+
+A *stage* is one numbered text file of a dump folder (`00-capture.txt`); its name is what follows the number.
+"""
+
+import difflib
+from pathlib import Path
+
+STAGES = "[0-9][0-9]-*.txt"
+
+
+def show(run: Path, name: str | None = None) -> str:
+    """The plan, then the final program by unit; or, in its place, one stage."""
+    texts = _texts(_dump(run))
+    if name is None:
+        name = "program" if "program" in texts else list(texts)[-1]
+    if name not in texts:
+        raise ValueError(f"{run} has no stage {name!r}; it has {', '.join(texts)}")
+    shown = [texts[part].read_text().rstrip() for part in dict.fromkeys(("plan", name)) if part in texts]
+    return "\n\n".join(shown)
+
+
+def diff(a: Path, b: Path) -> str:
+    """A unified difference: of two files, or of two runs' plans and stages of the same name."""
+    for path in (a, b):
+        if not path.exists():
+            raise ValueError(f"{path} does not exist; give a run folder, a dump folder or a stage's text file")
+    if a.is_dir() != b.is_dir():
+        raise ValueError(f"{a} and {b}: one is a folder and one a file; give two runs or two stages")
+    if a.is_file():
+        return _diff(a, b) or f"{a} and {b} are the same"
+    left, right = _texts(_dump(a)), _texts(_dump(b))
+    parts = [f"Only in {a}: {name}" for name in left if name not in right]
+    parts += [f"Only in {b}: {name}" for name in right if name not in left]
+    parts += [text for name in left if name in right and (text := _diff(left[name], right[name]))]
+    return "\n".join(parts) or f"{a} and {b} have the same plan and the same stages"
+
+
+def _dump(run: Path) -> Path:
+    for folder in (run / "dump", run):
+        if folder.is_dir() and any(folder.glob(STAGES)):
+            return folder
+    raise ValueError(f"{run} holds no dump (files such as 00-capture.txt); give a run folder or a dump folder")
+
+
+def _texts(folder: Path) -> dict[str, Path]:
+    """What a dump can show, by name: the plan, the final program, and the stages in the order they were made."""
+    summaries = {name: path for name in ("plan", "program") if (path := folder / f"{name}.txt").is_file()}
+    return summaries | {path.stem.split("-", 1)[1]: path for path in sorted(folder.glob(STAGES))}
+
+
+def _diff(a: Path, b: Path) -> str:
+    before, after = a.read_text().splitlines(), b.read_text().splitlines()
+    return "\n".join(difflib.unified_diff(before, after, str(a), str(b), lineterm=""))

@@ -1,0 +1,103 @@
+"""The launcher, with ranks that are a few lines of Python and need no torch."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp_compiled.cli.launch import launch
+from fsdp_compiled.cli.rank import FAILURE, STOP, tell_failure
+
+RANK = "import os, select, sys, time; rank = int(os.environ['RANK'])\n"
+UNTIL_STOPPED = f"select.select([int(os.environ['{STOP}'])], [], [], 30); sys.exit(130)"
+
+
+def ranks(code: str, logs: Path, world: int = 2) -> int:
+    return launch([sys.executable, "-c", RANK + code], world, logs)
+
+
+def interrupt(when: Path, times: int = 1) -> None:
+    """Sends this process SIGINT, as Ctrl-C would, once a rank has made the file `when`."""
+
+    def send() -> None:
+        while not when.exists():
+            time.sleep(0.02)
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+
+    threading.Thread(target=send, daemon=True).start()
+
+
+def test_ranks_know_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    names = "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS"
+    assert ranks(f"print(*(os.environ[name] for name in {names}), file=sys.stderr)", tmp_path) == 0
+    threads = max(1, (os.cpu_count() or 1) // 2)
+    assert [(tmp_path / f"rank{r}.txt").read_text() for r in (0, 1)] == [f"2 {r} {threads}\n" for r in (0, 1)]
+
+
+def test_a_failure_ends_the_others_and_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = f"if rank == 1: open(os.environ['{FAILURE}'], 'w').write('rank 1 failed: no luck'); sys.exit(3)\n"
+    began = time.monotonic()
+    assert ranks(code + "time.sleep(60)", tmp_path) == 3
+    assert time.monotonic() - began < 10
+    assert capfd.readouterr().err.count("rank 1 failed: no luck") == 1
+
+
+def test_a_rank_that_dies_without_a_word_shows_its_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ranks("print('last words', file=sys.stderr); sys.exit(rank * 5)", tmp_path) == 5
+    assert "rank 1 failed with exit code 5\nlast words" in capfd.readouterr().err
+
+
+def test_a_killed_rank_is_blamed_before_those_that_lost_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = (
+        "if rank == 0: os.kill(os.getpid(), 9)\n"
+        f"time.sleep(0.3); open(os.environ['{FAILURE}'], 'w').write('connection lost'); sys.exit(1)"
+    )
+    assert ranks(code, tmp_path) == 1
+    told = capfd.readouterr().err
+    assert "rank 0 was ended by SIGKILL" in told and "connection lost" not in told
+
+
+def test_the_first_interrupt_stops_ranks_by_the_pipe(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    interrupt(tmp_path / "ready")
+    assert ranks(f"open({str(tmp_path / 'ready')!r}, 'w')\n{UNTIL_STOPPED}", tmp_path) == 130
+    assert "stopping after the current step" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_second_interrupt_kills(tmp_path: Path) -> None:
+    interrupt(tmp_path / "ready", times=2)
+    began = time.monotonic()
+    assert ranks(f"open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(60)", tmp_path) == 130
+    assert time.monotonic() - began < 10
+
+
+def test_a_failure_after_the_interrupt_is_still_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    interrupt(tmp_path / "ready")
+    ready = f"open({str(tmp_path / 'ready')!r}, 'w')\n"
+    code = f"if rank == 1: {UNTIL_STOPPED.replace('130', '7')}\ntime.sleep(60)"
+    assert ranks(ready + code, tmp_path) == 7
+    assert "rank 1 failed with exit code 7" in capfd.readouterr().err
+
+
+def test_only_the_first_failure_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAILURE, str(tmp_path / "failure.txt"))
+    tell_failure(1, ValueError("a smaller --lr"))
+    tell_failure(0, RuntimeError("lost a peer"))
+    assert (tmp_path / "failure.txt").read_text() == "rank 1 failed: a smaller --lr\n"
+
+
+def test_an_unexpected_failure_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FAILURE, str(tmp_path / "failure.txt"))
+    try:
+        raise RuntimeError("out of luck")
+    except RuntimeError as error:
+        tell_failure(0, error)
+    told = (tmp_path / "failure.txt").read_text()
+    assert "test_cli_launch.py" in told and told.endswith("RuntimeError: out of luck\n")

@@ -1,0 +1,101 @@
+"""The whole job, through real processes and the real compiler."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+TINY = "--nproc=2 --layers=2 --width=16 --heads=2 --context=16 --batch=2 --lower=eager"
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"line {number} of the text, which says little\n" for number in range(2000)))
+    return path
+
+
+def start(text: Path, out: Path, *more: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "fsdp_compiled",
+        "train",
+        *TINY.split(),
+        "--data",
+        str(text),
+        "--out",
+        str(out),
+        *more,
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(text: Path, out: Path, *more: str) -> str:
+    process = start(text, out, *more)
+    printed, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return printed
+
+
+def metrics(out: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_everything_in_the_folder_it_names_last(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    printed = run(text, out, "--steps", "3")
+    assert printed.splitlines()[-1] == str(out)
+    assert "byte-unigram model's validation loss" in printed
+    wrote = {path.name for path in out.iterdir()}
+    assert {"config.json", "metrics.jsonl", "model.pt", "sample.txt", "dump", "logs"} <= wrote
+    assert any((out / "dump").iterdir())
+    steps = metrics(out)
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert all(math.isfinite(step["loss"]) and math.isfinite(step["val_loss"]) for step in steps)
+    assert json.loads((out / "config.json").read_text())["options"]["steps"] == 3
+    weights = torch.load(out / "model.pt")
+    assert weights["layers.1.up.weight"].shape == (64, 16) and weights["embed.weight"].shape == (256, 16)
+
+
+def test_a_seed_gives_the_same_losses(text: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        run(text, tmp_path / name, "--steps", "3", "--seed", "7")
+    losses = [[step["loss"] for step in metrics(tmp_path / name)] for name in ("one", "two")]
+    assert losses[0] == losses[1]
+
+
+def test_an_interrupted_run_saves_what_it_reached(text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = start(text, out, "--steps", "100000")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step      1/"):
+            process.send_signal(signal.SIGINT)
+            break
+    printed, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert printed.splitlines()[-1] == str(out)
+    assert "stopped after step" in printed
+    assert 1 <= len(metrics(out)) < 100000
+    assert "embed.weight" in torch.load(out / "model.pt")
+
+
+def test_text_that_is_too_short_is_said_once(text: Path, tmp_path: Path) -> None:
+    text.write_text("short")
+    process = start(text, tmp_path / "run", "--steps", "3")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert errors.count("too little text") == 1 and "Traceback" not in errors
