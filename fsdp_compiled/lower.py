@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fsdp_compiled.optim import DEVICE_FORMS
+from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.program import ASSERT, Program, fake_mode, is_collective, is_random, role_of, written
 
 Runner = Callable[..., Sequence[torch.Tensor]]
@@ -129,7 +129,7 @@ def _without_host_reads(node: fx.Node) -> None:
     """Replaces operators that read a scalar on the host by their tensor forms."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "fsdp_compiled":
-        node.target = DEVICE_FORMS[target._schema.name.removeprefix("fsdp_compiled::")]
+        node.target = TENSOR_FORMS[target._schema.name.removeprefix("fsdp_compiled::")]
 
 
 def _stands_alone(node: fx.Node) -> bool:
@@ -200,7 +200,7 @@ def _compile(piece: Piece) -> Callable[..., Any]:
 
 def _expand(module: fx.GraphModule) -> fx.GraphModule:
     """Traces through the Python functions that `_without_host_reads` put in."""
-    if not any(node.target in DEVICE_FORMS.values() for node in module.graph.nodes):
+    if not any(node.target in TENSOR_FORMS.values() for node in module.graph.nodes):
         return module
     from torch.fx.experimental.proxy_tensor import make_fx
 

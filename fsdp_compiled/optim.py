@@ -26,57 +26,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from fsdp_compiled.kernels.scaled import operators
 from fsdp_compiled.program import written
 
 aten = torch.ops.aten
-
-_LIBRARY = torch.library.Library("fsdp_compiled", "FRAGMENT")
-_SCALED = {
-    "add_": "(Tensor(a!) self, Tensor other, Tensor alpha) -> ()",
-    "addcdiv_": "(Tensor(a!) self, Tensor tensor1, Tensor tensor2, Tensor value) -> ()",
-    "addcmul_": "(Tensor(a!) self, Tensor tensor1, Tensor tensor2, Tensor value) -> ()",
-}
-for _name, _schema in _SCALED.items():
-    _LIBRARY.define(f"{_name}{_schema}", tags=(torch.Tag.pointwise,))
-    _LIBRARY.impl(_name, lambda *_: None, "Meta")
-scaled = torch.ops.fsdp_compiled
-
-
-def _on_cpu(name: str) -> Callable[..., None]:
-    """ATen's own kernel, with the number read from a CPU tensor: the rounding of the eager optimizer."""
-    method = getattr(torch.Tensor, name)
-    keyword = "alpha" if name == "add_" else "value"
-
-    def run(self: torch.Tensor, *tensors: torch.Tensor) -> None:
-        *others, scale = tensors
-        method(self, *others, **{keyword: scale.item()})
-
-    return run
-
-
-def add_scaled_(self: torch.Tensor, other: torch.Tensor, alpha: torch.Tensor) -> None:
-    """``self += alpha * other`` without reading ``alpha`` on the host."""
-    self.add_(other * alpha.to(self.dtype))
-
-
-def addcdiv_scaled_(self: torch.Tensor, tensor1: torch.Tensor, tensor2: torch.Tensor, value: torch.Tensor) -> None:
-    """``self += value * tensor1 / tensor2`` without reading ``value`` on the host."""
-    self.add_(value.to(self.dtype) * tensor1 / tensor2)
-
-
-def addcmul_scaled_(self: torch.Tensor, tensor1: torch.Tensor, tensor2: torch.Tensor, value: torch.Tensor) -> None:
-    """``self += value * tensor1 * tensor2`` without reading ``value`` on the host."""
-    self.add_(value.to(self.dtype) * tensor1 * tensor2)
-
-
-DEVICE_FORMS: dict[str, Callable[..., None]] = {
-    "add_": add_scaled_,
-    "addcdiv_": addcdiv_scaled_,
-    "addcmul_": addcmul_scaled_,
-}
-for _name, _form in DEVICE_FORMS.items():
-    _LIBRARY.impl(_name, _on_cpu(_name), "CPU")
-    _LIBRARY.impl(_name, _form, "CUDA")
 
 
 @dataclass(frozen=True)
@@ -300,7 +253,7 @@ class _Scalars(TorchFunctionMode):
             target = args[0] if name.endswith("_") else args[0].clone()
             if base == "sub":
                 base, scale = "add", -scale
-            getattr(scaled, base + "_")(target, *args[1:], scale)
+            getattr(operators, base + "_")(target, *args[1:], scale)
             return target
         if base == "lerp" and isinstance(args[2], torch.Tensor):
             args = (*args[:2], args[2].to(args[0].dtype))
