@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fsdp_compiled.plan import Plan, human
 from fsdp_compiled.program import Program, is_collective, role_of, written
@@ -33,6 +34,8 @@ def summary(program: Program) -> str:
             close()
             phase = node.meta["phase"]
             lines.append(f"  {phase}")
+        if role_of(node) == "part":
+            continue
         if is_collective(node) or role_of(node) == "wait":
             close()
             lines.append(f"    {_where(node):<28}{_communication(node)}")
@@ -75,17 +78,21 @@ def _count(number: int, noun: str) -> str:
 
 def _communication(node: fx.Node) -> str:
     if role_of(node) == "wait" and not is_collective(node):
-        return f"wait for {node.all_input_nodes[0].name}"
-    value, source = node.meta["val"], node.all_input_nodes[0].meta["val"]
+        source = node.all_input_nodes[0]
+        return f"wait for {(source.all_input_nodes[0] if role_of(source) == 'part' else source).name}"
+    sent = sum(source.meta["val"].nbytes for source in node.all_input_nodes)
+    got = sum(value.nbytes for value in pytree.tree_leaves(node.meta["val"]))
     name = _collective_name(node)
-    sizes = f"{human(source.numel() * source.itemsize)} -> {human(value.numel() * value.itemsize)}"
+    sizes = f"{human(sent)} -> {human(got)}"
     operator = next((argument for argument in node.args if argument in ("avg", "sum")), None)
     return f"{name}: {sizes}" + (f", {operator}" if operator else "") + f", along {node.args[-1]} ({node.name})"
 
 
 def _collective_name(node: fx.Node) -> str:
     """``_c10d_functional.all_gather_into_tensor.default`` -> ``all_gather``."""
-    return str(node.target).split(".")[1].removesuffix("_into_tensor").removesuffix("_tensor")
+    return (
+        str(node.target).split(".")[1].removesuffix("_coalesced").removesuffix("_into_tensor").removesuffix("_tensor")
+    )
 
 
 def _collectives(program: Program) -> str:

@@ -133,7 +133,7 @@ def _without_host_reads(node: fx.Node) -> None:
 
 
 def _stands_alone(node: fx.Node) -> bool:
-    return is_collective(node) or node.target in (wait_tensor, ASSERT) or is_random(node)
+    return is_collective(node) or role_of(node) == "part" or node.target in (wait_tensor, ASSERT) or is_random(node)
 
 
 def _segments(graph: fx.Graph) -> list[fx.Node | Piece]:

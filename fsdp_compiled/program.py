@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 Phase = Literal["forward", "backward", "update"]
-Role = Literal["cast", "gather", "wait", "view", "flatten", "reduce", "norm", "agree", "update"]
+Role = Literal["cast", "gather", "part", "wait", "view", "flatten", "reduce", "norm", "agree", "update"]
 
 
 @dataclass(frozen=True)
@@ -326,7 +326,7 @@ def last(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
     return max(nodes, key=order.__getitem__)
 
 
-GATHERED = ("cast", "gather", "wait", "view")
+GATHERED = ("cast", "gather", "part", "wait", "view")
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 @dataclass(frozen=True)
 class TrainOptions:
     nproc: int | None = None  # None: chosen by the launcher
-    steps: int = 400
+    steps: int = 300
     out: Path | None = None
     seed: int = 0
     lower: str | None = None

@@ -7,65 +7,94 @@
                                           weight, bias = views of full
     use(weight, bias)                     use(weight, bias)
 
-The gathered buffer is the parameters: nothing is copied out of it. With one rank, or a placement that keeps a full
-copy, the shard is the buffer and there is nothing to gather.
+The gathered buffer is the parameters: nothing is copied out of it. A unit with several buffers (optimizer groups,
+frozen parameters) is still one collective. With one rank, or a placement that keeps a full copy, the shard is the
+buffer and there is nothing to gather.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from operator import getitem
 
 import torch
 from torch import fx
 
 from fsdp_compiled.plan import Buffer, Plan, Slot
-from fsdp_compiled.program import Edit, Mark, Port, Program, first, positions
+from fsdp_compiled.program import Edit, Mark, Port, Program, Role, first, positions
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 
 def gather(program: Program, plan: Plan) -> Program:
-    """Replaces every full parameter by views of its gathered buffer; one all-gather a buffer."""
+    """Replaces every full parameter by views of its gathered buffer; one all-gather a unit and dtype."""
     edit = Edit(program)
-    for buffer in plan.buffers:
-        value = edit.fake([plan.shard_numel(buffer)], buffer.dtype, plan.device)
-        shard = edit.add_input(Port("in", "shard", buffer.key), value)
-        order = positions(edit.graph)
-        used = {slot: edit.inputs[port] for slot in buffer.slots if (port := _port(slot)) in edit.inputs}
-        users = [user for node in used.values() for user in node.users]
-        if not users:
-            continue
-        start = first(users, order)
-        if start.op == "output":
-            raise ValueError(f"Unit {buffer.unit}: a parameter is returned as it is; return a clone of it.")
-        with edit.at(start, start.meta["phase"]):
-            full = _full(edit, buffer, plan, shard)
-            for slot, view in _views(edit, buffer, full, list(used)):
-                used[slot].replace_all_uses_with(view)
-        for slot in used:
-            edit.remove_input(_port(slot))
+    for unit in plan.units:
+        shards = {buffer: _shard(edit, buffer, plan) for buffer in unit.buffers}
+        for dtype in dict.fromkeys(plan.compute_dtype(buffer) for buffer in unit.buffers):
+            together = {
+                buffer: shard
+                for buffer, shard in shards.items()
+                if plan.compute_dtype(buffer) == dtype and any(_port(slot) in edit.inputs for slot in buffer.slots)
+            }
+            _gather_unit(edit, plan, together)
     return edit.done("gather")
+
+
+def _gather_unit(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node]) -> None:
+    """Gathers these buffers of one unit just before the first use of any of their parameters."""
+    order = positions(edit.graph)
+    used = {slot: edit.inputs[_port(slot)] for buffer in shards for slot in buffer.slots if _port(slot) in edit.inputs}
+    users = [user for node in used.values() for user in node.users]
+    if users:
+        start = first(users, order)
+        with edit.at(start, start.meta["phase"]):
+            for buffer, full in _full(edit, plan, shards):
+                for slot, view in _views(edit, buffer, full, used):
+                    used[slot].replace_all_uses_with(view)
+    for slot in used:
+        edit.remove_input(_port(slot))
 
 
 def _port(slot: Slot) -> Port:
     return Port("in", "parameter", slot.name)
 
 
-def _full(edit: Edit, buffer: Buffer, plan: Plan, shard: fx.Node) -> fx.Node:
-    def mark(role: str) -> Mark:
-        return Mark(role, buffer.unit, buffer.key)  # type: ignore[arg-type]
-
-    full, dtype = shard, plan.compute_dtype(buffer)
-    if dtype != buffer.dtype:
-        full = edit.call(aten._to_copy.default, full, dtype=dtype, mark=mark("cast"))
-    if plan.placement.parameter and plan.shard > 1:
-        full = edit.call(c10d.all_gather_into_tensor.default, full, plan.shard, "shard", mark=mark("gather"))
-        full = edit.call(c10d.wait_tensor.default, full, mark=mark("wait"))
-    return full
+def _shard(edit: Edit, buffer: Buffer, plan: Plan) -> fx.Node:
+    value = edit.fake([plan.shard_numel(buffer)], buffer.dtype, plan.device)
+    return edit.add_input(Port("in", "shard", buffer.key), value)
 
 
-def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: list[Slot]) -> list[tuple[Slot, fx.Node]]:
+def _mark(buffer: Buffer, role: Role) -> Mark:
+    return Mark(role, buffer.unit, buffer.key)
+
+
+def _full(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node]) -> list[tuple[Buffer, fx.Node]]:
+    """The whole buffers, ``[numel]`` each, in the compute dtype; several cross the wire as one collective."""
+    own = []
+    for buffer, shard in shards.items():
+        dtype = plan.compute_dtype(buffer)
+        cast = dtype != buffer.dtype
+        own.append(edit.call(aten._to_copy.default, shard, dtype=dtype, mark=_mark(buffer, "cast")) if cast else shard)
+    buffers = list(shards)
+    if not plan.placement.parameter or plan.shard == 1:
+        return list(zip(buffers, own, strict=True))
+    mark = _mark(buffers[0], "gather")
+    if len(own) == 1:
+        parts = [edit.call(c10d.all_gather_into_tensor.default, own[0], plan.shard, "shard", mark=mark)]
+    else:
+        together = edit.call(c10d.all_gather_into_tensor_coalesced.default, own, plan.shard, "shard", mark=mark)
+        parts = [
+            edit.call(getitem, together, index, mark=_mark(buffer, "part")) for index, buffer in enumerate(buffers)
+        ]
+    return [
+        (buffer, edit.call(c10d.wait_tensor.default, part, mark=_mark(buffer, "wait")))
+        for buffer, part in zip(buffers, parts, strict=True)
+    ]
+
+
+def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: Container[Slot]) -> list[tuple[Slot, fx.Node]]:
     """Each wanted parameter as a view, in its own shape and strides."""
     mark = Mark("view", buffer.unit, buffer.key)
     bounds = [slot.offset for slot in buffer.slots[1:]] + [buffer.numel]

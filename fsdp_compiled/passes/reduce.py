@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.plan import Buffer, Plan
-from fsdp_compiled.program import Edit, Mark, Port, Program, last, positions
+from fsdp_compiled.program import Edit, Mark, Port, Program, Role, last, positions
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -70,8 +70,8 @@ def reduce(program: Program, plan: Plan) -> Program:
     return edit.done("reduce")
 
 
-def _mark(buffer: Buffer, role: str) -> Mark:
-    return Mark(role, buffer.unit, buffer.key)  # type: ignore[arg-type]
+def _mark(buffer: Buffer, role: Role) -> Mark:
+    return Mark(role, buffer.unit, buffer.key)
 
 
 def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Plan) -> fx.Node:
