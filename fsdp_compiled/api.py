@@ -80,6 +80,7 @@ def compile_sharded(
         buffers=buffers,
         optimizer=_optimizer_state(plan, rules, adopted),
         constants={},
+        sums={},
         random=initial_state(plan.device, place.rank),
         step=torch.zeros((), dtype=torch.int64, device=plan.device),
     )

@@ -1,15 +1,16 @@
 """What must hold of a Program after each pass; a broken invariant is a `ProgramError` that shows the nearby lines.
 
-| after       | holds                                                                                             |
-|-------------|---------------------------------------------------------------------------------------------------|
-| every pass  | ports and graph agree; every value has its fake tensor; forward, backward, update follow in order; |
-|             | inputs are written in the update alone                                                            |
-| `gather`    | no full parameter is an input; a buffer is gathered at most once a phase                          |
-| `reduce`    | every gradient that leaves is a waited reduction of this rank's shard size                        |
-| `recompute` | no gathered value of a resharded unit crosses from forward to backward, aliases included          |
-| `report`    | the loss that leaves is the mean over the ranks                                                   |
-| `update`    | every trainable shard with an optimizer is written, and no gradient leaves                        |
-| `store`     | no new value of a module buffer leaves: it is written back                                        |
+| after       | holds                                                                                               |
+|-------------|-----------------------------------------------------------------------------------------------------|
+| every pass  | ports and graph agree; every value has its fake tensor; forward, backward, update follow in order;  |
+|             | inputs, but sums over microbatches, are written in the update alone                                 |
+| `gather`    | no full parameter is an input; a buffer is gathered at most once a phase                            |
+| `reduce`    | every gradient that leaves is a waited reduction of this rank's shard size                          |
+| `recompute` | no gathered value of a resharded unit crosses from forward to backward, aliases included            |
+| `report`    | the loss that leaves is the mean over the ranks                                                     |
+| `add_up`    | no gradient leaves                                                                                  |
+| `update`    | every trainable shard with an optimizer is written, and no gradient leaves                          |
+| `store`     | no new value of a module buffer leaves: it is written back                                          |
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def _form(program: Program) -> None:
         )  # type: ignore[arg-type]
     if repeated := [str(port) for port, count in Counter(program.ports).items() if count > 1]:
         fail(program, None, f"ports appear twice: {', '.join(repeated)}.")
+    sums = {node for port, node in program.inputs.items() if port.kind == "sum"}
     phase = 0
     for node in program.graph.nodes:
         if node.op == "output":
@@ -94,7 +96,7 @@ def _form(program: Program) -> None:
             )
         phase = now
         for target in written(node):
-            if target.op == "placeholder" and node.meta["phase"] != "update":
+            if target.op == "placeholder" and node.meta["phase"] != "update" and target not in sums:
                 fail(
                     program,
                     node,
@@ -125,7 +127,7 @@ def _gradients_are_reduced(program: Program, plan: Plan) -> None:
 
 def _reduced(program: Program, plan: Plan, node: fx.Node, buffer: Buffer) -> None:
     source = node
-    while role_of(source) in ("cast", "norm") and source.all_input_nodes:
+    while role_of(source) in ("cast", "norm", "sum") and source.all_input_nodes:
         source = source.all_input_nodes[0]
     zero = role_of(source) == "flatten" and not source.all_input_nodes  # no gradient reaches this buffer
     if plan.axes and not zero:
@@ -178,6 +180,10 @@ def _shards_are_updated(program: Program, plan: Plan) -> None:
     for port, node in program.inputs.items():
         if port.kind == "shard" and plan.buffer(port.name).updated and node not in targets:
             fail(program, node, f"the shard of {port.name} is never updated.")
+    _no_gradient_leaves(program, plan)
+
+
+def _no_gradient_leaves(program: Program, plan: Plan) -> None:
     for port, node in program.outputs.items():
         if port.kind == "gradient":
             fail(program, node, f"the gradient of {port.name} leaves the step.")
@@ -204,6 +210,7 @@ INVARIANTS: dict[str, tuple[Callable[[Program, Plan], None], ...]] = {
     "reduce": (_gradients_are_reduced,),
     "recompute": (_resharded, _gathered_once_a_phase),
     "report": (_loss_is_the_mean,),
+    "add_up": (_no_gradient_leaves,),
     "update": (_shards_are_updated,),
     "store": (_buffers_are_stored,),
 }

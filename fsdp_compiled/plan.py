@@ -69,6 +69,9 @@ class Policy:
     clip
         Largest global norm of the gradient (2-norm over all ranks' shards), or None. As
         ``torch.nn.utils.clip_grad_norm_``: gradients are scaled by ``min(1, clip / (norm + 1e-6))``.
+    accumulate
+        What `Sharded.accumulate` holds between microbatches. ``"shards"``: each microbatch is reduced, and a rank
+        holds the sums of its shards. ``"full"``: a rank holds the whole gradient, and a step reduces once.
     lower
         ``"inductor"``: the compute between collectives is compiled, each distinct piece once. ``"eager"``: ATen
         kernels, the same as eager PyTorch runs, bit for bit.
@@ -77,10 +80,12 @@ class Policy:
     shard: str = "zero3"
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     clip: float | None = None
+    accumulate: str = "shards"
     lower: str = "inductor"
 
     def __post_init__(self) -> None:
         _one_of("shard", self.shard, tuple(PLACEMENTS))
+        _one_of("accumulate", self.accumulate, ("shards", "full"))
         _one_of("lower", self.lower, ("inductor", "eager"))
         if not isinstance(self.precision, MixedPrecisionPolicy):
             raise ValueError(

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 Phase = Literal["forward", "backward", "update"]
-Role = Literal["cast", "gather", "part", "wait", "view", "flatten", "reduce", "norm", "agree", "update"]
+Role = Literal["cast", "gather", "part", "wait", "view", "flatten", "reduce", "norm", "agree", "sum", "update"]
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Port:
 
     ``side`` is ``"in"`` or ``"out"``. ``kind``, for inputs: ``"parameter"`` (full; before `gather`), ``"shard"`` (a
     buffer's slice), ``"buffer"`` (a module buffer), ``"batch"``, ``"constant"`` (a tensor the model or loss closes
-    over), ``"state"`` (optimizer), ``"hyper"`` (a scheduled hyperparameter), ``"rank"``, ``"call"``. For outputs:
-    ``"loss"``, ``"aux"``, ``"result"`` (forward alone), ``"gradient"``, ``"norm"``, ``"buffer"`` or ``"constant"``
-    (the updated value of the input of that name).
+    over), ``"state"`` (optimizer), ``"hyper"`` (a scheduled hyperparameter), ``"sum"`` (over microbatches),
+    ``"rank"``, ``"call"``. For outputs: ``"loss"``, ``"aux"``, ``"result"`` (forward alone), ``"gradient"``,
+    ``"norm"``, ``"buffer"`` or ``"constant"`` (the updated value of the input of that name).
     """
 
     side: Literal["in", "out"]

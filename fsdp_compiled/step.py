@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import capture as capturing
-from fsdp_compiled import dump
+from fsdp_compiled import dump, passes
 from fsdp_compiled.lower import Runner, lower
 from fsdp_compiled.mesh import Calls, Mesh, RankError, agree, different, exchange
 from fsdp_compiled.optim import Rule, hyper, make_rules, options_of, scheduled
-from fsdp_compiled.passes import FORWARD, GRADIENT, STEP, run, update
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import DISAGREE, NORM, Port, Program
 from fsdp_compiled.random import Generator
@@ -37,10 +36,12 @@ class State:
 
     ``parameters``: flat shards by buffer key. ``buffers``: the model's own buffers by name. ``optimizer``: per-element
     state by ``"<buffer key>.<name>"`` and scalars by ``"group <g>.<name>"``. ``constants``: tensors that the model or
-    loss closes over and updates. ``random``: the generator's state. ``step``: how many updates were made, int64.
+    loss closes over and updates. ``sums``: gradients of microbatches that no update has used yet, by buffer key, with
+    their ``"(count)"`` and ``"(loss)"``; empty until `Sharded.accumulate` is called. ``random``: the generator's state.
+    ``step``: how many updates were made, int64.
     """
 
-    _fields = ("parameters", "buffers", "optimizer", "constants", "random", "step")
+    _fields = ("parameters", "buffers", "optimizer", "constants", "sums", "random", "step")
 
     def __init__(
         self,
@@ -48,10 +49,11 @@ class State:
         buffers: Mapping[str, torch.Tensor],
         optimizer: Mapping[str, torch.Tensor],
         constants: Mapping[str, torch.Tensor],
+        sums: Mapping[str, torch.Tensor],
         random: torch.Tensor,
         step: torch.Tensor,
     ) -> None:
-        self._values: tuple[Any, ...] | None = (parameters, buffers, optimizer, constants, random, step)
+        self._values: tuple[Any, ...] | None = (parameters, buffers, optimizer, constants, sums, random, step)
 
     def _value(self, index: int) -> Any:
         if self._values is None:
@@ -65,8 +67,9 @@ class State:
     buffers = property(lambda self: self._value(1))
     optimizer = property(lambda self: self._value(2))
     constants = property(lambda self: self._value(3))
-    random = property(lambda self: self._value(4))
-    step = property(lambda self: self._value(5))
+    sums = property(lambda self: self._value(4))
+    random = property(lambda self: self._value(5))
+    step = property(lambda self: self._value(6))
 
     def consume(self) -> State:
         """A new State with the same tensors; this one may no longer be read."""
@@ -104,7 +107,7 @@ class Compiled:
 
 
 Signature = tuple[Any, ...]
-KINDS = ("step", "gradient", "forward")  # of programs
+KINDS = ("step", "last", "accumulate", "gradient", "forward")  # of programs; "last" ends a row of microbatches
 
 
 class Sharded:
@@ -134,6 +137,7 @@ class Sharded:
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         self._norm: torch.Tensor | None = None
         self._calls = Calls(mesh)
+        self._calls_summed = 0.0  # the numbers of the microbatches' programs, compared at the next step
         self._trainable = tuple(parameter.requires_grad for parameter in self._parameters)
         self.captures = 0
 
@@ -147,6 +151,21 @@ class Sharded:
         """
         self._need_optimizer("step")
         result, self._state = self._run_step(self._state, batch, named)
+        return result
+
+    def accumulate(self, *batch: Any, **named: Any) -> Any:
+        """Adds one microbatch's gradient, without an update; the next `step` uses the mean over all of them.
+
+        With a loss that is a mean over the batch, n - 1 calls and a `step` on equal parts are one step on the whole.
+        Returns this rank's own loss, not averaged over ranks; the next `step` returns the mean over microbatches and
+        ranks. ``Policy.accumulate`` says what is held in between. Collective.
+        """
+        self._need_optimizer("accumulate")
+        compiled = self._program("accumulate", batch, named)
+        if not self._state.sums:
+            self._state.sums.update(_zeros(compiled.program))
+        result = self._result(compiled, self._run(compiled, self._state, batch, named))
+        self._calls_summed += float(compiled.number)
         return result
 
     def apply(self, state: State, *batch: Any, **named: Any) -> tuple[State, Any]:
@@ -234,8 +253,9 @@ class Sharded:
 
     def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
         self._read_hypers()
-        compiled = self._program("step", batch, named)
-        outputs = self._run(compiled, state, batch, named)
+        compiled = self._program("last" if state.sums else "step", batch, named)
+        outputs = self._run(compiled, state, batch, named, self._calls_summed)
+        self._calls_summed = 0.0
         self._norm = outputs.get(NORM)
         state.step.add_(1)
         return self._result(compiled, outputs), state.consume()
@@ -245,7 +265,7 @@ class Sharded:
         return loss if aux == () else (loss, aux)
 
     def _run(
-        self, compiled: Compiled, state: State, batch: tuple[Any, ...], named: dict[str, Any]
+        self, compiled: Compiled, state: State, batch: tuple[Any, ...], named: dict[str, Any], before: float = 0.0
     ) -> dict[Port, torch.Tensor]:
         given = capturing.batch_tensors(batch, named)
         sources = {
@@ -255,7 +275,8 @@ class Sharded:
             "constant": state.constants,
             "hyper": self._hypers,
             "rank": {"shard": self._rank},
-            "call": {"number": compiled.number},
+            "sum": state.sums,
+            "call": {"number": compiled.number + before if before else compiled.number},
             "batch": given,
         }
         tensors = [sources[port.kind][port.name] for port in compiled.inputs]
@@ -306,7 +327,7 @@ class Sharded:
         assert self.optimizer is not None
         self._rules = make_rules(self.optimizer)
         self._fixed = self._options()
-        self._compiled = {key: value for key, value in self._compiled.items() if key[0] != "step"}
+        self._compiled = {key: value for key, value in self._compiled.items() if key[0] not in ("step", "last")}
 
     def _signature(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any]) -> Signature:
         leaves, spec = pytree.tree_flatten((batch, named))
@@ -358,10 +379,12 @@ class Sharded:
 
     def _build(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any], label: str) -> Compiled:
         self._check_batch(batch, named)
-        passes = {
-            "step": (*STEP[:-1], update(self._rules), STEP[-1]),
-            "gradient": GRADIENT,
-            "forward": FORWARD,
+        chosen = {
+            "step": passes.step(self._rules),
+            "last": passes.step(self._rules, accumulated=True),
+            "accumulate": passes.MICROBATCH,
+            "gradient": passes.GRADIENT,
+            "forward": passes.FORWARD,
         }[kind]
         loss = None if kind == "forward" else self._loss
         with self._taken.open() as model:
@@ -371,7 +394,7 @@ class Sharded:
         for name, tensor in captured.constants.items():
             self._state.constants.setdefault(name, tensor.detach())
         stages: list[Program] = []
-        program = run(captured.program, self.plan, passes, stages.append)
+        program = passes.run(captured.program, self.plan, chosen, stages.append)
         inputs = tuple(port for port in program.ports if port.side == "in")
         outputs = tuple(port for port in program.ports if port.side == "out")
         number = torch.tensor(float(self.captures + 1), dtype=torch.float64, device=self.plan.device)
@@ -384,6 +407,15 @@ class Sharded:
                     f"batch{place} is on {tensor.device}, but the model's shards are on {self.plan.device}. "
                     f"Move the whole batch: tensor.to({str(self.plan.device)!r})."
                 )
+
+
+def _zeros(program: Program) -> dict[str, torch.Tensor]:
+    """The sums that a program adds to, at nothing."""
+    return {
+        port.name: torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=node.meta["val"].device)
+        for port, node in program.inputs.items()
+        if port.kind == "sum"
+    }
 
 
 def _label(kind: str, batch: tuple[Any, ...], named: dict[str, Any]) -> str:

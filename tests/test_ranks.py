@@ -82,3 +82,9 @@ def test_a_rank_holds_its_share_and_no_more(results: dict[str, Any]) -> None:
         assert result["held"] == result["planned"] == result["everything"] // 2
         assert result["gathers"] == 2  # of two units; backward needs neither again: the first has no input gradient
         assert result["captures"] == 1
+
+
+def test_the_process_group_is_started_and_closed_for_the_user() -> None:
+    answer = launch(WORKER.parent / "exits.py", 2, timeout=60)
+    assert answer["backend"] == "gloo" and answer["world"] == 2
+    assert answer["losses"][1] < answer["losses"][0]

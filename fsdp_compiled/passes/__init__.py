@@ -7,9 +7,11 @@ its test and its entry in a tuple below.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from fsdp_compiled.check import check
+from fsdp_compiled.optim import Rule
+from fsdp_compiled.passes.accumulate import add_up, average
 from fsdp_compiled.passes.clip import clip
 from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.recompute import recompute
@@ -25,14 +27,13 @@ Observer = Callable[[Program], None]
 
 FORWARD: tuple[Pass, ...] = (gather, store)
 GRADIENT: tuple[Pass, ...] = (gather, reduce, recompute, report, store)
-STEP: tuple[Pass, ...] = (
-    gather,
-    reduce,
-    recompute,
-    report,
-    clip,
-    store,
-)  # `update(rules)` joins before `store`
+MICROBATCH: tuple[Pass, ...] = (gather, reduce, recompute, add_up, store)
+
+
+def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
+    """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
+    means = (average,) if accumulated else ()
+    return (gather, reduce, recompute, *means, report, clip, update(rules), store)
 
 
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:
@@ -46,4 +47,4 @@ def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer 
     return program
 
 
-__all__ = ["FORWARD", "GRADIENT", "STEP", "Observer", "Pass", "run", "update"]
+__all__ = ["FORWARD", "GRADIENT", "MICROBATCH", "Observer", "Pass", "run", "step"]

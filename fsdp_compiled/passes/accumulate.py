@@ -1,0 +1,128 @@
+"""Microbatches: gradients are added up over several batches before one update.
+
+`add_up` makes the program of one microbatch, which ends in sums instead of an update:
+
+    before                              after, holding shards           after, holding full gradients
+
+    flat = cat(d_weight, d_bias)        flat = cat(d_weight, d_bias)    flat = cat(d_weight, d_bias)
+    part = reduce_scatter(flat)         part = reduce_scatter(flat)     sum += flat
+    return gradient = wait(part)        sum += wait(part)
+
+`average` makes the program of the last one, which updates:
+
+    return gradient                     return (gradient + sum) / n     # full gradients: flat + sum is reduced
+                                        sum = 0
+
+Holding shards costs one reduction a microbatch and a shard of memory; holding full gradients costs the memory of the
+whole gradient on every rank and one reduction a step (DDP's and FSDP's ``no_sync``). How many microbatches there were
+is counted on the device, so that their number may change from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from fsdp_compiled.plan import Buffer, Plan
+from fsdp_compiled.program import LOSS, Edit, Mark, Port, Program, is_collective, role_of
+
+aten = torch.ops.aten
+COUNT, TOTAL = Port("in", "sum", "(count)"), Port("in", "sum", "(loss)")
+Pass = Callable[[Program, Plan], Program]
+
+
+def add_up(program: Program, plan: Plan) -> Program:
+    """Gradients join the sums, and the loss, this rank's own, joins its sum and leaves as it is."""
+    edit = Edit(program)
+    for buffer, port, gradient in _gradients(edit, plan):
+        start = _reduction(gradient) if _holds_full(plan) else None
+        if start is not None:
+            flat = start.all_input_nodes[0]
+            total = _sum(edit, buffer, flat)
+            with edit.at(start, "backward"):
+                edit.call(aten.add_.Tensor, total, flat, mark=_mark(buffer))
+        else:
+            total = _sum(edit, buffer, gradient)
+            with edit.at(edit.end, "update"):
+                edit.call(aten.add_.Tensor, total, gradient, mark=_mark(buffer))
+        edit.remove_output(port)
+    count, losses = _scalars(edit, plan)
+    loss = edit.outputs[LOSS]
+    with edit.at(edit.end, "update"):
+        edit.call(aten.add_.Tensor, count, 1, mark=Mark("sum"))
+        edit.call(aten.add_.Tensor, losses, loss, mark=Mark("sum"))
+    return edit.done("add_up")
+
+
+def average(program: Program, plan: Plan) -> Program:
+    """Gradients and loss become the mean over all microbatches, this batch included, and the sums are cleared."""
+    edit = Edit(program)
+    count, losses = _scalars(edit, plan)
+    totals = [count, losses]
+    loss = edit.outputs[LOSS]
+    assert loss is not None
+    mark = Mark("sum")
+    with edit.at(edit.end, "update"):
+        batches = edit.call(aten.add.Tensor, count, 1, mark=mark)
+        mean = edit.call(aten.div.Tensor, edit.call(aten.add.Tensor, losses, loss, mark=mark), batches, mark=mark)
+        edit.set_output(LOSS, edit.call(aten._to_copy.default, mean, dtype=loss.meta["val"].dtype, mark=mark))
+    for buffer, port, gradient in _gradients(edit, plan):
+        start = _reduction(gradient) if _holds_full(plan) else None
+        if start is not None:
+            flat = start.all_input_nodes[0]
+            total = _sum(edit, buffer, flat)
+            with edit.at(start, "backward"):
+                start.replace_input_with(flat, edit.call(aten.add.Tensor, flat, total, mark=_mark(buffer)))
+        else:
+            total = _sum(edit, buffer, gradient)
+            with edit.at(edit.end, "update"):
+                gradient = edit.call(aten.add.Tensor, gradient, total, mark=_mark(buffer))
+        with edit.at(edit.end, "update"):
+            edit.set_output(port, edit.call(aten.div.Tensor, gradient, batches, mark=_mark(buffer)))
+        totals.append(total)
+    with edit.at(edit.end, "update"):
+        for total in totals:
+            edit.call(aten.zero_.default, total, mark=mark)
+    return edit.done("average")
+
+
+def _holds_full(plan: Plan) -> bool:
+    return plan.policy.accumulate == "full"
+
+
+def _mark(buffer: Buffer) -> Mark:
+    return Mark("sum", buffer.unit, buffer.key)
+
+
+def _gradients(edit: Edit, plan: Plan) -> list[tuple[Buffer, Port, fx.Node]]:
+    """The gradients that an optimizer will use; the others leave no sum."""
+    found = []
+    for port, node in edit.outputs.items():
+        if port.kind == "gradient" and node is not None:
+            buffer = plan.buffer(port.name)
+            if buffer.updated:
+                found.append((buffer, port, node))
+            else:
+                edit.remove_output(port)
+    return found
+
+
+def _reduction(gradient: fx.Node) -> fx.Node | None:
+    """The first collective that this gradient went through."""
+    found, node = None, gradient
+    while role_of(node) in ("cast", "wait", "reduce"):
+        found = node if is_collective(node) else found
+        node = node.all_input_nodes[0]
+    return found
+
+
+def _sum(edit: Edit, buffer: Buffer, like: fx.Node) -> fx.Node:
+    value = like.meta["val"]
+    return edit.add_input(Port("in", "sum", buffer.key), edit.fake(value.shape, value.dtype, value.device))
+
+
+def _scalars(edit: Edit, plan: Plan) -> tuple[fx.Node, fx.Node]:
+    count, losses = (edit.add_input(port, edit.fake([], torch.float64, plan.device)) for port in (COUNT, TOTAL))
+    return count, losses
