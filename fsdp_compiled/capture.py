@@ -138,7 +138,7 @@ def capture(
         function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
     )
     compiled = torch.compile(function, backend=trace.backend(gradient), fullgraph=True, dynamic=False)
-    with _explained(model), torch.set_grad_enabled(gradient):
+    with _explained(model), torch.set_grad_enabled(gradient), _recurrent_layers():
         returned = compiled(named, args, dict(kwargs))
     if gradient:
         value, aux, pair = returned
@@ -149,6 +149,19 @@ def capture(
     if trace.program is None:
         raise CaptureError(f"{'The loss' if gradient else type(model).__name__} returned no tensor. {CURE}")
     return Capture(trace.program, trace.constants, spec, leaves)
+
+
+@contextlib.contextmanager
+def _recurrent_layers() -> Iterator[None]:
+    """Lets nn.LSTM and its kin be traced: Dynamo steps aside for them unless told not to, and the fused CPU operator
+    that they would become cannot be traced with its gradient."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with torch._dynamo.config.patch(allow_rnn=True):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 class _Taken(Exception):
@@ -266,12 +279,13 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     for node in forward_inputs:
         mapping[node] = graph.node_copy(node)
     tangents = placeholders[len(inputs) :]
+    phase: Phase = "forward"
     for node in joint.nodes:
         if node.op == "call_function":
-            if tangents and _is_backward(node):
+            if phase == "forward" and _is_backward(node):
+                phase = "backward"
                 mapping |= {tangent: _one(graph, tangent) for tangent in tangents}
-                tangents = []
-            mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping)  # type: ignore[index]
+            mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
         elif node.op not in ("placeholder", "output"):
             raise CaptureError(
                 f"The model uses a higher-order operator ({node.op} {node.target}) that is not supported yet. "
@@ -306,7 +320,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     graph.output(list(outputs.values()))
     kept = []
     for port, node in zip(inputs, forward_inputs, strict=True):
-        if mapping[node].users or port.kind == "batch":
+        if mapping[node].users or port.kind == "batch" or Port("out", port.kind, port.name) in outputs:
             kept.append(port)
         else:
             graph.erase_node(mapping[node])
@@ -327,12 +341,10 @@ def _is_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
 
-def _copy(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
+def _copy(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], phase: Phase) -> fx.Node:
     copy = graph.node_copy(node, mapping.__getitem__)
-    backward = _is_backward(node)
-    phase: Phase = "backward" if backward else "forward"
     copy.meta = {"val": node.meta.get("val"), "phase": phase, "path": _path(node)}
-    if not backward and _recomputes(node):
+    if phase == "forward" and _recomputes(node):
         copy.meta["region"] = node.meta.get("ac_graph_id", 0)
     if "stack_trace" in node.meta:
         copy.meta["stack_trace"] = node.meta["stack_trace"]
