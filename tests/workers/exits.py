@@ -1,6 +1,6 @@
 """Trains two steps and leaves: nothing here starts or ends the process group.
 
-    torchrun --nproc-per-node 2 exits.py RESULT
+torchrun --nproc-per-node 2 exits.py RESULT
 """
 
 from __future__ import annotations
