@@ -1,0 +1,40 @@
+"""The README's example runs as it stands and prints what the README says it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def _blocks(language: str) -> list[str]:
+    every = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return [text for name, text in every if name == language]
+
+
+def test_the_example_prints_the_plan_and_program_of_the_readme(tmp_path: Path) -> None:
+    script = tmp_path / "example.py"
+    script.write_text(_blocks("python")[0])
+    shown = next(block for block in _blocks("") if block.startswith("plan:"))
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    printed = iter(result.stdout.splitlines())
+    for line in shown.splitlines():
+        if line.strip() != "...":
+            assert line in printed, f"not printed, or not in this order: {line!r}"
+
+
+def test_every_file_that_the_readme_names_is_there() -> None:
+    for name in re.findall(r"`((?:tests|fsdp_compiled|bench|kernels)/[\w/.]+)`", README):
+        assert (ROOT / name).exists(), name
