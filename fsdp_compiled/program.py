@@ -327,7 +327,7 @@ def last(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
 
 
 GATHERED = ("cast", "gather", "part", "wait", "view")
-COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
 
 
 def gathered(graph: fx.Graph) -> dict[str, set[fx.Node]]:

@@ -71,11 +71,13 @@ def _assert_same(edit: Edit, packet: fx.Node, size: int, world: int, mark: Mark)
 
 
 def _sum_of_squares(edit: Edit, gradients: list[fx.Node], mark: Mark) -> fx.Node:
+    """Float64; each gradient's norm is taken in float32, or in float64 where there are such gradients."""
+    double = any(gradient.meta["val"].dtype == torch.float64 for gradient in gradients)
+    dtype = torch.float64 if double else torch.float32
     norms = [
-        edit.call(aten.linalg_vector_norm.default, gradient, 2, None, False, dtype=torch.float32, mark=mark)
+        edit.call(aten.linalg_vector_norm.default, gradient, 2, None, False, dtype=dtype, mark=mark)
         for gradient in gradients
     ]
-    stacked = edit.call(
-        aten._to_copy.default, edit.call(aten.stack.default, norms, mark=mark), dtype=torch.float64, mark=mark
-    )
+    stacked = edit.call(aten.stack.default, norms, mark=mark)
+    stacked = edit.call(aten._to_copy.default, stacked, dtype=torch.float64, mark=mark)
     return edit.call(aten.sum.default, edit.call(aten.mul.Tensor, stacked, stacked, mark=mark), mark=mark)
