@@ -291,6 +291,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
                 f"The model uses a higher-order operator ({node.op} {node.target}) that is not supported yet. "
                 "Write its body out as ordinary operators."
             )
+    mapping |= {tangent: _one(graph, tangent) for tangent in tangents}  # no backward: the loss is a parameter
     end = joint.output_node()
     values = end.args[0]
     descriptions = end.meta["desc"]

@@ -3,7 +3,7 @@
 | after       | holds                                                                                               |
 |-------------|-----------------------------------------------------------------------------------------------------|
 | every pass  | ports and graph agree; every value has its fake tensor; forward, backward, update follow in order;  |
-|             | inputs, but sums over microbatches, are written in the update alone                                 |
+|             | inputs, but sums over microbatches, are written in the update alone; every collective is waited for |
 | `gather`    | no full parameter is an input; a buffer is gathered at most once a phase                            |
 | `reduce`    | every gradient that leaves is a waited reduction of this rank's shard size                          |
 | `recompute` | no gathered value of a resharded unit crosses from forward to backward, aliases included            |
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+import torch
 from torch import fx
 
 from fsdp_compiled.plan import Buffer, Plan
@@ -34,6 +35,7 @@ from fsdp_compiled.program import (
 )
 
 PHASES = ("forward", "backward", "update")
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class ProgramError(Exception):
@@ -46,6 +48,7 @@ def check(program: Program, plan: Plan) -> None:
     for name in program.history:
         for invariant in INVARIANTS.get(name, ()):
             invariant(program, plan)
+    _waited(program)
 
 
 def fail(program: Program, node: fx.Node | None, message: str) -> None:
@@ -104,6 +107,21 @@ def _form(program: Program) -> None:
                 )
 
 
+def _results(collective: fx.Node) -> list[fx.Node]:
+    """The nodes that hold what a collective brings: itself, or its parts where it carries several buffers."""
+    return [user for user in collective.users if role_of(user) == "part"] or [collective]
+
+
+def _waited(program: Program) -> None:
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not is_collective(node):
+            continue
+        results = _results(node)
+        missing = [result for result in results if not any(user.target is WAIT for user in result.users)]
+        if missing or len(results) != (len(node.args[0]) if isinstance(node.args[0], list | tuple) else 1):
+            fail(program, node, f"a result of {node.name} is never waited for.")
+
+
 def _no_full_parameters(program: Program, plan: Plan) -> None:
     for port, node in program.inputs.items():
         if port.kind == "parameter":
@@ -113,10 +131,11 @@ def _no_full_parameters(program: Program, plan: Plan) -> None:
 def _gathered_once_a_phase(program: Program, plan: Plan) -> None:
     seen: set[tuple[str, str]] = set()
     for node in program.marked("gather"):
-        key = (node.meta["mark"].buffer, node.meta["phase"])
-        if key in seen:
-            fail(program, node, f"buffer {key[0]} is gathered twice in {key[1]}.")
-        seen.add(key)
+        for part in _results(node):
+            key = (part.meta["mark"].buffer, node.meta["phase"])
+            if key in seen:
+                fail(program, node, f"buffer {key[0]} is gathered twice in {key[1]}.")
+            seen.add(key)
 
 
 def _gradients_are_reduced(program: Program, plan: Plan) -> None:

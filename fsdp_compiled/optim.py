@@ -192,15 +192,14 @@ class _FirstWritten(dict[str, Any]):
 def _initial_state(optimizer: Optimizer, options: Mapping[str, Any]) -> tuple[StateTensor, ...]:
     """What the optimizer sets its state to before its first update, learnt from one step on two elements."""
     kind = type(optimizer)
-    parameter = torch.nn.Parameter(torch.tensor([1.0, -3.0]))
+    parameter = torch.nn.Parameter(torch.tensor([1.0, -3.0], dtype=torch.float64))
     entries = _constructed(kind, options, parameter)
-    parameter.grad = torch.tensor([0.5, 2.0])
+    parameter.grad = torch.tensor([0.5, 2.0], dtype=torch.float64)
     kept = _FirstWritten()
     state: Any = defaultdict(dict)
     state[parameter] = kept
     for name, value in entries.items():
         kept[name] = value
-    # A tensor rate keeps the optimizer from taking a foreach path or from caching Python numbers.
     kind.step(_on_one(kind, optimizer, options, parameter, state))
     found = []
     for name, value in kept.initial.items():

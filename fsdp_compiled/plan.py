@@ -271,7 +271,7 @@ def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
         offset = _round_up(offset, max(ALIGNMENT // itemsize, 1))
         slots.append(Slot(leaf, offset))
         offset += leaf.numel
-    numel = _round_up(offset, world * max(SLICE // itemsize, 1))
+    numel = _round_up(max(offset, 1), world * max(SLICE // itemsize, 1))  # nothing is a collective of nothing
     return Buffer(key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel)
 
 

@@ -6,6 +6,7 @@ ports and by the marks below, never by shapes or node names:
 - ``node.meta["val"]``: a fake tensor of the node's shape, stride, dtype and device; true after every edit.
 - ``node.meta["phase"]``: ``"forward"``, ``"backward"`` or ``"update"``.
 - ``node.meta["mark"]``: a `Mark` on nodes that passes inserted: the role they play, and for which unit and buffer.
+- ``node.meta["idle"]``, on a shard's placeholder: the names of its parameters that the loss does not reach.
 - ``node.meta["path"]``: the submodule that the node came from, for people to read.
 """
 

@@ -395,6 +395,8 @@ class Sharded:
             self._state.constants.setdefault(name, tensor.detach())
         stages: list[Program] = []
         program = passes.run(captured.program, self.plan, chosen, stages.append)
+        if idle := [name for node in program.inputs.values() for name in node.meta.get("idle", ())]:
+            log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(idle))
         inputs = tuple(port for port in program.ports if port.side == "in")
         outputs = tuple(port for port in program.ports if port.side == "out")
         number = torch.tensor(float(self.captures + 1), dtype=torch.float64, device=self.plan.device)

@@ -10,7 +10,8 @@
                                 gradient = wait(part)
                                 return gradient
 
-Where the gradient's placement is a full copy, the reduction is an all-reduce; along a replicate axis one follows the
+A parameter that the loss does not reach has zeros in its place, and is named in the mark ``idle`` of its shard. Where
+the gradient's placement is a full copy, the reduction is an all-reduce; along a replicate axis one follows the
 reduce-scatter. The wait for one buffer stands just before the reduction of the next, so that one flat gradient is on
 the wire and one is being filled, never more.
 """
@@ -44,6 +45,9 @@ def reduce(program: Program, plan: Plan) -> Program:
                 edit.remove_output(port)
                 if node is not None:
                     found[slot.name] = node
+        edit.inputs[Port("in", "shard", buffer.key)].meta["idle"] = tuple(
+            slot.name for slot in buffer.slots if slot.name not in found
+        )
         ready.append((last(found.values(), order) if found else None, buffer, found))
     ready.sort(key=lambda item: len(order) if item[0] is None else order[item[0]])
     pending: list[tuple[Buffer, fx.Node]] = []

@@ -7,8 +7,12 @@
                                 ...
                                 shard.addcdiv_(exp_avg, ...)
 
+A parameter that the loss never reaches has no gradient, and its optimizer would leave it alone, weight decay included;
+in a flat buffer it has a gradient of zeros, and is put back afterwards, with its state.
+
 The operators are those of the optimizer's own code, traced by `fsdp_compiled.optim`. What depends on the step count
-and the hyperparameters alone is computed once a group.
+and the hyperparameters alone is computed once a group. A parameter that the loss does not reach keeps its value and
+state, as a parameter whose ``grad`` is None does in eager PyTorch: its places are put back after the update.
 """
 
 from __future__ import annotations
@@ -40,7 +44,10 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
                 gradient = edit.outputs[port]
                 if buffer.updated and gradient is not None:
                     assert buffer.group is not None
-                    _inline(edit, rules[buffer.group], buffer, plan, gradient, shared[buffer.group])
+                    rule = rules[buffer.group]
+                    kept = _idle(edit, rule, buffer, plan)
+                    _inline(edit, rule, buffer, plan, gradient, shared[buffer.group])
+                    _put_back(edit, buffer, plan, kept)
                 edit.remove_output(port)
         return edit.done("update")
 
@@ -72,6 +79,41 @@ def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Nod
             mapping[node] = edit.call(node.target, *args, mark=used, **kwargs)  # type: ignore[arg-type]
             if scalar:
                 shared[place] = mapping[node]
+
+
+def _idle(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan) -> dict[fx.Node, fx.Node]:
+    """Copies of what the rule writes, where some of the buffer's parameters have no gradient (see `reduce`)."""
+    shard = edit.inputs[Port("in", "shard", buffer.key)]
+    if not shard.meta.get("idle"):
+        return {}
+    size = shard.meta["val"].numel()
+    ports = [Port("in", "state", f"{buffer.key}.{entry.name}") for entry in rule.state if not entry.scalar]
+    targets = [shard, *(_input(edit, port, [size], buffer.dtype, plan) for port in ports)]
+    mark = Mark("update", buffer.unit, buffer.key)
+    return {target: edit.call(aten.clone.default, target, mark=mark) for target in targets}
+
+
+def _put_back(edit: Edit, buffer: Buffer, plan: Plan, kept: dict[fx.Node, fx.Node]) -> None:
+    """``target = where(idle, before, target)``; the places are this rank's, so the rank is an input."""
+    if not kept:
+        return
+    mark = Mark("update", buffer.unit, buffer.key)
+    shard = edit.inputs[Port("in", "shard", buffer.key)]
+    size = shard.meta["val"].numel()
+    place = edit.call(aten.arange.default, size, dtype=torch.int64, device=plan.device, mark=mark)
+    if plan.placement.state and plan.shard > 1:
+        rank = _input(edit, Port("in", "rank", "shard"), [1], torch.int64, plan)
+        place = edit.call(aten.add.Tensor, place, edit.call(aten.mul.Tensor, rank, size, mark=mark), mark=mark)
+    idle: fx.Node | None = None
+    for slot in buffer.slots:
+        if slot.name in shard.meta["idle"]:
+            after = edit.call(aten.ge.Scalar, place, slot.offset, mark=mark)
+            here = edit.call(
+                aten.logical_and.default, after, edit.call(aten.lt.Scalar, place, slot.end, mark=mark), mark=mark
+            )
+            idle = here if idle is None else edit.call(aten.logical_or.default, idle, here, mark=mark)
+    for target, before in kept.items():
+        edit.call(aten.copy_.default, target, edit.call(aten.where.self, idle, before, target, mark=mark), mark=mark)
 
 
 def _is_scalar(node: fx.Node) -> bool:
