@@ -6,7 +6,8 @@ from fsdp_compiled.check import ProgramError
 from fsdp_compiled.mesh import RankError
 from fsdp_compiled.plan import Plan, Policy
 from fsdp_compiled.program import Port, Program
-from fsdp_compiled.step import Sharded, State
+from fsdp_compiled.state import State
+from fsdp_compiled.step import Sharded
 
 __version__ = "0.1.0"
 

@@ -20,7 +20,8 @@ from fsdp_compiled.mesh import Mesh, agree, join
 from fsdp_compiled.optim import Rule, make_rules
 from fsdp_compiled.plan import Plan, Policy, make_plan
 from fsdp_compiled.random import initial_state
-from fsdp_compiled.step import Sharded, State
+from fsdp_compiled.state import State
+from fsdp_compiled.step import Sharded
 from fsdp_compiled.takeover import check_initializable, is_taken, read_leaves, take_over
 from fsdp_compiled.units import Choice, find_units
 

@@ -12,9 +12,7 @@ This is the only file that touches private surfaces of Dynamo and AOTAutograd.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.origin import is_backward, path_of, reason, user_line
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import Phase, Port, Program
 
@@ -62,6 +61,11 @@ class Capture:
     constants: Mapping[str, torch.Tensor]
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]  # a `Port` for each tensor that the function returned, other values as they are
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The names of the constants that the function updates."""
+        return tuple(port.name for port in self.program.ports if port.side == "out" and port.kind == "constant")
 
     def rebuild(self, outputs: Mapping[Port, torch.Tensor]) -> Any:
         """The structure that the user's function returned, with these tensors in it."""
@@ -214,7 +218,7 @@ class _Trace:
             joint.graph.erase_node(node)
             ports.append(Port("in", "constant", name))
             places.insert(len(ports) - 1, place)
-            self.constants[name] = value
+            self.constants[name] = value.detach()
 
     def _input_ports(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> list[Port]:
         found = []
@@ -228,7 +232,7 @@ class _Trace:
                     )
                 name = _source(node)
                 port = Port("in", "constant", name)
-                self.constants[name] = value
+                self.constants[name] = value.detach()
             found.append(port)
         return found
 
@@ -282,7 +286,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     phase: Phase = "forward"
     for node in joint.nodes:
         if node.op == "call_function":
-            if phase == "forward" and _is_backward(node):
+            if phase == "forward" and is_backward(node):
                 phase = "backward"
                 mapping |= {tangent: _one(graph, tangent) for tangent in tangents}
             mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
@@ -338,13 +342,9 @@ def _one(graph: fx.Graph, tangent: fx.Node) -> fx.Node:
     return one
 
 
-def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
-
-
 def _copy(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], phase: Phase) -> fx.Node:
     copy = graph.node_copy(node, mapping.__getitem__)
-    copy.meta = {"val": node.meta.get("val"), "phase": phase, "path": _path(node)}
+    copy.meta = {"val": node.meta.get("val"), "phase": phase, "path": path_of(node)}
     if phase == "forward" and _recomputes(node):
         copy.meta["region"] = node.meta.get("ac_graph_id", 0)
     if "stack_trace" in node.meta:
@@ -358,32 +358,6 @@ def _recomputes(node: fx.Node) -> bool:
     return tag is not None and getattr(tag, "name", "") in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
 
 
-def _path(node: fx.Node) -> str:
-    """The innermost submodule that the node came from: ``layers.0.attention``, ``(model)``; empty for the loss.
-
-    What autograd adds of its own accord, to sum two gradients, counts to the node before it.
-    """
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    if not stack and _is_backward(node) and node.prev.op == "call_function":
-        return _path(node.prev)
-    entries = [entry[0] for entry in stack.values()]
-    for text in reversed(entries):
-        found = re.sub(r"getattr\((.*), '([^']+)'\)", r"\1.\2", _flatten_getattr(text))
-        match = re.search(r"\.model\.?(.*)$", found)
-        if match:
-            path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", match[1].replace("_modules", "")).strip(".")
-            return path or "(model)"
-    return ""
-
-
-def _flatten_getattr(text: str) -> str:
-    """``getattr(L['obj'].model.layers, '0').attn`` -> ``L['obj'].model.layers.0.attn``."""
-    pattern = re.compile(r"getattr\(([^()]*), '([^']+)'\)")
-    while pattern.search(text):
-        text = pattern.sub(r"\1.\2", text)
-    return text
-
-
 @contextlib.contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
     """Turns what Dynamo raises into one `CaptureError` with the user's line and the cure."""
@@ -395,33 +369,14 @@ def _explained(model: nn.Module) -> Iterator[None]:
         raise
     except (Unsupported, UserError) as error:
         raise CaptureError(
-            f"{type(model).__name__} cannot be traced whole.\n{_user_line(error)}\n  Why: {_reason(error)}\n"
+            f"{type(model).__name__} cannot be traced whole.\n{user_line(error)}\n  Why: {reason(error)}\n"
             "  Cure: move the line out of forward and the loss (printing, logging, warnings, .item(), and branches on "
             "tensor values break the trace), or use torch.where / torch.cond."
         ) from error
     except TorchDynamoException as error:
         raise CaptureError(
-            f"{type(model).__name__} failed while it was traced.\n{_user_line(error)}\n  Why: {_reason(error)}"
+            f"{type(model).__name__} failed while it was traced.\n{user_line(error)}\n  Why: {reason(error)}"
         ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """What Dynamo says, without its hints to report an issue and its own stack."""
-    lines = str(error).split("\n\n")[0].strip().splitlines()
-    return "\n  ".join(line.strip() for line in lines if not line.strip().startswith("Hint:"))
-
-
-def _user_line(error: BaseException) -> str:
-    """The innermost line of the user's code that Dynamo was reading: ``File "model.py", line 3, in forward``."""
-    stack = getattr(error, "real_stack", None)
-    if stack:
-        own = [frame for frame in stack if os.path.dirname(torch.__file__) not in frame.filename]
-        frame = (own or stack)[-1]
-        line = f"\n    {frame.line}" if frame.line else ""
-        return f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}{line}'
-    match = re.findall(r'File "[^"]+", line \d+, in [^\n]+\n[^\n]+', str(error))
-    match = [text for text in match if os.path.dirname(torch.__file__) not in text] or match
-    return "  " + match[-1] if match else "  " + "".join(traceback.format_exception_only(error)).splitlines()[0]
 
 
 def fake_tensor(

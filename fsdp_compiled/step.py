@@ -1,4 +1,4 @@
-"""State, and Sharded: what a person holds and calls.
+"""Sharded: what a person holds and calls.
 
 A step is a pure function of a `State` and a batch. The state's tensors are written in place (donated, as `jax.jit`
 says): `Sharded.apply` consumes the state it is given, and `Sharded.step` keeps one state and applies to it.
@@ -10,104 +10,28 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled import capture as capturing
-from fsdp_compiled import dump, passes
-from fsdp_compiled.lower import Runner, lower
+from fsdp_compiled import dump
+from fsdp_compiled.build import Compiled, Kind, build, check_devices, label_of
+from fsdp_compiled.capture import batch_tensors
+from fsdp_compiled.lower import lower
 from fsdp_compiled.mesh import Calls, Mesh, RankError, agree, different, exchange
 from fsdp_compiled.optim import Rule, hyper, make_rules, options_of, scheduled
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import DISAGREE, NORM, Port, Program
 from fsdp_compiled.random import Generator
+from fsdp_compiled.state import State
 from fsdp_compiled.takeover import Taken, full_state_dict
 
-log = logging.getLogger("fsdp_compiled")
-
-
-class State:
-    """Everything a step reads and writes, as one pytree of this rank's tensors.
-
-    ``parameters``: flat shards by buffer key. ``buffers``: the model's own buffers by name. ``optimizer``: per-element
-    state by ``"<buffer key>.<name>"`` and scalars by ``"group <g>.<name>"``. ``constants``: tensors that the model or
-    loss closes over and updates. ``sums``: gradients of microbatches that no update has used yet, by buffer key, with
-    their ``"(count)"`` and ``"(loss)"``; empty until `Sharded.accumulate` is called. ``random``: the generator's state.
-    ``step``: how many updates were made, int64.
-    """
-
-    _fields = ("parameters", "buffers", "optimizer", "constants", "sums", "random", "step")
-
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        buffers: Mapping[str, torch.Tensor],
-        optimizer: Mapping[str, torch.Tensor],
-        constants: Mapping[str, torch.Tensor],
-        sums: Mapping[str, torch.Tensor],
-        random: torch.Tensor,
-        step: torch.Tensor,
-    ) -> None:
-        self._values: tuple[Any, ...] | None = (parameters, buffers, optimizer, constants, sums, random, step)
-
-    def _value(self, index: int) -> Any:
-        if self._values is None:
-            raise RuntimeError(
-                "This State was consumed by apply(): its tensors were updated in place and belong to the State that "
-                "apply returned. Use that one, or clone before: tree_map(torch.clone, state)."
-            )
-        return self._values[index]
-
-    parameters = property(lambda self: self._value(0))
-    buffers = property(lambda self: self._value(1))
-    optimizer = property(lambda self: self._value(2))
-    constants = property(lambda self: self._value(3))
-    sums = property(lambda self: self._value(4))
-    random = property(lambda self: self._value(5))
-    step = property(lambda self: self._value(6))
-
-    def consume(self) -> State:
-        """A new State with the same tensors; this one may no longer be read."""
-        values = tuple(self._value(index) for index in range(len(self._fields)))
-        self._values = None
-        return State(*values)
-
-    def __repr__(self) -> str:
-        if self._values is None:
-            return "State(consumed)"
-        return f"State({len(self.parameters)} shards, {len(self.optimizer)} optimizer tensors)"
-
-
-pytree.register_pytree_node(
-    State,
-    lambda state: ([getattr(state, name) for name in State._fields], None),
-    lambda values, _: State(*values),
-    serialized_type_name="fsdp_compiled.State",
-)
-
-
-@dataclass
-class Compiled:
-    """A program, ready to run on a state and a batch."""
-
-    program: Program
-    capture: capturing.Capture
-    stages: tuple[Program, ...]
-    runner: Runner
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-    random: bool
-    label: str
-    number: torch.Tensor  # float64, the same on every rank for the same program
-
-
+T = TypeVar("T")
 Signature = tuple[Any, ...]
-KINDS = ("step", "last", "accumulate", "gradient", "forward")  # of programs; "last" ends a row of microbatches
+log = logging.getLogger("fsdp_compiled")
 
 
 class Sharded:
@@ -163,7 +87,7 @@ class Sharded:
         self._need_optimizer("accumulate")
         compiled = self._program("accumulate", batch, named)
         if not self._state.sums:
-            self._state.sums.update(_zeros(compiled.program))
+            self._state.sums.update(compiled.zeros())
         result = self._result(compiled, self._run(compiled, self._state, batch, named))
         self._calls_summed += float(compiled.number)
         return result
@@ -238,7 +162,7 @@ class Sharded:
     # How it is done.
 
     def _newest(self) -> Compiled:
-        for kind in KINDS:
+        for kind in get_args(Kind):
             for key in reversed(self._compiled):
                 if key[0] == kind:
                     return self._compiled[key]
@@ -267,17 +191,16 @@ class Sharded:
     def _run(
         self, compiled: Compiled, state: State, batch: tuple[Any, ...], named: dict[str, Any], before: float = 0.0
     ) -> dict[Port, torch.Tensor]:
-        given = capturing.batch_tensors(batch, named)
         sources = {
             "shard": state.parameters,
             "buffer": state.buffers,
             "state": state.optimizer,
-            "constant": state.constants,
+            "constant": compiled.constants(state),
             "hyper": self._hypers,
             "rank": {"shard": self._rank},
             "sum": state.sums,
             "call": {"number": compiled.number + before if before else compiled.number},
-            "batch": given,
+            "batch": batch_tensors(batch, named),
         }
         tensors = [sources[port.kind][port.name] for port in compiled.inputs]
         try:
@@ -329,10 +252,11 @@ class Sharded:
         self._fixed = self._options()
         self._compiled = {key: value for key, value in self._compiled.items() if key[0] not in ("step", "last")}
 
-    def _signature(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any]) -> Signature:
+    def _signature(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Signature:
         leaves, spec = pytree.tree_flatten((batch, named))
         described = tuple(
-            (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
         )
         if tuple(parameter.requires_grad for parameter in self._parameters) != self._trainable:
             raise ValueError(
@@ -341,31 +265,45 @@ class Sharded:
             )
         return (kind, described, spec, tuple(module.training for module in self._modules))
 
-    def _program(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
+    def _program(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
         key = self._signature(kind, batch, named)
         compiled = self._compiled.get(key)
         if compiled is None:
-            compiled = self._compiled[key] = self._compile(kind, batch, named, key)
+            compiled = self._compiled[key] = self._compile(kind, batch, named)
         else:
             self._calls.post(compiled.label)
         return compiled
 
-    def _compile(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any], key: Signature) -> Compiled:
+    def _compile(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
+        """Compiling is a collective: every rank builds the program, all compare it, and every rank lowers it."""
         begun = time.perf_counter()
-        label = _label(kind, batch, named)
+        label = label_of(kind, batch, named)
         self._meet(label)
-        failure: Exception | None = None
-        compiled: Compiled | None = None
-        try:
-            compiled = self._build(kind, batch, named, label)
-        except Exception as error:
-            failure = error
-        agree(self._mesh, "The program", compiled.program.text() if compiled else "", failure)
-        assert compiled is not None
-        compiled.runner = lower(compiled.program, self._mesh.groups, self.plan.policy.lower)
+        compiled = self._together(lambda: self._build(kind, batch, named, label), lambda made: made.program.text())
+        groups, how = self._mesh.groups, self.plan.policy.lower
+        compiled.runner = self._together(lambda: lower(compiled.program, groups, how))
         self.captures += 1
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
         return compiled
+
+    def _together(self, make: Callable[[], T], text: Callable[[T], str] = lambda made: "") -> T:
+        """What ``make`` makes, if every rank could make it and all made the same; else an error on every rank."""
+        made: list[T] = []
+        failure: Exception | None = None
+        try:
+            made.append(make())
+        except Exception as error:
+            failure = error
+        agree(self._mesh, "The program", text(made[0]) if made else "", failure)
+        return made[0]
+
+    def _build(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], label: str) -> Compiled:
+        check_devices(batch, named, self.plan.device)
+        with self._taken.open() as model:
+            return build(
+                kind, model, self._loss, self.plan, self._rules, self._state.buffers, batch, named, label,
+                number=self.captures + 1,
+            )  # fmt: skip
 
     def _meet(self, label: str) -> None:
         """Compiling is a collective: all ranks do it, for the same batch, or none."""
@@ -376,62 +314,3 @@ class Sharded:
             if any(label.startswith(known.label.split()[0]) for known in self._compiled.values()):
                 self._calls.leave()  # another rank may run a program it has, and wait for this one
             raise
-
-    def _build(self, kind: str, batch: tuple[Any, ...], named: dict[str, Any], label: str) -> Compiled:
-        self._check_batch(batch, named)
-        chosen = {
-            "step": passes.step(self._rules),
-            "last": passes.step(self._rules, accumulated=True),
-            "accumulate": passes.MICROBATCH,
-            "gradient": passes.GRADIENT,
-            "forward": passes.FORWARD,
-        }[kind]
-        loss = None if kind == "forward" else self._loss
-        with self._taken.open() as model:
-            captured = capturing.capture_on(
-                model, loss, self.plan, self._state.buffers, batch, named, gradient=kind != "forward"
-            )
-        for name, tensor in captured.constants.items():
-            self._state.constants.setdefault(name, tensor.detach())
-        stages: list[Program] = []
-        program = passes.run(captured.program, self.plan, chosen, stages.append)
-        if idle := [name for node in program.inputs.values() for name in node.meta.get("idle", ())]:
-            log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(idle))
-        inputs = tuple(port for port in program.ports if port.side == "in")
-        outputs = tuple(port for port in program.ports if port.side == "out")
-        number = torch.tensor(float(self.captures + 1), dtype=torch.float64, device=self.plan.device)
-        return Compiled(program, captured, tuple(stages), _not_lowered, inputs, outputs, program.random, label, number)
-
-    def _check_batch(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
-        for place, tensor in capturing.batch_tensors(batch, named).items():
-            if tensor.device != self.plan.device:
-                raise ValueError(
-                    f"batch{place} is on {tensor.device}, but the model's shards are on {self.plan.device}. "
-                    f"Move the whole batch: tensor.to({str(self.plan.device)!r})."
-                )
-
-
-def _zeros(program: Program) -> dict[str, torch.Tensor]:
-    """The sums that a program adds to, at nothing."""
-    return {
-        port.name: torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=node.meta["val"].device)
-        for port, node in program.inputs.items()
-        if port.kind == "sum"
-    }
-
-
-def _label(kind: str, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
-    """``step(float32[4, 8], labels=int64[4])``: what a rank calls, for people and for the other ranks."""
-
-    def one(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            return f"{str(value.dtype)[6:]}{list(value.shape)}"
-        return repr(value)
-
-    args = [str(pytree.tree_map(one, value)) for value in batch]
-    args += [f"{name}={pytree.tree_map(one, value)}" for name, value in named.items()]
-    return f"{kind} ({', '.join(args)})".replace("'", "")
-
-
-def _not_lowered(*_inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-    raise RankError("This program was not lowered: the ranks did not agree on it.")

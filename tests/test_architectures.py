@@ -133,6 +133,23 @@ def test_it_trains_as_plain_pytorch_does(case: str) -> None:
     assert not same_weights(weights, start)
 
 
+def test_literals_of_one_program_do_not_leak_into_another() -> None:
+    class Moods(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + (torch.tensor(1.0) if self.training else torch.tensor(5.0))
+
+    model = Moods()
+    sharded = compile_sharded(model, policy=Policy(lower="eager"))
+    x = torch.randn(2, 8)
+    training = sharded(x)
+    model.eval()
+    torch.testing.assert_close(sharded(x) - training, torch.full((2, 3), 4.0))
+
+
 def test_an_operator_with_a_body_of_its_own_is_refused_with_a_cure() -> None:
     def branches(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         output = model(x)

@@ -1,0 +1,115 @@
+"""One kind of program for one shape of batch: captured, and taken through its passes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled import passes
+from fsdp_compiled.capture import Capture, batch_tensors, capture_on
+from fsdp_compiled.lower import Runner
+from fsdp_compiled.optim import Rule
+from fsdp_compiled.plan import Plan
+from fsdp_compiled.program import Port, Program
+from fsdp_compiled.state import State
+
+log = logging.getLogger("fsdp_compiled")
+
+# "accumulate" is a microbatch that is not the last, "last" the one that ends a row and updates.
+Kind = Literal["step", "last", "accumulate", "gradient", "forward"]
+
+
+@dataclass
+class Compiled:
+    """A program and what it takes to run it on a state and a batch."""
+
+    program: Program
+    capture: Capture
+    stages: tuple[Program, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    random: bool
+    label: str
+    number: torch.Tensor  # 0-d float64, the same on every rank for the same program
+    runner: Runner = lambda *_: ()  # until it is lowered
+
+    def zeros(self) -> dict[str, torch.Tensor]:
+        """The sums that the program adds to, at nothing."""
+        wanted = {port.name: node.meta["val"] for port, node in self.program.inputs.items() if port.kind == "sum"}
+        return {
+            name: torch.zeros(value.shape, dtype=value.dtype, device=value.device) for name, value in wanted.items()
+        }
+
+    def constants(self, state: State) -> Mapping[str, torch.Tensor]:
+        """The tensors that the program closes over; those that it writes live in the state from then on."""
+        written = self.capture.written
+        for name in written:
+            state.constants.setdefault(name, self.capture.constants[name])
+        return {**self.capture.constants, **{name: state.constants[name] for name in written}}
+
+
+def build(
+    kind: Kind,
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    plan: Plan,
+    rules: Sequence[Rule],
+    buffers: Mapping[str, torch.Tensor],
+    batch: tuple[Any, ...],
+    named: dict[str, Any],
+    label: str,
+    number: int,
+) -> Compiled:
+    """Captures the model and loss on a batch like this one and runs the passes of this kind of program."""
+    chosen = {
+        "step": passes.step(rules),
+        "last": passes.step(rules, accumulated=True),
+        "accumulate": passes.MICROBATCH,
+        "gradient": passes.GRADIENT,
+        "forward": passes.FORWARD,
+    }[kind]
+    forward = kind == "forward"
+    captured = capture_on(model, None if forward else loss, plan, buffers, batch, named, gradient=not forward)
+    stages: list[Program] = []
+    program = passes.run(captured.program, plan, chosen, stages.append)
+    if idle := [name for node in program.inputs.values() for name in node.meta.get("idle", ())]:
+        log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(idle))
+    return Compiled(
+        program,
+        captured,
+        tuple(stages),
+        inputs=tuple(port for port in program.ports if port.side == "in"),
+        outputs=tuple(port for port in program.ports if port.side == "out"),
+        random=program.random,
+        label=label,
+        number=torch.tensor(float(number), dtype=torch.float64, device=plan.device),
+    )
+
+
+def check_devices(batch: tuple[Any, ...], named: Mapping[str, Any], device: torch.device) -> None:
+    """Raises ``ValueError`` for a tensor of the batch that is not where the shards are."""
+    for place, tensor in batch_tensors(batch, named).items():
+        if tensor.device != device:
+            raise ValueError(
+                f"batch{place} is on {tensor.device}, but the model's shards are on {device}. "
+                f"Move the whole batch: tensor.to({str(device)!r})."
+            )
+
+
+def label_of(kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
+    """``step (float32[4, 8], labels=int64[4])``: what a rank calls, for people and for the other ranks."""
+
+    def one(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype)[6:]}{list(value.shape)}"
+        return repr(value)
+
+    args = [str(pytree.tree_map(one, value)) for value in batch]
+    args += [f"{name}={pytree.tree_map(one, value)}" for name, value in named.items()]
+    return f"{kind} ({', '.join(args)})".replace("'", "")

@@ -1,0 +1,62 @@
+"""Where things came from: the submodule behind a node, and the user's line behind an error.
+
+AOTAutograd and Dynamo leave these in the metadata of nodes and in the attributes and text of exceptions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+
+import torch
+from torch import fx
+
+
+def is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def path_of(node: fx.Node) -> str:
+    """The innermost submodule that the node came from: ``layers.0.attention``, ``(model)``; empty for the loss.
+
+    What autograd adds of its own accord, to sum two gradients, counts to the node before it.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack and is_backward(node) and node.prev.op == "call_function":
+        return path_of(node.prev)
+    entries = [entry[0] for entry in stack.values()]
+    for text in reversed(entries):
+        found = re.sub(r"getattr\((.*), '([^']+)'\)", r"\1.\2", _flatten_getattr(text))
+        match = re.search(r"\.model\.?(.*)$", found)
+        if match:
+            path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", match[1].replace("_modules", "")).strip(".")
+            return path or "(model)"
+    return ""
+
+
+def _flatten_getattr(text: str) -> str:
+    """``getattr(L['obj'].model.layers, '0').attn`` -> ``L['obj'].model.layers.0.attn``."""
+    pattern = re.compile(r"getattr\(([^()]*), '([^']+)'\)")
+    while pattern.search(text):
+        text = pattern.sub(r"\1.\2", text)
+    return text
+
+
+def reason(error: BaseException) -> str:
+    """What Dynamo says, without its hints to report an issue and its own stack."""
+    lines = str(error).split("\n\n")[0].strip().splitlines()
+    return "\n  ".join(line.strip() for line in lines if not line.strip().startswith("Hint:"))
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost line of the user's code that Dynamo was reading: ``File "model.py", line 3, in forward``."""
+    stack = getattr(error, "real_stack", None)
+    if stack:
+        own = [frame for frame in stack if os.path.dirname(torch.__file__) not in frame.filename]
+        frame = (own or stack)[-1]
+        line = f"\n    {frame.line}" if frame.line else ""
+        return f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}{line}'
+    match = re.findall(r'File "[^"]+", line \d+, in [^\n]+\n[^\n]+', str(error))
+    match = [text for text in match if os.path.dirname(torch.__file__) not in text] or match
+    return "  " + match[-1] if match else "  " + "".join(traceback.format_exception_only(error)).splitlines()[0]

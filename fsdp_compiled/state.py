@@ -1,0 +1,69 @@
+"""State: everything a step reads and writes, as one pytree of this rank's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+class State:
+    """Everything a step reads and writes, as one pytree of this rank's tensors.
+
+    ``parameters``: flat shards by buffer key. ``buffers``: the model's own buffers by name. ``optimizer``: per-element
+    state by ``"<buffer key>.<name>"`` and scalars by ``"group <g>.<name>"``. ``constants``: tensors that the model or
+    loss closes over and updates. ``sums``: gradients of microbatches that no update has used yet, by buffer key, with
+    their ``"(count)"`` and ``"(loss)"``; empty until `Sharded.accumulate` is called. ``random``: the generator's state.
+    ``step``: how many updates were made, int64.
+    """
+
+    _fields = ("parameters", "buffers", "optimizer", "constants", "sums", "random", "step")
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        optimizer: Mapping[str, torch.Tensor],
+        constants: Mapping[str, torch.Tensor],
+        sums: Mapping[str, torch.Tensor],
+        random: torch.Tensor,
+        step: torch.Tensor,
+    ) -> None:
+        self._values: tuple[Any, ...] | None = (parameters, buffers, optimizer, constants, sums, random, step)
+
+    def _value(self, index: int) -> Any:
+        if self._values is None:
+            raise RuntimeError(
+                "This State was consumed by apply(): its tensors were updated in place and belong to the State that "
+                "apply returned. Use that one, or clone before: tree_map(torch.clone, state)."
+            )
+        return self._values[index]
+
+    parameters = property(lambda self: self._value(0))
+    buffers = property(lambda self: self._value(1))
+    optimizer = property(lambda self: self._value(2))
+    constants = property(lambda self: self._value(3))
+    sums = property(lambda self: self._value(4))
+    random = property(lambda self: self._value(5))
+    step = property(lambda self: self._value(6))
+
+    def consume(self) -> State:
+        """A new State with the same tensors; this one may no longer be read."""
+        values = tuple(self._value(index) for index in range(len(self._fields)))
+        self._values = None
+        return State(*values)
+
+    def __repr__(self) -> str:
+        if self._values is None:
+            return "State(consumed)"
+        return f"State({len(self.parameters)} shards, {len(self.optimizer)} optimizer tensors)"
+
+
+pytree.register_pytree_node(
+    State,
+    lambda state: ([getattr(state, name) for name in State._fields], None),
+    lambda values, _: State(*values),
+    serialized_type_name="fsdp_compiled.State",
+)
