@@ -6,6 +6,7 @@ This is the only file that starts, asks or ends a process group.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import time
 import uuid
@@ -117,7 +118,7 @@ def _from_device_mesh(mesh: DeviceMesh) -> Mesh:
 def broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:
     """Rank 0's values, in place on every rank."""
     if mesh.world > 1 and tensor.numel():
-        dist.broadcast(tensor, 0)
+        dist.broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor, 0)
 
 
 def gather_shards(shard: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -219,15 +220,17 @@ def agree(mesh: Mesh, what: str, text: str, failure: BaseException | None = None
         if failure is not None:
             raise failure
         return
-    found = exchange((text, f"{type(failure).__name__}: {failure}" if failure is not None else None), mesh)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    found = exchange((digest, f"{type(failure).__name__}: {failure}" if failure is not None else None), mesh)
     if failure is not None:
         raise failure
     for rank, (_, error) in enumerate(found):
         if error is not None:
             raise RankError(f"rank {rank} failed, so no rank goes on. It said:\n{error}")
-    for rank, (other, _) in enumerate(found):
-        if other != found[0][0]:
-            raise RankError(f"{what} differs between rank 0 and rank {rank}.\n{_difference(found[0][0], other, rank)}")
+    odd = next((rank for rank, (other, _) in enumerate(found) if other != found[0][0]), None)
+    if odd is not None:
+        texts = exchange(text if mesh.rank in (0, odd) else "", mesh)
+        raise RankError(f"{what} differs between rank 0 and rank {odd}.\n{_difference(texts[0], texts[odd], odd)}")
 
 
 def _difference(first: str, other: str, rank: int) -> str:
