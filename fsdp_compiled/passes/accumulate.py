@@ -37,22 +37,14 @@ def add_up(program: Program, plan: Plan) -> Program:
     """Gradients join the sums, and the loss, this rank's own, joins its sum and leaves as it is."""
     edit = Edit(program)
     for buffer, port, gradient in _gradients(edit, plan):
-        start = _reduction(gradient) if _holds_full(plan) else None
-        if start is not None:
-            flat = start.all_input_nodes[0]
-            total = _sum(edit, buffer, flat)
-            with edit.at(start, "backward"):
-                edit.call(aten.add_.Tensor, total, flat, mark=_mark(buffer))
-        else:
-            total = _sum(edit, buffer, gradient)
-            with edit.at(edit.end, "update"):
-                edit.call(aten.add_.Tensor, total, gradient, mark=_mark(buffer))
+        start, total = _sum(edit, buffer, gradient, plan)
+        with edit.at(start or edit.end, "backward" if start else "update"):
+            edit.call(aten.add_.Tensor, total, start.all_input_nodes[0] if start else gradient, mark=_mark(buffer))
         edit.remove_output(port)
     count, losses = _scalars(edit, plan)
-    loss = edit.outputs[LOSS]
     with edit.at(edit.end, "update"):
         edit.call(aten.add_.Tensor, count, 1, mark=Mark("sum"))
-        edit.call(aten.add_.Tensor, losses, loss, mark=Mark("sum"))
+        edit.call(aten.add_.Tensor, losses, edit.outputs[LOSS], mark=Mark("sum"))
     return edit.done("add_up")
 
 
@@ -69,27 +61,20 @@ def average(program: Program, plan: Plan) -> Program:
         mean = edit.call(aten.div.Tensor, edit.call(aten.add.Tensor, losses, loss, mark=mark), batches, mark=mark)
         edit.set_output(LOSS, edit.call(aten._to_copy.default, mean, dtype=loss.meta["val"].dtype, mark=mark))
     for buffer, port, gradient in _gradients(edit, plan):
-        start = _reduction(gradient) if _holds_full(plan) else None
-        if start is not None:
-            flat = start.all_input_nodes[0]
-            total = _sum(edit, buffer, flat)
-            with edit.at(start, "backward"):
-                start.replace_input_with(flat, edit.call(aten.add.Tensor, flat, total, mark=_mark(buffer)))
-        else:
-            total = _sum(edit, buffer, gradient)
-            with edit.at(edit.end, "update"):
-                gradient = edit.call(aten.add.Tensor, gradient, total, mark=_mark(buffer))
+        start, total = _sum(edit, buffer, gradient, plan)
+        own = start.all_input_nodes[0] if start else gradient
+        with edit.at(start or edit.end, "backward" if start else "update"):
+            joined = edit.call(aten.add.Tensor, own, total, mark=_mark(buffer))
+        if start:
+            start.replace_input_with(own, joined)
         with edit.at(edit.end, "update"):
-            edit.set_output(port, edit.call(aten.div.Tensor, gradient, batches, mark=_mark(buffer)))
+            whole = gradient if start else joined
+            edit.set_output(port, edit.call(aten.div.Tensor, whole, batches, mark=_mark(buffer)))
         totals.append(total)
     with edit.at(edit.end, "update"):
         for total in totals:
             edit.call(aten.zero_.default, total, mark=mark)
     return edit.done("average")
-
-
-def _holds_full(plan: Plan) -> bool:
-    return plan.policy.accumulate == "full"
 
 
 def _mark(buffer: Buffer) -> Mark:
@@ -118,9 +103,11 @@ def _reduction(gradient: fx.Node) -> fx.Node | None:
     return found
 
 
-def _sum(edit: Edit, buffer: Buffer, like: fx.Node) -> fx.Node:
-    value = like.meta["val"]
-    return edit.add_input(Port("in", "sum", buffer.key), edit.fake(value.shape, value.dtype, value.device))
+def _sum(edit: Edit, buffer: Buffer, gradient: fx.Node, plan: Plan) -> tuple[fx.Node | None, fx.Node]:
+    """Where the gradient's reduction starts, if it is to be held whole, and the input that holds its sum."""
+    start = _reduction(gradient) if plan.policy.accumulate == "full" else None
+    value = (start.all_input_nodes[0] if start else gradient).meta["val"]
+    return start, edit.add_input(Port("in", "sum", buffer.key), edit.fake(value.shape, value.dtype, value.device))
 
 
 def _scalars(edit: Edit, plan: Plan) -> tuple[fx.Node, fx.Node]:
