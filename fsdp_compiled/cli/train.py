@@ -197,6 +197,16 @@ class Job:
             (out / "sample.txt").write_text(rule.join(samples) + "\n")
             print(f"\na sample, which continues {self.prompt.decode('utf-8', errors='replace')!r}:\n")
             print("\n".join("    " + line for line in printable(samples[0]).split("\n")))
+        result = {
+            "validation_loss": journal.val_loss,
+            "unigram_loss": self.unigram,
+            "train_loss": journal.train_loss,
+            "tokens_per_second": self.pace.tokens_per_second,
+            "first_step_seconds": self.pace.first,
+            "peak_memory_bytes": memory,
+            "wall_seconds": time.time() - self.began,
+        }
+        (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
         rows = [
             ("validation loss", _nats(journal.val_loss)),
             ("byte-unigram model's validation loss", _nats(self.unigram)),
@@ -204,7 +214,7 @@ class Job:
             ("speed", f"{self.pace.tokens_per_second:,.0f} tokens/s"),
             ("first step, with compilation", f"{self.pace.first:.1f} s"),
             ("peak memory of a rank", f"{memory / 2**30:.2f} GiB"),
-            ("wall time", f"{time.time() - self.began:.0f} s"),
+            ("wall time", f"{result['wall_seconds']:.0f} s"),
         ]
         print(f"\n{table(rows)}\n")
         print("wrote", ", ".join(sorted(path.name + "/" * path.is_dir() for path in out.iterdir())), "in")
