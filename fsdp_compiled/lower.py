@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from fsdp_compiled.kernels.scaled import TENSOR_FORMS
-from fsdp_compiled.program import ASSERT, Program, fake_mode, is_collective, is_random, role_of, written
+from fsdp_compiled.program import ASSERT, Bare, Program, fake_mode, is_collective, is_random, role_of, written
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
@@ -83,17 +83,10 @@ class Piece:
         names |= {node: f"n{index}" for index, node in enumerate(self.nodes)}
         lines = [_layout(node.meta["val"]) for node in self.inputs]
         for node in self.nodes:
-            args = fx.node.map_arg((node.args, node.kwargs), lambda source: _Name(names[source]))
+            args = fx.node.map_arg((node.args, node.kwargs), lambda source: Bare(names[source]))
             lines.append(f"{node.target} {args}")
         lines.append(" ".join(names[node] for node in self.outputs))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-class _Name(str):
-    """Prints without quotes, so that a node never looks like a string argument."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 def _layout(value: Any) -> str:

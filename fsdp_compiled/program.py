@@ -179,8 +179,17 @@ def call_text(node: fx.Node) -> str:
     return f"{name}({', '.join(arguments)})"
 
 
+class Bare(str):
+    """Prints without quotes, so that a node's name never looks like a string argument."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def _value_text(value: Any) -> str:
-    return str(value) if isinstance(value, fx.Node) else repr(pytree.tree_map_only(fx.Node, str, value))
+    return repr(fx.node.map_arg(value, lambda node: Bare(node.name)))
 
 
 def describe(node: fx.Node) -> str:
