@@ -20,7 +20,7 @@ from fsdp_compiled.mesh import Mesh, agree, join
 from fsdp_compiled.optim import Rule, make_rules
 from fsdp_compiled.plan import Plan, Policy, make_plan
 from fsdp_compiled.random import initial_state
-from fsdp_compiled.state import State
+from fsdp_compiled.state import State, optimizer_state
 from fsdp_compiled.step import Sharded
 from fsdp_compiled.takeover import check_initializable, is_taken, read_leaves, take_over
 from fsdp_compiled.units import Choice, find_units
@@ -79,7 +79,7 @@ def compile_sharded(
     state = State(
         parameters=shards,
         buffers=buffers,
-        optimizer=_optimizer_state(plan, rules, adopted),
+        optimizer=optimizer_state(plan, rules, adopted),
         constants={},
         sums={},
         random=initial_state(plan.device, place.rank),
@@ -124,6 +124,8 @@ def _check(
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise ValueError(f"The model's parameters are on several devices ({', '.join(devices)}); move them to one.")
+    if odd := next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None):
+        raise ValueError(f"{odd} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
     check_initializable(model, init)
     leaves = read_leaves(model, optimizer, find_units(model, units))
     rules = make_rules(optimizer) if optimizer is not None else ()
@@ -147,31 +149,3 @@ def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimize
             lines.append(f"optimizer {type(optimizer).__name__} {options}")
     lines += [f"rule {rule.name} {rule.state}" for rule in rules]
     return "\n".join(lines)
-
-
-def _optimizer_state(plan: Plan, rules: tuple[Rule, ...], adopted: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The state that the optimizer starts from, or brought along."""
-    found: dict[str, torch.Tensor] = {}
-    for rule in rules:
-        for entry in rule.state:
-            if entry.scalar:
-                key = f"group {rule.group}.{entry.name}"
-                begin = adopted[key].to(plan.device, entry.dtype) if key in adopted else None
-                if entry.name == "undamped" and any(name.endswith(".momentum_buffer") for name in adopted):
-                    begin = torch.zeros((), dtype=entry.dtype, device=plan.device)
-                found[key] = (
-                    begin.clone()
-                    if begin is not None
-                    else torch.full((), entry.initial, dtype=entry.dtype, device=plan.device)
-                )
-    for buffer in plan.buffers:
-        if buffer.updated:
-            assert buffer.group is not None
-            size = buffer.numel // plan.shard if plan.placement.state else buffer.numel
-            for entry in rules[buffer.group].state:
-                if not entry.scalar:
-                    key = f"{buffer.key}.{entry.name}"
-                    found[key] = adopted.get(
-                        key, torch.full((size,), entry.initial, dtype=buffer.dtype, device=plan.device)
-                    )
-    return found

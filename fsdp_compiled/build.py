@@ -92,6 +92,16 @@ def build(
     )
 
 
+def plain(value: Any) -> tuple[type, str]:
+    """What a program depends on of an entry of the batch that is not a tensor; 1, 1.0 and True are three programs."""
+    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
+        return type(value), repr(value)
+    raise ValueError(
+        f"The batch holds a {type(value).__module__}.{type(value).__qualname__}. Pass tensors, numbers and strings, in "
+        "tuples, lists and dictionaries (a batch that is a mapping: as **batch), or register the class with pytree."
+    )
+
+
 def check_devices(batch: tuple[Any, ...], named: Mapping[str, Any], device: torch.device) -> None:
     """Raises ``ValueError`` for a tensor of the batch that is not where the shards are."""
     for place, tensor in batch_tensors(batch, named).items():

@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.origin import is_backward, path_of, reason, user_line
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import Phase, Port, Program
+from fsdp_compiled.program import LOSS, Phase, Port, Program
 
 DETACH = torch.ops.aten.detach.default  # nothing to detach from in a graph that holds its own backward
 
@@ -85,15 +85,15 @@ class _Objective(nn.Module):
         return self.model(*args, **kwargs) if self.loss is None else self.loss(self.model, *args, **kwargs)
 
 
-def _find_loss(result: Any) -> Any:
-    """What a model's own return value offers as loss: itself, ``.loss``, ``["loss"]`` or the first of a tuple."""
+def _find_loss(result: Any, first: bool) -> Any:
+    """The loss in what was returned: itself, ``.loss``, ``["loss"]`` or, of a model, the ``first`` of a tuple."""
     if isinstance(result, torch.Tensor):
         return result
     if isinstance(result, Mapping) and "loss" in result:
         return result["loss"]
     if getattr(result, "loss", None) is not None:
         return result.loss
-    return result[0] if isinstance(result, tuple | list) and result else result
+    return result[0] if first and isinstance(result, tuple | list) and result else result
 
 
 def _own(value: Any, detach: bool) -> Any:
@@ -128,13 +128,9 @@ def capture(
         result = torch.func.functional_call(objective, named, args, kwargs, tie_weights=False)
         if not gradient:
             return _own(result, detach=True)
-        if loss is None:
-            value, aux = _find_loss(result), ()
-        elif isinstance(result, tuple) and len(result) == 2:
-            value, aux = result
-        else:
-            value, aux = result, ()
-        return _own(value, detach=False), _own(aux, detach=True), isinstance(result, tuple)
+        pair = loss is not None and isinstance(result, tuple) and len(result) == 2
+        value, aux = result if pair else (_find_loss(result, first=loss is None), None)
+        return _own(value, detach=False), _own(aux, detach=True), pair
 
     trace = _Trace(tensors, batch_tensors(args, kwargs))
     # Dynamo keeps its cache, and counts recompilations, by code object: each capture brings one of its own.
@@ -144,14 +140,16 @@ def capture(
     compiled = torch.compile(function, backend=trace.backend(gradient), fullgraph=True, dynamic=False)
     with _explained(model), torch.set_grad_enabled(gradient), _recurrent_layers():
         returned = compiled(named, args, dict(kwargs))
-    if gradient:
-        value, aux, pair = returned
-        returned = (value, aux) if pair and loss is not None else (value, ())
-    markers = {id(marker): port for marker, port in trace.markers}
-    flat, spec = pytree.tree_flatten(returned)
-    leaves = tuple(markers.get(id(leaf), leaf) for leaf in flat)
     if trace.program is None:
         raise CaptureError(f"{'The loss' if gradient else type(model).__name__} returned no tensor. {CURE}")
+    markers = {id(marker): port for marker, port in trace.markers}
+    if gradient:
+        value, aux, pair = returned
+        if markers.get(id(value)) != LOSS:
+            raise CaptureError(f"The loss returned a {type(value).__name__} in the place of a scalar. {CURE}")
+        returned = (value, aux) if pair else value
+    flat, spec = pytree.tree_flatten(returned)
+    leaves = tuple(markers.get(id(leaf), leaf) for leaf in flat)
     return Capture(trace.program, trace.constants, spec, leaves)
 
 
@@ -283,19 +281,25 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     for node in forward_inputs:
         mapping[node] = graph.node_copy(node)
     tangents = placeholders[len(inputs) :]
+    derived = [tangent for tangent in tangents if isinstance(tangent.meta["desc"].output, PlainAOTOutput)]
+    if len(derived) > 1:
+        raise CaptureError(
+            f"{len(derived)} results of the loss can be differentiated. {CURE[:-1]}, alone or as (scalar, aux), where "
+            "aux is made of tuples, lists, dictionaries and tensors."
+        )
     phase: Phase = "forward"
     for node in joint.nodes:
         if node.op == "call_function":
             if phase == "forward" and is_backward(node):
                 phase = "backward"
-                mapping |= {tangent: _one(graph, tangent) for tangent in tangents}
+                mapping |= {tangent: _seed(graph, tangent) for tangent in tangents}
             mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
         elif node.op not in ("placeholder", "output"):
             raise CaptureError(
                 f"The model uses a higher-order operator ({node.op} {node.target}) that is not supported yet. "
                 "Write its body out as ordinary operators."
             )
-    mapping |= {tangent: _one(graph, tangent) for tangent in tangents}  # no backward: the loss is a parameter
+    mapping |= {tangent: _seed(graph, tangent) for tangent in tangents}  # no backward: the loss is a parameter
     end = joint.output_node()
     values = end.args[0]
     descriptions = end.meta["desc"]
@@ -334,12 +338,15 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     return program
 
 
-def _one(graph: fx.Graph, tangent: fx.Node) -> fx.Node:
-    """The derivative of the loss by itself, where AOTAutograd expects it to be handed in."""
+def _seed(graph: fx.Graph, tangent: fx.Node) -> fx.Node:
+    """The derivative of the loss by one of the results: 1 for itself, 0 for buffers that forward updated."""
     value = tangent.meta["val"]
-    one = graph.call_function(torch.ops.aten.full.default, ([], 1.0), {"dtype": value.dtype, "device": value.device})
-    one.meta = {"val": value, "phase": "backward", "path": ""}
-    return one
+    seed = 1.0 if isinstance(tangent.meta["desc"].output, PlainAOTOutput) else 0.0
+    node = graph.call_function(
+        torch.ops.aten.full.default, (list(value.shape), seed), {"dtype": value.dtype, "device": value.device}
+    )
+    node.meta = {"val": value, "phase": "backward", "path": ""}
+    return node
 
 
 def _copy(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], phase: Phase) -> fx.Node:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,15 +161,21 @@ class Calls:
         if self.store is not None:
             self.store.set(f"{self.mesh.rank}/{self.count % self.SLOTS}", f"{self.count}|{label}")
 
-    def meet(self, label: str) -> None:
-        """Returns when every rank has posted this call with this label; raises `RankError` where one has another."""
+    def meet(self, label: str, known: Container[str] = ()) -> None:
+        """Returns when every rank has posted this call with this label; raises `RankError` where one has another.
+
+        A rank whose label is ``known`` runs that program now and waits for this one: so that it fails too, this rank
+        leaves the process group.
+        """
         if self.store is None:
             return
         labels = [self._read(rank) for rank in range(self.mesh.world)]
         if all(other == label for other in labels):
             return
         message = different(labels)
-        self.store.set("error", message)
+        if any(other in known for other in labels):
+            self.store.set("error", message)
+            self.leave()
         raise RankError(message)
 
     def _read(self, rank: int) -> str:

@@ -1,12 +1,15 @@
-"""State: everything a step reads and writes, as one pytree of this rank's tensors."""
+"""State: everything a step reads and writes, as one pytree of this rank's tensors; and how it starts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from fsdp_compiled.optim import Rule
+from fsdp_compiled.plan import Plan
 
 
 class State:
@@ -67,3 +70,31 @@ pytree.register_pytree_node(
     lambda values, _: State(*values),
     serialized_type_name="fsdp_compiled.State",
 )
+
+
+def optimizer_state(plan: Plan, rules: Sequence[Rule], adopted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state that the optimizer starts from, or brought along."""
+    found: dict[str, torch.Tensor] = {}
+    for rule in rules:
+        for entry in rule.state:
+            if entry.scalar:
+                key = f"group {rule.group}.{entry.name}"
+                begin = adopted[key].to(plan.device, entry.dtype) if key in adopted else None
+                if entry.name == "undamped" and any(name.endswith(".momentum_buffer") for name in adopted):
+                    begin = torch.zeros((), dtype=entry.dtype, device=plan.device)
+                found[key] = (
+                    begin.clone()
+                    if begin is not None
+                    else torch.full((), entry.initial, dtype=entry.dtype, device=plan.device)
+                )
+    for buffer in plan.buffers:
+        if buffer.updated:
+            assert buffer.group is not None
+            size = buffer.numel // plan.shard if plan.placement.state else buffer.numel
+            for entry in rules[buffer.group].state:
+                if not entry.scalar:
+                    key = f"{buffer.key}.{entry.name}"
+                    found[key] = adopted.get(
+                        key, torch.full((size,), entry.initial, dtype=buffer.dtype, device=plan.device)
+                    )
+    return found

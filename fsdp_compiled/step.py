@@ -6,6 +6,7 @@ says): `Sharded.apply` consumes the state it is given, and `Sharded.step` keeps 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +19,15 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import dump
-from fsdp_compiled.build import Compiled, Kind, build, check_devices, label_of
+from fsdp_compiled.build import Compiled, Kind, build, check_devices, label_of, plain
 from fsdp_compiled.capture import batch_tensors
 from fsdp_compiled.lower import lower
 from fsdp_compiled.mesh import Calls, Mesh, RankError, agree, different, exchange
-from fsdp_compiled.optim import Rule, hyper, make_rules, options_of, scheduled
+from fsdp_compiled.optim import Rule, hyper, make_rules, signature
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import DISAGREE, NORM, Port, Program
 from fsdp_compiled.random import Generator
-from fsdp_compiled.state import State
+from fsdp_compiled.state import State, optimizer_state
 from fsdp_compiled.takeover import Taken, full_state_dict
 
 T = TypeVar("T")
@@ -58,6 +59,7 @@ class Sharded:
         self._hypers: dict[str, torch.Tensor] = {}
         self._rates: dict[str, float] = {}
         self._fixed = self._options()
+        self._revision = 0  # of the rules
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         self._norm: torch.Tensor | None = None
         self._calls = Calls(mesh)
@@ -156,6 +158,9 @@ class Sharded:
         """Writes the plan and every stage of `program`, with the differences, as text. Returns the folder."""
         return dump.write(folder, self.plan, self._newest().stages)
 
+    def __reduce__(self) -> Any:
+        raise TypeError("A Sharded cannot be copied or pickled: it holds compiled programs and this rank's place. ")
+
     def __repr__(self) -> str:
         return f"Sharded({type(self.model).__name__})\n{self.plan}"
 
@@ -185,8 +190,7 @@ class Sharded:
         return self._result(compiled, outputs), state.consume()
 
     def _result(self, compiled: Compiled, outputs: Mapping[Port, torch.Tensor]) -> Any:
-        loss, aux = compiled.capture.rebuild(outputs)
-        return loss if aux == () else (loss, aux)
+        return compiled.capture.rebuild(outputs)
 
     def _run(
         self, compiled: Compiled, state: State, batch: tuple[Any, ...], named: dict[str, Any], before: float = 0.0
@@ -220,20 +224,17 @@ class Sharded:
         reason = self._calls.reason()
         return RankError(reason) if reason is not None else error
 
-    def _options(self) -> list[dict[str, Any]]:
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        return [
-            {name: value for name, value in options_of(group).items() if name not in scheduled(group)}
-            for group in groups
-        ]
+    def _options(self) -> list[Any]:
+        """What the rules were traced with: every hyperparameter but the scheduled ones."""
+        return [signature(group) for group in (self.optimizer.param_groups if self.optimizer is not None else ())]
 
     def _read_hypers(self) -> None:
         """Writes rates that changed to the device; a change of any other hyperparameter traces new rules."""
         assert self.optimizer is not None
-        for group, fixed in zip(self.optimizer.param_groups, self._fixed, strict=True):
-            if any(group.get(name) != value for name, value in fixed.items()):
-                self._retrace()
-                break
+        if len(self.optimizer.param_groups) != len(self._fixed):
+            raise ValueError("A param group was added after compile_sharded; add it before.")
+        if self._options() != self._fixed:
+            self._retrace()
         for rule in self._rules:
             group = self.optimizer.param_groups[rule.group]
             for name in rule.hypers:
@@ -250,12 +251,15 @@ class Sharded:
         assert self.optimizer is not None
         self._rules = make_rules(self.optimizer)
         self._fixed = self._options()
+        self._revision += 1
+        for name, value in optimizer_state(self.plan, self._rules, {}).items():
+            self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one
         self._compiled = {key: value for key, value in self._compiled.items() if key[0] not in ("step", "last")}
 
     def _signature(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Signature:
         leaves, spec = pytree.tree_flatten((batch, named))
         described = tuple(
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else plain(leaf)
             for leaf in leaves
         )
         if tuple(parameter.requires_grad for parameter in self._parameters) != self._trainable:
@@ -277,7 +281,7 @@ class Sharded:
     def _compile(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
         """Compiling is a collective: every rank builds the program, all compare it, and every rank lowers it."""
         begun = time.perf_counter()
-        label = label_of(kind, batch, named)
+        label = label_of(kind, batch, named) + self._version(batch, named)
         self._meet(label)
         compiled = self._together(lambda: self._build(kind, batch, named, label), lambda made: made.program.text())
         groups, how = self._mesh.groups, self.plan.policy.lower
@@ -305,12 +309,18 @@ class Sharded:
                 number=self.captures + 1,
             )  # fmt: skip
 
+    def _version(self, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
+        """What else a program depends on and ranks may differ in: strides, train or eval, and the rules."""
+        modes = "".join("01"[module.training] for module in self._modules)
+        tensors = batch_tensors(batch, named).items()
+        strides = [f", {name} has strides {t.stride()}" for name, t in tensors if not t.is_contiguous()]
+        training = {True: "", False: ", eval mode"}.get(self.model.training, "")
+        detail = "" if len(set(modes)) == 1 else f" of some modules ({hashlib.sha256(modes.encode()).hexdigest()[:8]})"
+        changed = f", hyperparameters changed {self._revision} times" if self._revision else ""
+        return "".join(strides) + training + detail + changed
+
     def _meet(self, label: str) -> None:
         """Compiling is a collective: all ranks do it, for the same batch, or none."""
         self._calls.post(label)
-        try:
-            self._calls.meet(label)
-        except RankError:
-            if any(label.startswith(known.label.split()[0]) for known in self._compiled.values()):
-                self._calls.leave()  # another rank may run a program it has, and wait for this one
-            raise
+        known = {compiled.label for compiled in self._compiled.values()}
+        self._calls.meet(label, known)

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compiled.api import _optimizer_state
 from fsdp_compiled.capture import batch_tensors, capture_on
 from fsdp_compiled.lower import lower
 from fsdp_compiled.mesh import Mesh, join
@@ -31,6 +30,7 @@ from fsdp_compiled.passes import FORWARD, GRADIENT, MICROBATCH, Pass, run, step
 from fsdp_compiled.plan import Plan, Policy, make_plan
 from fsdp_compiled.program import LOSS, NORM, Port, Program
 from fsdp_compiled.random import initial_state
+from fsdp_compiled.state import optimizer_state
 from fsdp_compiled.takeover import Taken, read_leaves, read_slot, take_over
 from fsdp_compiled.units import Choice, find_units
 
@@ -99,7 +99,7 @@ def enlist(
     taken, shards, buffers, adopted = take_over(model, optimizer, plan, mesh, None)
     values = {Port("in", "shard", name): value for name, value in shards.items()}
     values |= {Port("in", "buffer", name): value for name, value in buffers.items()}
-    state = _optimizer_state(plan, rules, adopted)
+    state = optimizer_state(plan, rules, adopted)
     values |= {Port("in", "state", name): value for name, value in state.items()}
     values[Port("in", "rank", "shard")] = torch.tensor([mesh.shard_rank])
     values[Port("in", "call", "number")] = torch.ones((), dtype=torch.float64)

@@ -243,6 +243,75 @@ def test_forward_follows_train_and_eval_and_returns_any_structure() -> None:
     assert sharded.captures == 2
 
 
+def test_a_loss_inside_a_dictionary_is_found() -> None:
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+        output = model(x)
+        return {"mean": output.mean(), "loss": F.mse_loss(output, y)}
+
+    model = build()
+    plain = copy.deepcopy(model)
+    x, y = batches(1)[0]
+    with pytest.raises(CaptureError, match="2 results of the loss can be differentiated"):
+        compile_sharded(
+            copy.deepcopy(model), loss=lambda m, x, y: (loss(m, x, y)["loss"], m(x).mean(), x), policy=EAGER
+        ).value_and_grad(x, y)
+    sharded = compile_sharded(model, sgd(model), loss=loss, policy=EAGER)
+    assert torch.equal(sharded.step(x, y), mse(plain, x, y).detach())
+
+
+def test_numbers_of_another_type_are_another_program() -> None:
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, weight: Any) -> torch.Tensor:
+        return mse(model, x, y) * (1 if isinstance(weight, bool) else 2 if isinstance(weight, int) else 3)
+
+    sharded = compile_sharded(build(), loss=loss, policy=EAGER)
+    found = [sharded.value_and_grad(*batches(1)[0], weight)[0] for weight in (True, 1, 1.0)]
+    assert found[1] == 2 * found[0] and found[2] == 3 * found[0] and sharded.captures == 3
+
+
+def test_a_batch_of_unknown_objects_is_refused() -> None:
+    class Bag:
+        x = torch.ones(5, 6)
+
+    sharded = compile_sharded(build(), loss=lambda model, bag: model(bag.x).mean(), policy=EAGER)
+    with pytest.raises(ValueError, match=r"The batch holds a .*Bag\. Pass tensors"):
+        sharded.value_and_grad(Bag())
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_one_cycle_drives_momentum_without_a_recompile(kind: type[torch.optim.Optimizer]) -> None:
+    options: dict[str, Any] = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    model = build()
+    plain = copy.deepcopy(model)
+    mine, theirs = (kind(m.parameters(), lr=0.01, **options) for m in (model, plain))
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.05, total_steps=20) for o in (mine, theirs)]
+    sharded = compile_sharded(model, mine, loss=mse, policy=EAGER)
+    for x, y in batches(8):
+        sharded.step(x, y)
+        theirs.zero_grad()
+        mse(plain, x, y).backward()
+        theirs.step()
+        for schedule in schedules:
+            schedule.step()
+    assert sharded.captures == 1
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(sharded.full_state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_hyperparameter_that_asks_for_new_state_gets_it() -> None:
+    model = build()
+    plain = copy.deepcopy(model)
+    mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    sharded = compile_sharded(model, mine, loss=mse, policy=EAGER)
+    for index, (x, y) in enumerate(batches(4)):
+        for optimizer in (mine, theirs):
+            optimizer.param_groups[0]["momentum"] = 0.9 if index >= 2 else 0
+        sharded.step(x, y)
+        theirs.zero_grad()
+        mse(plain, x, y).backward()
+        theirs.step()
+    assert same_weights(sharded.full_state_dict(), dict(plain.state_dict()))
+
+
 def test_aux_comes_back_in_its_own_structure() -> None:
     def with_aux(model: nn.Module, x: torch.Tensor, *, y: torch.Tensor) -> Any:
         output = model(x)
@@ -465,6 +534,8 @@ LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
     "no tensor": (lambda model, x, y: 3.0, "loss returned no tensor"),
     "printing": (_logs, r'test_api\.py", line \d+, in _logs(.|\n)*Cure'),
     "reading": (_reads, r'test_api\.py", line \d+, in _reads(.|\n)*Cure'),
+    "three results": (lambda model, x, y: (mse(model, x, y), model(x).mean(), x), "2 results of the loss can be"),
+    "a list": (lambda model, x, y: [mse(model, x, y), x], "returned a list in the place of a scalar"),
     "wrong shapes": (lambda model, x, y: mse(model, x.T, y), "failed while it was traced"),
 }
 

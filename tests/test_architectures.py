@@ -67,6 +67,20 @@ class Normalised(nn.Module):
         return self.second(self.first(x))
 
 
+class Average(nn.Module):
+    """A buffer updated with a value that a gradient flows through: the loss's gradient is not changed by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.mean.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        return y - self.mean
+
+
 class Literals(nn.Module):
     """Tensors written out in forward, and one that hangs on the module without being a buffer."""
 
@@ -102,6 +116,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor]]] = 
     "autocast": (Autocast, mse),
     "LSTM": (Recurrent, mse),
     "weight and spectral norm": (Normalised, mse),
+    "running average": (Average, mse),
     "literal tensors": (Literals, mse),
     "vmap(grad) in the loss": (smooth, penalty),
     "jvp in the loss": (smooth, tangent),
