@@ -95,6 +95,20 @@ def _refuse_call(module: nn.Module, _inputs: Any) -> None:
     )
 
 
+def _refuse_load(*_args: Any) -> None:
+    raise RuntimeError(
+        "This model was taken over by compile_sharded: its parameters live in shards, so nothing can be loaded into it. "
+        "Load the weights before compile_sharded."
+    )
+
+
+def _refuse_state(*_args: Any, **_kwargs: Any) -> None:
+    raise RuntimeError(
+        "This optimizer was taken over by compile_sharded: its state lives in sharded.state.optimizer. Load a state "
+        "before compile_sharded, which brings it along."
+    )
+
+
 def _refuse_step(*_args: Any, **_kwargs: Any) -> None:
     raise RuntimeError(
         "This optimizer was taken over by compile_sharded: sharded.step(*batch) updates the parameters. It stays the "
@@ -145,13 +159,16 @@ def take_over(
                 adopted |= _adopt(optimizer, buffer, parameters, plan, mesh)
             for slot, owner in owners.items():
                 _replace(owner, _meta_twin(slot.leaf), optimizer)
+    _materialize_buffers(model, plan.device, init)
     buffers = _take_buffers(model, plan.device, mesh)
     taken = Taken(model, [model.register_forward_pre_hook(_refuse_call)])
+    model.register_load_state_dict_pre_hook(_refuse_load)
     _TAKEN.update(model.modules())
     if optimizer is not None:
         optimizer.state.clear()
         _refuse_step_wrapped = _refuse_step_for(optimizer)
         optimizer.step = _refuse_step_wrapped  # type: ignore[method-assign]
+        optimizer.state_dict = optimizer.load_state_dict = _refuse_state  # type: ignore[assignment, method-assign]
     return taken, shards, buffers, adopted
 
 
@@ -205,6 +222,16 @@ def _materialize(homes: Iterable[Home], model: nn.Module, device: torch.device, 
             if tensor is not None and tensor.is_meta:
                 module._buffers[name] = torch.empty_like(tensor, device=device)
         _fill(module, init)
+
+
+def _materialize_buffers(model: nn.Module, device: torch.device, init: Initializer | None) -> None:
+    """Fills the meta buffers of modules that own no parameters, such as rotary tables."""
+    for module in model.modules():
+        meta = [name for name, tensor in module._buffers.items() if tensor is not None and tensor.is_meta]
+        for name in meta:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)  # type: ignore[arg-type]
+        if meta:
+            _fill(module, init)
 
 
 def _fill(module: nn.Module, init: Initializer | None) -> None:

@@ -421,6 +421,25 @@ def test_a_meta_model_is_initialised_unit_by_unit() -> None:
     assert weights["head.weight"].std() > 0 and weights["blocks.0.norm.weight"].shape == (6,)
 
 
+def test_a_meta_module_with_buffers_alone_is_filled() -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.arange(6.0), persistent=False)
+
+        def reset_parameters(self) -> None:
+            self.table.copy_(torch.arange(6.0))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.table
+
+    with torch.device("meta"):
+        model = nn.Sequential(Rotary(), nn.Linear(6, 2))
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
+    assert torch.equal(sharded.state.buffers["0.table"], torch.arange(6.0))
+    assert torch.isfinite(sharded.step(*batches(1)[0]))
+
+
 def test_plan_program_and_dump_show_what_will_run(tmp_path: Any) -> None:
     model = build()
     sharded = compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
@@ -574,6 +593,11 @@ def test_a_model_is_not_used_after_it_was_taken_over() -> None:
             model(x)
         with pytest.raises(RuntimeError, match="optimizer was taken over"):
             optimizer.step()
+        for call in (optimizer.state_dict, lambda: optimizer.load_state_dict({})):
+            with pytest.raises(RuntimeError, match=r"its state lives in sharded\.state\.optimizer"):
+                call()
+        with pytest.raises(RuntimeError, match="nothing can be loaded into it"):
+            model.load_state_dict(sharded.full_state_dict())
         with pytest.raises(ValueError, match="taken over by compile_sharded before"):
             compile_sharded(model)
         sharded.step(x, y)

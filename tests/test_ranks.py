@@ -26,7 +26,7 @@ REFUSED_BY_ALL = {
     "mesh_axes": 'expected one axis, which shards, or two named ("replicate", "shard")',
     "mesh_size": "mesh holds 1 ranks, but the world has 2",
 }
-SHOWN = ("seeds", "dropout", "counts")
+SHOWN = ("seeds", "dropout", "counts", "first_shapes_then_good")
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +56,25 @@ def test_a_mesh_that_does_not_fit_is_refused(results: dict[str, Any], case: str)
         assert answer["error"] == "ValueError" and REFUSED_BY_ALL[case] in answer["message"]
 
 
-def test_a_rank_that_runs_a_program_it_has_is_freed_when_another_has_to_compile() -> None:
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("known_and_new_shapes", "rank 1: step (float32[3, 4]"),
+        ("known_and_other_mode", "rank 1: step (float32[2, 4], float32[2, 2]), eval mode"),
+    ],
+)
+def test_a_rank_that_runs_a_program_it_has_is_freed_when_another_has_to_compile(case: str, message: str) -> None:
     """Here one rank waits in a collective that the other will never join: it must fail, with the other's reason."""
-    answers = launch(WORKER, 2, "known_and_new_shapes", timeout=100)["known_and_new_shapes"]
+    answers = launch(WORKER, 2, case, timeout=100)[case]
     for answer in answers:
         assert answer["error"] == "RankError", answer
-        assert "rank 1: step (float32[3, 4]" in answer["message"]
+        assert message in answer["message"]
         assert answer["notes"] == ["unchanged: True"]
+
+
+def test_ranks_go_on_after_new_shapes_that_differed(results: dict[str, Any]) -> None:
+    for answer in results["first_shapes_then_good"]:
+        assert answer["result"] == {"first": "RankError", "finite": True}
 
 
 def test_rank_0s_weights_win(results: dict[str, Any]) -> None:

@@ -70,6 +70,26 @@ def known_and_new_shapes() -> Any:
     return unchanged(sharded, lambda: sharded.step(*batch(2 + RANK)))
 
 
+def known_and_other_mode() -> Any:
+    """One rank turns to eval mode after a step that both have made."""
+    sharded = shard(dropout=0.5)
+    sharded.step(*batch(2))
+    if RANK:
+        sharded.model.eval()
+    return unchanged(sharded, lambda: sharded.step(*batch(2)))
+
+
+def first_shapes_then_good() -> Any:
+    """New shapes that differ, after a step; then a good step, which works."""
+    sharded = shard()
+    sharded.step(*batch(9))
+    try:
+        sharded.step(*batch(4 + RANK))
+    except RuntimeError as error:
+        first = type(error).__name__
+    return {"first": first, "finite": bool(torch.isfinite(sharded.step(*batch(9))))}
+
+
 def other_calls() -> Any:
     sharded = shard()
     return sharded.step(*batch(2)) if RANK else sharded.value_and_grad(*batch(2))
