@@ -97,8 +97,8 @@ def _refuse_call(module: nn.Module, _inputs: Any) -> None:
 
 def _refuse_load(*_args: Any) -> None:
     raise RuntimeError(
-        "This model was taken over by compile_sharded: its parameters live in shards, so nothing can be loaded into it. "
-        "Load the weights before compile_sharded."
+        "This model was taken over by compile_sharded: its weights live in shards, and nothing can be loaded into it. "
+        "Load weights before compile_sharded."
     )
 
 
