@@ -159,7 +159,7 @@ class Sharded:
         return dump.write(folder, self.plan, self._newest().stages)
 
     def __reduce__(self) -> Any:
-        raise TypeError("A Sharded cannot be copied or pickled: it holds compiled programs and this rank's place. ")
+        raise TypeError("A Sharded cannot be copied or pickled: it holds compiled programs and this rank's place.")
 
     def __repr__(self) -> str:
         return f"Sharded({type(self.model).__name__})\n{self.plan}"

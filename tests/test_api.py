@@ -615,6 +615,20 @@ def test_step_without_an_optimizer_says_the_cure() -> None:
         _ = sharded.program
 
 
+def test_a_sharded_is_not_copied() -> None:
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(compile_sharded(build(), loss=mse, policy=EAGER))
+
+
+def test_a_param_group_added_afterwards_is_refused() -> None:
+    model = build()
+    optimizer = sgd(model)
+    sharded = compile_sharded(model, optimizer, loss=mse, policy=EAGER)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(ValueError, match="param group was added after compile_sharded"):
+        sharded.step(*batches(1)[0])
+
+
 def test_requires_grad_changed_afterwards_is_refused() -> None:
     model = build()
     sharded = compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
