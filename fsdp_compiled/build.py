@@ -36,7 +36,7 @@ class Compiled:
     outputs: tuple[Port, ...]
     random: bool
     label: str
-    number: torch.Tensor  # 0-d float64, the same on every rank for the same program
+    number: int  # the same on every rank for the same program
     runner: Runner = lambda *_: ()  # until it is lowered
 
     def zeros(self) -> dict[str, torch.Tensor]:
@@ -88,7 +88,7 @@ def build(
         outputs=tuple(port for port in program.ports if port.side == "out"),
         random=program.random,
         label=label,
-        number=torch.tensor(float(number), dtype=torch.float64, device=plan.device),
+        number=number,
     )
 
 

@@ -209,9 +209,10 @@ def different(labels: Sequence[str]) -> str:
         lines = [lines[0], lines[odd], f"  ... and {len(lines) - 2} more ranks"]
     return "\n".join(
         [
-            "The ranks called with different batches, so nothing was computed:",
+            "The ranks called with different batches or rates, so nothing was updated:",
             *lines,
-            "Give every rank a batch of the same shapes and dtypes in every call (drop or pad the last one).",
+            "Give every rank a batch of the same shapes and dtypes in every call (drop or pad the last one), and the "
+            "same learning rate.",
         ]
     )
 

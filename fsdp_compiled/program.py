@@ -49,7 +49,7 @@ class Port:
 
 LOSS = Port("out", "loss", "0")
 NORM = Port("out", "norm", "gradient")
-CALL = Port("in", "call", "number")  # which program of its series this rank runs, float64
+CALL = Port("in", "call", "number")  # which program this rank runs with which rates, float64
 
 ASSERT = torch.ops.aten._assert_async.msg
 DISAGREE = "the ranks run different programs"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -63,7 +64,7 @@ class Sharded:
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         self._norm: torch.Tensor | None = None
         self._calls = Calls(mesh)
-        self._calls_summed = 0.0  # the numbers of the microbatches' programs, compared at the next step
+        self._calls_summed = 0  # the numbers of the microbatches' programs, compared at the next step
         self._trainable = tuple(parameter.requires_grad for parameter in self._parameters)
         self.captures = 0
 
@@ -91,7 +92,7 @@ class Sharded:
         if not self._state.sums:
             self._state.sums.update(compiled.zeros())
         result = self._result(compiled, self._run(compiled, self._state, batch, named))
-        self._calls_summed += float(compiled.number)
+        self._calls_summed += compiled.number
         return result
 
     def apply(self, state: State, *batch: Any, **named: Any) -> tuple[State, Any]:
@@ -184,7 +185,7 @@ class Sharded:
         self._read_hypers()
         compiled = self._program("last" if state.sums else "step", batch, named)
         outputs = self._run(compiled, state, batch, named, self._calls_summed)
-        self._calls_summed = 0.0
+        self._calls_summed = 0
         self._norm = outputs.get(NORM)
         state.step.add_(1)
         return self._result(compiled, outputs), state.consume()
@@ -193,7 +194,7 @@ class Sharded:
         return compiled.capture.rebuild(outputs)
 
     def _run(
-        self, compiled: Compiled, state: State, batch: tuple[Any, ...], named: dict[str, Any], before: float = 0.0
+        self, compiled: Compiled, state: State, batch: tuple[Any, ...], named: dict[str, Any], before: int = 0
     ) -> dict[Port, torch.Tensor]:
         sources = {
             "shard": state.parameters,
@@ -203,7 +204,7 @@ class Sharded:
             "hyper": self._hypers,
             "rank": {"shard": self._rank},
             "sum": state.sums,
-            "call": {"number": compiled.number + before if before else compiled.number},
+            "call": {"number": self._call_number(compiled, before)},
             "batch": batch_tensors(batch, named),
         }
         tensors = [sources[port.kind][port.name] for port in compiled.inputs]
@@ -217,10 +218,21 @@ class Sharded:
             raise self._explain(compiled, error) from error
         return dict(zip(compiled.outputs, outputs, strict=True))
 
+    def _call_number(self, compiled: Compiled, before: int) -> torch.Tensor:
+        """What ranks compare in the reduction of the loss: program, microbatches' programs, and scheduled rates.
+
+        Below 2**20, so that its square, summed over thousands of ranks, is exact in float64.
+        """
+        rates = zlib.crc32(repr(sorted(self._rates.items())).encode()) % 4096
+        number = (compiled.number + before) % 256 * 4096 + rates
+        # full, not tensor: a number that is copied to a GPU makes the host wait for it.
+        return torch.full((), float(number), dtype=torch.float64, device=self.plan.device)
+
     def _explain(self, compiled: Compiled, error: RuntimeError) -> RuntimeError:
         """The error of another rank, where that is why this one's collective failed."""
         if DISAGREE in str(error):  # all ranks are here: each found it in the same reduction
-            return RankError(different(exchange(compiled.label, self._mesh)))
+            rates = "".join(f", {name} = {value}" for name, value in self._rates.items())
+            return RankError(different(exchange(compiled.label + rates, self._mesh)))
         reason = self._calls.reason()
         return RankError(reason) if reason is not None else error
 

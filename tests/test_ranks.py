@@ -13,6 +13,7 @@ WORKER = Path(__file__).parent / "workers" / "ranks.py"
 DISAGREEMENTS = {
     "first_shapes": r"rank 0: step (float32[2, 4], float32[2, 2])",
     "known_shapes": r"rank 1: step (float32[3, 4], float32[3, 2])",
+    "rates": "lr = 0.2",
     "other_calls": "rank 0: gradient (float32[2, 4]",
     "models": "float32[6, 4], unit root, trainable, group 0",
     "policies": "clip=2.0",

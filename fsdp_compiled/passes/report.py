@@ -7,10 +7,10 @@
                         assert world * all[3] == all[2] * all[2]
                         return loss = all[0] / world, norm = sqrt(all[1] / copies)
 
-``call`` is the number of the program that this rank runs. By Cauchy and Schwarz the assertion holds exactly when all
-ranks run the same one, so that ranks that call with different shapes stop before anything is updated, at no cost. The
-squared norm of a sum is not the sum of squared norms, so the norm is taken after the reduction, on the shards,
-each element once: padding is zero, and copies on a replicate axis are divided out.
+``call`` is a number made of the program that this rank runs and the rates it runs it with. By Cauchy and Schwarz the
+assertion holds exactly when all ranks have the same one, so that ranks that call with different shapes or rates stop
+before anything is updated, at no cost. The squared norm of a sum is not the sum of squared norms, so the norm is taken
+after the reduction, on the shards, each element once: padding is zero, and copies on a replicate axis are divided out.
 """
 
 from __future__ import annotations

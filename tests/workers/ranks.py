@@ -90,6 +90,15 @@ def first_shapes_then_good() -> Any:
     return {"first": first, "finite": bool(torch.isfinite(sharded.step(*batch(9))))}
 
 
+def rates() -> Any:
+    """A scheduler that decides otherwise on one rank, as ReduceLROnPlateau may on a loss that is this rank's own."""
+    sharded = shard()
+    sharded.step(*batch(2))
+    assert sharded.optimizer is not None
+    sharded.optimizer.param_groups[0]["lr"] *= 1 + RANK
+    return unchanged(sharded, lambda: sharded.step(*batch(2)))
+
+
 def other_calls() -> Any:
     sharded = shard()
     return sharded.step(*batch(2)) if RANK else sharded.value_and_grad(*batch(2))
