@@ -200,9 +200,3 @@ def _expand(module: fx.GraphModule) -> fx.GraphModule:
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with fake_mode(module.graph):
         return make_fx(module)(*examples)
-
-
-def describe_pieces(program: Program) -> tuple[int, int]:
-    """How many pieces ``"inductor"`` cuts the program into, and how many of them are distinct."""
-    pieces = [segment for segment in _segments(program.graph) if isinstance(segment, Piece)]
-    return len(pieces), len({piece.key() for piece in pieces})

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -91,7 +91,7 @@ class Sharded:
         compiled = self._program("accumulate", batch, named)
         if not self._state.sums:
             self._state.sums.update(compiled.zeros())
-        result = self._result(compiled, self._run(compiled, self._state, batch, named))
+        result = compiled.capture.rebuild(self._run(compiled, self._state, batch, named))
         self._calls_summed += compiled.number
         return result
 
@@ -121,7 +121,7 @@ class Sharded:
                 for slot in buffer.slots:
                     first, last = slot.within(start, start + size)
                     gradients[slot.name] = outputs[port][first - start : last - start]
-        return self._result(compiled, outputs), gradients
+        return compiled.capture.rebuild(outputs), gradients
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Forward with gathered parameters and without gradient, in train or eval mode as the model is. Collective."""
@@ -188,10 +188,7 @@ class Sharded:
         self._calls_summed = 0
         self._norm = outputs.get(NORM)
         state.step.add_(1)
-        return self._result(compiled, outputs), state.consume()
-
-    def _result(self, compiled: Compiled, outputs: Mapping[Port, torch.Tensor]) -> Any:
-        return compiled.capture.rebuild(outputs)
+        return compiled.capture.rebuild(outputs), state.consume()
 
     def _run(
         self, compiled: Compiled, state: State, batch: tuple[Any, ...], named: dict[str, Any], before: int = 0
@@ -326,7 +323,7 @@ class Sharded:
         modes = "".join("01"[module.training] for module in self._modules)
         tensors = batch_tensors(batch, named).items()
         strides = [f", {name} has strides {t.stride()}" for name, t in tensors if not t.is_contiguous()]
-        training = {True: "", False: ", eval mode"}.get(self.model.training, "")
+        training = "" if self.model.training else ", eval mode"
         detail = "" if len(set(modes)) == 1 else f" of some modules ({hashlib.sha256(modes.encode()).hexdigest()[:8]})"
         changed = f", hyperparameters changed {self._revision} times" if self._revision else ""
         return "".join(strides) + training + detail + changed

@@ -116,6 +116,9 @@ def _refuse_step(*_args: Any, **_kwargs: Any) -> None:
     )
 
 
+_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else schedulers warn that step was replaced
+
+
 def check_initializable(model: nn.Module, init: Initializer | None) -> None:
     """Refuses a meta model with a module that nobody can fill, before anything is changed."""
     if init is not None:
@@ -166,21 +169,10 @@ def take_over(
     _TAKEN.update(model.modules())
     if optimizer is not None:
         optimizer.state.clear()
-        _refuse_step_wrapped = _refuse_step_for(optimizer)
-        optimizer.step = _refuse_step_wrapped  # type: ignore[method-assign]
+        optimizer.step = _refuse_step  # type: ignore[method-assign]
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # with the mark below, what schedulers look for
         optimizer.state_dict = optimizer.load_state_dict = _refuse_state  # type: ignore[assignment, method-assign]
     return taken, shards, buffers, adopted
-
-
-def _refuse_step_for(optimizer: Optimizer) -> Callable[..., None]:
-    """Schedulers look for these two marks before they warn that the optimizer was not stepped."""
-
-    def step(*args: Any, **kwargs: Any) -> None:
-        _refuse_step(*args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-    return step
 
 
 Home = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
