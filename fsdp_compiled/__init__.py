@@ -4,7 +4,8 @@ from fsdp_compiled.api import compile_sharded
 from fsdp_compiled.capture import CaptureError
 from fsdp_compiled.check import ProgramError
 from fsdp_compiled.mesh import RankError
-from fsdp_compiled.plan import Plan, Policy
+from fsdp_compiled.plan import Plan
+from fsdp_compiled.policy import Policy
 from fsdp_compiled.program import Port, Program
 from fsdp_compiled.state import State
 from fsdp_compiled.step import Sharded

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.mesh import Mesh, agree, join
 from fsdp_compiled.optim import Rule, make_rules
-from fsdp_compiled.plan import Plan, Policy, make_plan
+from fsdp_compiled.plan import Plan, make_plan
+from fsdp_compiled.policy import Policy
 from fsdp_compiled.random import initial_state
 from fsdp_compiled.state import State, optimizer_state
 from fsdp_compiled.step import Sharded

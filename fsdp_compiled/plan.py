@@ -13,97 +13,18 @@ Terms, used with these meanings everywhere in the package:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compiled.policy import Placement, Policy
 
 ALIGNMENT = 128  # bytes: where a parameter may start, so that vector loads of any width are aligned
 SLICE = 16  # bytes: what a rank's slice is a multiple of
 
 Axis = Literal["shard", "replicate"]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where the parameters, gradients and optimizer state of a buffer live, as data.
-
-    ``True`` means cut along the shard axis, ``False`` a full copy on every rank. ``regather``: free the gathered
-    parameters after forward and gather them again for backward, what FSDP2 calls ``reshard_after_forward``.
-    """
-
-    parameter: bool
-    gradient: bool
-    state: bool
-    regather: bool
-
-
-PLACEMENTS: Mapping[str, Placement] = {
-    "zero3": Placement(parameter=True, gradient=True, state=True, regather=True),
-    "zero2": Placement(parameter=True, gradient=True, state=True, regather=False),
-    "zero1": Placement(parameter=True, gradient=False, state=True, regather=False),
-    "ddp": Placement(parameter=False, gradient=False, state=False, regather=False),
-}
-
-
-def _one_of(name: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"Policy.{name} is {value!r}; expected one of {', '.join(map(repr, known))}.")
-
-
-@dataclass(frozen=True)
-class Policy:
-    """How a model is sharded and run: one field, one decision.
-
-    shard
-        ``"zero3"``: parameters, gradients and optimizer state are cut over the ranks; each unit is gathered for
-        forward and again for backward (FSDP2 with ``reshard_after_forward=True``). ``"zero2"``: gathered once a step
-        and kept through backward. ``"zero1"``: as ``"zero2"``, with gradients all-reduced in full on every rank.
-        ``"ddp"``: every rank holds everything; gradients are all-reduced.
-    precision
-        torch's own ``MixedPrecisionPolicy``. Shards stay in the parameters' dtype; ``param_dtype`` is cast to before
-        the wire, ``reduce_dtype`` is the dtype of the gradient reduction, ``cast_forward_inputs`` casts the
-        floating-point tensors that go into the model, ``output_dtype`` those that it returns.
-    clip
-        Largest global norm of the gradient (2-norm over all ranks' shards), or None. As
-        ``torch.nn.utils.clip_grad_norm_``: gradients are scaled by ``min(1, clip / (norm + 1e-6))``.
-    accumulate
-        What `Sharded.accumulate` holds between microbatches. ``"shards"``: each microbatch is reduced, and a rank
-        holds the sums of its shards. ``"full"``: a rank holds the whole gradient, and a step reduces once.
-    lower
-        ``"inductor"``: the compute between collectives is compiled, each distinct piece once. ``"eager"``: ATen
-        kernels, the same as eager PyTorch runs, bit for bit.
-    """
-
-    shard: str = "zero3"
-    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
-    clip: float | None = None
-    accumulate: str = "shards"
-    lower: str = "inductor"
-
-    def __post_init__(self) -> None:
-        _one_of("shard", self.shard, tuple(PLACEMENTS))
-        _one_of("accumulate", self.accumulate, ("shards", "full"))
-        _one_of("lower", self.lower, ("inductor", "eager"))
-        if not isinstance(self.precision, MixedPrecisionPolicy):
-            raise ValueError(
-                f"Policy.precision is a {type(self.precision).__name__}; expected "
-                "torch.distributed.fsdp.MixedPrecisionPolicy."
-            )
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            dtype = getattr(self.precision, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"Policy.precision.{name} is {dtype}; expected a floating-point dtype.")
-        if self.clip is not None and not (
-            isinstance(self.clip, int | float) and not isinstance(self.clip, bool) and 0 < self.clip < math.inf
-        ):
-            raise ValueError(f"Policy.clip is {self.clip!r}; expected a positive number or None.")
-
-    @property
-    def placement(self) -> Placement:
-        return PLACEMENTS[self.shard]
 
 
 @dataclass(frozen=True)

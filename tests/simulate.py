@@ -27,7 +27,8 @@ from fsdp_compiled.lower import lower
 from fsdp_compiled.mesh import Mesh, join
 from fsdp_compiled.optim import Rule, hyper, make_rules
 from fsdp_compiled.passes import FORWARD, GRADIENT, MICROBATCH, Pass, run, step
-from fsdp_compiled.plan import Plan, Policy, make_plan
+from fsdp_compiled.plan import Plan, make_plan
+from fsdp_compiled.policy import Policy
 from fsdp_compiled.program import LOSS, NORM, Port, Program
 from fsdp_compiled.random import initial_state
 from fsdp_compiled.state import optimizer_state
