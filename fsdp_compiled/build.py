@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,8 +18,6 @@ from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import Port, Program
 from fsdp_compiled.state import State
 
-log = logging.getLogger("fsdp_compiled")
-
 # "accumulate" is a microbatch that is not the last, "last" the one that ends a row and updates.
 Kind = Literal["step", "last", "accumulate", "gradient", "forward"]
 
@@ -35,6 +32,7 @@ class Compiled:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     random: bool
+    idle: tuple[str, ...]  # parameters that the loss does not reach
     label: str
     number: int  # the same on every rank for the same program
     runner: Runner = lambda *_: ()  # until it is lowered
@@ -78,8 +76,6 @@ def build(
     captured = capture_on(model, None if forward else loss, plan, buffers, batch, named, gradient=not forward)
     stages: list[Program] = []
     program = passes.run(captured.program, plan, chosen, stages.append)
-    if idle := [name for node in program.inputs.values() for name in node.meta.get("idle", ())]:
-        log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(idle))
     return Compiled(
         program,
         captured,
@@ -87,6 +83,7 @@ def build(
         inputs=tuple(port for port in program.ports if port.side == "in"),
         outputs=tuple(port for port in program.ports if port.side == "out"),
         random=program.random,
+        idle=tuple(name for node in program.inputs.values() for name in node.meta.get("idle", ())),
         label=label,
         number=number,
     )

@@ -8,9 +8,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
-import time
-import uuid
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,85 +134,6 @@ def exchange(value: Any, mesh: Mesh) -> list[Any]:
     found: list[Any] = [None] * mesh.world
     dist.all_gather_object(found, value)
     return found
-
-
-class Calls:
-    """What each rank is doing, on a board that all ranks can read without a collective.
-
-    Before every collective call a rank posts the call's number and a label (one short message to the store, no
-    answer awaited). A rank that is about to compile waits until all others have posted the same call: if one of them
-    runs something else, waiting for it in a collective would hang, so an error is raised instead.
-    """
-
-    SLOTS = 64  # calls that a rank may run ahead of another before its posts are overwritten
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = mesh
-        self.count = 0
-        self.store: dist.Store | None = None
-        if mesh.world > 1:
-            store = dist.distributed_c10d._get_default_store()
-            self.store = dist.PrefixStore(f"fsdp_compiled/{exchange(uuid.uuid4().hex, mesh)[0]}", store)
-
-    def post(self, label: str) -> None:
-        self.count += 1
-        if self.store is not None:
-            self.store.set(f"{self.mesh.rank}/{self.count % self.SLOTS}", f"{self.count}|{label}")
-
-    def meet(self, label: str, known: Container[str] = ()) -> None:
-        """Returns when every rank has posted this call with this label; raises `RankError` where one has another.
-
-        A rank whose label is ``known`` runs that program now and waits for this one: so that it fails too, this rank
-        leaves the process group.
-        """
-        if self.store is None:
-            return
-        labels = [self._read(rank) for rank in range(self.mesh.world)]
-        if all(other == label for other in labels):
-            return
-        message = different(labels)
-        if any(other in known for other in labels):
-            self.store.set("error", message)
-            self.leave()
-        raise RankError(message)
-
-    def _read(self, rank: int) -> str:
-        assert self.store is not None
-        while True:
-            number, _, label = self.store.get(f"{rank}/{self.count % self.SLOTS}").decode().partition("|")
-            if int(number) >= self.count:
-                return label
-            time.sleep(0.005)
-
-    def reason(self) -> str | None:
-        """What another rank left on the board before it stopped."""
-        try:
-            if self.store is not None and self.store.check(["error"]):
-                return self.store.get("error").decode()
-        except (RuntimeError, dist.DistError):
-            return None  # the store went with the rank that held it
-        return None
-
-    def leave(self) -> None:
-        """Ends this rank's part in the process group, so that ranks that wait for it fail instead of hanging."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def different(labels: Sequence[str]) -> str:
-    """The sentence for ranks that call with different batches."""
-    lines = [f"  rank {rank}: {label}" for rank, label in enumerate(labels)]
-    if len(lines) > 8:
-        odd = next(index for index, label in enumerate(labels) if label != labels[0])
-        lines = [lines[0], lines[odd], f"  ... and {len(lines) - 2} more ranks"]
-    return "\n".join(
-        [
-            "The ranks called with different batches or rates, so nothing was updated:",
-            *lines,
-            "Give every rank a batch of the same shapes and dtypes in every call (drop or pad the last one), and the "
-            "same learning rate.",
-        ]
-    )
 
 
 def agree(mesh: Mesh, what: str, text: str, failure: BaseException | None = None) -> None:

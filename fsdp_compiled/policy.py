@@ -58,6 +58,10 @@ class Policy:
     lower
         ``"inductor"``: the compute between collectives is compiled, each distinct piece once. ``"eager"``: ATen
         kernels, the same as eager PyTorch runs, bit for bit.
+    programs
+        How many compiled programs are kept: each kind of call (a step, forward, ...) on each shape of batch is one.
+        Past it, the program that was used the longest time ago is dropped, which is said. Nothing falls back to
+        slower code or is refused, so that a run with too many shapes ends, but compiles more often than it should.
     """
 
     shard: str = "zero3"
@@ -65,11 +69,14 @@ class Policy:
     clip: float | None = None
     accumulate: str = "shards"
     lower: str = "inductor"
+    programs: int = 16
 
     def __post_init__(self) -> None:
         _one_of("shard", self.shard, tuple(PLACEMENTS))
         _one_of("accumulate", self.accumulate, ("shards", "full"))
         _one_of("lower", self.lower, ("inductor", "eager"))
+        if not isinstance(self.programs, int) or isinstance(self.programs, bool) or self.programs < 1:
+            raise ValueError(f"Policy.programs is {self.programs!r}; expected a whole number, 1 or more.")
         if not isinstance(self.precision, MixedPrecisionPolicy):
             raise ValueError(
                 f"Policy.precision is a {type(self.precision).__name__}; expected "

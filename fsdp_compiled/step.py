@@ -10,8 +10,8 @@ import hashlib
 import logging
 import time
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import dump
 from fsdp_compiled.build import Compiled, Kind, build, check_devices, label_of, plain
+from fsdp_compiled.calls import Calls, different
 from fsdp_compiled.capture import batch_tensors
 from fsdp_compiled.lower import lower
-from fsdp_compiled.mesh import Calls, Mesh, RankError, agree, different, exchange
+from fsdp_compiled.mesh import Mesh, RankError, agree, exchange
 from fsdp_compiled.optim import Rule, hyper, make_rules, signature
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import DISAGREE, NORM, Port, Program
@@ -66,6 +67,8 @@ class Sharded:
         self._calls = Calls(mesh)
         self._calls_summed = 0  # the numbers of the microbatches' programs, compared at the next step
         self._trainable = tuple(parameter.requires_grad for parameter in self._parameters)
+        self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
+        self._evicted = 0
         self.captures = 0
 
     # What a person calls.
@@ -143,6 +146,7 @@ class Sharded:
     def full_state_dict(self) -> dict[str, Any]:
         """The ordinary ``model.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
         state = self._state
+        self._meet("full_state_dict")
         return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
 
     @property
@@ -152,8 +156,9 @@ class Sharded:
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        """Every program compiled so far, oldest first."""
-        return tuple(compiled.program for compiled in self._compiled.values())
+        """The compiled programs that are kept, oldest first."""
+        by_age = sorted(self._compiled.values(), key=lambda compiled: compiled.number)
+        return tuple(compiled.program for compiled in by_age)
 
     def dump(self, folder: str | Path) -> Path:
         """Writes the plan and every stage of `program`, with the differences, as text. Returns the folder."""
@@ -169,9 +174,8 @@ class Sharded:
 
     def _newest(self) -> Compiled:
         for kind in get_args(Kind):
-            for key in reversed(self._compiled):
-                if key[0] == kind:
-                    return self._compiled[key]
+            if found := [compiled for key, compiled in self._compiled.items() if key[0] == kind]:
+                return max(found, key=lambda compiled: compiled.number)
         raise RuntimeError("Nothing was compiled yet. The first call captures: sharded.step(*batch).")
 
     def _need_optimizer(self, call: str) -> None:
@@ -182,7 +186,8 @@ class Sharded:
             )
 
     def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
-        self._read_hypers()
+        with self._refusing():
+            self._read_hypers()
         compiled = self._program("last" if state.sums else "step", batch, named)
         outputs = self._run(compiled, state, batch, named, self._calls_summed)
         self._calls_summed = 0
@@ -230,7 +235,7 @@ class Sharded:
         if DISAGREE in str(error):  # all ranks are here: each found it in the same reduction
             rates = "".join(f", {name} = {value}" for name, value in self._rates.items())
             return RankError(different(exchange(compiled.label + rates, self._mesh)))
-        reason = self._calls.reason()
+        reason = self._calls.reason(error)
         return RankError(reason) if reason is not None else error
 
     def _options(self) -> list[Any]:
@@ -272,20 +277,46 @@ class Sharded:
             for leaf in leaves
         )
         if tuple(parameter.requires_grad for parameter in self._parameters) != self._trainable:
-            raise ValueError(
-                "requires_grad was changed after compile_sharded, which had sorted the parameters into trainable and "
-                "frozen ones. Set requires_grad before compile_sharded."
-            )
+            raise ValueError(self._changed())
         return (kind, described, spec, tuple(module.training for module in self._modules))
 
     def _program(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
-        key = self._signature(kind, batch, named)
-        compiled = self._compiled.get(key)
+        with self._refusing():
+            key = self._signature(kind, batch, named)
+        compiled = self._compiled.pop(key, None)
         if compiled is None:
-            compiled = self._compiled[key] = self._compile(kind, batch, named)
+            compiled = self._compile(kind, batch, named)
         else:
             self._calls.post(compiled.label)
+        self._compiled[key] = compiled  # the last is the one used last
         return compiled
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A call that this rank refuses is an error on every rank: the others may be on their way into a collective."""
+        try:
+            yield
+        except ValueError as error:
+            self._calls.refuse(str(error), self._labels())
+            raise
+
+    def _changed(self) -> str:
+        """What became of requires_grad, and the cure."""
+        named = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        lines = [
+            f"{named[id(parameter)]}, which was {'trainable' if before else 'frozen'}"
+            for parameter, before in zip(self._parameters, self._trainable, strict=True)
+            if parameter.requires_grad != before
+        ]
+        rest = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+        return (
+            f"requires_grad was changed after compile_sharded, of {', '.join(lines[:3])}{rest}. Shards and optimizer "
+            "state are laid out by it. Set it back; or load sharded.full_state_dict() into a new model, set "
+            "requires_grad there, and call compile_sharded on that."
+        )
+
+    def _labels(self) -> set[str]:
+        return {compiled.label for compiled in self._compiled.values()}
 
     def _compile(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
         """Compiling is a collective: every rank builds the program, all compare it, and every rank lowers it."""
@@ -293,11 +324,32 @@ class Sharded:
         label = label_of(kind, batch, named) + self._version(batch, named)
         self._meet(label)
         compiled = self._together(lambda: self._build(kind, batch, named, label), lambda made: made.program.text())
+        self._make_room(label)
         groups, how = self._mesh.groups, self.plan.policy.lower
         compiled.runner = self._together(lambda: lower(compiled.program, groups, how))
         self.captures += 1
+        self._say_idle(compiled)
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
         return compiled
+
+    def _make_room(self, label: str) -> None:
+        """Drops the program that rank 0 used the longest time ago, if `Policy.programs` are kept already."""
+        if len(self._compiled) < self.plan.policy.programs:
+            return
+        # Ranks that had a failed call in between may have another order of use, but they have the same programs.
+        number = exchange(next(iter(self._compiled.values())).number, self._mesh)[0]
+        key = next(key for key, compiled in self._compiled.items() if compiled.number == number)
+        evicted = self._compiled.pop(key)
+        self._evicted += 1
+        if self._mesh.rank == 0:
+            log.warning("%s", _full(self.plan.policy.programs, label, evicted.label, self._labels(), self._evicted))
+
+    def _say_idle(self, compiled: Compiled) -> None:
+        """Names the parameters that the loss does not reach, each once."""
+        found = [name for name in compiled.idle if name not in self._idle]
+        self._idle.update(found)
+        if found and self._mesh.rank == 0:
+            log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(found))
 
     def _together(self, make: Callable[[], T], text: Callable[[T], str] = lambda made: "") -> T:
         """What ``make`` makes, if every rank could make it and all made the same; else an error on every rank."""
@@ -329,7 +381,19 @@ class Sharded:
         return "".join(strides) + training + detail + changed
 
     def _meet(self, label: str) -> None:
-        """Compiling is a collective: all ranks do it, for the same batch, or none."""
+        """What is rare and collective (to compile, to collect the model): all ranks do it, or none."""
         self._calls.post(label)
-        known = {compiled.label for compiled in self._compiled.values()}
-        self._calls.meet(label, known)
+        self._calls.meet(label, self._labels())
+
+
+def _full(limit: int, new: str, evicted: str, kept: Collection[str], count: int) -> str:
+    """What is said when a program is dropped for another; the cures once."""
+    text = f"compiling {new}: {limit} programs are kept (Policy.programs), so that of {evicted} was dropped"
+    if count > 1:
+        return f"{text} ({count} so far)"
+    shapes = "".join(f"\n  {label}" for label in kept)
+    return (
+        f"{text}. Compiling takes seconds; a call with these shapes would compile again. Kept are{shapes}\n"
+        "Give batches few shapes: drop the last short batch (drop_last=True), pad, or sort lengths into buckets; or "
+        "raise Policy.programs."
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -188,33 +188,62 @@ def counts() -> Any:
     }
 
 
-def run(case: str) -> dict[str, Any]:
+def frozen_on_one() -> Any:
+    """One rank freezes a part after a step that both have made, and is refused while the other is on its way."""
+    sharded = shard()
+    sharded.step(*batch(2))
+    if RANK:
+        sharded.model[0].requires_grad_(False)  # type: ignore[index, operator]
+    return unchanged(sharded, lambda: sharded.step(*batch(2)))
+
+
+def frozen_on_both() -> Any:
+    sharded = shard()
+    sharded.model[0].requires_grad_(False)  # type: ignore[index, operator]
+    return unchanged(sharded, lambda: sharded.step(*batch(2)))
+
+
+def odd_object() -> Any:
+    """One rank's batch holds what no program takes."""
+    sharded = shard()
+    sharded.step(*batch(2))
+    x, y = batch(2)
+    return unchanged(sharded, lambda: sharded.step(x, {1, 2} if RANK else y))
+
+
+def collects_alone() -> Any:
+    """One rank ends its loop and collects the model, the other takes another step."""
+    sharded = shard()
+    sharded.step(*batch(2))
+    return unchanged(sharded, sharded.full_state_dict if RANK else lambda: sharded.step(*batch(2)))
+
+
+def run(cases: Mapping[str, Any], case: str) -> dict[str, Any]:
     try:
-        result = globals()[case]()
+        result = cases[case]()
         return {"result": result if isinstance(result, dict) else repr(result)}
     except Exception as error:
         return {"error": type(error).__name__, "message": str(error), "notes": getattr(error, "__notes__", [])}
 
 
-def main() -> None:
-    path, *cases = sys.argv[1:]
-    dist.init_process_group("gloo")
-    store = dist.distributed_c10d._get_default_store()
+def main(cases: Mapping[str, Any]) -> None:
+    """Each case in a process group of its own: some leave theirs."""
+    path, *names = sys.argv[1:]
+    store, _, world = next(dist.rendezvous("env://"))
     results = {}
-    for case in cases:
-        mine = run(case)
-        # Through the store: some cases leave no process group behind.
-        store.set(f"{case}/{RANK}", json.dumps(mine))
-        results[case] = [json.loads(store.get(f"{case}/{rank}")) for rank in range(2)]
+    for case in names:
+        dist.init_process_group("gloo", store=dist.PrefixStore(case, store), rank=RANK, world_size=world)
+        store.set(f"{case}/{RANK}", json.dumps(run(cases, case)))
+        results[case] = [json.loads(store.get(f"{case}/{rank}")) for rank in range(world)]
+        if dist.is_initialized():
+            dist.destroy_process_group()
     if RANK == 0:
         with open(path, "w") as file:
             json.dump(results, file)
         store.get("read/1")
     else:
         store.set("read/1", "yes")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())
