@@ -140,7 +140,7 @@ def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimize
         for slot in buffer.slots:
             leaf = slot.leaf
             lines.append(
-                f"parameter {' = '.join(leaf.names)}: {str(leaf.dtype)[6:]}{list(leaf.shape)}, unit {leaf.unit}, "
+                f"parameter {' = '.join(leaf.names)}: {str(leaf.dtype)[6:]}{list(leaf.shape)}, unit {buffer.unit}, "
                 f"{'trainable' if leaf.trainable else 'frozen'}, group {leaf.group}"
             )
     lines += [f"buffer {name}: {str(b.dtype)[6:]}{list(b.shape)}" for name, b in model.named_buffers()]

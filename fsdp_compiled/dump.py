@@ -62,7 +62,7 @@ def _where(node: fx.Node) -> str:
 
 def _what(nodes: Iterable[fx.Node]) -> str:
     nodes = list(nodes)
-    roles = {role_of(node) for node in nodes}
+    roles = {"view" if role_of(node) == "block" else role_of(node) for node in nodes}
     if roles == {"update"}:
         writes = sum(1 for node in nodes if written(node))
         return f"update: {_count(writes, 'write')} in place"

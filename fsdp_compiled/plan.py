@@ -2,7 +2,8 @@
 
 Terms, used with these meanings everywhere in the package:
 
-- *unit*: parameters that are gathered together, usually one block of the model.
+- *block*: a submodule that was named, or found, to be gathered by itself; ``root`` is the rest of the model.
+- *unit*: parameters that are gathered together: a block, small neighbours merged, or a part of a large one (`bucket`).
 - *buffer*: a unit's parameters that share dtype, trainability and optimizer group, laid end to end in one flat
   tensor. Gathered, the buffer *is* the parameters: each is a view of it and nothing is copied out.
 - *slot*: one parameter's place in its buffer.
@@ -19,6 +20,8 @@ from typing import Literal
 
 import torch
 
+from fsdp_compiled.bucket import regroup, target
+from fsdp_compiled.machine import CPU, Machine, machine_of
 from fsdp_compiled.policy import Placement, Policy
 
 ALIGNMENT = 128  # bytes: where a parameter may start, so that vector loads of any width are aligned
@@ -37,7 +40,7 @@ class Leaf:
     dtype: torch.dtype
     trainable: bool
     group: int | None  # optimizer group; None: no optimizer updates it
-    unit: str
+    block: str
 
     @property
     def numel(self) -> int:
@@ -103,6 +106,11 @@ class Unit:
     name: str
     buffers: tuple[Buffer, ...]
 
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The blocks whose parameters it holds, in registration order."""
+        return tuple(dict.fromkeys(slot.leaf.block for buffer in self.buffers for slot in buffer.slots))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -113,6 +121,8 @@ class Plan:
     device: torch.device
     shard: int = 1  # ranks along the shard axis
     replicate: int = 1  # ranks along the replicate axis
+    machine: Machine = CPU
+    notes: tuple[str, ...] = ()  # what was chosen, and why
 
     @property
     def placement(self) -> Placement:
@@ -196,16 +206,27 @@ def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
     return Buffer(key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel)
 
 
+def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
+    dtype = policy.precision.param_dtype if leaf.dtype.is_floating_point else None
+    return leaf.numel * (dtype or leaf.dtype).itemsize
+
+
 def make_plan(leaves: Sequence[Leaf], policy: Policy, device: torch.device, shard: int = 1, replicate: int = 1) -> Plan:
     """Groups the leaves, given in registration order, into units and lays their buffers out.
+
+    Which blocks make a unit is chosen by `Policy.bucket_mb`, and said in the plan's notes.
 
     Registration order is kept inside a buffer, because the place of an element decides the order in which a ring
     reduction sums it, and so its last bits.
     """
+    machine = machine_of(device, shard * replicate, policy.bandwidth_gbps)
+    gathered = policy.placement.parameter and shard > 1
+    blocks, sizes = [leaf.block for leaf in leaves], [_wire_bytes(leaf, policy) for leaf in leaves]
+    merge, split, reason = target(policy.bucket_mb, blocks, sizes, machine, shard * replicate, gathered)
     by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None], list[Leaf]]] = {}
-    for leaf in leaves:
+    for leaf, unit in zip(leaves, regroup(blocks, sizes, merge, split, gathered), strict=True):
         kind = (leaf.dtype, leaf.trainable, leaf.group if leaf.trainable else None)
-        by_unit.setdefault(leaf.unit, {}).setdefault(kind, []).append(leaf)
+        by_unit.setdefault(unit, {}).setdefault(kind, []).append(leaf)
     units = []
     for name, kinds in by_unit.items():
         buffers = tuple(
@@ -213,7 +234,7 @@ def make_plan(leaves: Sequence[Leaf], policy: Policy, device: torch.device, shar
             for index, members in enumerate(kinds.values())
         )
         units.append(Unit(name, buffers))
-    return Plan(tuple(units), policy, device, shard, replicate)
+    return Plan(tuple(units), policy, device, shard, replicate, machine, (reason,))
 
 
 def human(nbytes: float) -> str:
@@ -246,4 +267,4 @@ def _describe(plan: Plan) -> list[str]:
                 f"{len(buffer.slots):>12}{human(buffer.nbytes):>12}"
                 f"{human(plan.shard_numel(buffer) * buffer.dtype.itemsize):>14}{buffer.padding:>9}"
             )
-    return lines
+    return lines + [f"chosen: {note}" for note in plan.notes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -36,6 +37,10 @@ def _one_of(name: str, value: object, known: Sequence[str]) -> None:
         raise ValueError(f"Policy.{name} is {value!r}; expected one of {', '.join(map(repr, known))}.")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class Policy:
     """How a model is sharded and run: one field, one decision.
@@ -55,6 +60,18 @@ class Policy:
     accumulate
         What `Sharded.accumulate` holds between microbatches. ``"shards"``: each microbatch is reduced, and a rank
         holds the sums of its shards. ``"full"``: a rank holds the whole gradient, and a step reduces once.
+    prefetch
+        How many units ahead of their first use gathers are started, and how many reductions may be on the wire at
+        once. 0: each gather starts where it is waited for. ``"auto"``: from estimated compute and transfer times.
+    limit
+        Most gathered units alive at once, at every point of the step (the rate limiter). Where a program needs more,
+        a unit is freed and gathered again. ``"auto"``: what the placement and ``prefetch`` come to.
+    bucket_mb
+        Size of a unit on the wire, in MiB. Neighbouring blocks are merged while they stay under it, and a block over it
+        is cut between parameters. 0: one unit a block. ``"auto"``: where a collective's latency stops to matter.
+    bandwidth_gbps
+        What the network carries from and to each rank, in 1e9 bits a second, where that is far from what such devices
+        usually have (Ethernet between GPU nodes): the ``"auto"`` choices follow it.
     lower
         ``"inductor"``: the compute between collectives is compiled, each distinct piece once. ``"eager"``: ATen
         kernels, the same as eager PyTorch runs, bit for bit.
@@ -68,6 +85,10 @@ class Policy:
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     clip: float | None = None
     accumulate: str = "shards"
+    prefetch: int | Literal["auto"] = "auto"
+    limit: int | Literal["auto"] = "auto"
+    bucket_mb: float | Literal["auto"] = "auto"
+    bandwidth_gbps: float | None = None
     lower: str = "inductor"
     programs: int = 16
 
@@ -86,10 +107,23 @@ class Policy:
             dtype = getattr(self.precision, name)
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"Policy.precision.{name} is {dtype}; expected a floating-point dtype.")
-        if self.clip is not None and not (
-            isinstance(self.clip, int | float) and not isinstance(self.clip, bool) and 0 < self.clip < math.inf
-        ):
-            raise ValueError(f"Policy.clip is {self.clip!r}; expected a positive number or None.")
+        for name in ("clip", "bandwidth_gbps"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise ValueError(f"Policy.{name} is {value!r}; expected a positive number or None.")
+        for name, least in (("prefetch", 0), ("limit", 1)):
+            value = getattr(self, name)
+            if value != "auto" and not (_is_number(value) and isinstance(value, int) and value >= least):
+                raise ValueError(f'Policy.{name} is {value!r}; expected a whole number from {least} up, or "auto".')
+        if self.bucket_mb != "auto" and not (_is_number(self.bucket_mb) and 0 <= self.bucket_mb < math.inf):
+            raise ValueError(
+                f'Policy.bucket_mb is {self.bucket_mb!r}; expected MiB, 0 for one unit a block, or "auto".'
+            )
+        if isinstance(self.prefetch, int) and isinstance(self.limit, int) and self.limit <= self.prefetch:
+            raise ValueError(
+                f"Policy.limit={self.limit} leaves no room for prefetch={self.prefetch}: the unit in use is alive too. "
+                f"Give limit={self.prefetch + 1} or more, or a smaller prefetch."
+            )
 
     @property
     def placement(self) -> Placement:

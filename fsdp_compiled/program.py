@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 Phase = Literal["forward", "backward", "update"]
-Role = Literal["cast", "gather", "part", "wait", "view", "flatten", "reduce", "norm", "agree", "sum", "update"]
+Role = Literal["cast", "gather", "part", "wait", "block", "view", "flatten", "reduce", "norm", "agree", "sum", "update"]
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ def last(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
     return max(nodes, key=order.__getitem__)
 
 
-GATHERED = ("cast", "gather", "part", "wait", "view")
+GATHERED = ("cast", "gather", "part", "wait", "block", "view")
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
 
 

@@ -40,7 +40,7 @@ def read_leaves(model: nn.Module, optimizer: Optimizer | None, units: Sequence[s
             dtype=parameter.dtype,
             trainable=parameter.requires_grad,
             group=groups.get(key),
-            unit=unit_of(names[key], units),
+            block=unit_of(names[key], units),
         )
         for key, parameter in parameters.items()
     ]

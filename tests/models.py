@@ -306,7 +306,12 @@ def recipes(draw: st.DrawFn, shards: tuple[str, ...] = ("zero3", "zero2", "zero1
         units=draw(st.sampled_from(["default", "pattern", "first", "leaves", "nested", "class"])),
         groups=draw(st.sampled_from(["one", "two", "some"])),
         optimizer=draw(st.sampled_from(["sgd", "adamw"])),
-        policy=Policy(shard=draw(st.sampled_from(shards)), clip=draw(st.sampled_from([None, 0.5])), lower="eager"),
+        policy=Policy(
+            shard=draw(st.sampled_from(shards)),
+            clip=draw(st.sampled_from([None, 0.5])),
+            bucket_mb=draw(st.sampled_from([0, "auto", 0.0004, 0.001])),
+            lower="eager",
+        ),
         shard=shard,
         replicate=replicate,
     )

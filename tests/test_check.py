@@ -28,7 +28,9 @@ Break = Callable[[Program, Plan], Program]
 @functools.cache
 def built(shard: str = "zero3", kind: str = "step") -> tuple[dict[str, Program], Plan]:
     """A model with blocks and a module buffer: the program after each pass, by the pass's name."""
-    recipe = Recipe((Block("linear"), Block("normed"), Block("linear")), policy=Policy(shard=shard, lower="eager"))
+    recipe = Recipe(
+        (Block("linear"), Block("normed"), Block("linear")), policy=Policy(shard=shard, bucket_mb=0, lower="eager")
+    )
     model, optimizer = models.build(recipe)
     found, plan = stages(model, optimizer, models.loss, models.batches(recipe, 1)[0][0], recipe.policy, kind=kind)
     return {program.history[-1]: program for program in found}, plan

@@ -20,7 +20,13 @@ PRIVATE = {
     "torch._inductor": {"lower"},
 }
 # What the rest stands on, and what of ours each may import.
-FOUNDATIONS: dict[str, set[str]] = {"policy": set(), "plan": {"policy"}, "program": set()}
+FOUNDATIONS: dict[str, set[str]] = {
+    "policy": set(),
+    "machine": set(),
+    "bucket": {"machine"},
+    "plan": {"bucket", "machine", "policy"},
+    "program": set(),
+}
 # `str(program)` shows the summary that `dump` writes; imported when it is asked for.
 LATE = {("program", "dump")}
 

@@ -141,7 +141,7 @@ def _error(value: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def policy(shard: str, clip: float | None = None) -> Policy:
-    return Policy(shard=shard, clip=clip, lower="eager")
+    return Policy(shard=shard, clip=clip, bucket_mb=0, lower="eager")
 
 
 def three_blocks(shard: str = "zero3", mesh: tuple[int, int] = (2, 1), **options: Any) -> Recipe:

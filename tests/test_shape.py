@@ -10,6 +10,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled import Plan, Policy, Program
 from fsdp_compiled import lower as lowering
 from fsdp_compiled.check import check
+from fsdp_compiled.plan import Unit
 from fsdp_compiled.program import Edit, Port, is_collective, is_random, role_of
 from tests import models
 from tests.models import Block, Recipe
@@ -31,7 +33,7 @@ aten = torch.ops.aten
 
 def recipe(shard: str, *blocks: Block, **options: object) -> Recipe:
     blocks = blocks or (Block("linear"),) * 3
-    return Recipe(blocks, policy=Policy(shard=shard, lower="eager"), **options)  # type: ignore[arg-type]
+    return Recipe(blocks, policy=Policy(shard=shard, lower="eager", bucket_mb=0), **options)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -144,7 +146,7 @@ def test_weights_tied_across_units_live_once_in_the_unit_around_them() -> None:
     apart, tied = recipe("zero2"), recipe("zero2", tied_blocks=True, tied_head=True)
     names = {slot.name: slot.leaf for buffer in built(tied)[1].buffers for slot in buffer.slots}
     assert names["embedding.weight"].names == ("embedding.weight", "head.weight")
-    assert names["blocks.0.up.weight"].unit == "root"
+    assert names["blocks.0.up.weight"].block == "root"
     assert len(names["blocks.0.up.weight"].names) == 2
     assert counts(program_of(tied)) == counts(program_of(apart))
 
@@ -361,3 +363,48 @@ def test_what_is_sent_is_as_written_down(name: str) -> None:
 
 def test_the_golden_texts_are_those_that_are_compared() -> None:
     assert {path.stem for path in GOLDEN.iterdir()} == set(GOLDENS)
+
+
+def wire_bytes(unit: Unit) -> int:
+    """Without the gaps and padding that the buffers of so small a model mostly consist of."""
+    return sum(slot.leaf.numel * slot.leaf.dtype.itemsize for buffer in unit.buffers for slot in buffer.slots)
+
+
+@pytest.mark.parametrize("shard", ["zero3", "zero2", "zero1"])
+def test_merged_blocks_are_gathered_and_reduced_as_one(shard: str) -> None:
+    what = recipe(shard, *[Block("linear")] * 6)
+    sizes = {unit.name: wire_bytes(unit) for unit in built(what)[1].units}
+    three = replace(what, policy=replace(what.policy, bucket_mb=3.5 * sizes["blocks.0"] / 2**20))
+    plan = built(three)[1]
+    assert [unit.name for unit in plan.units] == ["root", "blocks.0-2", "blocks.3-5"]
+    assert plan.units[1].members == ("blocks.0", "blocks.1", "blocks.2")
+    found = counts(program_of(three))
+    assert found["all_gather"] == (5 if shard == "zero3" else 3)
+    assert found["all_reduce" if shard == "zero1" else "reduce_scatter"] == 3
+    slices = [node for node in program_of(three).marked("block") if node.meta["phase"] == "forward"]
+    assert len(slices) == 6 and len({node.meta["val"].shape for node in slices[:2]}) == 1
+
+
+def test_a_large_block_is_gathered_in_parts_each_when_it_is_used() -> None:
+    what = recipe("zero2")
+    sizes = {unit.name: wire_bytes(unit) for unit in built(what)[1].units}
+    cut = replace(what, policy=replace(what.policy, bucket_mb=0.7 * sizes["root"] / 2**20))
+    names = [unit.name for unit in built(cut)[1].units]
+    assert names[:2] == ["root/0", "blocks.0"] and names[-1] == "root/1"
+    order = [node.meta["mark"].unit for node in program_of(cut).marked("gather")]
+    assert order[0] == "root/0" and order[-1] == "root/1"
+
+
+def test_ddp_reduces_in_buckets_the_last_parameters_first() -> None:
+    what = recipe("ddp", *[Block("linear")] * 4)
+    total = sum(map(wire_bytes, built(what)[1].units))
+    packed = replace(what, policy=replace(what.policy, bucket_mb=total / 3 / 2**20))
+    program, plan = program_of(packed), built(packed)[1]
+    reductions = [node.meta["mark"].unit for node in program.marked("reduce")]
+    assert reductions == sorted(reductions) and len(reductions) >= 3
+    last = plan.units[-1].buffers[0].slots[-1].name
+    assert reductions[0] == plan.units[-1].name and last == list(models.build(what)[0].state_dict())[-1]
+    order = list(program.graph.nodes)
+    first, other = program.marked("reduce")[:2]
+    between = [node for node in order[order.index(first) : order.index(other)] if role_of(node) is None]
+    assert between, "the first reduction does not overlap with backward"

@@ -15,6 +15,7 @@ buffer and there is nothing to gather.
 from __future__ import annotations
 
 from collections.abc import Container
+from itertools import groupby
 from operator import getitem
 
 import torch
@@ -95,17 +96,36 @@ def _full(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node]) -> list[tuple[B
 
 
 def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: Container[Slot]) -> list[tuple[Slot, fx.Node]]:
-    """Each wanted parameter as a view, in its own shape and strides."""
-    mark = Mark("view", buffer.unit, buffer.key)
-    bounds = [slot.offset for slot in buffer.slots[1:]] + [buffer.numel]
-    pieces = [bound - slot.offset for slot, bound in zip(buffer.slots, bounds, strict=True)]
-    split = edit.call(aten.split_with_sizes.default, full, pieces, mark=mark) if len(pieces) > 1 else None
+    """Each wanted parameter as a view, in its own shape and strides.
+
+    Where a unit holds several blocks, each is a slice first: equal blocks then look the same from inside, whatever
+    their place in the unit.
+    """
+    rows = [list(slots) for _, slots in groupby(buffer.slots, key=lambda slot: slot.leaf.block)]
+    starts = [row[0].offset for row in rows] + [buffer.numel]
     found = []
-    for index, slot in enumerate(buffer.slots):
+    for row, start, stop in zip(rows, starts, starts[1:]):
+        if any(slot in wanted for slot in row):
+            mark = Mark("block", buffer.unit, buffer.key)
+            whole = edit.call(aten.slice.Tensor, full, 0, start, stop, mark=mark) if len(rows) > 1 else full
+            found += _views_of_block(edit, buffer, whole, row, stop, wanted)
+    return found
+
+
+def _views_of_block(
+    edit: Edit, buffer: Buffer, whole: fx.Node, slots: list[Slot], stop: int, wanted: Container[Slot]
+) -> list[tuple[Slot, fx.Node]]:
+    """The same for one block's part of the buffer, which ends at ``stop``."""
+    mark = Mark("view", buffer.unit, buffer.key)
+    bounds = [slot.offset for slot in slots[1:]] + [stop]
+    pieces = [bound - slot.offset for slot, bound in zip(slots, bounds, strict=True)]
+    split = edit.call(aten.split_with_sizes.default, whole, pieces, mark=mark) if len(pieces) > 1 else None
+    found = []
+    for index, slot in enumerate(slots):
         if slot not in wanted:
             continue
         leaf = slot.leaf
-        view = full if split is None else edit.call(getitem, split, index, mark=mark)
+        view = whole if split is None else edit.call(getitem, split, index, mark=mark)
         if pieces[index] != leaf.numel:
             view = edit.call(aten.slice.Tensor, view, 0, 0, leaf.numel, mark=mark)
         view = edit.call(aten.view.default, view, [leaf.shape[dim] for dim in leaf.order], mark=mark)
