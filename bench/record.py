@@ -10,17 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 from pathlib import Path
 from typing import Any
 
-
-def processor() -> str:
-    """The processor's name, as far as the system tells it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+from fsdp_compiled.cli.machine import hardware
 
 
 def record(run: Path) -> dict[str, Any]:
@@ -34,7 +27,7 @@ def record(run: Path) -> dict[str, Any]:
         raise SystemExit(f"{run} did not get below the unigram model: {result}")
     return {
         "command": "make train",
-        "hardware": f"{os.cpu_count()} cores, {processor()}",
+        "hardware": hardware(),
         "versions": config["versions"],
         "options": config["options"],
         "result": result,

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -84,11 +84,14 @@ def _train(options: TrainOptions) -> int:
         raise
 
 
-def launch(command: Sequence[str], world: int, logs: Path) -> int:
+def launch(
+    command: Sequence[str], world: int, logs: Path, environment: Mapping[str, str] | None = None, name: str = "train"
+) -> int:
     """Runs `command` as `world` ranks. Rank 0 speaks on our standard output; the rest goes to `logs`.
 
-    Returns 0, the code of a rank that failed (its reason is printed once, on standard error), or 128 and the
-    signal's number if a signal stopped the run.
+    `environment` is added to this process's own; `name` is the command that a failure is told of. Returns 0,
+    the code of a rank that failed (its reason is printed once, on standard error), or 128 and the signal's
+    number if a signal stopped the run.
     """
     failure = logs / "failure.txt"
     failure.unlink(missing_ok=True)
@@ -105,6 +108,7 @@ def launch(command: Sequence[str], world: int, logs: Path) -> int:
         FAILURE: str(failure),
         BEGAN: str(time.time()),
     }
+    shared |= environment or {}
     shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     ranks: list[subprocess.Popen[bytes]] = []
     with _signals() as received:
@@ -122,14 +126,14 @@ def launch(command: Sequence[str], world: int, logs: Path) -> int:
                             start_new_session=True,
                         )
                     )
-            return _wait(ranks, received, writing, logs)
+            return _wait(ranks, received, writing, logs, name)
         finally:
             _kill(ranks)
             writing.close()
             os.close(reading)
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], received: list[int], stop: IO[bytes], logs: Path) -> int:
+def _wait(ranks: list[subprocess.Popen[bytes]], received: list[int], stop: IO[bytes], logs: Path, name: str) -> int:
     fine: tuple[int | None, ...] = (None, 0)  # None: still running
     deadline = math.inf  # of the ranks that are left once one has failed
     while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
@@ -145,7 +149,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]], received: list[int], stop: IO[by
         time.sleep(POLL)
     if all(code in fine for code in codes):
         return 128 + received[0] if STOPPED in codes else 0
-    print(_reason(codes, logs), file=sys.stderr)
+    print(f"fsdp-compiled {name}: {_reason(codes, logs)}", file=sys.stderr)
     return next((code for code in codes if code is not None and code > 0), 1)
 
 
@@ -165,7 +169,7 @@ def _reason(codes: list[int | None], logs: Path) -> str:
         else:
             rank = next(rank for rank, code in enumerate(codes) if code)
             reason = f"rank {rank} failed with exit code {codes[rank]}\n{_tail(logs / f'rank{rank}.txt')}"
-    return f"fsdp-compiled train: {reason.rstrip()}\nevery rank's own log is in {logs}"
+    return f"{reason.rstrip()}\nevery rank's own log is in {logs}"
 
 
 def _tail(log: Path) -> str:

@@ -1,17 +1,16 @@
 """What a run leaves to look at: the loss curve, the summary, and how it was made."""
 
 import os
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fsdp_compiled.cli.journal import EXTRA, Record
+from fsdp_compiled.cli.machine import versions
 from fsdp_compiled.cli.options import TrainOptions
 
 
@@ -87,20 +86,8 @@ def configuration(options: TrainOptions, **facts: object) -> dict[str, object]:
         "command": ["fsdp-compiled", *sys.argv[1:]],
         "options": chosen,
         **facts,
-        "versions": {
-            "fsdp-compiled": _version(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-        },
+        "versions": versions(),
     }
-
-
-def _version() -> str:
-    try:
-        return version("fsdp-compiled")
-    except PackageNotFoundError:  # a bare clone
-        return "not installed"
 
 
 def save(state: Mapping[str, Any], path: Path) -> None:

@@ -1,0 +1,156 @@
+"""A slow network, simulated: gloo's collectives take as long as their bytes would on a wire of a given bandwidth.
+
+    all_gather      issued ──┐                    ┌── done, however soon gloo itself was through
+    reduce_scatter           │   issued ──┐       │
+    the wire                 └ transfer ──┘└──────┴ transfer ──┐
+
+A *transfer* starts when its collective is issued, or when the wire is free of the one before, and takes the latency
+and its bytes over the bandwidth. Meanwhile the process goes on: who waits for the collective sleeps until the
+transfer is over, and uses no processor for it. So compute that runs between issue and wait hides the transfer, as
+it does on a real network, and nothing else does.
+
+The operators below are what every collective of a process group is dispatched through: those of functional
+collectives, of FSDP2 and of DDP's reducer alike. Inside `slow_network` their CPU kernels are wrapped. The bytes of a
+transfer are those that a rank receives in a ring of W ranks: (W - 1) / W of the gathered buffer, the same of a
+buffer that is reduced and scattered, twice that of one that is all-reduced, all of one that is broadcast. Barriers
+and point-to-point messages are left alone.
+"""
+
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+# By operator: which of its arguments holds the whole buffers, and how often a ring sends (W - 1) / W of them.
+RING: Mapping[str, tuple[int, int]] = {
+    "_allgather_base_": (0, 1),
+    "allgather_": (0, 1),
+    "allgather_into_tensor_coalesced_": (0, 1),
+    "_reduce_scatter_base_": (1, 1),
+    "reduce_scatter_": (1, 1),
+    "reduce_scatter_tensor_coalesced_": (1, 1),
+    "allreduce_": (0, 2),
+    "allreduce_coalesced_": (0, 2),
+}
+KEPT = 4096  # transfers whose Python side is kept alive, because C++ may wait for one again
+
+
+@dataclass
+class Transfer:
+    """One collective on the simulated wire; times in seconds of `time.monotonic`."""
+
+    name: str  # the operator, without the underscores at its ends
+    size: int  # bytes
+    issued: float
+    start: float
+    end: float
+    waited: float | None = None  # when somebody first waited for it
+
+    @property
+    def exposed(self) -> float:
+        """For how long who waited had to, because of the wire."""
+        return 0.0 if self.waited is None else max(0.0, self.end - self.waited)
+
+
+class Network:
+    """The wire of one process: what is on it, and how fast it is."""
+
+    def __init__(self, bytes_per_second: float, latency: float) -> None:
+        self.bytes_per_second, self.latency = bytes_per_second, latency
+        self.transfers: list[Transfer] = []
+        self._lock = threading.Lock()  # DDP issues from autograd's thread
+        self._free = 0.0
+        self._alive: deque[_Late] = deque(maxlen=KEPT)
+
+    def seconds(self, size: int) -> float:
+        """What a transfer of so many bytes takes on a free wire."""
+        return self.latency + size / self.bytes_per_second
+
+    def send(self, name: str, size: int, work: dist.Work) -> "_Late":
+        with self._lock:
+            issued = time.monotonic()
+            start = max(issued, self._free)
+            self._free = start + self.seconds(size)
+            transfer = Transfer(name, size, issued, start, self._free)
+            late = _Late(work, transfer)
+            self.transfers.append(transfer)
+            self._alive.append(late)
+        return late
+
+
+class _Late(dist._Work):
+    """A collective's work that is over when gloo is through and the transfer has ended."""
+
+    def __init__(self, work: dist.Work, transfer: Transfer) -> None:
+        super().__init__()
+        self._work: dist.Work | None = work  # holds tensors, so only until it is over
+        self._transfer = transfer
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        work, transfer = self._work, self._transfer
+        if work is None:
+            return True
+        if transfer.waited is None:
+            transfer.waited = time.monotonic()
+        work.wait()
+        time.sleep(max(0.0, transfer.end - time.monotonic()))
+        self._work = None
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        assert self._work is not None
+        inner, late = self._work.get_future(), torch.futures.Future[Any]()
+
+        def finish() -> None:
+            try:
+                value = inner.wait()
+                time.sleep(max(0.0, self._transfer.end - time.monotonic()))
+                late.set_result(value)
+            except Exception as error:
+                late.set_exception(error)
+
+        threading.Thread(target=finish, daemon=True).start()
+        return late
+
+
+@contextmanager
+def slow_network(gigabits_per_second: float, latency: float = 0.0) -> Iterator[Network]:
+    """Inside, collectives on CPU tensors take as long as on such a network; ``latency`` in seconds."""
+    network = Network(gigabits_per_second * 1e9 / 8, latency)
+    with torch.library._scoped_library("c10d", "IMPL") as library, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        for name in (*RING, "broadcast_"):
+            operator = getattr(torch.ops.c10d, name).default
+            kernel = _wrap(name, torch.library.get_kernel(operator, "CPU"), network)
+            library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
+        yield network
+
+
+def _wrap(name: str, kernel: Any, network: Network) -> Callable[..., Any]:
+    def slow(keys: Any, *arguments: Any, **named: Any) -> Any:
+        result = kernel.call_boxed(keys, *arguments, **named)
+        work = result[-1] if isinstance(result, tuple) else result
+        late = network.send(name.strip("_"), _bytes(name, arguments), dist._Work.unbox(work)).boxed()
+        return (*result[:-1], late) if isinstance(result, tuple) else late
+
+    return slow
+
+
+def _bytes(name: str, arguments: tuple[Any, ...]) -> int:
+    """What a rank receives; see the picture above."""
+    position, times = RING.get(name, (0, 0))
+    whole = sum(tensor.nbytes for tensor in pytree.tree_leaves(arguments[position]))
+    if not times:
+        return whole
+    group = next(value for value in arguments if isinstance(value, torch.ScriptObject))
+    world = dist.ProcessGroup.unbox(group).size()
+    return times * whole * (world - 1) // world
