@@ -5,7 +5,7 @@ from fsdp_compiled.capture import CaptureError
 from fsdp_compiled.check import ProgramError
 from fsdp_compiled.mesh import RankError
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.policy import Policy
+from fsdp_compiled.policy import LossScale, Policy
 from fsdp_compiled.program import Port, Program
 from fsdp_compiled.state import State
 from fsdp_compiled.step import Sharded
@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "LossScale",
     "Plan",
     "Policy",
     "Port",

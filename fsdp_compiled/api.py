@@ -21,7 +21,7 @@ from fsdp_compiled.optim import Rule, make_rules
 from fsdp_compiled.plan import Plan, make_plan
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.random import initial_state
-from fsdp_compiled.state import State, optimizer_state
+from fsdp_compiled.state import State, initial_scale, optimizer_state
 from fsdp_compiled.step import Sharded
 from fsdp_compiled.takeover import check_initializable, is_taken, read_leaves, take_over
 from fsdp_compiled.units import Choice, find_units
@@ -83,6 +83,7 @@ def compile_sharded(
         optimizer=optimizer_state(plan, rules, adopted),
         constants={},
         sums={},
+        scale=initial_scale(plan),
         random=initial_state(plan.device, place.rank),
         step=torch.zeros((), dtype=torch.int64, device=plan.device),
     )

@@ -345,7 +345,7 @@ def _seed(graph: fx.Graph, tangent: fx.Node) -> fx.Node:
     node = graph.call_function(
         torch.ops.aten.full.default, (list(value.shape), seed), {"dtype": value.dtype, "device": value.device}
     )
-    node.meta = {"val": value, "phase": "backward", "path": ""}
+    node.meta = {"val": value, "phase": "backward", "path": ""} | ({"seed": True} if seed else {})
     return node
 
 

@@ -32,13 +32,40 @@ PLACEMENTS: Mapping[str, Placement] = {
 }
 
 
-def _one_of(name: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"Policy.{name} is {value!r}; expected one of {', '.join(map(repr, known))}.")
+@dataclass(frozen=True)
+class LossScale:
+    """How the loss is scaled in backward, so that small gradients are no zeros in fp16: `torch.amp.GradScaler`'s rule.
+
+    ``init``: the first scale. A step whose gradients are not finite multiplies it by ``backoff``; ``interval`` good
+    steps in a row multiply it by ``growth``. With both at 1 it stays as it is.
+    """
+
+    init: float = 2.0**16
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("init", 0.0, math.inf), ("growth", 1.0, math.inf), ("backoff", 0.0, 1.0)):
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 < value < math.inf and low <= value <= high):
+                bounds = {"init": "a positive number", "growth": "1 or more", "backoff": "more than 0 and at most 1"}
+                raise ValueError(f"LossScale.{name} is {value!r}; expected {bounds[name]}.")
+        if not isinstance(self.interval, int) or isinstance(self.interval, bool) or self.interval < 1:
+            raise ValueError(f"LossScale.interval is {self.interval!r}; expected a positive whole number of steps.")
+
+    @property
+    def dynamic(self) -> bool:
+        return (self.growth, self.backoff) != (1, 1)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _one_of(name: str, value: object, known: Sequence[str | None]) -> None:
+    if value not in known:
+        raise ValueError(f"Policy.{name} is {value!r}; expected one of {', '.join(map(repr, known))}.")
 
 
 @dataclass(frozen=True)
@@ -54,9 +81,18 @@ class Policy:
         torch's own ``MixedPrecisionPolicy``. Shards stay in the parameters' dtype; ``param_dtype`` is cast to before
         the wire, ``reduce_dtype`` is the dtype of the gradient reduction, ``cast_forward_inputs`` casts the
         floating-point tensors that go into the model, ``output_dtype`` those that it returns.
+    loss_scale
+        For fp16. ``"dynamic"``: as ``torch.amp.GradScaler``, with its defaults; `LossScale`: with others; a number: a
+        scale that stays. Backward starts from the scaled loss, and gradients are divided by the scale once they are
+        reduced, before clipping. A step that finds an infinity or a NaN in any rank's gradient updates nothing, and is
+        counted in `Sharded.overflows`. As in eager PyTorch, what forward itself wrote (BatchNorm statistics) stays.
+        No message is added: what a rank found travels with the loss.
     clip
         Largest global norm of the gradient (2-norm over all ranks' shards), or None. As
         ``torch.nn.utils.clip_grad_norm_``: gradients are scaled by ``min(1, clip / (norm + 1e-6))``.
+    clip_value
+        Largest absolute value of any element of the gradient, or None, as ``torch.nn.utils.clip_grad_value_``. Not
+        together with ``clip``: one after the other gives two results, by the order.
     accumulate
         What `Sharded.accumulate` holds between microbatches. ``"shards"``: each microbatch is reduced, and a rank
         holds the sums of its shards. ``"full"``: a rank holds the whole gradient, and a step reduces once.
@@ -83,7 +119,9 @@ class Policy:
 
     shard: str = "zero3"
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    loss_scale: float | str | LossScale | None = None
     clip: float | None = None
+    clip_value: float | None = None
     accumulate: str = "shards"
     prefetch: int | Literal["auto"] = "auto"
     limit: int | Literal["auto"] = "auto"
@@ -107,7 +145,7 @@ class Policy:
             dtype = getattr(self.precision, name)
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"Policy.precision.{name} is {dtype}; expected a floating-point dtype.")
-        for name in ("clip", "bandwidth_gbps"):
+        for name in ("clip", "clip_value", "bandwidth_gbps"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"Policy.{name} is {value!r}; expected a positive number or None.")
@@ -124,6 +162,27 @@ class Policy:
                 f"Policy.limit={self.limit} leaves no room for prefetch={self.prefetch}: the unit in use is alive too. "
                 f"Give limit={self.prefetch + 1} or more, or a smaller prefetch."
             )
+        if self.clip is not None and self.clip_value is not None:
+            raise ValueError(
+                f"Policy.clip={self.clip!r} and Policy.clip_value={self.clip_value!r} are both given; which comes "
+                "first changes the result, so give one of them."
+            )
+        scale = self.loss_scale
+        if not (scale is None or scale == "dynamic" or isinstance(scale, LossScale)) and not (
+            isinstance(scale, int | float) and _is_number(scale) and 0 < scale < math.inf
+        ):
+            raise ValueError(
+                f'Policy.loss_scale is {scale!r}; expected None, "dynamic", a positive number or a LossScale.'
+            )
+
+    @property
+    def scaling(self) -> LossScale | None:
+        """``loss_scale``, in its full form."""
+        if self.loss_scale is None or isinstance(self.loss_scale, LossScale):
+            return self.loss_scale
+        if isinstance(self.loss_scale, str):
+            return LossScale()
+        return LossScale(float(self.loss_scale), growth=1.0, backoff=1.0)
 
     @property
     def placement(self) -> Placement:

@@ -7,6 +7,7 @@ ports and by the marks below, never by shapes or node names:
 - ``node.meta["phase"]``: ``"forward"``, ``"backward"`` or ``"update"``.
 - ``node.meta["mark"]``: a `Mark` on nodes that passes inserted: the role they play, and for which unit and buffer.
 - ``node.meta["idle"]``, on a shard's placeholder: the names of its parameters that the loss does not reach.
+- ``node.meta["seed"]``, set on one node: the derivative of the loss by itself, from which backward starts.
 - ``node.meta["path"]``: the submodule that the node came from, for people to read.
 """
 
@@ -25,7 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 Phase = Literal["forward", "backward", "update"]
-Role = Literal["cast", "gather", "part", "wait", "block", "view", "flatten", "reduce", "norm", "agree", "sum", "update"]
+Role = Literal[
+    "cast", "gather", "part", "wait", "block", "view", "flatten", "reduce", "norm", "agree", "scale", "sum", "update"
+]
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,9 @@ class Port:
     ``side`` is ``"in"`` or ``"out"``. ``kind``, for inputs: ``"parameter"`` (full; before `gather`), ``"shard"`` (a
     buffer's slice), ``"buffer"`` (a module buffer), ``"batch"``, ``"constant"`` (a tensor the model or loss closes
     over), ``"state"`` (optimizer), ``"hyper"`` (a scheduled hyperparameter), ``"sum"`` (over microbatches),
-    ``"rank"``, ``"call"``. For outputs: ``"loss"``, ``"aux"``, ``"result"`` (forward alone), ``"gradient"``,
-    ``"norm"``, ``"buffer"`` or ``"constant"`` (the updated value of the input of that name).
+    ``"scale"`` (of the loss), ``"rank"``, ``"call"``. For outputs: ``"loss"``, ``"aux"``, ``"result"`` (forward
+    alone), ``"gradient"``, ``"norm"``, ``"overflow"``, ``"buffer"`` or ``"constant"`` (the updated value of the input
+    of that name).
     """
 
     side: Literal["in", "out"]
@@ -49,6 +53,7 @@ class Port:
 
 LOSS = Port("out", "loss", "0")
 NORM = Port("out", "norm", "gradient")
+OVERFLOW = Port("out", "overflow", "gradient")  # how many buffers' gradients are not finite; in the end, whether any
 CALL = Port("in", "call", "number")  # which program this rank runs with which rates, float64
 
 ASSERT = torch.ops.aten._assert_async.msg

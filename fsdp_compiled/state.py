@@ -19,10 +19,11 @@ class State:
     state by ``"<buffer key>.<name>"`` and scalars by ``"group <g>.<name>"``. ``constants``: tensors that the model or
     loss closes over and updates. ``sums``: gradients of microbatches that no update has used yet, by buffer key, with
     their ``"(count)"`` and ``"(loss)"``; empty until `Sharded.accumulate` is called. ``random``: the generator's state.
-    ``step``: how many updates were made, int64.
+    ``scale``: under ``Policy.loss_scale``, the ``"factor"`` that the loss is multiplied by, ``"good"`` (steps since it
+    changed) and ``"overflows"`` (steps that were void); else empty. ``step``: how many updates were made, int64.
     """
 
-    _fields = ("parameters", "buffers", "optimizer", "constants", "sums", "random", "step")
+    _fields = ("parameters", "buffers", "optimizer", "constants", "sums", "scale", "random", "step")
 
     def __init__(
         self,
@@ -31,10 +32,11 @@ class State:
         optimizer: Mapping[str, torch.Tensor],
         constants: Mapping[str, torch.Tensor],
         sums: Mapping[str, torch.Tensor],
+        scale: Mapping[str, torch.Tensor],
         random: torch.Tensor,
         step: torch.Tensor,
     ) -> None:
-        self._values: tuple[Any, ...] | None = (parameters, buffers, optimizer, constants, sums, random, step)
+        self._values: tuple[Any, ...] | None = (parameters, buffers, optimizer, constants, sums, scale, random, step)
 
     def _value(self, index: int) -> Any:
         if self._values is None:
@@ -49,8 +51,9 @@ class State:
     optimizer = property(lambda self: self._value(2))
     constants = property(lambda self: self._value(3))
     sums = property(lambda self: self._value(4))
-    random = property(lambda self: self._value(5))
-    step = property(lambda self: self._value(6))
+    scale = property(lambda self: self._value(5))
+    random = property(lambda self: self._value(6))
+    step = property(lambda self: self._value(7))
 
     def consume(self) -> State:
         """A new State with the same tensors; this one may no longer be read."""
@@ -70,6 +73,18 @@ pytree.register_pytree_node(
     lambda values, _: State(*values),
     serialized_type_name="fsdp_compiled.State",
 )
+
+
+def initial_scale(plan: Plan) -> dict[str, torch.Tensor]:
+    """What `passes.scale` reads and writes; nothing without ``Policy.loss_scale``."""
+    scaling = plan.policy.scaling
+    if scaling is None:
+        return {}
+    return {
+        "factor": torch.full((), scaling.init, dtype=torch.float32, device=plan.device),
+        "good": torch.zeros((), dtype=torch.int32, device=plan.device),
+        "overflows": torch.zeros((), dtype=torch.int64, device=plan.device),
+    }
 
 
 def optimizer_state(plan: Plan, rules: Sequence[Rule], adopted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from fsdp_compiled.lower import lower
 from fsdp_compiled.mesh import Mesh, RankError, agree, exchange
 from fsdp_compiled.optim import Rule, hyper, make_rules, signature
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import DISAGREE, NORM, Port, Program
+from fsdp_compiled.program import DISAGREE, NORM, OVERFLOW, Port, Program
 from fsdp_compiled.random import Generator
 from fsdp_compiled.state import State, optimizer_state
 from fsdp_compiled.takeover import Taken, full_state_dict
@@ -139,6 +139,16 @@ class Sharded:
         return self._norm
 
     @property
+    def loss_scale(self) -> torch.Tensor:
+        """What the next step multiplies its loss by, a 0-d float32 tensor."""
+        return self._scale("factor").clone()
+
+    @property
+    def overflows(self) -> torch.Tensor:
+        """How many steps updated nothing, because a gradient was not finite on some rank; a 0-d int64 tensor."""
+        return self._scale("overflows").clone()
+
+    @property
     def state(self) -> State:
         """This rank's state, to be handed to `apply`."""
         return self._state
@@ -178,6 +188,13 @@ class Sharded:
                 return max(found, key=lambda compiled: compiled.number)
         raise RuntimeError("Nothing was compiled yet. The first call captures: sharded.step(*batch).")
 
+    def _scale(self, name: str) -> torch.Tensor:
+        if self.plan.policy.scaling is None:
+            raise RuntimeError(
+                'The loss is not scaled: Policy.loss_scale is None. For fp16, give Policy(loss_scale="dynamic").'
+            )
+        return self._state.scale[name]
+
     def _need_optimizer(self, call: str) -> None:
         if self.optimizer is None:
             raise RuntimeError(
@@ -192,7 +209,8 @@ class Sharded:
         outputs = self._run(compiled, state, batch, named, self._calls_summed)
         self._calls_summed = 0
         self._norm = outputs.get(NORM)
-        state.step.add_(1)
+        overflow = outputs.get(OVERFLOW)
+        state.step.add_(1 if overflow is None else ~overflow)
         return compiled.capture.rebuild(outputs), state.consume()
 
     def _run(
@@ -206,6 +224,7 @@ class Sharded:
             "hyper": self._hypers,
             "rank": {"shard": self._rank},
             "sum": state.sums,
+            "scale": state.scale,
             "call": {"number": self._call_number(compiled, before)},
             "batch": batch_tensors(batch, named),
         }

@@ -31,7 +31,7 @@ from fsdp_compiled.plan import Plan, make_plan
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.program import LOSS, NORM, Port, Program
 from fsdp_compiled.random import initial_state
-from fsdp_compiled.state import optimizer_state
+from fsdp_compiled.state import initial_scale, optimizer_state
 from fsdp_compiled.takeover import Taken, read_leaves, read_slot, take_over
 from fsdp_compiled.units import Choice, find_units
 
@@ -102,6 +102,7 @@ def enlist(
     values |= {Port("in", "buffer", name): value for name, value in buffers.items()}
     state = optimizer_state(plan, rules, adopted)
     values |= {Port("in", "state", name): value for name, value in state.items()}
+    values |= {Port("in", "scale", name): value for name, value in initial_scale(plan).items()}
     values[Port("in", "rank", "shard")] = torch.tensor([mesh.shard_rank])
     values[Port("in", "call", "number")] = torch.ones((), dtype=torch.float64)
     return Rank(mesh, plan, taken, optimizer, rules, values, initial_state(mesh.device, mesh.rank))
@@ -276,5 +277,6 @@ def lockstep(program: Program, crew: Sequence[Rank], batches: Sequence[Batch]) -
 
 
 def _same(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    assert all(torch.equal(value, values[0]) for value in values), f"the ranks see different numbers: {values}"
+    seen = [value.nan_to_num(nan=1.5e30) for value in values]  # NaN is equal to NaN here
+    assert all(torch.equal(value, seen[0]) for value in seen), f"the ranks see different numbers: {values}"
     return values[0]

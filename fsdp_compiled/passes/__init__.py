@@ -7,7 +7,7 @@ its test and its entry in a tuple below.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fsdp_compiled.check import check
 from fsdp_compiled.optim import Rule
@@ -17,30 +17,42 @@ from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.reduce import reduce
 from fsdp_compiled.passes.report import report
+from fsdp_compiled.passes.scale import scale, skip, unscale
 from fsdp_compiled.passes.store import store
 from fsdp_compiled.passes.update import update
 from fsdp_compiled.plan import Plan
+from fsdp_compiled.policy import Policy
 from fsdp_compiled.program import Program
 
 Pass = Callable[[Program, Plan], Program]
 Observer = Callable[[Program], None]
 
+# Passes that only some policies ask for; for the others they are left out.
+ASKED: Mapping[Pass, Callable[[Policy], bool]] = dict.fromkeys(
+    (scale, unscale, skip), lambda policy: policy.scaling is not None
+)
+
 FORWARD: tuple[Pass, ...] = (gather, store)
-GRADIENT: tuple[Pass, ...] = (gather, reduce, recompute, report, store)
-MICROBATCH: tuple[Pass, ...] = (gather, reduce, recompute, add_up, store)
+GRADIENT: tuple[Pass, ...] = (scale, gather, reduce, recompute, unscale, report, store)
+MICROBATCH: tuple[Pass, ...] = (scale, gather, reduce, recompute, add_up, store)
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
     means = (average,) if accumulated else ()
-    return (gather, reduce, recompute, *means, report, clip, update(rules), store)
+    return (scale, gather, reduce, recompute, *means, unscale, report, clip, update(rules), skip, store)
 
 
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:
-    """Applies the passes in order; what must hold is checked after each, and each result is shown to ``observe``."""
+    """Applies the passes in order; what must hold is checked after each, and each result is shown to ``observe``.
+
+    Passes that the plan's policy does not ask for are left out.
+    """
     check(program, plan)
     observe(program)
     for transform in passes:
+        if transform in ASKED and not ASKED[transform](plan.policy):
+            continue
         program = transform(program, plan)
         check(program, plan)
         observe(program)

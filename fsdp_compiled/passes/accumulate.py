@@ -97,7 +97,7 @@ def _gradients(edit: Edit, plan: Plan) -> list[tuple[Buffer, Port, fx.Node]]:
 def _reduction(gradient: fx.Node) -> fx.Node | None:
     """The first collective that this gradient went through."""
     found, node = None, gradient
-    while role_of(node) in ("cast", "wait", "reduce"):
+    while role_of(node) in ("cast", "scale", "wait", "reduce"):
         found = node if is_collective(node) else found
         node = node.all_input_nodes[0]
     return found

@@ -1,11 +1,12 @@
-"""Gradients are scaled down where their global norm is over `Policy.clip`.
+"""Gradients are scaled down where their global norm is over `Policy.clip`, or cut at `Policy.clip_value`.
 
-    before                      after
+    before                      after, by norm                            after, by value
 
-    return gradient             factor = min(1, clip / (norm + 1e-6))
+    return gradient             factor = min(1, clip / (norm + 1e-6))     return clamp(gradient, -value, value)
                                 return gradient * factor
 
-The formula is that of `torch.nn.utils.clip_grad_norm_`; the norm reported is the one before clipping.
+The formulas are those of `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`. The norm reported is the one before
+clipping.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_
 
 
 def clip(program: Program, plan: Plan) -> Program:
-    """Scales every gradient by one factor on the device; without ``Policy.clip`` nothing is added."""
+    """One factor for all gradients, on the device, or a bound for each element; without either nothing is added."""
     edit = Edit(program)
     norm = edit.outputs.get(NORM)
     if plan.policy.clip is not None and norm is not None:
@@ -33,4 +34,11 @@ def clip(program: Program, plan: Plan) -> Program:
                 port = Port("out", "gradient", buffer.key)
                 if buffer.updated and (gradient := edit.outputs.get(port)) is not None:
                     edit.set_output(port, edit.call(aten.mul.Tensor, gradient, factor, mark=mark))
+    if (value := plan.policy.clip_value) is not None:
+        with edit.at(edit.end, "update"):
+            for buffer in plan.buffers:
+                port = Port("out", "gradient", buffer.key)
+                if buffer.updated and (gradient := edit.outputs.get(port)) is not None:
+                    bounded = edit.call(aten.clamp.default, gradient, -float(value), float(value), mark=Mark("norm"))
+                    edit.set_output(port, bounded)
     return edit.done("clip")

@@ -12,8 +12,9 @@
 
 A parameter that the loss does not reach has zeros in its place, and is named in the mark ``idle`` of its shard. Where
 the gradient's placement is a full copy, the reduction is an all-reduce; along a replicate axis one follows the
-reduce-scatter. The wait for one buffer stands just before the reduction of the next, so that one flat gradient is on
-the wire and one is being filled, never more.
+reduce-scatter. Means are taken on the wire, but for float16, whose largest number is 65504: there a part of the
+division comes before the sum and the rest after it, as in FSDP2. The wait for one buffer stands just before the
+reduction of the next, so that one flat gradient is on the wire and one is being filled, never more.
 """
 
 from __future__ import annotations
@@ -106,14 +107,29 @@ def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Pl
     return flat if wanted == dtype else edit.call(aten._to_copy.default, flat, dtype=wanted, mark=mark)
 
 
+def _shares(world: int) -> tuple[int, float]:
+    """What to divide by before a sum over this many ranks, a power of two near its root, and what after it."""
+    before = 1
+    while world % before == 0 and world / before > before:
+        before *= 2
+    return before, world / before
+
+
+def _average(value: fx.Node) -> str:
+    return "sum" if value.meta["val"].dtype == torch.float16 else "avg"
+
+
 def _start(edit: Edit, buffer: Buffer, flat: fx.Node, plan: Plan) -> fx.Node:
     mark = _mark(buffer, "reduce")
+    how = _average(flat)
+    if how == "sum" and plan.world > 1:
+        flat = edit.call(aten.div.Tensor, flat, _shares(plan.world)[0], mark=_mark(buffer, "scale"))
     if plan.shard > 1 and plan.placement.gradient:
-        return edit.call(c10d.reduce_scatter_tensor.default, flat, "avg", plan.shard, "shard", mark=mark)
+        return edit.call(c10d.reduce_scatter_tensor.default, flat, how, plan.shard, "shard", mark=mark)
     if plan.shard > 1:
-        return edit.call(c10d.all_reduce.default, flat, "avg", "shard", mark=mark)
+        return edit.call(c10d.all_reduce.default, flat, how, "shard", mark=mark)
     if plan.replicate > 1:
-        return edit.call(c10d.all_reduce.default, flat, "avg", "replicate", mark=mark)
+        return edit.call(c10d.all_reduce.default, flat, how, "replicate", mark=mark)
     return flat
 
 
@@ -124,8 +140,12 @@ def _finish(edit: Edit, pending: list[tuple[Buffer, fx.Node]], plan: Plan) -> No
         if part.meta["mark"].role == "reduce":
             part = edit.call(c10d.wait_tensor.default, part, mark=_mark(buffer, "wait"))
             if plan.shard > 1 and plan.replicate > 1:
-                part = edit.call(c10d.all_reduce.default, part, "avg", "replicate", mark=_mark(buffer, "reduce"))
+                part = edit.call(
+                    c10d.all_reduce.default, part, _average(part), "replicate", mark=_mark(buffer, "reduce")
+                )
                 part = edit.call(c10d.wait_tensor.default, part, mark=_mark(buffer, "wait"))
+            if _average(part) == "sum" and (after := _shares(plan.world)[1]) != 1:
+                part = edit.call(aten.div.Tensor, part, after, mark=_mark(buffer, "scale"))
         if part.meta["val"].dtype != buffer.dtype:
             part = edit.call(aten._to_copy.default, part, dtype=buffer.dtype, mark=_mark(buffer, "cast"))
         edit.set_output(Port("out", "gradient", buffer.key), part)

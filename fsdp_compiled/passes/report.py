@@ -11,6 +11,7 @@
 assertion holds exactly when all ranks have the same one, so that ranks that call with different shapes or rates stop
 before anything is updated, at no cost. The squared norm of a sum is not the sum of squared norms, so the norm is taken
 after the reduction, on the shards, each element once: padding is zero, and copies on a replicate axis are divided out.
+How many gradients were found not to be finite, under ``Policy.loss_scale``, is one more number of the same message.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import ASSERT, CALL, DISAGREE, LOSS, NORM, Edit, Mark, Port, Program
+from fsdp_compiled.program import ASSERT, CALL, DISAGREE, LOSS, NORM, OVERFLOW, Edit, Mark, Port, Program
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -42,6 +43,9 @@ def report(program: Program, plan: Plan) -> Program:
         mine = [edit.call(aten._to_copy.default, loss, dtype=torch.float64, mark=mark)]
         if gradients:
             mine.append(_sum_of_squares(edit, gradients, mark))
+        overflow = outputs.get(OVERFLOW)
+        if overflow is not None:
+            mine.append(overflow)
         if plan.axes:
             call = edit.add_input(CALL, edit.fake([], torch.float64, plan.device))
             mine += [call, edit.call(aten.mul.Tensor, call, call, mark=mark)]
@@ -54,6 +58,8 @@ def report(program: Program, plan: Plan) -> Program:
         mean = edit.call(aten.select.int, packet, 0, 0, mark=mark)
         mean = edit.call(aten.div.Tensor, mean, plan.world, mark=mark)
         edit.set_output(LOSS, edit.call(aten._to_copy.default, mean, dtype=dtype, mark=mark))
+        if overflow is not None:
+            edit.set_output(OVERFLOW, edit.call(aten.select.int, packet, 0, mine.index(overflow), mark=mark))
         if gradients:
             copies = plan.world // plan.shard if plan.placement.gradient else plan.world
             squares = edit.call(aten.select.int, packet, 0, 1, mark=mark)
