@@ -11,6 +11,8 @@
 | `add_up`    | no gradient leaves                                                                                  |
 | `update`    | every trainable shard with an optimizer is written, and no gradient leaves                          |
 | `store`     | no new value of a module buffer leaves: it is written back                                          |
+| `limit`     | at most `Policy.limit` units are gathered at every node                                             |
+| `schedule`  | the same, with gathers started early                                                                |
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from fsdp_compiled.holdings import alive, holdings
 from fsdp_compiled.plan import Buffer, Plan
 from fsdp_compiled.program import (
     LOSS,
@@ -129,6 +132,8 @@ def _no_full_parameters(program: Program, plan: Plan) -> None:
 
 
 def _gathered_once_a_phase(program: Program, plan: Plan) -> None:
+    if "limit" in program.history and plan.policy.limit != "auto":
+        return  # gathered as often as the limit makes it
     seen: set[tuple[str, str]] = set()
     for node in program.marked("gather"):
         for part in _results(node):
@@ -224,6 +229,21 @@ def _buffers_are_stored(program: Program, plan: Plan) -> None:
             fail(program, node, f"the new value of {port} leaves the step and would be lost.")
 
 
+def _within_limit(program: Program, plan: Plan) -> None:
+    if not isinstance(plan.policy.limit, int):
+        return
+    found = holdings(program.graph)
+    for holding in found:
+        units = alive(found, holding.start)
+        if len(units) > plan.policy.limit:
+            fail(
+                program,
+                holding.gathers[0],
+                f"{len(units)} units are gathered at once ({', '.join(sorted(units))}); the limit is "
+                f"{plan.policy.limit}.",
+            )
+
+
 INVARIANTS: dict[str, tuple[Callable[[Program, Plan], None], ...]] = {
     "gather": (_no_full_parameters, _gathered_once_a_phase),
     "reduce": (_gradients_are_reduced,),
@@ -232,4 +252,6 @@ INVARIANTS: dict[str, tuple[Callable[[Program, Plan], None], ...]] = {
     "add_up": (_no_gradient_leaves,),
     "update": (_shards_are_updated,),
     "store": (_buffers_are_stored,),
+    "limit": (_within_limit,),
+    "schedule": (_within_limit,),
 }

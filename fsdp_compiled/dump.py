@@ -44,6 +44,7 @@ def summary(program: Program) -> str:
             close()
         run.append(node)
     close()
+    lines += [f"chosen: {note}" for note in program.notes]
     return "\n".join(lines)
 
 

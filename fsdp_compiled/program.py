@@ -17,7 +17,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -56,6 +56,7 @@ NORM = Port("out", "norm", "gradient")
 OVERFLOW = Port("out", "overflow", "gradient")  # how many buffers' gradients are not finite; in the end, whether any
 CALL = Port("in", "call", "number")  # which program this rank runs with which rates, float64
 
+c10d = torch.ops._c10d_functional
 ASSERT = torch.ops.aten._assert_async.msg
 DISAGREE = "the ranks run different programs"
 
@@ -76,6 +77,7 @@ class Program:
     graph: fx.Graph
     ports: tuple[Port, ...]  # inputs in the order of the placeholders, then outputs in the order of the output node
     history: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # what passes chose, and why
 
     @property
     def inputs(self) -> dict[Port, fx.Node]:
@@ -146,7 +148,7 @@ def is_collective(node: fx.Node) -> bool:
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and node.target.namespace == "_c10d_functional"
-        and node.target is not torch.ops._c10d_functional.wait_tensor.default
+        and node.target is not c10d.wait_tensor.default
     )
 
 
@@ -316,12 +318,39 @@ class Edit:
             if node.op == "call_function" and not node.users and not written(node) and node.target is not ASSERT:
                 self.graph.erase_node(node)
 
-    def done(self, name: str) -> Program:
-        """The next program: swept, checked for form, with this pass in its history."""
+    def drop_unused_parts(self) -> None:
+        """Makes collectives of several buffers carry only those that are used: what is sent is awaited."""
+        self.sweep()
+        for node in self.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor_coalesced.default):
+            parts = {part.args[1]: part for part in node.users}
+            buffers, world, axis = node.args
+            if len(parts) == len(buffers):  # type: ignore[arg-type]
+                continue
+            used = [buffers[index] for index in sorted(parts)]  # type: ignore[index, type-var]
+            with self.at(node, node.meta["phase"]):
+                mark = node.meta["mark"]
+                if len(used) == 1:
+                    (part,) = parts.values()
+                    single = replace(part.meta["mark"], role="gather")
+                    full = self.call(c10d.all_gather_into_tensor.default, used[0], world, axis, mark=single)
+                    part.replace_all_uses_with(full)
+                else:
+                    fewer = self.call(c10d.all_gather_into_tensor_coalesced.default, used, world, axis, mark=mark)
+                    for place, index in enumerate(sorted(parts)):  # type: ignore[type-var]
+                        parts[index].args = (fewer, place)
+        self.sweep()
+
+    def move(self, nodes: Iterable[fx.Node], before: fx.Node) -> None:
+        """Moves nodes, in this order, to just before another."""
+        for node in nodes:
+            before.prepend(node)
+
+    def done(self, name: str, *notes: str) -> Program:
+        """The next program: swept, checked for form, with this pass in its history and what it chose in its notes."""
         self.sweep()
         self.graph.lint()
         ports = (*self._inputs, *self._outputs)
-        return Program(self.graph, ports, (*self._before.history, name))
+        return Program(self.graph, ports, (*self._before.history, name), (*self._before.notes, *notes))
 
 
 def _identifier(text: str) -> str:

@@ -26,11 +26,10 @@ Break = Callable[[Program, Plan], Program]
 
 
 @functools.cache
-def built(shard: str = "zero3", kind: str = "step") -> tuple[dict[str, Program], Plan]:
+def built(shard: str = "zero3", kind: str = "step", limit: int | None = None) -> tuple[dict[str, Program], Plan]:
     """A model with blocks and a module buffer: the program after each pass, by the pass's name."""
-    recipe = Recipe(
-        (Block("linear"), Block("normed"), Block("linear")), policy=Policy(shard=shard, bucket_mb=0, lower="eager")
-    )
+    policy = Policy(shard=shard, bucket_mb=0, limit=limit or "auto", lower="eager")
+    recipe = Recipe((Block("linear"), Block("normed"), Block("linear")), policy=policy)
     model, optimizer = models.build(recipe)
     found, plan = stages(model, optimizer, models.loss, models.batches(recipe, 1)[0][0], recipe.policy, kind=kind)
     return {program.history[-1]: program for program in found}, plan
@@ -198,6 +197,13 @@ def a_buffer_that_leaves(program: Program, plan: Plan) -> Program:
     return as_after(program, *program.history, "store")
 
 
+def a_gather_too_early(program: Program, plan: Plan) -> Program:
+    edit = Edit(program)
+    first, _, third, *_ = (edit.map[node] for node in program.marked("gather"))
+    edit.move([third], before=first)
+    return done(edit, program)
+
+
 @dataclass(frozen=True)
 class Case:
     after: str  # the pass whose result is broken
@@ -207,6 +213,7 @@ class Case:
     shard: str = "zero3"
     shows: bool = True  # the lines near the fault
     kind: str = "step"
+    limit: int | None = None
 
 
 CASES = [
@@ -233,12 +240,14 @@ CASES = [
     Case("update", a_shard_never_updated, "_shards_are_updated", r"the shard of blocks\.0 is never updated"),
     Case("update", a_gradient_that_leaves, "_no_gradient_leaves", "the gradient of .* leaves the step"),
     Case("update", a_buffer_that_leaves, "_buffers_are_stored", r"buffer blocks\.1\.norm\..* leaves the step"),
+    Case("limit", a_gather_too_early, "_within_limit", r"3 units are gathered at once .*; the limit is 2", limit=2),
+    Case("schedule", a_gather_too_early, "_within_limit", r"3 units are gathered at once .*; the limit is 2", limit=2),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.after}-{case.broken.__name__}-{case.shard}")
 def test_a_broken_program_is_rejected_and_the_place_is_shown(case: Case) -> None:
-    programs, plan = built(case.shard, case.kind)
+    programs, plan = built(case.shard, case.kind, case.limit)
     check(programs[case.after], plan)
     broken = case.broken(programs[case.after], plan)
     with pytest.raises(ProgramError) as raised:

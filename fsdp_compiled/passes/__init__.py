@@ -14,10 +14,12 @@ from fsdp_compiled.optim import Rule
 from fsdp_compiled.passes.accumulate import add_up, average
 from fsdp_compiled.passes.clip import clip
 from fsdp_compiled.passes.gather import gather
+from fsdp_compiled.passes.limit import limit
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.reduce import reduce
 from fsdp_compiled.passes.report import report
 from fsdp_compiled.passes.scale import scale, skip, unscale
+from fsdp_compiled.passes.schedule import schedule
 from fsdp_compiled.passes.store import store
 from fsdp_compiled.passes.update import update
 from fsdp_compiled.plan import Plan
@@ -32,15 +34,16 @@ ASKED: Mapping[Pass, Callable[[Policy], bool]] = dict.fromkeys(
     (scale, unscale, skip), lambda policy: policy.scaling is not None
 )
 
-FORWARD: tuple[Pass, ...] = (gather, store)
-GRADIENT: tuple[Pass, ...] = (scale, gather, reduce, recompute, unscale, report, store)
-MICROBATCH: tuple[Pass, ...] = (scale, gather, reduce, recompute, add_up, store)
+WHEN: tuple[Pass, ...] = (limit, schedule)
+FORWARD: tuple[Pass, ...] = (gather, store, *WHEN)
+GRADIENT: tuple[Pass, ...] = (scale, gather, reduce, recompute, unscale, report, store, *WHEN)
+MICROBATCH: tuple[Pass, ...] = (scale, gather, reduce, recompute, add_up, store, *WHEN)
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
     means = (average,) if accumulated else ()
-    return (scale, gather, reduce, recompute, *means, unscale, report, clip, update(rules), skip, store)
+    return (scale, gather, reduce, recompute, *means, unscale, report, clip, update(rules), skip, store, *WHEN)
 
 
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:

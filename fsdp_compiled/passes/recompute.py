@@ -19,15 +19,11 @@ results are kept, so that dropout replays the same mask.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
-import torch
 from torch import fx
 
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import Edit, Program, gathered, is_random, positions
-
-c10d = torch.ops._c10d_functional
 
 
 def recompute(program: Program, plan: Plan) -> Program:
@@ -38,31 +34,8 @@ def recompute(program: Program, plan: Plan) -> Program:
         chains = gathered(edit.graph)
         kept = _turning_unit(edit.graph, chains)
         _rebuild(edit, {node for unit, nodes in chains.items() if unit != kept for node in nodes})
-        _drop_unused_parts(edit)
+        edit.drop_unused_parts()
     return edit.done("recompute")
-
-
-def _drop_unused_parts(edit: Edit) -> None:
-    """Gathers in backward only the buffers of a unit that backward reads, so that nothing is sent and never awaited."""
-    edit.sweep()
-    for node in edit.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor_coalesced.default):
-        parts = {part.args[1]: part for part in node.users}
-        buffers, world, axis = node.args
-        if len(parts) == len(buffers):  # type: ignore[arg-type]
-            continue
-        used = [buffers[index] for index in sorted(parts)]  # type: ignore[index, type-var]
-        with edit.at(node, node.meta["phase"]):
-            mark = node.meta["mark"]
-            if len(used) == 1:
-                (part,) = parts.values()
-                full = edit.call(c10d.all_gather_into_tensor.default, used[0], world, axis, mark=part.meta["mark"])
-                full.meta["mark"] = replace(part.meta["mark"], role="gather")
-                part.replace_all_uses_with(full)
-            else:
-                fewer = edit.call(c10d.all_gather_into_tensor_coalesced.default, used, world, axis, mark=mark)
-                for place, index in enumerate(sorted(parts)):  # type: ignore[type-var]
-                    parts[index].args = (fewer, place)
-    edit.sweep()
 
 
 def _turning_unit(graph: fx.Graph, chains: dict[str, set[fx.Node]]) -> str | None:

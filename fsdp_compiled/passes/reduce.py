@@ -51,10 +51,11 @@ def reduce(program: Program, plan: Plan) -> Program:
         )
         ready.append((last(found.values(), order) if found else None, buffer, found))
     ready.sort(key=lambda item: len(order) if item[0] is None else order[item[0]])
+    # Looked up before anything is inserted: buffers that become whole with the same gradient follow one another.
+    following = {node: node.next for node, _, _ in ready if node is not None}
     pending: list[tuple[Buffer, fx.Node]] = []
     for node, buffer, found in ready:
-        at = edit.end if node is None else node.next
-        with edit.at(at, "backward"):
+        with edit.at(edit.end if node is None else following[node], "backward"):
             if found:
                 flat = _flatten(edit, buffer, found, plan)
                 _finish(edit, pending, plan)

@@ -1,0 +1,105 @@
+"""Never more than ``Policy.limit`` units gathered at once: the rate limiter, as a property of the program.
+
+    before (limit=2)                       after
+
+    root = all_gather; use(root)           root = all_gather; use(root)
+    a = all_gather; use(a)                 a = all_gather; use(a)
+    b = all_gather; use(b)                 b = all_gather; use(b)          # root was freed for it
+    use(root, b)                           root' = all_gather; use(root', b)
+
+Gathered units are to a step what pages are to a process: where one more is needed than may be held, the one whose next
+use lies furthest ahead is freed, and gathered again for that use. That choice frees least often (L. A. Belady, 1966).
+Under ``"zero2"`` a limit turns into resharding as much as it must, and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from fsdp_compiled.holdings import Holding, holdings
+from fsdp_compiled.plan import Plan
+from fsdp_compiled.program import Edit, Phase, Program, positions, role_of
+
+GATHER_CHAIN = ("cast", "gather", "part", "wait", "block", "view")
+
+
+def limit(program: Program, plan: Plan) -> Program:
+    """Frees and gathers again; a program that fits is left as it is. Raises ``ValueError`` where nothing helps."""
+    edit = Edit(program)
+    most = plan.policy.limit
+    if isinstance(most, int):
+        order = positions(edit.graph)
+        for again in _stretches(holdings(edit.graph), order, most):
+            _gather_again(edit, again, order)
+        edit.drop_unused_parts()
+    return edit.done("limit")
+
+
+def _stretches(found: list[Holding], order: dict[fx.Node, int], most: int) -> list[tuple[Holding, list[fx.Node]]]:
+    """The uses that need a gather of their own, by holding: each list is one more stretch of it."""
+    users: dict[fx.Node, list[Holding]] = {}
+    for holding in found:
+        for node in holding.uses:
+            users.setdefault(node, []).append(holding)
+    left = {id(holding): list(holding.uses) for holding in found}
+    resident: dict[str, Holding] = {}
+    stretch: dict[int, list[fx.Node] | None] = {}  # None: the first, which has its gather already
+    more: list[tuple[Holding, list[fx.Node]]] = []
+    for node in sorted(users, key=order.__getitem__):
+        needed = users[node]
+        names = {holding.unit for holding in needed}
+        if len(names) > most:
+            raise ValueError(
+                f"Policy.limit={most} cannot hold: {node.name} (in {node.meta.get('path') or 'the loss'}) reads "
+                f"parameters of {len(names)} units at once: {', '.join(sorted(names))}. Give limit={len(names)} or "
+                "more, or units= that put them into one."
+            )
+        for unit, holding in list(resident.items()):
+            if not left[id(holding)]:
+                del resident[unit]
+        for holding in needed:
+            if resident.get(holding.unit) is not holding:
+                resident[holding.unit] = holding
+                if id(holding) in stretch:
+                    stretch[id(holding)] = []
+                    more.append((holding, stretch[id(holding)]))  # type: ignore[arg-type]
+                else:
+                    stretch[id(holding)] = None
+        while len(resident) > most:
+            idle = {unit: holding for unit, holding in resident.items() if unit not in names}
+            del resident[max(idle, key=lambda unit: order[left[id(idle[unit])][0]])]
+        for holding in needed:
+            left[id(holding)].remove(node)
+            row = stretch[id(holding)]
+            if row is not None:
+                row.append(node)
+    return more
+
+
+def _gather_again(edit: Edit, what: tuple[Holding, Sequence[fx.Node]], order: dict[fx.Node, int]) -> None:
+    """Repeats the gather, and the views behind it, just before the first of these uses, and lets them read it."""
+    holding, uses = what
+    copies: dict[fx.Node, fx.Node] = {}
+    for use in uses:
+        phase: Phase = use.meta["phase"] if use.op == "call_function" else "update"
+        wanted = [source for source in use.all_input_nodes if source in holding.aliases]
+        with edit.at(use, phase):
+            for source in sorted(_behind(wanted, holding, copies), key=order.__getitem__):
+                copies[source] = edit.clone(source, copies)
+        for source in wanted:
+            use.replace_input_with(source, copies[source])
+
+
+def _behind(wanted: list[fx.Node], holding: Holding, made: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """The wanted aliases and the chain that they are made by, as far as it is not yet made."""
+    chain = {*holding.aliases, *holding.gathers}
+    found: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in made and node not in found and (node in chain or role_of(node) in GATHER_CHAIN):
+            found.add(node)
+            stack += node.all_input_nodes
+    return found

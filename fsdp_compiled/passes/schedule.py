@@ -1,0 +1,189 @@
+"""Communication hides under compute: gathers start early, reductions are waited for late.
+
+    before                             after, prefetch=1
+
+    a = all_gather(a_shard)            a = all_gather(a_shard)
+    wait(a); use(a)                    b = all_gather(b_shard)     # on the wire while a is used
+    b = all_gather(b_shard)            wait(a); use(a)
+    wait(b); use(b)                    wait(b); use(b)
+
+Units are used in a sequence (forward, then backward in reverse). A gather is moved to just before the use that stands
+``prefetch`` places ahead of its own in that sequence; the waits stay at the first use. It is not moved
+
+- out of its phase: what backward gathers first starts when backward does,
+- ahead of another gather, so that the wire serves them in the order in which they are needed,
+- to where more than ``limit`` units would be alive, or a unit alive twice.
+
+The first gathers of all, ``prefetch + 1`` of them, start with the program: nothing can hide the first. A reduction
+starts when the last of its gradients exists, as `reduce` has it; its wait moves down until ``prefetch`` reductions are
+on the wire with it, never further, because the flat gradient lives until then. Only these few nodes move: the order of
+compute, and with it the memory of activations, is the model's own.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fsdp_compiled.cost import seconds
+from fsdp_compiled.holdings import Holding, holdings, most_alive
+from fsdp_compiled.plan import Plan
+from fsdp_compiled.program import Edit, Program, positions, role_of
+
+MOST_AHEAD = 4  # what "auto" tries
+WORTH = 0.05  # of the time on the wire: what one more unit ahead must hide besides
+
+Entry = tuple[int, fx.Node, Holding]  # place in the program, the node to start before, and whose use begins there
+
+
+def schedule(program: Program, plan: Plan) -> Program:
+    """Moves gathers up and the waits of reductions down; nothing is added or taken away."""
+    edit = Edit(program)
+    found = holdings(edit.graph)
+    ahead, reason = _prefetch(edit.graph, found, plan)
+    most = plan.policy.limit if isinstance(plan.policy.limit, int) else None
+    notes = [reason]
+    for holding, target in _starts(edit.graph, found, ahead, most):
+        edit.move(_issue(holding), before=target)
+    _wait_late(edit, max(ahead, 1))
+    if found:
+        peak = most_alive(holdings(edit.graph))
+        given = f"{most}, as given" if most is not None else f"{peak} (auto): what that comes to"
+        notes.append(f"limit={given}; at most {peak} units alive at once")
+    return edit.done("schedule", *(note for note in notes if note))
+
+
+def _sequence(graph: fx.Graph, found: list[Holding]) -> list[Entry]:
+    """Where each holding's use begins, in each phase; before its wait, where that is what comes first."""
+    order = positions(graph)
+    entries: list[Entry] = []
+    for holding in found:
+        waits = [node for node in holding.aliases if role_of(node) == "wait"]
+        opening = min([*waits, *holding.uses], key=order.__getitem__, default=None)
+        if opening is None or opening.op != "call_function":
+            continue
+        entries.append((order[opening], opening, holding))
+        later = holding.first_use("backward") if opening.meta["phase"] == "forward" else None
+        if later is not None:
+            entries.append((order[later], later, holding))
+    return sorted(entries, key=lambda entry: entry[0])
+
+
+def _starts(graph: fx.Graph, found: list[Holding], ahead: int, most: int | None) -> list[tuple[Holding, fx.Node]]:
+    """Where each gather is to start: the node to move it before."""
+    if ahead == 0:
+        return []
+    nodes = list(graph.nodes)
+    order = positions(graph)
+    entries = _sequence(graph, found)
+    moved: list[tuple[Holding, fx.Node]] = []
+    leaving: set[fx.Node] = set()  # nodes that are moved, and so no longer stand where they did
+    settled: list[Holding] = []
+    previous = 0
+    for holding in found:
+        place = next((index for index, entry in enumerate(entries) if entry[2] is holding), None)
+        issue = _issue(holding)
+        now = min(order[node] for node in issue)
+        phase = issue[0].meta["phase"]
+        earliest = next(index for index, node in enumerate(nodes) if node.meta.get("phase") == phase)
+        if place is not None:
+            at = max(entries[place - ahead][0] if place >= ahead else earliest, earliest, previous)
+            at = _room(at, holding.unit, settled, most)
+            while at < now and nodes[at] in leaving:
+                at += 1
+            if at < now:
+                moved.append((holding, nodes[at]))
+                leaving |= set(issue)
+                holding.start = previous = at
+            else:
+                previous = holding.start + 1
+        settled.append(holding)
+    return moved
+
+
+def _room(at: int, unit: str, settled: list[Holding], most: int | None) -> int:
+    """The first place from ``at`` on where the unit is not alive already and fewer than ``most`` others are."""
+    while True:
+        busy = [holding for holding in settled if holding.stop >= at]
+        same = [holding.stop for holding in busy if holding.unit == unit]
+        if same:
+            at = max(same) + 1
+        elif most is not None and len({holding.unit for holding in busy}) >= most:
+            at = min(holding.stop for holding in busy) + 1
+        else:
+            return at
+
+
+def _issue(holding: Holding) -> list[fx.Node]:
+    """The nodes that put a unit on the wire: its casts, its collectives and the parts of what they bring."""
+    found: list[fx.Node] = []
+    for gather in holding.gathers:
+        found += [source for source in gather.all_input_nodes if role_of(source) == "cast"]
+        found += [gather, *(user for user in gather.users if role_of(user) == "part")]
+    return found
+
+
+def _wait_late(edit: Edit, in_flight: int) -> None:
+    """A reduction's wait, and what follows from it, moves to just before the start of the one ``in_flight`` later.
+
+    Along the shard axis first, with the reduction along the replicate axis that follows; then that one's wait.
+    """
+    end = next((node for node in edit.graph.nodes if node.meta.get("phase") == "update"), edit.end)
+    for axis in ("shard", "replicate"):
+        order = positions(edit.graph)
+        starts = [node for node in edit.graph.nodes if role_of(node) == "reduce" and node.args[-1] == axis]
+        for start, target in zip(starts, [*starts[in_flight:], *[end] * in_flight]):
+            tail = _tail(start, order)
+            if tail and order[tail[-1]] < order[target]:
+                edit.move(tail, before=target)
+
+
+def _tail(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
+    """The wait for a reduction, the reduction along the next axis with its wait, and the cast, in backward."""
+    found: list[fx.Node] = []
+    stack = [start]
+    while stack:
+        for user in stack.pop().users:
+            if role_of(user) in ("wait", "reduce", "cast") and user.meta["phase"] == "backward":
+                found.append(user)
+                stack.append(user)
+    return sorted(found, key=order.__getitem__)
+
+
+def _prefetch(graph: fx.Graph, found: list[Holding], plan: Plan) -> tuple[int, str]:
+    """How many units ahead, and why."""
+    wanted = plan.policy.prefetch
+    room = plan.policy.limit - 1 if isinstance(plan.policy.limit, int) else MOST_AHEAD
+    if not found:
+        return (wanted if isinstance(wanted, int) else 1), ""
+    if isinstance(wanted, int):
+        return wanted, f"prefetch={wanted}, as given"
+    done = [0.0]
+    for node in graph.nodes:
+        done.append(done[-1] + seconds(node, plan.machine))
+    wire = sum(plan.machine.transfer(holding.nbytes, plan.shard) for holding in found)
+    exposed = [_exposed(graph, found, ahead, done, plan) for ahead in range(min(MOST_AHEAD, room) + 1)]
+    best = min(1, room)  # however little there is to hide behind, two gathers on the wire share their latency
+    while best + 1 < len(exposed) and exposed[best] - exposed[best + 1] > WORTH * wire:
+        best += 1
+    return best, (
+        f"prefetch={best} (auto): of {_time(wire)} of gathers, {_time(exposed[best])} stay in the open, with "
+        f"{_time(done[-1])} of compute (estimates)"
+    )
+
+
+def _exposed(graph: fx.Graph, found: list[Holding], ahead: int, done: list[float], plan: Plan) -> float:
+    """Seconds that waits for gathers would take: one wire, which serves gathers in order."""
+    entries = _sequence(graph, found)
+    free = waited = 0.0
+    for holding in found:
+        place = next((index for index, entry in enumerate(entries) if entry[2] is holding), None)
+        if place is None:
+            continue
+        issued = done[entries[place - ahead][0]] if place >= ahead else 0.0
+        free = max(free, issued + waited) + plan.machine.transfer(holding.nbytes, plan.shard)
+        waited += max(0.0, free - (done[entries[place][0]] + waited))
+    return waited
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
