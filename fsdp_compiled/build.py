@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import passes
 from fsdp_compiled.capture import Capture, batch_tensors, capture_on
+from fsdp_compiled.dynamic import Sizes, shape_text
 from fsdp_compiled.lower import Runner
 from fsdp_compiled.optim import Rule
 from fsdp_compiled.plan import Plan
@@ -36,6 +37,7 @@ class Compiled:
     label: str
     number: int  # the same on every rank for the same program
     runner: Runner = lambda *_: ()  # until it is lowered
+    fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
 
     def zeros(self) -> dict[str, torch.Tensor]:
         """The sums that the program adds to, at nothing."""
@@ -63,6 +65,8 @@ def build(
     named: dict[str, Any],
     label: str,
     number: int,
+    sizes: Sizes,
+    hints: Sizes,
 ) -> Compiled:
     """Captures the model and loss on a batch like this one and runs the passes of this kind of program."""
     chosen = {
@@ -73,7 +77,9 @@ def build(
         "forward": passes.FORWARD,
     }[kind]
     forward = kind == "forward"
-    captured = capture_on(model, None if forward else loss, plan, buffers, batch, named, gradient=not forward)
+    captured = capture_on(
+        model, None if forward else loss, plan, buffers, batch, named, gradient=not forward, sizes=sizes, hints=hints
+    )
     stages: list[Program] = []
     program = passes.run(captured.program, plan, chosen, stages.append)
     return Compiled(
@@ -109,12 +115,12 @@ def check_devices(batch: tuple[Any, ...], named: Mapping[str, Any], device: torc
             )
 
 
-def label_of(kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
+def label_of(kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> str:
     """``step (float32[4, 8], labels=int64[4])``: what a rank calls, for people and for the other ranks."""
 
     def one(value: Any) -> str:
         if isinstance(value, torch.Tensor):
-            return f"{str(value.dtype)[6:]}{list(value.shape)}"
+            return f"{str(value.dtype)[6:]}{shape_text(value, sizes)}"
         return repr(value)
 
     args = [str(pytree.tree_map(one, value)) for value in batch]

@@ -28,8 +28,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.dynamic import Sizes, moving
 from fsdp_compiled.origin import is_backward, path_of, reason, user_line
-from fsdp_compiled.plan import Plan
+from fsdp_compiled.plan import Plan, contiguous_stride
 from fsdp_compiled.program import LOSS, Phase, Port, Program
 
 DETACH = torch.ops.aten.detach.default  # nothing to detach from in a graph that holds its own backward
@@ -150,6 +151,11 @@ def capture(
         returned = (value, aux) if pair else value
     flat, spec = pytree.tree_flatten(returned)
     leaves = tuple(markers.get(id(leaf), leaf) for leaf in flat)
+    if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
+        raise CaptureError(
+            "What is returned holds a number that was worked out from a size that moves (Policy.dynamic). Return it as "
+            "a tensor, torch.tensor(number), or work it out outside."
+        )
     return Capture(trace.program, trace.constants, spec, leaves)
 
 
@@ -223,16 +229,28 @@ class _Trace:
         for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             port = self.ports.get(id(value))
             if port is None:
-                if not isinstance(value, torch.Tensor):
+                if isinstance(value, torch.SymInt):
+                    port = self._size_port(module, inputs, value)
+                elif isinstance(value, torch.Tensor):
+                    port = Port("in", "constant", _source(node))
+                    self.constants[port.name] = value.detach()
+                else:
                     raise CaptureError(
                         f"{node.name} is a {type(value).__name__} that varies from call to call. Pass numbers that "
-                        "change as tensors; dynamic sizes are not supported."
+                        "change as tensors."
                     )
-                name = _source(node)
-                port = Port("in", "constant", name)
-                self.constants[name] = value.detach()
             found.append(port)
         return found
+
+    def _size_port(self, module: fx.GraphModule, inputs: list[Any], size: torch.SymInt) -> Port:
+        """``size [0] dim 0``: the first tensor of the batch that has this size, and where."""
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            port = self.ports.get(id(value))
+            if port is not None and port.kind == "batch":
+                for dim, own in enumerate(node.meta["example_value"].shape):
+                    if isinstance(own, torch.SymInt) and own.node.expr == size.node.expr:
+                        return Port("in", "size", f"{port.name} dim {dim}")
+        raise CaptureError(f"{size} is a size that varies from call to call, and of no tensor of the batch.")
 
 
 def _source(node: fx.Node) -> str:
@@ -278,8 +296,10 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     mapping: dict[fx.Node, fx.Node] = {}
     placeholders = joint.find_nodes(op="placeholder")
     forward_inputs = placeholders[: len(inputs)]
-    for node in forward_inputs:
-        mapping[node] = graph.node_copy(node)
+    by_port: dict[Port, fx.Node] = {}
+    for port, node in zip(inputs, forward_inputs, strict=True):
+        # the same size of several tensors comes as several inputs
+        mapping[node] = by_port[port] = by_port.get(port) or graph.node_copy(node)
     tangents = placeholders[len(inputs) :]
     derived = [tangent for tangent in tangents if isinstance(tangent.meta["desc"].output, PlainAOTOutput)]
     if len(derived) > 1:
@@ -290,7 +310,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     phase: Phase = "forward"
     for node in joint.nodes:
         if node.op == "call_function":
-            if phase == "forward" and is_backward(node):
+            if phase == "forward" and (is_backward(node) or any(source in tangents for source in node.all_input_nodes)):
                 phase = "backward"
                 mapping |= {tangent: _seed(graph, tangent) for tangent in tangents}
             mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
@@ -328,11 +348,11 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
             raise CaptureError(f"The model returns something that cannot be traced yet: {description}.")
     graph.output(list(outputs.values()))
     kept = []
-    for port, node in zip(inputs, forward_inputs, strict=True):
-        if mapping[node].users or port.kind == "batch" or Port("out", port.kind, port.name) in outputs:
+    for port, node in by_port.items():
+        if node.users or port.kind in ("batch", "size") or Port("out", port.kind, port.name) in outputs:
             kept.append(port)
         else:
-            graph.erase_node(mapping[node])
+            graph.erase_node(node)
     program = Program(graph, (*kept, *outputs), ("capture",))
     graph.lint()
     return program
@@ -408,8 +428,14 @@ def capture_on(
     kwargs: Mapping[str, Any],
     *,
     gradient: bool,
+    sizes: Sizes | None = None,
+    hints: Sizes | None = None,
 ) -> Capture:
-    """`capture` on fake tensors of the plan's parameters, the model's buffers and a real batch."""
+    """`capture` on fake tensors of the plan's parameters, the model's buffers and a real batch.
+
+    ``sizes``: the dims of the batch's tensors that may change (see `fsdp_compiled.dynamic`), and ``hints``, the sizes
+    to trace them with.
+    """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     seen: dict[int, torch.Tensor] = {}
 
@@ -428,13 +454,22 @@ def capture_on(
             )  # fmt: skip
             parameters |= dict.fromkeys(leaf.names, fake)
     fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor,
-        lambda t: fake_tensor(mode, tuple(t.shape), t.stride(), t.dtype, t.device),
-        (args, dict(kwargs)),
+        torch.Tensor, lambda tensor: _example(mode, tensor, sizes or {}, hints or {}), (args, dict(kwargs))
     )
     tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()})
     with _casting(model, plan.policy.precision):
         return capture(model, loss, tensors, fake_args, fake_kwargs, gradient=gradient)
+
+
+def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Sizes) -> torch.Tensor:
+    """A fake tensor like this one of the batch; the dims that move have a size to trace with, and are marked."""
+    dims = moving(tensor, sizes)
+    shape = tuple(hints[dim] if dim in dims else size for dim, size in enumerate(tensor.shape))
+    stride = contiguous_stride(shape) if dims and tensor.is_contiguous() else tensor.stride()
+    fake = fake_tensor(mode, shape, stride, tensor.dtype, tensor.device)
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(fake, dim)
+    return fake
 
 
 @contextlib.contextmanager

@@ -14,12 +14,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_compiled.machine import Machine
-from fsdp_compiled.program import is_collective, is_view
+from fsdp_compiled.program import as_traced, is_collective, is_view
 
 
 def seconds(node: fx.Node, machine: Machine) -> float:
     """Of computing a node; nothing for views, placeholders, waits and for starting a collective."""
-    if node.op != "call_function" or is_view(node) or is_collective(node) or is_wait(node):
+    if node.op != "call_function" or is_view(node) or is_collective(node) or _is_wait(node):
         return 0.0
     return machine.compute(flops(node), traffic(node))
 
@@ -29,8 +29,8 @@ def flops(node: fx.Node) -> int:
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if count is None:
         return 0
-    args, kwargs = pytree.tree_map_only(fx.Node, lambda source: source.meta["val"], (node.args, node.kwargs))
-    return int(count(*args, **kwargs, out_val=node.meta["val"]))
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda source: as_traced(source.meta["val"]), (node.args, node.kwargs))
+    return int(count(*args, **kwargs, out_val=as_traced(node.meta["val"])))
 
 
 def traffic(node: fx.Node) -> int:
@@ -40,8 +40,8 @@ def traffic(node: fx.Node) -> int:
 
 
 def _nbytes(value: Any) -> int:
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(as_traced(value)) if isinstance(leaf, torch.Tensor))
 
 
-def is_wait(node: fx.Node) -> bool:
+def _is_wait(node: fx.Node) -> bool:
     return node.target is torch.ops._c10d_functional.wait_tensor.default

@@ -13,7 +13,7 @@ This is the only file that touches private surfaces of Inductor.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import getitem
 from typing import Any
 
@@ -57,9 +57,8 @@ class Piece:
         inside = set(nodes)
         self.nodes = _with_views(nodes)
         body = set(self.nodes)
-        self.inputs = list(
-            dict.fromkeys(source for node in self.nodes for source in node.all_input_nodes if source not in body)
-        )
+        inputs = dict.fromkeys(source for node in self.nodes for source in node.all_input_nodes if source not in body)
+        self.inputs = list(dict.fromkeys([*_sizes_of(inputs), *inputs]))
         self.outputs = [
             node for node in nodes if not _is_parameter_view(node) and any(user not in inside for user in node.users)
         ]
@@ -95,6 +94,31 @@ def _layout(value: Any) -> str:
     return repr(value)
 
 
+def _is_size(node: fx.Node) -> bool:
+    """Whether the node is a number made of sizes of the batch alone, to be worked out by Python."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat) and all(
+        source.op == "placeholder" or _is_size(source) for source in node.all_input_nodes
+    )
+
+
+def _sizes_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The inputs of the program that hold the sizes which these nodes' shapes are made of, such as ``7 * rows``."""
+    wanted = {
+        symbol
+        for node in nodes
+        if isinstance(value := node.meta["val"], torch.Tensor)
+        for size in (*value.shape, *value.stride())
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols
+    }
+    if not wanted:
+        return []
+    places = next(iter(nodes)).graph.find_nodes(op="placeholder")
+    return [
+        node for node in places if isinstance(value := node.meta["val"], torch.SymInt) and value.node.expr in wanted
+    ]
+
+
 def _is_parameter_view(node: fx.Node) -> bool:
     return role_of(node) == "view"
 
@@ -122,8 +146,7 @@ def _without_host_reads(node: fx.Node) -> None:
     """Replaces operators that read a scalar on the host by their tensor forms."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "fsdp_compiled":
-        name = target._schema.name.removeprefix("fsdp_compiled::")
-        node.target = TENSOR_FORMS.get(name, target)
+        node.target = TENSOR_FORMS[target._schema.name.removeprefix("fsdp_compiled::")]
 
 
 def _stands_alone(node: fx.Node) -> bool:
@@ -140,6 +163,9 @@ def _segments(graph: fx.Graph) -> list[fx.Node | Piece]:
     previous: Any = None
     for node in graph.nodes:
         if node.op != "call_function":
+            continue
+        if _is_size(node):
+            segments.append(node)  # before the piece that is being filled, of which it needs nothing
             continue
         mark = node.meta.get("mark")
         place = (node.meta["phase"], (mark.unit, mark.buffer) if mark and mark.role == "update" else None)

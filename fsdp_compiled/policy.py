@@ -111,6 +111,11 @@ class Policy:
     lower
         ``"inductor"``: the compute between collectives is compiled, each distinct piece once. ``"eager"``: ATen
         kernels, the same as eager PyTorch runs, bit for bit.
+    dynamic
+        Sizes of the batch that may change with no other program: True for the first dim (how many rows), or the dims,
+        ``(0, 1)`` for rows and lengths. A dim moves in every tensor that has the size there that the batch's first
+        tensor has. Ranks may then have different sizes; each rank's loss counts the same, however many rows it has.
+        Sizes 0 and 1 have programs of their own, and a model that asks for one certain size is refused.
     programs
         How many compiled programs are kept: each kind of call (a step, forward, ...) on each shape of batch is one.
         Past it, the program that was used the longest time ago is dropped, which is said. Nothing falls back to
@@ -128,12 +133,22 @@ class Policy:
     bucket_mb: float | Literal["auto"] = "auto"
     bandwidth_gbps: float | None = None
     lower: str = "inductor"
+    dynamic: bool | tuple[int, ...] = False
     programs: int = 16
 
     def __post_init__(self) -> None:
         _one_of("shard", self.shard, tuple(PLACEMENTS))
         _one_of("accumulate", self.accumulate, ("shards", "full"))
         _one_of("lower", self.lower, ("inductor", "eager"))
+        if not isinstance(self.dynamic, bool) and not (
+            isinstance(self.dynamic, tuple)
+            and all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for dim in self.dynamic)
+            and len(set(self.dynamic)) == len(self.dynamic)
+        ):
+            raise ValueError(
+                f"Policy.dynamic is {self.dynamic!r}; expected True, False, or dims counted from the front, such as "
+                "(0, 1)."
+            )
         if not isinstance(self.programs, int) or isinstance(self.programs, bool) or self.programs < 1:
             raise ValueError(f"Policy.programs is {self.programs!r}; expected a whole number, 1 or more.")
         if not isinstance(self.precision, MixedPrecisionPolicy):
@@ -183,6 +198,11 @@ class Policy:
         if isinstance(self.loss_scale, str):
             return LossScale()
         return LossScale(float(self.loss_scale), growth=1.0, backoff=1.0)
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """The dims of the batch's tensors that may change from call to call."""
+        return ((0,) if self.dynamic else ()) if isinstance(self.dynamic, bool) else self.dynamic
 
     @property
     def placement(self) -> Placement:

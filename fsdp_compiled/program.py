@@ -211,6 +211,23 @@ def describe(node: fx.Node) -> str:
     return f"({', '.join(map(one, value))})" if isinstance(value, tuple | list) else one(value)
 
 
+def as_traced(value: Any) -> Any:
+    """A node's ``val`` with the sizes that move (`Policy.dynamic`) as they were when it was traced, to be counted with.
+
+    Asking a moving size itself, ``int(size)`` or ``size > 8``, would tie the program to the answer.
+    """
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymInt):
+            return leaf.node.hint
+        if isinstance(leaf, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in (*leaf.shape, *leaf.stride())):
+            shape, stride = pytree.tree_map(one, (tuple(leaf.shape), leaf.stride()))
+            return torch.empty_strided(shape, stride, dtype=leaf.dtype, device="meta")
+        return leaf
+
+    return pytree.tree_map(one, value)
+
+
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     """The mode that the graph's fake tensors belong to."""
     for node in graph.nodes:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -23,6 +23,7 @@ from fsdp_compiled import dump
 from fsdp_compiled.build import Compiled, Kind, build, check_devices, label_of, plain
 from fsdp_compiled.calls import Calls, different
 from fsdp_compiled.capture import batch_tensors
+from fsdp_compiled.dynamic import Sizes, layout, size_inputs, sizes_of, traced_with, unfit
 from fsdp_compiled.lower import lower
 from fsdp_compiled.mesh import Mesh, RankError, agree, exchange
 from fsdp_compiled.optim import Rule, hyper, make_rules, signature
@@ -216,6 +217,7 @@ class Sharded:
     def _run(
         self, compiled: Compiled, state: State, batch: tuple[Any, ...], named: dict[str, Any], before: int = 0
     ) -> dict[Port, torch.Tensor]:
+        tensors = batch_tensors(batch, named)
         sources = {
             "shard": state.parameters,
             "buffer": state.buffers,
@@ -226,15 +228,16 @@ class Sharded:
             "sum": state.sums,
             "scale": state.scale,
             "call": {"number": self._call_number(compiled, before)},
-            "batch": batch_tensors(batch, named),
+            "batch": tensors,
+            "size": size_inputs(compiled.inputs, tensors) if self.plan.policy.moving else {},
         }
-        tensors = [sources[port.kind][port.name] for port in compiled.inputs]
+        given = [sources[port.kind][port.name] for port in compiled.inputs]
         try:
             with (
                 torch.no_grad(),
                 Generator(state.random, self.plan.device) if compiled.random else nullcontext(),
             ):
-                outputs = compiled.runner(*tensors)
+                outputs = compiled.runner(*given)
         except RuntimeError as error:
             raise self._explain(compiled, error) from error
         return dict(zip(compiled.outputs, outputs, strict=True))
@@ -289,26 +292,49 @@ class Sharded:
             self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one
         self._compiled = {key: value for key, value in self._compiled.items() if key[0] not in ("step", "last")}
 
-    def _signature(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Signature:
+    def _signature(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> Signature:
         leaves, spec = pytree.tree_flatten((batch, named))
-        described = tuple(
-            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else plain(leaf)
-            for leaf in leaves
-        )
+        described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
         if tuple(parameter.requires_grad for parameter in self._parameters) != self._trainable:
             raise ValueError(self._changed())
         return (kind, described, spec, tuple(module.training for module in self._modules))
 
     def _program(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
+        tensors = batch_tensors(batch, named) if self.plan.policy.moving else {}
+        sizes = sizes_of(self.plan.policy.moving, tensors.values())
         with self._refusing():
-            key = self._signature(kind, batch, named)
+            key = self._signature(kind, batch, named, sizes)
+        why: list[str] = []
+        while (compiled := self._compiled.get((*key, len(why)))) and sizes:
+            if (reason := self._unfit(compiled, sizes, tensors)) is None:
+                break
+            why.append(reason)
+        key = (*key, len(why))
         compiled = self._compiled.pop(key, None)
         if compiled is None:
-            compiled = self._compile(kind, batch, named)
+            compiled = self._compile(kind, batch, named, sizes, why)
         else:
             self._calls.post(compiled.label)
         self._compiled[key] = compiled  # the last is the one used last
         return compiled
+
+    def _unfit(self, compiled: Compiled, sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> str | None:
+        """Why this program is not for a batch of these sizes."""
+        now = tuple(sizes.values())
+        if now in compiled.fitting:
+            return None
+        reason = unfit(compiled.program, tensors)
+        if reason is None:
+            compiled.fitting.add(now)
+        return reason
+
+    def _check_fit(self, compiled: Compiled, sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> None:
+        """After lowering, which may have asked about sizes as well."""
+        if (reason := self._unfit(compiled, sizes, tensors)) is not None:
+            raise ValueError(
+                f"The model or the loss asks for certain sizes: the program, traced with rank 0's, is for {reason} on "
+                f"rank {self._mesh.rank}. Give all ranks sizes that agree in it, or leave Policy.dynamic out."
+            )
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -337,15 +363,26 @@ class Sharded:
     def _labels(self) -> set[str]:
         return {compiled.label for compiled in self._compiled.values()}
 
-    def _compile(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
+    def _compile(
+        self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes, why: Sequence[str] = ()
+    ) -> Compiled:
         """Compiling is a collective: every rank builds the program, all compare it, and every rank lowers it."""
         begun = time.perf_counter()
-        label = label_of(kind, batch, named) + self._version(batch, named)
+        label = label_of(kind, batch, named, sizes) + self._version(batch, named)
+        label += "".join(f", instead of {reason}" for reason in why)
+        if why and self._mesh.rank == 0:
+            log.warning("Policy.dynamic: the model or the loss asks for certain sizes; compiling %s", label)
         self._meet(label)
-        compiled = self._together(lambda: self._build(kind, batch, named, label), lambda made: made.program.text())
+        # Ranks may have other sizes; all trace with rank 0's.
+        hints = traced_with(exchange(sizes, self._mesh)[0]) if sizes else {}
+        compiled = self._together(
+            lambda: self._build(kind, batch, named, label, sizes, hints), lambda made: made.program.text()
+        )
         self._make_room(label)
         groups, how = self._mesh.groups, self.plan.policy.lower
         compiled.runner = self._together(lambda: lower(compiled.program, groups, how))
+        if sizes:
+            self._together(lambda: self._check_fit(compiled, sizes, batch_tensors(batch, named)))
         self.captures += 1
         self._say_idle(compiled)
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
@@ -381,12 +418,14 @@ class Sharded:
         agree(self._mesh, "The program", text(made[0]) if made else "", failure)
         return made[0]
 
-    def _build(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], label: str) -> Compiled:
+    def _build(
+        self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], label: str, sizes: Sizes, hints: Sizes
+    ) -> Compiled:
         check_devices(batch, named, self.plan.device)
         with self._taken.open() as model:
             return build(
                 kind, model, self._loss, self.plan, self._rules, self._state.buffers, batch, named, label,
-                number=self.captures + 1,
+                number=self.captures + 1, sizes=sizes, hints=hints,
             )  # fmt: skip
 
     def _version(self, batch: tuple[Any, ...], named: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ REFUSED_BY_ALL = {
     "mesh_axes": 'expected one axis, which shards, or two named ("replicate", "shard")',
     "mesh_size": "mesh holds 1 ranks, but the world has 2",
 }
-SHOWN = ("seeds", "dropout", "counts", "first_shapes_then_good", "frozen_on_both")
+SHOWN = ("seeds", "dropout", "counts", "first_shapes_then_good", "frozen_on_both", "sizes", "odd_rows")
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,21 @@ def test_a_rank_holds_its_share_and_no_more(results: dict[str, Any]) -> None:
         assert result["held"] == result["planned"] == result["everything"] // 2
         assert result["gathers"] == 2  # of two units; backward needs neither again: the first has no input gradient
         assert result["captures"] == 1
+
+
+def test_ranks_with_different_rows_share_one_program(results: dict[str, Any]) -> None:
+    first, second = (answer["result"] for answer in results["sizes"])
+    assert first["captures"] == second["captures"] == 1
+    right, wrong = first["off"]
+    assert right <= 1e-6 < wrong  # the mean over all rows is another number: each rank counts the same
+
+
+def test_ranks_whose_sizes_ask_for_different_programs_are_told(results: dict[str, Any]) -> None:
+    first, second = results["odd_rows"]
+    assert (first["error"], second["error"]) == ("RankError", "ValueError")
+    for answer in (first, second):
+        assert "asks for certain sizes" in answer["message"] and "Mod(s" in answer["message"]
+        assert answer["notes"] == ["unchanged: True"]
 
 
 def test_the_process_group_is_started_and_closed_for_the_user() -> None:

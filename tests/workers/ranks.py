@@ -218,6 +218,46 @@ def collects_alone() -> Any:
     return unchanged(sharded, sharded.full_state_dict if RANK else lambda: sharded.step(*batch(2)))
 
 
+def sizes() -> Any:
+    """Each rank with rows of its own, other ones in each step: one program, and the mean of the ranks' means."""
+    sharded = shard(Policy(lower="eager", dynamic=True))
+    plain, wrong = net(), net()
+    for step in range(4):
+        both = [
+            (torch.randn(rows, 4, generator=generator), torch.randn(rows, 2, generator=generator))
+            for rows, generator in ((2 + 3 * step, torch.Generator().manual_seed(step)),
+                                    (9 - 2 * step, torch.Generator().manual_seed(50 + step)))
+        ]  # fmt: skip
+        loss = sharded.step(*both[RANK])
+        x, y = (torch.cat(parts) for parts in zip(*both, strict=True))
+        expected = torch.stack([mse(plain, *batch) for batch in both]).mean()
+        for model, value in ((plain, expected), (wrong, mse(wrong, x, y))):
+            gradients = torch.autograd.grad(value, list(model.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter -= 0.1 * gradient
+        assert abs(loss.item() - expected.item()) <= 1e-6 * expected.item()
+    found = sharded.full_state_dict()
+    return {
+        "captures": sharded.captures,
+        "off": [max(((found[n] - v).norm() / v.norm()).item() for n, v in model.state_dict().items()) if found else None
+                for model in (plain, wrong)],
+    }  # fmt: skip
+
+
+def odd_rows() -> Any:
+    """A loss that asks whether there are an odd number of rows, which one rank has."""
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return mse(model, x, y) * (2 if len(x) % 2 else 1)
+
+    model = net()
+    sharded = compile_sharded(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, policy=Policy(lower="eager", dynamic=True)
+    )
+    return unchanged(sharded, lambda: sharded.step(*batch(2 + RANK)))
+
+
 def run(cases: Mapping[str, Any], case: str) -> dict[str, Any]:
     try:
         result = cases[case]()
