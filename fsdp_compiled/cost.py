@@ -19,7 +19,7 @@ from fsdp_compiled.program import as_traced, is_collective, is_view
 
 def seconds(node: fx.Node, machine: Machine) -> float:
     """Of computing a node; nothing for views, placeholders, waits and for starting a collective."""
-    if node.op != "call_function" or is_view(node) or is_collective(node) or _is_wait(node):
+    if node.op != "call_function" or is_view(node) or is_collective(node) or is_wait(node):
         return 0.0
     return machine.compute(flops(node), traffic(node))
 
@@ -43,5 +43,5 @@ def _nbytes(value: Any) -> int:
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(as_traced(value)) if isinstance(leaf, torch.Tensor))
 
 
-def _is_wait(node: fx.Node) -> bool:
+def is_wait(node: fx.Node) -> bool:
     return node.target is torch.ops._c10d_functional.wait_tensor.default

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.plan import Plan, human
 from fsdp_compiled.program import Program, is_collective, role_of, written
+from fsdp_compiled.timeline import estimate
 
 
 def summary(program: Program) -> str:
@@ -106,7 +107,8 @@ def _collectives(program: Program) -> str:
 
 
 def write(folder: str | Path, plan: Plan, stages: Iterable[Program]) -> Path:
-    """Writes ``plan.txt``, one numbered text a stage, the differences between neighbours, and ``program.txt``."""
+    """Writes ``plan.txt``, one numbered text a stage, the differences between neighbours, ``program.txt`` and
+    ``timeline.txt``, an estimate of what runs when."""
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     (root / "plan.txt").write_text(f"{plan}\n")
@@ -120,6 +122,7 @@ def write(folder: str | Path, plan: Plan, stages: Iterable[Program]) -> Path:
             (root / f"{index:02d}-{name}.diff").write_text(change + "\n")
         before = program
     (root / "program.txt").write_text(f"{summary(stages[-1])}\n")
+    (root / "timeline.txt").write_text(f"{estimate(stages[-1], plan).text()}\n")
     return root
 
 

@@ -146,7 +146,8 @@ def _without_host_reads(node: fx.Node) -> None:
     """Replaces operators that read a scalar on the host by their tensor forms."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "fsdp_compiled":
-        node.target = TENSOR_FORMS[target._schema.name.removeprefix("fsdp_compiled::")]
+        name = target._schema.name.removeprefix("fsdp_compiled::")
+        node.target = TENSOR_FORMS.get(name, target)
 
 
 def _stands_alone(node: fx.Node) -> bool:

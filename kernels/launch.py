@@ -1,0 +1,97 @@
+"""A launch as a value: a kernel, how many programs, and every argument by name; and what all kernels share.
+
+The tests compile for GPUs that are not there, and run in Triton's interpreter, exactly the launches that operators
+make.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    warps: int = 4
+
+    def run(self, device: torch.device) -> None:
+        if self.programs:
+            with torch.cuda.device(device if device.type == "cuda" else -1):
+                self.kernel[(self.programs,)](**self.arguments, num_warps=self.warps)
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    return {torch.float32: tl.float32, torch.float64: tl.float64}[dtype]
+
+
+@triton.constexpr_function
+def of(groups, index, name):
+    """A constant of one of a launch's groups."""
+    return getattr(groups[index], name)
+
+
+@triton.jit
+def pick(tensors, STARTS: tl.constexpr, program, LOW: tl.constexpr, HIGH: tl.constexpr):
+    """The tensor that this program works on: the last whose first program is not after it."""
+    if HIGH - LOW == 1:
+        return tensors[LOW]
+    else:
+        MIDDLE: tl.constexpr = (LOW + HIGH) // 2
+        if program < STARTS[MIDDLE]:
+            found = pick(tensors, STARTS, program, LOW, MIDDLE)
+        else:
+            found = pick(tensors, STARTS, program, MIDDLE, HIGH)
+        return found
+
+
+@triton.jit
+def place(
+    STARTS: tl.constexpr,
+    OFFSETS: tl.constexpr,
+    SIZES: tl.constexpr,
+    STOPS: tl.constexpr,
+    program,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+):
+    """Of this program's piece: its first program, where it begins, how much its source has, how much it fills."""
+    if HIGH - LOW == 1:
+        start = tl.full((), STARTS[LOW], tl.int32)
+        offset = tl.full((), OFFSETS[LOW], tl.int64)
+        size = tl.full((), SIZES[LOW], tl.int64)
+        room = tl.full((), STOPS[LOW] - OFFSETS[LOW], tl.int64)
+    else:
+        MIDDLE: tl.constexpr = (LOW + HIGH) // 2
+        if program < STARTS[MIDDLE]:
+            start, offset, size, room = place(STARTS, OFFSETS, SIZES, STOPS, program, LOW, MIDDLE)
+        else:
+            start, offset, size, room = place(STARTS, OFFSETS, SIZES, STOPS, program, MIDDLE, HIGH)
+    return start, offset, size, room
+
+
+@triton.jit
+def located(GROUPS: tl.constexpr, g: tl.constexpr, program, BLOCK: tl.constexpr):
+    """Where this program's block begins in its piece, in 64 bits, and `place`'s other results."""
+    STARTS: tl.constexpr = of(GROUPS, g, "starts")
+    OFFSETS: tl.constexpr = of(GROUPS, g, "offsets")
+    SIZES: tl.constexpr = of(GROUPS, g, "sizes")
+    STOPS: tl.constexpr = of(GROUPS, g, "stops")
+    COUNT: tl.constexpr = of(GROUPS, g, "count")
+    start, offset, size, room = place(STARTS, OFFSETS, SIZES, STOPS, program, 0, COUNT)
+    return (program - start).to(tl.int64) * BLOCK, offset, size, room
+
+
+@triton.jit
+def count_nonfinite(values, nonfinite):
+    """Adds how many of them are infinite or NaN to ``nonfinite``; integers, so in any order the same."""
+    if nonfinite is not None:
+        count = tl.sum((~(tl.abs(values) < float("inf"))).to(tl.int32))
+        if count > 0:
+            tl.atomic_add(nonfinite, count.to(nonfinite.dtype.element_ty), sem="relaxed")

@@ -1,0 +1,114 @@
+"""The kernels as operators of ``torch.ops.fsdp_compiled``: flatten, accumulate_, adam_ and sgd_.
+
+On CUDA they launch Triton kernels; elsewhere they are the plain PyTorch of `reference`, whose signatures they have.
+Compilers see them whole. What they write is in their schemas, they allocate what they return and nothing else, and
+they read nothing on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from fsdp_compiled.kernels import reference
+from fsdp_compiled.kernels.layout import ceil_div
+from fsdp_compiled.kernels.options import SGD, Adam
+
+Function = Callable[..., Any]
+Tensors = Sequence[torch.Tensor]
+
+_LIBRARY = torch.library.Library("fsdp_compiled", "FRAGMENT")
+_ADAM = "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize"
+_SGD = "float momentum, float dampening, float weight_decay, bool nesterov, bool maximize"
+_SCHEMAS = {
+    "flatten": "(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, Tensor? scale=None) -> Tensor",
+    "flatten.counted": "(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, Tensor? scale, "
+    "Tensor(a!) nonfinite) -> Tensor",
+    "accumulate_": "(Tensor(a!)[] totals, Tensor[] parts, Tensor? scale=None, Tensor(b!)? nonfinite=None, *, "
+    "bool fresh=False) -> Tensor",
+    "adam_": "(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] copies, Tensor lr, Tensor step, Tensor? factor=None, "
+    f"Tensor? scheduled=None, *, {_ADAM}) -> ()",
+    "sgd_": "(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] buffers, Tensor(c!)[] copies, Tensor lr, "
+    f"Tensor? factor=None, Tensor? undamped=None, Tensor? scheduled=None, *, {_SGD}) -> ()",
+}
+
+
+def check_places(gradients: Tensors, offsets: Sequence[int], numel: int, *_: Any) -> None:
+    """Raises ``ValueError`` unless the gradients fit between these offsets without overlap."""
+    if len(gradients) != len(offsets):
+        raise ValueError(f"flatten: {len(gradients)} gradients for {len(offsets)} offsets; expected one each.")
+    end = 0
+    for index, (gradient, offset) in enumerate(zip(gradients, offsets, strict=True)):
+        if offset < end:
+            raise ValueError(
+                f"flatten: gradient {index} is to begin at {offset}, but the one before it ends at {end}; expected "
+                "offsets that ascend, with room for each gradient."
+            )
+        end = offset + gradient.numel()
+    if end > numel:
+        raise ValueError(f"flatten: the last gradient ends at {end}, but the buffer has {numel} elements.")
+
+
+def check_lists(*arguments: Any) -> None:
+    """Raises ``ValueError`` unless the lists among the arguments are parallel, or empty, and can be walked as flat."""
+    lists = [argument for argument in arguments if isinstance(argument, list | tuple)]
+    expected = [tensor.numel() for tensor in lists[0]]
+    for number, tensors in enumerate(lists):
+        sizes = [tensor.numel() for tensor in tensors]
+        if tensors and sizes != expected:
+            raise ValueError(f"list {number} holds tensors of {sizes} elements; expected {expected}, as list 0.")
+        if odd := [index for index, tensor in enumerate(tensors) if not tensor.is_contiguous()]:
+            raise ValueError(f"tensor {odd[0]} of list {number} is not contiguous; expected slices of flat buffers.")
+
+
+def _flat_shape(gradients: Tensors, offsets: Sequence[int], numel: int, dtype: torch.dtype, *_: Any) -> torch.Tensor:
+    return gradients[0].new_empty(numel, dtype=dtype)
+
+
+def _squares_shape(totals: Tensors, *_: Any, **__: Any) -> torch.Tensor:
+    size = sum(ceil_div(total.numel(), reference.SQUARES) for total in totals)
+    return totals[0].new_empty(size, dtype=reference.compute_dtype(*totals))
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _kernel(module: str, function: str) -> Function:
+    """A function of one of the kernels' modules, imported when it runs: without a GPU there may be no Triton."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        return getattr(import_module(f"fsdp_compiled.kernels.{module}"), function)(*arguments, **options)
+
+    return run
+
+
+def _checked(check: Function, run: Function, kind: type | None) -> Function:
+    """``run`` after ``check`` of its positional arguments, its numbers put together as the formula's options."""
+
+    def checked(*arguments: Any, **numbers: Any) -> Any:
+        check(*arguments)
+        return run(*arguments, **({"options": kind(**numbers)} if kind else numbers))
+
+    return checked
+
+
+def _define(name: str, module: str, check: Function, shape: Function, kind: type | None = None) -> None:
+    function = name.partition(".")[0].rstrip("_")
+    _LIBRARY.define(f"{name}{_SCHEMAS[name]}", tags=(torch.Tag.flexible_layout,) if function == "flatten" else ())
+    _LIBRARY.impl(name, _checked(check, getattr(reference, function), kind), "CPU")
+    _LIBRARY.impl(name, _checked(check, _kernel(module, function), kind), "CUDA")
+    torch.library.register_fake(f"fsdp_compiled::{name}", shape, lib=_LIBRARY)
+
+
+_define("flatten", "flatten", check_places, _flat_shape)
+_define("flatten.counted", "flatten", check_places, _flat_shape)
+_define("accumulate_", "accumulate", check_lists, _squares_shape)
+_define("adam_", "update", check_lists, _nothing, Adam)
+_define("sgd_", "update", check_lists, _nothing, SGD)
+
+operators = torch.ops.fsdp_compiled

@@ -1,0 +1,162 @@
+"""What each kernel computes, in plain PyTorch: the oracle of its tests, and what runs on a CPU.
+
+Numbers are worked out in float32, in float64 where a tensor is, and rounded once, where they are stored. Scales, rates
+and counts are 0-d tensors: nothing reads them on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_compiled.kernels.options import SGD, Adam
+
+SQUARES = 4096  # elements whose squares `accumulate` adds up into one number
+
+
+def compute_dtype(*tensors: torch.Tensor | torch.dtype) -> torch.dtype:
+    dtypes = [item if isinstance(item, torch.dtype) else item.dtype for item in tensors]
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def _count(values: torch.Tensor, nonfinite: torch.Tensor | None) -> None:
+    if nonfinite is not None:
+        nonfinite += values.isfinite().logical_not().sum()
+
+
+def flatten(
+    gradients: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    numel: int,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None = None,
+    nonfinite: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``flat[offset : offset + n] = scale * gradient``, zero elsewhere; values that are not finite are counted."""
+    flat = gradients[0].new_zeros(numel, dtype=dtype)
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        values = gradient.reshape(-1)
+        if scale is not None:
+            compute = compute_dtype(gradient, dtype)
+            values = values.to(compute) * scale.to(compute)
+        flat[offset : offset + gradient.numel()].copy_(values)
+    _count(flat, nonfinite)
+    return flat
+
+
+def accumulate(
+    totals: Sequence[torch.Tensor],
+    parts: Sequence[torch.Tensor],
+    scale: torch.Tensor | None = None,
+    nonfinite: torch.Tensor | None = None,
+    *,
+    fresh: bool = False,
+) -> torch.Tensor:
+    """``total += scale * part``, or ``total = scale * part`` where it is fresh.
+
+    Returns the sum of the squares of each `SQUARES` elements of each total, to be added up by the caller.
+    """
+    dtype = compute_dtype(*totals)
+    squares = [torch.zeros(0, dtype=dtype, device=totals[0].device)]
+    for total, part in zip(totals, parts, strict=True):
+        compute = compute_dtype(total, part)
+        values = part.to(compute)
+        if scale is not None:
+            values = values * scale.to(compute)
+        total.copy_(values if fresh else total.to(compute) + values)
+        _count(total, nonfinite)
+        padded = torch.nn.functional.pad(total.to(compute), (0, -total.numel() % SQUARES)).view(-1, SQUARES)
+        squares.append((padded * padded).sum(1).to(dtype))
+    return torch.cat(squares)
+
+
+def adam(
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    max_exp_avg_sqs: Sequence[torch.Tensor],
+    copies: Sequence[torch.Tensor],
+    lr: torch.Tensor,
+    step: torch.Tensor,
+    factor: torch.Tensor | None = None,
+    scheduled: torch.Tensor | None = None,
+    *,
+    options: Adam,
+) -> None:
+    """`torch.optim.Adam` or `AdamW` at a ``step`` that counts from 1.
+
+    ``factor`` scales the gradients (clipping), ``scheduled`` takes the place of the options' ``beta1``,
+    ``max_exp_avg_sqs`` may be empty (no AMSGrad), and ``copies``, if there are any, receive the parameters in their
+    own dtype.
+    """
+    beta1 = torch.full_like(step, options.beta1, dtype=torch.float64) if scheduled is None else scheduled.double()
+    correction1 = 1 - beta1 ** step.double()
+    correction2 = (1 - options.beta2 ** step.double()).sqrt()
+    for index, parameter in enumerate(parameters):
+        compute = compute_dtype(parameter)
+        value, average, square = (tensor.to(compute) for tensor in (parameter, exp_avgs[index], exp_avg_sqs[index]))
+        gradient = _gradient(gradients[index], compute, factor, options.maximize)
+        if options.weight_decay and options.decoupled:
+            value = value - (lr * options.weight_decay).to(compute) * value
+        elif options.weight_decay:
+            gradient = gradient + options.weight_decay * value
+        average = average + (1 - beta1).to(compute) * (gradient - average)
+        square = options.beta2 * square + options.fresh2 * (gradient * gradient)
+        largest = square
+        if max_exp_avg_sqs:
+            largest = torch.maximum(max_exp_avg_sqs[index].to(compute), square)
+            max_exp_avg_sqs[index].copy_(largest)
+        value = value - (lr / correction1).to(compute) * average / (
+            largest.sqrt() / correction2.to(compute) + options.eps
+        )
+        exp_avgs[index].copy_(average)
+        exp_avg_sqs[index].copy_(square)
+        parameter.copy_(value)
+        if copies:
+            copies[index].copy_(value)
+
+
+def sgd(
+    parameters: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    buffers: Sequence[torch.Tensor],
+    copies: Sequence[torch.Tensor],
+    lr: torch.Tensor,
+    factor: torch.Tensor | None = None,
+    undamped: torch.Tensor | None = None,
+    scheduled: torch.Tensor | None = None,
+    *,
+    options: SGD,
+) -> None:
+    """`torch.optim.SGD`; ``buffers`` (of zeros at first) are there exactly if it has momentum.
+
+    ``undamped`` is 1 on the first step, which takes the gradient whole, and 0 afterwards; ``scheduled`` takes
+    the place of the options' ``momentum``; ``factor`` and ``copies`` are as in `adam`.
+    """
+    for index, parameter in enumerate(parameters):
+        compute = compute_dtype(parameter)
+        value = parameter.to(compute)
+        gradient = _gradient(gradients[index], compute, factor, options.maximize)
+        if options.weight_decay:
+            gradient = gradient + options.weight_decay * value
+        if buffers:
+            rate = scheduled.to(compute) if scheduled is not None else options.momentum
+            damp = options.dampening if undamped is None else options.dampening * (1 - undamped.to(compute))
+            buffer = rate * buffers[index].to(compute) + (1 - damp) * gradient
+            buffers[index].copy_(buffer)
+            gradient = gradient + rate * buffer if options.nesterov else buffer
+        value = value - lr.to(compute) * gradient
+        parameter.copy_(value)
+        if copies:
+            copies[index].copy_(value)
+
+
+def _gradient(
+    gradient: torch.Tensor, compute: torch.dtype, factor: torch.Tensor | None, maximize: bool
+) -> torch.Tensor:
+    value = gradient.to(compute)
+    if factor is not None:
+        value = value * factor.to(compute)
+    return -value if maximize else value

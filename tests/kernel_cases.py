@@ -1,0 +1,201 @@
+"""What the kernels are compared on, wherever they run: in Triton's interpreter, on a GPU.
+
+Each ``compare_...`` builds its tensors on a device, runs a kernel and its reference on copies, and raises where they
+differ. What a kernel writes lies in memory filled with NaN, between guards that must stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+
+from fsdp_compiled.kernels import accumulate, flatten, reference, update
+from fsdp_compiled.kernels.options import SGD, Adam
+
+GUARD = 64  # elements on either side of what a kernel may write
+LAYOUTS = ("contiguous", "permuted", "expanded", "sliced", "misaligned")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SPECIAL = (float("nan"), float("inf"), -float("inf"))
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """How to make one: its dims are ``shape``, permuted, repeated with stride 0, or cut out of something wider."""
+
+    shape: tuple[int, ...]
+    layout: str
+    dtype: torch.dtype
+    specials: int  # how many of its elements are NaN or infinite
+
+    def make(self, generator: torch.Generator, device: str) -> torch.Tensor:
+        def fill(*shape: int) -> torch.Tensor:
+            values = torch.randn(shape, generator=generator).to(self.dtype)
+            flat = values.view(-1)
+            for index in range(min(self.specials, flat.numel())):
+                flat[index * 7 % flat.numel()] = SPECIAL[index % 3]
+            return values.to(device)
+
+        if self.layout == "permuted":
+            return fill(*reversed(self.shape)).permute(list(reversed(range(len(self.shape)))))
+        if self.layout == "expanded" and self.shape:
+            return fill(1, *self.shape[1:]).expand(self.shape)
+        if self.layout == "sliced" and self.shape:
+            return fill(*self.shape[:-1], 2 * self.shape[-1])[..., ::2]
+        if self.layout == "misaligned":
+            size = torch.Size(self.shape).numel()
+            return fill(size + 1)[1:].view(self.shape)
+        return fill(*self.shape)
+
+
+gradients = st.builds(
+    Gradient,
+    shape=st.one_of(
+        st.tuples(st.integers(0, 9000)),
+        st.tuples(st.integers(0, 80), st.integers(1, 80)),
+        st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 40)),
+        st.just(()),
+    ),
+    layout=st.sampled_from(LAYOUTS),
+    dtype=st.sampled_from(DTYPES),
+    specials=st.sampled_from((0, 0, 1, 5)),
+)
+units = st.lists(gradients, min_size=1, max_size=5)
+sizes = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 9000)), min_size=1, max_size=4)
+
+
+def poisoned(numel: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of NaN, and what it was cut out of, with a guard on either side."""
+    whole = torch.full((numel + 2 * GUARD,), 7.0, dtype=dtype, device=device)
+    inner = whole[GUARD : GUARD + numel]
+    inner.fill_(float("nan"))
+    return inner, whole
+
+
+def check_guards(whole: torch.Tensor) -> None:
+    assert (whole[:GUARD] == 7).all() and (whole[-GUARD:] == 7).all(), "written outside of the output"
+
+
+def same(mine: torch.Tensor, expected: torch.Tensor, exact: bool, rtol: float = 2e-6) -> None:
+    """Bit for bit but for the sign and payload of NaN; or, in float32, to rounding, and to one unit in a half type."""
+    if not exact:
+        rtol = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(expected.dtype, rtol)
+    torch.testing.assert_close(
+        mine, expected, rtol=0 if exact else rtol, atol=0 if exact else 1e-7, equal_nan=True, check_device=False
+    )
+
+
+def compare_flatten(
+    unit: Sequence[Gradient],
+    gaps: Sequence[int],
+    dtype: torch.dtype,
+    scale: float | None,
+    device: str,
+    *,
+    seed: int = 0,
+    rounds: bool = True,
+    damage: Callable[[list[torch.Tensor]], list[torch.Tensor]] = lambda tensors: tensors,
+) -> None:
+    """``gaps[i]`` elements are left free before gradient ``i`` and ``gaps[-1]`` at the end. ``rounds``: whether the
+    device rounds to the nearest bfloat16. ``damage``: what the kernel gets instead of the gradients, as a control."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [gradient.make(generator, device) for gradient in unit]
+    offsets, end = [], 0
+    for tensor, gap in zip(tensors, gaps, strict=False):
+        offsets.append(end + gap)
+        end += gap + tensor.numel()
+    numel = end + gaps[-1]
+    factor = None if scale is None else torch.tensor(scale, device=device)
+    counts = [torch.full((), 3, dtype=torch.int64, device=device) for _ in range(2)]
+    out, whole = poisoned(numel, dtype, device)
+    flatten.launch(out, damage(tensors), offsets, factor, counts[0]).run(out.device)
+    expected = reference.flatten(tensors, offsets, numel, dtype, factor, counts[1])
+    same(out, expected, exact=rounds or dtype != torch.bfloat16)
+    check_guards(whole)
+    assert counts[0] == counts[1], f"{counts[0]} values counted as not finite, expected {counts[1]}"
+
+
+def compare_accumulate(
+    lengths: Sequence[int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    scale: float | None,
+    fresh: bool,
+    specials: int,
+    device: str,
+    *,
+    seed: int = 0,
+    rounds: bool = True,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [Gradient((n,), "contiguous", dtypes[1], specials).make(generator, device) for n in lengths]
+    starts = [Gradient((n,), "contiguous", dtypes[0], 0).make(generator, device) for n in lengths]
+    mine = [poisoned(n, dtypes[0], device) for n in lengths]
+    expected = [torch.empty_like(start) for start in starts]
+    if not fresh:
+        for start, (total, _), other in zip(starts, mine, expected, strict=True):
+            total.copy_(start)
+            other.copy_(start)
+    factor = None if scale is None else torch.tensor(scale, device=device)
+    counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+    totals = [total for total, _ in mine]
+    squares = accumulate.accumulate(totals, parts, factor, counts[0], fresh=fresh)
+    again = [total.clone() for total in totals]
+    expected_squares = reference.accumulate(expected, parts, factor, counts[1], fresh=fresh)
+    for total, other, (_, whole) in zip(again, expected, mine, strict=True):
+        same(total, other, exact=False)
+        check_guards(whole)
+    same(squares, expected_squares, exact=False, rtol=2e-5 if rounds else 1e-2)
+    assert counts[0] == counts[1]
+
+
+def compare_update(
+    kind: type[Adam] | type[SGD],
+    numbers: dict[str, Any],
+    lengths: Sequence[int],
+    dtype: torch.dtype,
+    copy: torch.dtype | None,
+    factor: float | None,
+    device: str,
+    *,
+    step: int = 3,
+    largest: bool = False,
+    scheduled: float | None = None,
+    undamped: float | None = None,
+    buffers: bool = True,
+    seed: int = 0,
+    rounds: bool = True,
+) -> list[torch.Tensor]:
+    """Runs one update by the kernel and by its reference; returns the kernel's parameters."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def one(positive: bool = False) -> list[torch.Tensor]:
+        values = [torch.randn(n, generator=generator) for n in lengths]
+        return [(value.abs() if positive else value).to(dtype).to(device) for value in values]
+
+    def scalar(value: float | None, wide: bool = True) -> torch.Tensor | None:
+        return None if value is None else torch.tensor(value, dtype=torch.float64 if wide else torch.float32).to(device)
+
+    if kind is Adam:
+        lists = [one(), one(), one(), one(True), one(True) if largest else []]
+        scalars = [scalar(1e-2), scalar(step, False), scalar(factor, False), scalar(scheduled)]
+    else:
+        lists = [one(), one(), one() if buffers else []]
+        scalars = [scalar(1e-2), scalar(factor, False), scalar(undamped), scalar(scheduled)]
+    copies = [poisoned(n, copy, device) for n in lengths] if copy is not None else []
+    options: Any = kind(**numbers)
+    results = []
+    for module in (update, reference):
+        own = [[tensor.clone() for tensor in tensors] for tensors in lists]
+        own.append([inner if module is update else inner.clone() for inner, _ in copies])
+        getattr(module, kind.__name__.lower())(*own, *scalars, options=options)
+        results.append(own)
+    for index, (mine, expected) in enumerate(zip(*results, strict=True)):
+        for tensor, other in zip(mine, expected, strict=True):
+            # the interpreter cuts bfloat16 off instead of rounding it
+            same(tensor, other, exact=index == 1, rtol=2e-6 if rounds or dtype != torch.bfloat16 else 2**-6)
+    for _, whole in copies:
+        check_guards(whole)
+    return results[0][0]

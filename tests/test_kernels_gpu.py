@@ -1,0 +1,129 @@
+"""The kernels on a GPU against their references, and what only a GPU can show: launches, graphs, addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from fsdp_compiled.kernels.operators import operators
+from fsdp_compiled.kernels.options import SGD, Adam
+from tests.kernel_cases import (
+    DTYPES,
+    LAYOUTS,
+    Gradient,
+    compare_accumulate,
+    compare_flatten,
+    compare_update,
+    sizes,
+    units,
+)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}
+MOMENTUM = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": True, "maximize": False}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    unit=units,
+    gaps=st.lists(st.sampled_from((0, 0, 1, 8, 64, 5000)), min_size=6, max_size=6),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from((None, 1.0, 0.3, float("inf"))),
+)
+def test_flatten(unit: list[Gradient], gaps: list[int], dtype: torch.dtype, scale: float | None) -> None:
+    compare_flatten(unit, gaps, dtype, scale, "cuda")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(1,), (64, 64), (1000, 3000), (2, 3, 66, 65), (16, 40_970)])
+def test_flatten_of_one(shape: tuple[int, ...], layout: str) -> None:
+    compare_flatten([Gradient(shape, layout, torch.bfloat16, 2)], [3, 70], torch.float32, 0.5, "cuda")
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    lengths=sizes,
+    dtypes=st.tuples(st.sampled_from((torch.float32, torch.float64)), st.sampled_from(DTYPES)),
+    scale=st.sampled_from((None, 0.25)),
+    fresh=st.booleans(),
+    specials=st.sampled_from((0, 2)),
+)
+def test_accumulate(
+    lengths: list[int], dtypes: tuple[torch.dtype, torch.dtype], scale: float | None, fresh: bool, specials: int
+) -> None:
+    compare_accumulate(lengths, dtypes, scale, fresh, specials, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("step", [1, 500, 10**6])
+def test_adam(dtype: torch.dtype, step: int) -> None:
+    for case in ({}, {"largest": True}, {"scheduled": 0.85}, {"copy": torch.bfloat16}):
+        given: dict[str, Any] = {"copy": None} | case
+        compare_update(Adam, ADAM, [1, 0, 1037, 100_000], dtype, factor=0.5, device="cuda", step=step, **given)
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+def test_sgd(buffers: bool) -> None:
+    lengths = [1, 0, 1037, 100_000]
+    compare_update(SGD, MOMENTUM, lengths, torch.float32, torch.bfloat16, 0.5, "cuda", buffers=buffers)
+
+
+def test_the_norm_is_the_same_in_every_run() -> None:
+    total, part = torch.randn(3_000_001, device="cuda"), torch.randn(3_000_001, device="cuda")
+    squares = [operators.accumulate_([total.clone()], [part]) for _ in range(5)]
+    assert all(torch.equal(one, squares[0]) for one in squares)
+
+
+def test_a_captured_flatten_and_update_replay_on_new_numbers() -> None:
+    """Nothing is staged through host memory: a graph of both follows its inputs, 50 times over."""
+    gradients = [torch.zeros(300, 200, device="cuda").t(), torch.zeros(77, device="cuda")]
+    offsets, numel = [0, 60_032], 60_160
+    shard = torch.randn(numel, device="cuda")
+    state = [torch.zeros(numel, device="cuda") for _ in range(2)]
+    rate = torch.tensor(1e-2, dtype=torch.float64, device="cuda")
+    step = torch.zeros((), device="cuda")
+    expected, expected_state = shard.cpu(), [tensor.cpu() for tensor in state]
+
+    def run() -> None:
+        step.add_(1)
+        flat = operators.flatten(gradients, offsets, numel, torch.float32)
+        operators.adam_([shard], [flat], [state[0]], [state[1]], [], [], rate, step, **ADAM)
+
+    before = [tensor.clone() for tensor in (shard, *state, step)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()  # compiles
+    torch.cuda.synchronize()
+    for tensor, value in zip((shard, *state, step), before, strict=True):
+        tensor.copy_(value)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for number in range(1, 51):
+        for gradient in gradients:
+            gradient.normal_()
+        rate.fill_(1e-2 / number)
+        graph.replay()
+        flat = operators.flatten([gradient.cpu() for gradient in gradients], offsets, numel, torch.float32)
+        count = torch.tensor(float(number))
+        operators.adam_([expected], [flat], [expected_state[0]], [expected_state[1]], [], [], rate.cpu(), count, **ADAM)
+        torch.testing.assert_close(shard.cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_more_than_two_to_the_31_elements() -> None:
+    free, _ = torch.cuda.mem_get_info()
+    numel = 2**31 + 3 * 4096 + 5
+    if free < 3 * 2 * numel:
+        pytest.skip("needs 13 GB of free GPU memory")
+    source = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
+    source[-9:] = torch.arange(9)
+    flat = operators.flatten([source], [64], numel + 128, torch.bfloat16)
+    assert flat[64 + numel - 9 : 64 + numel].tolist() == list(range(9)) and flat[64 + numel :].eq(0).all()
+    assert int(flat[: 2**20].count_nonzero()) == 0

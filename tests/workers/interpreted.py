@@ -1,0 +1,220 @@
+"""The kernels in Triton's interpreter against their references.
+
+Triton decides when it is imported whether it interprets, so this runs in a process of its own, with
+TRITON_INTERPRET=1: tests/test_kernels_interpreted.py starts it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from fsdp_compiled.kernels.flatten import strided_offsets, tile_corner
+from fsdp_compiled.kernels.launch import located
+from fsdp_compiled.kernels.layout import TILE, Group, ceil_div, contiguous
+from fsdp_compiled.kernels.options import SGD, Adam
+from tests.kernel_cases import (
+    DTYPES,
+    LAYOUTS,
+    Gradient,
+    compare_accumulate,
+    compare_flatten,
+    compare_update,
+    gradients,
+    sizes,
+    units,
+)
+
+# numpy warns where a number overflows; the interpreter's bfloat16 is cut off, not rounded
+pytestmark = pytest.mark.filterwarnings("ignore")
+ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}
+MOMENTUM = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "maximize": False}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    unit=units,
+    gaps=st.lists(st.sampled_from((0, 0, 1, 8, 64, 5000)), min_size=6, max_size=6),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from((None, 1.0, 0.3, math.inf)),
+    seed=st.integers(0, 99),
+)
+def test_flatten(unit: list[Gradient], gaps: list[int], dtype: torch.dtype, scale: float | None, seed: int) -> None:
+    compare_flatten(unit, gaps, dtype, scale, "cpu", seed=seed, rounds=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(1,), (64, 64), (130, 67), (2, 3, 66, 65), (16, 4097)])
+def test_flatten_of_one(shape: tuple[int, ...], layout: str) -> None:
+    compare_flatten([Gradient(shape, layout, torch.float32, 2)], [3, 70], torch.float32, 0.5, "cpu")
+
+
+def test_a_gradient_read_in_the_wrong_order_is_noticed() -> None:
+    unit = [Gradient((64, 64), "permuted", torch.float32, 0)]
+    with pytest.raises(AssertionError):
+        compare_flatten(unit, [0, 0], torch.float32, None, "cpu", damage=lambda tensors: [tensors[0].t()])
+
+
+def test_a_missed_infinity_is_noticed() -> None:
+    unit = [Gradient((64,), "contiguous", torch.float32, 1)]
+    with pytest.raises(AssertionError):
+        compare_flatten(unit, [0, 0], torch.float32, None, "cpu", damage=lambda tensors: [tensors[0].nan_to_num()])
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    lengths=sizes,
+    dtypes=st.tuples(st.sampled_from((torch.float32, torch.float64)), st.sampled_from(DTYPES)),
+    scale=st.sampled_from((None, 0.25)),
+    fresh=st.booleans(),
+    specials=st.sampled_from((0, 2)),
+)
+def test_accumulate(
+    lengths: list[int], dtypes: tuple[torch.dtype, torch.dtype], scale: float | None, fresh: bool, specials: int
+) -> None:
+    compare_accumulate(lengths, dtypes, scale, fresh, specials, "cpu")
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    lengths=sizes,
+    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float64)),
+    copy=st.sampled_from((None, torch.float16, torch.bfloat16)),
+    factor=st.sampled_from((None, 0.5)),
+    step=st.sampled_from((1, 2, 500, 10**6)),
+    largest=st.booleans(),
+    scheduled=st.sampled_from((None, 0.85)),
+    decoupled=st.booleans(),
+    maximize=st.booleans(),
+)
+def test_adam(lengths: list[int], decoupled: bool, maximize: bool, **case: Any) -> None:
+    assume((case["dtype"], case["copy"]) != (torch.float64, torch.bfloat16))  # the interpreter cannot convert that
+    numbers = ADAM | {"decoupled": decoupled, "maximize": maximize}
+    compare_update(Adam, numbers, lengths, device="cpu", rounds=False, **case)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    lengths=sizes,
+    dtype=st.sampled_from((torch.float32, torch.float64)),
+    copy=st.sampled_from((None, torch.float16)),
+    factor=st.sampled_from((None, 0.5)),
+    buffers=st.booleans(),
+    scheduled=st.sampled_from((None, 0.85)),
+    undamped=st.sampled_from((None, 0.0, 1.0)),
+    dampening=st.sampled_from((0.0, 0.4)),
+    nesterov=st.booleans(),
+    maximize=st.booleans(),
+)
+def test_sgd(lengths: list[int], dampening: float, nesterov: bool, maximize: bool, **case: Any) -> None:
+    numbers = MOMENTUM | {"dampening": dampening, "nesterov": nesterov, "maximize": maximize}
+    compare_update(SGD, numbers, lengths, device="cpu", rounds=False, **case)
+
+
+@pytest.mark.parametrize("change", [{"weight_decay": 0.101}, {"beta1": 0.901}, {"beta2": 0.9985}, {"eps": 1e-3}])
+def test_an_update_with_another_number_is_another(change: dict[str, float]) -> None:
+    """The control of the two above: it shows at a tolerance no finer than theirs."""
+    mine = compare_update(Adam, ADAM, [100], torch.float32, None, None, "cpu")
+    other = compare_update(Adam, ADAM | change, [100], torch.float32, None, None, "cpu")
+    assert not torch.allclose(mine[0], other[0], rtol=2e-6, atol=1e-7)
+
+
+# More than 2^31 elements: where they lie is arithmetic, which runs here on numbers that no memory backs.
+
+FAR = 5 * 2**31 + 12_345
+
+
+@triton.jit
+def _locate(out, program, GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+    begin, offset, size, room = located(GROUPS, 0, tl.load(program), BLOCK)
+    tl.store(out, begin)
+    tl.store(out + 1, offset)
+    tl.store(out + 2, size)
+    tl.store(out + 3, room)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(piece=st.integers(0, 2), fraction=st.floats(0, 1))
+def test_a_program_far_behind_finds_its_place(piece: int, fraction: float) -> None:
+    lengths = [FAR, 77, 3 * FAR]
+    offsets = [5, FAR + 64, FAR + 200]
+    stops = [FAR + 64, FAR + 200, 4 * FAR + 1000]
+    starts = [0]
+    for offset, stop in zip(offsets, stops, strict=True):
+        starts.append(starts[-1] + ceil_div(stop - offset, 4096))
+    groups = (Group(tuple(starts), tuple(offsets), tuple(lengths), tuple(stops)),)
+    last = starts[piece + 1] - starts[piece] - 1
+    block = int(fraction * last)
+    out = torch.full((4,), -1)
+    _locate[(1,)](out, torch.tensor(starts[piece] + block, dtype=torch.int32), GROUPS=groups, BLOCK=4096)
+    assert out.tolist() == [block * 4096, offsets[piece], lengths[piece], stops[piece] - offsets[piece]]
+
+
+@triton.jit
+def _offset(out, index, SHAPE: tl.constexpr, STRIDE: tl.constexpr, NARROW: tl.constexpr):
+    place = tl.load(index)
+    if NARROW:
+        tl.store(out, strided_offsets(place.to(tl.int32), SHAPE, STRIDE))
+    else:
+        tl.store(out, strided_offsets(place, SHAPE, STRIDE))
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(fraction=st.floats(0, 1))
+def test_an_element_far_behind_finds_its_address(fraction: float) -> None:
+    shape, stride = (3, 100_003, 70_001), (1, 6, 700_000)
+    group = Group((0, 1), (0,), (math.prod(shape),), (math.prod(shape),), shape, stride)
+    assert group.wide
+    index = int(fraction * (math.prod(shape) - 1))
+    where = (index // (shape[1] * shape[2]), index // shape[2] % shape[1], index % shape[2])
+    expected = sum(at * step for at, step in zip(where, stride, strict=True))
+    found = []
+    for narrow in (False, True):
+        out = torch.full((), -1)
+        _offset[(1,)](out, torch.tensor(index), SHAPE=shape, STRIDE=stride, NARROW=narrow)
+        found.append(out.item())
+    assert found[0] == expected
+    if index >= 2**32:  # control: 32 bits are not enough
+        assert found[1] != expected
+
+
+@triton.jit
+def _corner(out, tile, SHAPE: tl.constexpr, STRIDE: tl.constexpr, DIM: tl.constexpr, OUTER: tl.constexpr):
+    row, column, begin = tile_corner(tl.load(tile), SHAPE, STRIDE, DIM, OUTER, 64)
+    tl.store(out, row)
+    tl.store(out + 1, column)
+    tl.store(out + 2, begin)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(fraction=st.floats(0, 1))
+def test_a_tile_far_behind_finds_its_corner(fraction: float) -> None:
+    shape, tile = (5, 50_001, 40_003), 1
+    stride, outer = contiguous(shape), (0,)
+    down, across = ceil_div(shape[1], TILE), ceil_div(shape[2], TILE)
+    number = int(fraction * (shape[0] * down * across - 1))
+    out = torch.full((3,), -1)
+    _corner[(1,)](out, torch.tensor(number), SHAPE=shape, STRIDE=stride, DIM=tile, OUTER=outer)
+    matrix, rest = divmod(number, down * across)
+    assert out.tolist() == [rest // across * TILE, rest % across * TILE, matrix * shape[1] * shape[2]]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(gradient=gradients)
+def test_cases_are_what_they_say(gradient: Gradient) -> None:
+    """The layouts that the tests above name do occur."""
+    tensor = gradient.make(torch.Generator().manual_seed(0), "cpu")
+    assert tensor.shape == gradient.shape
+    if gradient.layout == "misaligned" and tensor.numel():
+        assert tensor.data_ptr() % 16
+    if gradient.layout == "expanded" and gradient.shape:
+        assert tensor.stride(0) == 0 or tensor.shape[0] == 1
+    if gradient.layout in ("permuted", "sliced") and min((0, 0, *gradient.shape)[-2:]) > 1:
+        assert not tensor.is_contiguous()
