@@ -6,7 +6,7 @@
 RUN := .venv/bin/python -P -m
 
 .NOTPARALLEL:
-.PHONY: help train test lint format clean
+.PHONY: help train bench test lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -14,6 +14,10 @@ help: ## list these targets
 train: ## train a small GPT, sharded (ARGS="--steps 200 --nproc 2")
 	@sh .ci/setup train
 	@.venv/bin/fsdp-compiled train $(ARGS)
+
+bench: ## this package and its rivals, side by side (ARGS="--preset large")
+	@sh .ci/setup bench
+	@.venv/bin/fsdp-compiled bench $(ARGS)
 
 test: lint ## lint, then run the tests (PYTEST_ARGS="-k plan -x")
 	$(RUN) pytest -q --durations=10 $(PYTEST_ARGS)

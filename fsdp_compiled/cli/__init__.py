@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdp_compiled.cli.bench.options import add_bench_options, bench_options
 from fsdp_compiled.cli.options import add_train_options, train_options
 
 
@@ -25,6 +26,16 @@ def parser() -> argparse.ArgumentParser:
     )
     add_train_options(train)
 
+    bench = commands.add_parser(
+        "bench",
+        help="this package and its rivals, side by side in one run",
+        description="Trains the same model on the same batches under plain PyTorch, DDP, FSDP2, these with "
+        "torch.compile, and this package, in turns within one run, and reports processor time, wall time, peak memory "
+        "and collectives of a step. Every rival's losses are compared with this package's eager lowering first; a "
+        "wrong one ends the run. The last line printed is the folder with the result, the table and the plot.",
+    )
+    add_bench_options(bench)
+
     show = commands.add_parser("show", help="print a run's plan and its final program")
     show.add_argument("run", type=Path, metavar="RUN", help="a run folder, or the folder a dump was written to")
     show.add_argument("--stage", metavar="NAME", help="another stage than the last, for example 'gather'")
@@ -44,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fsdp_compiled.cli.launch import start
 
             return start(train_options(chosen), arguments)
+        if chosen.command == "bench":
+            from fsdp_compiled.cli.bench import start as bench
+
+            return bench.start(bench_options(chosen), arguments)
         from fsdp_compiled.cli import show
 
         if chosen.command == "show":

@@ -14,10 +14,13 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 STOP = "FSDP_COMPILED_STOP"
 FAILURE = "FSDP_COMPILED_FAILURE"
@@ -71,6 +74,14 @@ class Ranks:
 
     def max(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.MAX)
+
+    def exchange(self, value: T) -> list[T]:
+        """What each rank has, by rank; any picklable value."""
+        if self.group is None:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value, self.group)
+        return found
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.group is not None:

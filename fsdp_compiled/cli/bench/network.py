@@ -64,8 +64,8 @@ class Transfer:
 class Network:
     """The wire of one process: what is on it, and how fast it is."""
 
-    def __init__(self, bytes_per_second: float, latency: float) -> None:
-        self.bytes_per_second, self.latency = bytes_per_second, latency
+    def __init__(self, bytes_per_second: float, latency: float, linger: float = 0.0) -> None:
+        self.bytes_per_second, self.latency, self.linger = bytes_per_second, latency, linger
         self.transfers: list[Transfer] = []
         self._lock = threading.Lock()  # DDP issues from autograd's thread
         self._free = 0.0
@@ -81,7 +81,7 @@ class Network:
             start = max(issued, self._free)
             self._free = start + self.seconds(size)
             transfer = Transfer(name, size, issued, start, self._free)
-            late = _Late(work, transfer)
+            late = _Late(work, transfer, self.linger)
             self.transfers.append(transfer)
             self._alive.append(late)
         return late
@@ -90,11 +90,12 @@ class Network:
 class _Late(dist._Work):
     """A collective's work that is over when gloo is through and the transfer has ended."""
 
-    def __init__(self, work: dist.Work, transfer: Transfer) -> None:
+    def __init__(self, work: dist.Work, transfer: Transfer, linger: float) -> None:
         super().__init__()
         self._work: dist.Work | None = work  # holds tensors, so only until it is over
-        self._transfer = transfer
+        self._transfer, self._linger = transfer, linger
 
+    @torch.compiler.disable  # here and below: DDP's reducer waits within a compiled region
     def wait(self, timeout: timedelta | None = None) -> bool:
         work, transfer = self._work, self._transfer
         if work is None:
@@ -102,10 +103,11 @@ class _Late(dist._Work):
         if transfer.waited is None:
             transfer.waited = time.monotonic()
         work.wait()
-        time.sleep(max(0.0, transfer.end - time.monotonic()))
+        time.sleep(max(self._linger, transfer.end - time.monotonic()))
         self._work = None
         return True
 
+    @torch.compiler.disable
     def get_future(self) -> torch.futures.Future[Any]:
         assert self._work is not None
         inner, late = self._work.get_future(), torch.futures.Future[Any]()
@@ -123,9 +125,13 @@ class _Late(dist._Work):
 
 
 @contextmanager
-def slow_network(gigabits_per_second: float, latency: float = 0.0) -> Iterator[Network]:
-    """Inside, collectives on CPU tensors take as long as on such a network; ``latency`` in seconds."""
-    network = Network(gigabits_per_second * 1e9 / 8, latency)
+def slow_network(gigabits_per_second: float, latency: float = 0.0, linger: float = 0.0) -> Iterator[Network]:
+    """Inside, collectives on CPU tensors take as long as on such a network; ``latency`` in seconds.
+
+    ``linger``: for how long at least gloo's own thread is left to let go of a collective that is over, before who
+    waited for it lets go too: what the collective held is then freed by this thread, where a profiler sees it.
+    """
+    network = Network(gigabits_per_second * 1e9 / 8, latency, linger)
     with torch.library._scoped_library("c10d", "IMPL") as library, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         for name in (*RING, "broadcast_"):
@@ -136,6 +142,7 @@ def slow_network(gigabits_per_second: float, latency: float = 0.0) -> Iterator[N
 
 
 def _wrap(name: str, kernel: Any, network: Network) -> Callable[..., Any]:
+    @torch.compiler.disable
     def slow(keys: Any, *arguments: Any, **named: Any) -> Any:
         result = kernel.call_boxed(keys, *arguments, **named)
         work = result[-1] if isinstance(result, tuple) else result

@@ -1,0 +1,48 @@
+"""Measures everything that bench/results holds of `fsdp-compiled bench`, and makes the tables anew.
+
+    python bench/run.py [NAME ...]
+
+Every result if none is named (--help lists them). On a machine with nothing else to do: the
+load average is written beside the figures. A result takes the place of an older one once it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+COMMANDS = {
+    "thin": "--preset thin",
+    "small": "--preset small",
+    "large": "--preset large",
+    "llama": "--preset llama",
+    "thin-first-step": "--preset thin --measure first-step --rivals ddp-compile fsdp2-compile ours",
+    "thin-4-first-step": "--preset thin --layers 4 --measure first-step --rivals ours",
+}
+
+
+def measure(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "run")
+        command = [sys.executable, "-m", "fsdp_compiled", "bench", *COMMANDS[name].split(), "--out", str(out)]
+        code = subprocess.run(command).returncode
+        if code:
+            raise SystemExit(code)
+        RESULTS.mkdir(exist_ok=True)
+        shutil.copy(out / "result.json", RESULTS / f"{name}.json")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(COMMANDS))
+    names = parser.parse_args().names or list(COMMANDS)
+    if unknown := sorted(set(names) - set(COMMANDS)):
+        parser.error(f"unknown: {', '.join(unknown)}; there is {', '.join(COMMANDS)}")
+    for name in names:
+        measure(name)
+    subprocess.run([sys.executable, str(Path(__file__).parent / "tables.py")], check=True)

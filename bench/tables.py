@@ -1,0 +1,186 @@
+"""Rewrites the tables of README.md and bench/README.md from bench/results, and draws bench/results/bench.png.
+
+    python bench/tables.py
+
+bench/run.py does this after it has measured. A table stands between `<!-- bench: NAME -->` and `<!-- end -->`, where
+NAME is `summary`, `memory`, `goals`, `first-step`, or a result's. What was not measured is said so.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_compiled.cli.bench import report
+from fsdp_compiled.cli.bench.plot import plot
+from fsdp_compiled.cli.bench.rivals import RIVALS
+from fsdp_compiled.cli.bench.summary import Row, ratio, rows
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+DOCUMENTS = (HERE.parent / "README.md", HERE / "README.md")
+PRESETS = ("thin", "small", "large", "llama")
+FIRST_STEPS = ("thin-first-step", "thin-4-first-step")
+BLOCK = re.compile(r"(<!-- bench: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+NOTHING = "Not measured yet."
+
+Results = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Goal:
+    figure: str
+    most: float
+    reached: Callable[[Results], float]  # raises LookupError where it was not measured
+
+
+def _peak(result: Mapping[str, Any], name: str) -> float:
+    return result["rivals"][name]["peak_bytes"]
+
+
+def _first(result: Mapping[str, Any], cache: str) -> float:
+    return result["rivals"]["ours"]["first_step"][cache]
+
+
+def _fastest_that_shards(results: Results) -> float:
+    """Against the best of them: the largest of our ratios."""
+    others = [name for name, rival in RIVALS.items() if rival.shards and not rival.ours]
+    return max(ratio(results["large"], "ours", name) for name in others)
+
+
+GOALS = (
+    Goal("thin: CPU time of a step, against FSDP2", 0.2, lambda all: ratio(all["thin"], "ours", "fsdp2")),
+    Goal(
+        "thin: against DDP + torch.compile, which shards nothing",
+        1.1,
+        lambda all: ratio(all["thin"], "ours", "ddp-compile"),
+    ),
+    Goal("small: against FSDP2", 0.75, lambda all: ratio(all["small"], "ours", "fsdp2")),
+    Goal("large: against the fastest rival that shards", 0.95, _fastest_that_shards),
+    Goal(
+        "large: peak memory of a rank, against FSDP2",
+        0.9,
+        lambda all: _peak(all["large"], "ours") / _peak(all["large"], "fsdp2"),
+    ),
+    Goal(
+        "first step, cold cache: 24 layers against 4 of the same width",
+        1.5,
+        lambda all: _first(all["thin-first-step"], "cold") / _first(all["thin-4-first-step"], "cold"),
+    ),
+    Goal(
+        "first step, thin: warm cache against cold",
+        0.25,
+        lambda all: _first(all["thin-first-step"], "warm") / _first(all["thin-first-step"], "cold"),
+    ),
+)
+
+
+def goals(results: Results) -> str:
+    lines = []
+    for goal in GOALS:
+        try:
+            value = goal.reached(results)
+        except LookupError:
+            lines.append(f"| {goal.figure} | {goal.most:g} | not measured | |")
+            continue
+        lines.append(
+            f"| {goal.figure} | {goal.most:g} | {value:.2f} | {'met' if value <= goal.most else '**missed**'} |"
+        )
+    return "\n".join(["| figure | at most | reached | |", "|---|---:|---:|---|", *lines])
+
+
+def _by_preset(results: Results, cell: Callable[[Row], str]) -> str:
+    """A line a rival, a column a preset."""
+    measured = {name: {row.name: row for row in rows(results[name])} for name in PRESETS if name in results}
+    if not measured:
+        return NOTHING
+    lines = ["| | " + " | ".join(measured) + " |", "|---|" + "---:|" * len(measured)]
+    for rival in RIVALS.values():
+        found = [by.get(rival.name) for by in measured.values()]
+        if any(found):
+            lines.append(
+                f"| {rival.title} | "
+                + " | ".join(cell(row) if row is not None else report.MISSING for row in found)
+                + " |"
+            )
+    return "\n".join(lines)
+
+
+def _time(row: Row) -> str:
+    if row.cpu is None:
+        return report.MISSING
+    times = "" if row.cpu_ratio is None else f" ({row.cpu_ratio:.2f} ×)"
+    milliseconds = 1e3 * row.cpu.middle
+    return f"{milliseconds:.{1 if milliseconds < 100 else 0}f} ms{times}"
+
+
+def _memory(row: Row) -> str:
+    if row.peak_bytes is None:
+        return report.MISSING
+    times = "" if row.peak_ratio is None else f" ({row.peak_ratio:.2f} ×)"
+    return f"{row.peak_bytes / 2**20:.1f} MiB{times}"
+
+
+def first_step(results: Results) -> str:
+    lines = []
+    for result in results.values():
+        for facts in result["rivals"].values():
+            if "first_step" in facts:
+                first, layers = facts["first_step"], result["preset"]["layers"]
+                warm = f"{first['warm']:.1f} s" if "warm" in first else "no cache"
+                lines.append(f"| {facts['title']} | {layers} | {first['cold']:.1f} s | {warm} |")
+    return "\n".join(["| | layers | cold | warm |", "|---|---:|---:|---:|", *lines]) if lines else NOTHING
+
+
+def block(name: str, results: Results) -> str:
+    """What stands between the markers."""
+    if name == "summary":
+        return _by_preset(results, _time)
+    if name == "memory":
+        return _by_preset(results, _memory)
+    if name == "goals":
+        return goals(results)
+    if name == "first-step":
+        return first_step(results)
+    if name not in results:
+        return NOTHING
+    result = results[name]
+    lines = [report.markdown(result), ""]
+    if "conditions" in result:
+        lines += [f"{report.describe(result)}.", ""]
+    return "\n".join([*lines, f"`{result['command']}`"])
+
+
+def fill(text: str, results: Results) -> str:
+    """The document with every block made anew."""
+    return BLOCK.sub(lambda found: f"{found[1]}{block(found[2], results)}\n{found[3]}", text)
+
+
+def load(folder: Path = RESULTS) -> dict[str, Any]:
+    """The committed results of `fsdp-compiled bench`, by name."""
+    files = {name: folder / f"{name}.json" for name in (*PRESETS, *FIRST_STEPS)}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
+
+
+def main() -> None:
+    results = load()
+    for document in DOCUMENTS:
+        before = document.read_text()
+        after = fill(before, results)
+        document.write_text(after)
+        print(f"{document}: {len(BLOCK.findall(after))} tables, {'changed' if after != before else 'as before'}")
+    timed = [(_title(name, result), result) for name, result in results.items() if "conditions" in result]
+    if timed:
+        plot(timed, RESULTS / "bench.png")
+
+
+def _title(name: str, result: Mapping[str, Any]) -> str:
+    return f"{name}: {report.describe(result).split(';')[0]}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The options of `bench`: their defaults, their types, and what they refuse."""
+
+import argparse
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from fsdp_compiled.cli.bench.presets import PRESETS
+from fsdp_compiled.cli.bench.rivals import RIVALS
+from fsdp_compiled.cli.options import fraction, not_negative, positive, whole
+
+MEASURES = ("steps", "first-step")
+SIZES = ("layers", "width", "heads", "context", "batch", "rounds", "steps")  # of a preset
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    preset: str = "thin"
+    nproc: int | None = None  # None: chosen by the launcher
+    rivals: tuple[str, ...] | None = None  # None: all
+    lower: str | None = None
+    measure: tuple[str, ...] = ("steps",)
+    rounds: int | None = None  # None, here and below: as the preset has it
+    steps: int | None = None
+    out: Path | None = None
+    seed: int = 0
+    layers: int | None = None
+    width: int | None = None
+    heads: int | None = None
+    context: int | None = None
+    batch: int | None = None
+    network_gbps: float | None = None
+    latency_ms: float = 0.0
+    part: str | None = None  # what the ranks that our launcher started do; see start.py
+
+
+def add_bench_options(parser: argparse.ArgumentParser) -> None:
+    d = BenchOptions()
+    run = parser.add_argument_group("the run")
+    run.add_argument("--preset", choices=tuple(PRESETS), default=d.preset, help="model and batch (%(default)s)")
+    run.add_argument("--nproc", type=whole, metavar="N", help="processes to start (default: one a GPU, else 2)")
+    run.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="where everything is written (runs/bench-<date>-<time>)"
+    )
+    run.add_argument(
+        "--seed", type=not_negative, default=d.seed, metavar="N", help="for weights and batches (%(default)s)"
+    )
+
+    what = parser.add_argument_group("what is measured")
+    what.add_argument(
+        "--rivals", nargs="+", choices=tuple(RIVALS), metavar="NAME", help=f"of {', '.join(RIVALS)} (all)"
+    )
+    what.add_argument(
+        "--lower",
+        choices=("eager", "inductor", "both"),
+        help="which lowerings of this package (both, where there is a compiler)",
+    )
+    what.add_argument(
+        "--measure",
+        nargs="+",
+        choices=MEASURES,
+        default=list(d.measure),
+        metavar="WHAT",
+        help="steps: time, memory and collectives; first-step: how long it takes until the first step is done, with a "
+        "cold and with a warm cache, in fresh processes (%(default)s)",
+    )
+    what.add_argument("--rounds", type=whole, metavar="N", help="in each, every rival takes its turn (by preset)")
+    what.add_argument("--steps", type=whole, metavar="N", help="in a rival's turn (by preset)")
+
+    model = parser.add_argument_group("the model and its batch, where they differ from the preset's")
+    model.add_argument("--layers", type=whole, metavar="N", help="blocks")
+    model.add_argument("--width", type=whole, metavar="N", help="size of the residual stream")
+    model.add_argument("--heads", type=whole, metavar="N", help="attention heads")
+    model.add_argument("--context", type=whole, metavar="N", help="tokens in a row")
+    model.add_argument("--batch", type=whole, metavar="N", help="rows a rank sees in a step")
+
+    network = parser.add_argument_group("a slow network, simulated (CPU alone)")
+    network.add_argument("--network-gbps", type=positive, metavar="X", help="bandwidth, in gigabits per second")
+    network.add_argument(
+        "--latency-ms", type=fraction, default=d.latency_ms, metavar="X", help="of each collective (%(default)s)"
+    )
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+
+
+def bench_options(chosen: argparse.Namespace) -> BenchOptions:
+    values = {field.name: getattr(chosen, field.name) for field in fields(BenchOptions)}
+    values["rivals"] = tuple(dict.fromkeys(values["rivals"])) if values["rivals"] else None
+    values["measure"] = tuple(dict.fromkeys(values["measure"]))
+    if values["latency_ms"] and values["network_gbps"] is None:
+        raise ValueError("--latency-ms is part of a simulated network; give its bandwidth too: --network-gbps 10")
+    return BenchOptions(**values)

@@ -1,0 +1,130 @@
+"""By whom it is trained: this package, PyTorch's own means, and plain PyTorch on one process.
+
+A rival is built from nothing but a `Setting`, so that each has its own copy of the same weights, and gives a `Step`:
+one optimizer step on this rank's batch, which returns the loss. All use AdamW with the same numbers; where the
+optimizer is eager, it is the fused one, the fastest that PyTorch has.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.cli.bench.presets import Preset
+from fsdp_compiled.cli.rank import Place
+
+Step = Callable[[Tensor, Tensor], Tensor]
+ADAMW: Mapping[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class Setting:
+    preset: Preset
+    here: Place
+    seed: int
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(self.seed)
+        with self.here.device:
+            return self.preset.model()
+
+
+@dataclass(frozen=True)
+class Rival:
+    name: str  # as --rivals has it
+    title: str
+    build: Callable[[Setting], Step]
+    shards: bool = True
+    compiles: bool = False  # needs a compiler on this machine
+    ours: bool = False
+    alone: bool = False  # rank 0 takes the whole batch, the others wait
+
+
+def _eager_step(setting: Setting, model: nn.Module, parameters: nn.Module) -> Step:
+    """The loop that everybody writes, over a model that its wrapper has made parallel."""
+    optimizer = AdamW(parameters.parameters(), fused=True, **ADAMW)
+    loss_of = setting.preset.loss
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(model, tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def plain(setting: Setting) -> Step:
+    model = setting.model()
+    return _eager_step(setting, model, model)
+
+
+def ddp(compiled: bool) -> Callable[[Setting], Step]:
+    def build(setting: Setting) -> Step:
+        model, device = setting.model(), setting.here.device
+        parallel: nn.Module = DistributedDataParallel(
+            model,
+            device_ids=[device] if device.type == "cuda" else None,
+            gradient_as_bucket_view=True,  # half the memory for gradients, and a copy less, than the default
+            broadcast_buffers=False,  # the models' are constants, which no other rival sends
+        )
+        return _eager_step(setting, torch.compile(parallel) if compiled else parallel, model)
+
+    return build
+
+
+def fsdp2(compiled: bool) -> Callable[[Setting], Step]:
+    def build(setting: Setting) -> Step:
+        model = setting.model()
+        mesh = init_device_mesh(setting.here.device.type, (dist.get_world_size(),))
+        for block in setting.preset.blocks(model):
+            if compiled:
+                block.compile()
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return _eager_step(setting, model, model)
+
+    return build
+
+
+def ours(lower: str, **policy: Any) -> Callable[[Setting], Step]:
+    def build(setting: Setting) -> Step:
+        model = setting.model()
+        optimizer = AdamW(model.parameters(), **ADAMW)
+        chosen = Policy(lower=lower, **policy)
+        return compile_sharded(model, optimizer, loss=setting.preset.loss, policy=chosen).step
+
+    return build
+
+
+REFERENCE = "ours-eager"  # whose losses every rival must have
+
+RIVALS = {
+    rival.name: rival
+    for rival in (
+        Rival("eager", "plain PyTorch, one process", plain, shards=False, alone=True),
+        Rival("ddp", "DDP", ddp(False), shards=False),
+        Rival("ddp-compile", "DDP + torch.compile", ddp(True), shards=False, compiles=True),
+        Rival("fsdp2", "FSDP2", fsdp2(False)),
+        Rival("fsdp2-compile", "FSDP2 + torch.compile per block", fsdp2(True), compiles=True),
+        Rival("ours-eager", "this package, eager", ours("eager"), ours=True),
+        Rival("ours-eager-no-prefetch", "this package, eager, no prefetch", ours("eager", prefetch=0), ours=True),
+        Rival("ours", "this package, inductor", ours("inductor"), compiles=True, ours=True),
+        Rival(
+            "ours-no-prefetch",
+            "this package, inductor, no prefetch",
+            ours("inductor", prefetch=0),
+            compiles=True,
+            ours=True,
+        ),
+    )
+}
