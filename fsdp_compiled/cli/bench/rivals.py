@@ -5,6 +5,7 @@ one optimizer step on this rank's batch, which returns the loss. All use AdamW w
 optimizer is eager, it is the fused one, the fastest that PyTorch has.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -71,12 +72,14 @@ def plain(setting: Setting) -> Step:
 def ddp(compiled: bool) -> Callable[[Setting], Step]:
     def build(setting: Setting) -> Step:
         model, device = setting.model(), setting.here.device
-        parallel: nn.Module = DistributedDataParallel(
-            model,
-            device_ids=[device] if device.type == "cuda" else None,
-            gradient_as_bucket_view=True,  # half the memory for gradients, and a copy less, than the default
-            broadcast_buffers=False,  # the models' are constants, which no other rival sends
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers gets another name in torch 2.13
+            parallel: nn.Module = DistributedDataParallel(
+                model,
+                device_ids=[device] if device.type == "cuda" else None,
+                gradient_as_bucket_view=True,  # half the memory for gradients, and a copy less, than the default
+                broadcast_buffers=False,  # the models' are constants, which no other rival sends
+            )
         return _eager_step(setting, torch.compile(parallel) if compiled else parallel, model)
 
     return build
