@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled import passes
+from fsdp_compiled import memory, passes
 from fsdp_compiled.capture import Capture, batch_tensors, capture_on
 from fsdp_compiled.dynamic import Sizes, shape_text
 from fsdp_compiled.lower import Runner
+from fsdp_compiled.memory import Memory
 from fsdp_compiled.optim import Rule
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import Port, Program
@@ -30,6 +31,7 @@ class Compiled:
     program: Program
     capture: Capture
     stages: tuple[Program, ...]
+    memory: Memory
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     random: bool
@@ -82,10 +84,13 @@ def build(
     )
     stages: list[Program] = []
     program = passes.run(captured.program, plan, chosen, stages.append)
+    needed = memory.predict(program, plan, memory.persistent(plan, rules, buffers, captured.constants, program))
+    stages[-1] = program = replace(program, needs=needed.lines())
     return Compiled(
         program,
         captured,
         tuple(stages),
+        needed,
         inputs=tuple(port for port in program.ports if port.side == "in"),
         outputs=tuple(port for port in program.ports if port.side == "out"),
         random=program.random,

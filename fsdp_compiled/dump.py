@@ -20,12 +20,13 @@ def summary(program: Program) -> str:
     Consecutive nodes of one unit and phase are one line; collectives have lines of their own.
     """
     lines = [f"program: {' -> '.join(program.history)}, {len(program.graph.nodes)} nodes, {_collectives(program)}"]
+    lines += program.needs
     phase = None
     run: list[fx.Node] = []
 
     def close() -> None:
         if run:
-            lines.append(f"    {_where(run[0]):<28}{_what(run)}")
+            lines.append(f"    {where(run[0]):<28}{_what(run)}")
             run.clear()
 
     for node in program.graph.nodes:
@@ -39,9 +40,9 @@ def summary(program: Program) -> str:
             continue
         if is_collective(node) or role_of(node) == "wait":
             close()
-            lines.append(f"    {_where(node):<28}{_communication(node)}")
+            lines.append(f"    {where(node):<28}{_communication(node)}")
             continue
-        if run and _where(run[0]) != _where(node):
+        if run and where(run[0]) != where(node):
             close()
         run.append(node)
     close()
@@ -49,7 +50,8 @@ def summary(program: Program) -> str:
     return "\n".join(lines)
 
 
-def _where(node: fx.Node) -> str:
+def where(node: fx.Node) -> str:
+    """The unit or submodule that the node belongs to, for people."""
     mark = node.meta.get("mark")
     if mark is not None:
         return mark.unit or "(all units)"

@@ -167,6 +167,17 @@ class Plan:
         """Bytes of parameters that a rank holds between steps; optimizer state not counted."""
         return sum(self.shard_numel(buffer) * buffer.dtype.itemsize for buffer in self.buffers)
 
+    def sum_bytes(self, accumulate: str | None = None) -> int:
+        """Bytes of gradients that a rank holds between microbatches, under ``Policy.accumulate`` or the one given."""
+        whole = (accumulate or self.policy.accumulate) == "full" and self.world > 1
+        held = 0
+        for buffer in self.buffers:
+            if buffer.updated:
+                cut = self.shard if self.placement.gradient and not whole else 1
+                dtype = self.reduce_dtype(buffer) if whole else buffer.dtype
+                held += buffer.numel // cut * dtype.itemsize
+        return held
+
     def __str__(self) -> str:
         return "\n".join(_describe(self))
 
@@ -257,7 +268,7 @@ def _describe(plan: Plan) -> list[str]:
     lines = [
         f"plan: {plan.policy.shard} on {plan.shard} rank{'s' * (plan.shard > 1)}"
         + (f" x {plan.replicate} replicas" if plan.replicate > 1 else "")
-        + f", {len(plan.units)} units, {total:,} parameters, {human(plan.persistent_bytes)} a rank between steps",
+        + f", {len(plan.units)} units, {total:,} parameters, of which a rank holds {human(plan.persistent_bytes)}",
         f"{'unit':<24}{'buffer':<20}{'parameters':>12}{'gathered':>12}{'a rank holds':>14}{'padding':>9}",
     ]
     for unit in plan.units:
@@ -267,4 +278,11 @@ def _describe(plan: Plan) -> list[str]:
                 f"{len(buffer.slots):>12}{human(buffer.nbytes):>12}"
                 f"{human(plan.shard_numel(buffer) * buffer.dtype.itemsize):>14}{buffer.padding:>9}"
             )
-    return lines + [f"chosen: {note}" for note in plan.notes]
+    lines += [f"chosen: {note}" for note in plan.notes]
+    if held := plan.sum_bytes():
+        kept = plan.policy.accumulate
+        other = "full" if kept == "shards" else "shards"
+        instead = plan.sum_bytes(other)
+        note = f"; under {other!r} it would be {human(instead)}" if instead != held else ""
+        lines.append(f"while microbatches are added up (accumulate={kept!r}): {human(held)} more a rank{note}")
+    return lines

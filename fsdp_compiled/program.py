@@ -78,6 +78,7 @@ class Program:
     ports: tuple[Port, ...]  # inputs in the order of the placeholders, then outputs in the order of the output node
     history: tuple[str, ...]
     notes: tuple[str, ...] = ()  # what passes chose, and why
+    needs: tuple[str, ...] = ()  # what it takes of a rank's memory, for people
 
     @property
     def inputs(self) -> dict[Port, fx.Node]:

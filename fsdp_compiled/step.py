@@ -25,6 +25,7 @@ from fsdp_compiled.calls import Calls, different
 from fsdp_compiled.capture import batch_tensors
 from fsdp_compiled.dynamic import Sizes, layout, size_inputs, sizes_of, traced_with, unfit
 from fsdp_compiled.lower import lower
+from fsdp_compiled.memory import Memory
 from fsdp_compiled.mesh import Mesh, RankError, agree, exchange
 from fsdp_compiled.optim import Rule, hyper, make_rules, signature
 from fsdp_compiled.plan import Plan
@@ -171,9 +172,17 @@ class Sharded:
         by_age = sorted(self._compiled.values(), key=lambda compiled: compiled.number)
         return tuple(compiled.program for compiled in by_age)
 
+    @property
+    def memory(self) -> Memory:
+        """What a rank holds between steps and while `program` runs, predicted, in bytes."""
+        return self._newest().memory
+
     def dump(self, folder: str | Path) -> Path:
-        """Writes the plan and every stage of `program`, with the differences, as text. Returns the folder."""
-        return dump.write(folder, self.plan, self._newest().stages)
+        """Writes the plan, every stage of `program` with the differences, and its memory. Returns the folder."""
+        newest = self._newest()
+        root = dump.write(folder, self.plan, newest.stages)
+        (root / "memory.txt").write_text(newest.memory.text() + "\n")
+        return root
 
     def __reduce__(self) -> Any:
         raise TypeError("A Sharded cannot be copied or pickled: it holds compiled programs and this rank's place.")

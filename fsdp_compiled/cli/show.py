@@ -45,7 +45,7 @@ def _dump(run: Path) -> Path:
 
 def _texts(folder: Path) -> dict[str, Path]:
     """What a dump can show, by name: the plan, the final program, and the stages in the order they were made."""
-    summaries = {name: path for name in ("plan", "program") if (path := folder / f"{name}.txt").is_file()}
+    summaries = {name: path for name in ("plan", "program", "memory") if (path := folder / f"{name}.txt").is_file()}
     return summaries | {path.stem.split("-", 1)[1]: path for path in sorted(folder.glob(STAGES))}
 
 
