@@ -9,7 +9,8 @@
 *Storage*: one piece of memory, as the allocator gives it. A view has its base's; an operator that writes in place
 gives back what it wrote. The eager lowering drops each value after its last use, so a storage lives from the node that
 makes it to the last use of the last value that is in it, and while a collective reads it, until that was waited for.
-Inputs live all the time, since the caller holds them. What kernels and collectives need besides is in `scratch`.
+Inputs live all the time, since the caller holds them. What kernels and collectives need besides is in `scratch`; for
+a gather that is on the wire while others compute, it is what gloo needs at most.
 Under ``lower="inductor"`` fused intermediates never exist, and the peak is at most this one.
 """
 

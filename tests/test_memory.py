@@ -254,7 +254,10 @@ def test_two_real_ranks(real: dict[str, Any]) -> None:
     for name, found in real.items():
         assert found["persistent"]["predicted"] == found["persistent"]["real"], name
         predicted, peak = found["peak"]["predicted"], found["peak"]["real"]
-        assert abs(predicted - peak) <= BOUND * found["beyond"], (name, found)
+        # Whether gloo still copies a unit that was gathered ahead is for the wire to say; at most, it is predicted.
+        early = found["wire"] if name == "ahead step" else 0
+        off = BOUND * found["beyond"]
+        assert predicted - early - off <= peak <= predicted + off, (name, found)
         assert found["gathers"]["left"] == 0
     assert real["zero3 wide step"]["gathers"]["most"] < real["zero1 step"]["gathers"]["most"]
     assert real["ddp step"]["gathers"]["most"] == 0

@@ -48,17 +48,19 @@ def compare(sharded: Sharded, memory: Memory, run: Callable[[], Any]) -> dict[st
     return {
         "persistent": {"predicted": memory.persistent.total, "real": held(state)},
         "peak": {"predicted": memory.peak.nbytes, "real": held(state) + memory.batch + recording.peak},
+        "wire": memory.at_peak().get("wire", 0),
         "beyond": recording.peak,
         "gathers": {"most": gathers.most, "left": gathers.alive},
     }
 
 
 CASES = {
-    "zero3 wide": (Policy(), 64, 4, ("step",)),  # activations weigh more than parameters
-    "zero3": (Policy(accumulate="shards", clip=1.0), 128, 1, ("accumulate", "last")),
-    "zero2": (Policy(shard="zero2", accumulate="full"), 128, 1, ("accumulate", "last")),
-    "zero1": (Policy(shard="zero1"), 128, 1, ("step",)),
+    "zero3 wide": (Policy(prefetch=0), 64, 4, ("step",)),  # activations weigh more than parameters
+    "zero3": (Policy(accumulate="shards", clip=1.0, prefetch=0), 128, 1, ("accumulate", "last")),
+    "zero2": (Policy(shard="zero2", accumulate="full", prefetch=0), 128, 1, ("accumulate", "last")),
+    "zero1": (Policy(shard="zero1", prefetch=0), 128, 1, ("step",)),
     "ddp": (Policy(shard="ddp"), 128, 1, ("step",)),
+    "ahead": (Policy(prefetch=1), 64, 4, ("step",)),
 }
 
 
