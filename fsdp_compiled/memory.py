@@ -11,7 +11,8 @@ gives back what it wrote. The eager lowering drops each value after its last use
 makes it to the last use of the last value that is in it, and while a collective reads it, until that was waited for.
 Inputs live all the time, since the caller holds them. What kernels and collectives need besides is in `scratch`; for
 a gather that is on the wire while others compute, it is what gloo needs at most.
-Under ``lower="inductor"`` fused intermediates never exist, and the peak is at most this one.
+Under ``lower="inductor"`` fused intermediates never exist, and the peak is at most this one. Sizes that move
+(`Policy.dynamic`) are taken as they were when the program was traced.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.dump import where
 from fsdp_compiled.optim import Rule
 from fsdp_compiled.plan import Plan, human
-from fsdp_compiled.program import Program, is_collective, is_view, role_of, written
+from fsdp_compiled.program import Program, as_traced, is_collective, is_view, role_of, written
 from fsdp_compiled.scratch import Backend, backend_of, in_kernel, keeps_input, on_wire
 from fsdp_compiled.state import initial_scale
 
@@ -213,7 +214,7 @@ class _Run:
         self.shards = {node for port, node in program.inputs.items() if port.kind == "shard"}
         self.batch = 0
         for port, node in program.inputs.items():
-            storage = _Storage(self._rounded(_extent(node.meta["val"])), port.kind, port.name, holders=1)
+            storage = _Storage(self._rounded(_extent(as_traced(node.meta["val"]))), port.kind, port.name, holders=1)
             self.values[node] = [storage]
             if port.kind == "batch":
                 self.batch += storage.nbytes
@@ -262,7 +263,7 @@ class _Run:
             own = [leaf for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
             return [self.values[source][0] for source, _ in zip(targets, own, strict=False)]
         kind, place = self._kind(node), where(node)
-        value = node.meta["val"]
+        value = as_traced(node.meta["val"])
         leaves = list(value) if isinstance(value, tuple | list) else [value]
         return [_Storage(self._rounded(_extent(leaf)), kind, place) for leaf in leaves]
 
@@ -311,9 +312,9 @@ class _Run:
 def _views(node: fx.Node) -> bool:
     """Whether the node's result is in its argument's storage; ``reshape`` copies where it cannot view."""
     if node.target is aten.reshape.default:
-        source: torch.Tensor = node.args[0].meta["val"]  # type: ignore[union-attr]
+        source, result = as_traced((node.args[0].meta["val"], node.meta["val"]))  # type: ignore[union-attr]
         try:
-            source.view(node.meta["val"].shape)
+            source.view(result.shape)
         except (RuntimeError, ValueError):
             return False
     return is_view(node)

@@ -27,6 +27,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from fsdp_compiled.program import as_traced
+
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
@@ -59,11 +61,11 @@ def on_wire(node: fx.Node, backend: Backend) -> int:
 
 def in_kernel(node: fx.Node) -> int:
     """Bytes that the node's kernel allocates besides its results, at its height."""
-    operands = [source.meta["val"] for source in node.all_input_nodes]
-    operands = [operand for operand in operands if isinstance(operand, torch.Tensor)]
-    if not isinstance(node.target, torch._ops.OpOverload) or not operands or operands[0].device.type != "cpu":
+    read = [source.meta["val"] for source in node.all_input_nodes]
+    read = [value for value in read if isinstance(value, torch.Tensor)]
+    if not isinstance(node.target, torch._ops.OpOverload) or not read or read[0].device.type != "cpu":
         return 0
-    result = node.meta["val"]
+    operands, result = as_traced((read, node.meta["val"]))
     results = [value for value in (result if isinstance(result, tuple | list) else [result]) if value is not None]
     scratch = sum(operand.nbytes for operand in operands if _copied(node.target, operand))
     if node.target in _KERNELS:
@@ -128,8 +130,7 @@ def _safe_softmax(node: fx.Node, operands: Tensors, results: Tensors) -> int:
 
 
 def _layer_norm_backward(node: fx.Node, operands: Tensors, results: Tensors) -> int:
-    shape: Any = node.args[2]
-    return 2 * torch.get_num_threads() * math.prod(shape) * operands[0].dtype.itemsize
+    return 2 * torch.get_num_threads() * math.prod(as_traced(node.args[2])) * operands[0].dtype.itemsize
 
 
 def _batch_norm_backward(node: fx.Node, operands: Tensors, results: Tensors) -> int:

@@ -275,3 +275,15 @@ def test_what_is_printed_and_dumped(tmp_path: Path) -> None:
     dumped = (folder / "memory.txt").read_text()
     assert dumped.count("<- peak") == 1 and "layers.1" in dumped
     assert all(line in (folder / "program.txt").read_text() for line in memory.lines())
+
+
+def test_sizes_that_move_are_counted_as_traced() -> None:
+    found = []
+    for policy in (EAGER, replace(EAGER, dynamic=True)):
+        model, optimizer = gpt(2, 64)
+        sharded = compile_sharded(model, optimizer, loss=next_byte_loss, policy=policy)
+        sharded.step(*words(4))
+        found.append(sharded.memory.peak.nbytes)
+        sharded.step(*words(6))
+    assert sharded.captures == 1
+    assert found[1] == pytest.approx(found[0], rel=BOUND)
