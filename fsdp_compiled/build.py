@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled import memory, passes
+from fsdp_compiled import budget, memory, passes
 from fsdp_compiled.capture import Capture, batch_tensors, capture_on
 from fsdp_compiled.dynamic import Sizes, shape_text
 from fsdp_compiled.lower import Runner
@@ -71,7 +71,7 @@ def build(
     hints: Sizes,
 ) -> Compiled:
     """Captures the model and loss on a batch like this one and runs the passes of this kind of program."""
-    chosen = {
+    wanted = {
         "step": passes.step(rules),
         "last": passes.step(rules, accumulated=True),
         "accumulate": passes.MICROBATCH,
@@ -83,9 +83,10 @@ def build(
         model, None if forward else loss, plan, buffers, batch, named, gradient=not forward, sizes=sizes, hints=hints
     )
     stages: list[Program] = []
-    program = passes.run(captured.program, plan, chosen, stages.append)
-    needed = memory.predict(program, plan, memory.persistent(plan, rules, buffers, captured.constants, program))
-    stages[-1] = program = replace(program, needs=needed.lines())
+    program = passes.run(captured.program, plan, wanted, stages.append)
+    held = memory.persistent(plan, rules, buffers, captured.constants, program)
+    stages, needed = budget.fit(stages, plan, lambda one: memory.predict(one, plan, held))
+    stages[-1] = program = replace(stages[-1], needs=needed.lines())
     return Compiled(
         program,
         captured,

@@ -108,6 +108,10 @@ class Policy:
     bandwidth_gbps
         What the network carries from and to each rank, in 1e9 bits a second, where that is far from what such devices
         usually have (Ethernet between GPU nodes): the ``"auto"`` choices follow it.
+    memory_gb
+        What a step may take of a rank's memory at its peak, as `Sharded.memory` predicts it, in GiB, or None. Where
+        ``prefetch`` and ``limit`` are ``"auto"``, they are lowered until it fits; where nothing fits, a warning says
+        what would.
     lower
         ``"inductor"``: the compute between collectives is compiled, each distinct piece once. ``"eager"``: ATen
         kernels, the same as eager PyTorch runs, bit for bit.
@@ -132,6 +136,7 @@ class Policy:
     limit: int | Literal["auto"] = "auto"
     bucket_mb: float | Literal["auto"] = "auto"
     bandwidth_gbps: float | None = None
+    memory_gb: float | None = None
     lower: str = "inductor"
     dynamic: bool | tuple[int, ...] = False
     programs: int = 16
@@ -160,7 +165,7 @@ class Policy:
             dtype = getattr(self.precision, name)
             if dtype is not None and not dtype.is_floating_point:
                 raise ValueError(f"Policy.precision.{name} is {dtype}; expected a floating-point dtype.")
-        for name in ("clip", "clip_value", "bandwidth_gbps"):
+        for name in ("clip", "clip_value", "bandwidth_gbps", "memory_gb"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < math.inf):
                 raise ValueError(f"Policy.{name} is {value!r}; expected a positive number or None.")

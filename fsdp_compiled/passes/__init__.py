@@ -34,7 +34,7 @@ ASKED: Mapping[Pass, Callable[[Policy], bool]] = dict.fromkeys(
     (scale, unscale, skip), lambda policy: policy.scaling is not None
 )
 
-WHEN: tuple[Pass, ...] = (limit, schedule)
+WHEN: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is settled what runs
 FORWARD: tuple[Pass, ...] = (gather, store, *WHEN)
 GRADIENT: tuple[Pass, ...] = (scale, gather, reduce, recompute, unscale, report, store, *WHEN)
 MICROBATCH: tuple[Pass, ...] = (scale, gather, reduce, recompute, add_up, store, *WHEN)
@@ -62,4 +62,4 @@ def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer 
     return program
 
 
-__all__ = ["FORWARD", "GRADIENT", "MICROBATCH", "Observer", "Pass", "run", "step"]
+__all__ = ["FORWARD", "GRADIENT", "MICROBATCH", "WHEN", "Observer", "Pass", "run", "step"]
