@@ -136,6 +136,12 @@ def exchange(value: Any, mesh: Mesh) -> list[Any]:
     return found
 
 
+def among(value: Any, mesh: Mesh) -> tuple[int, int]:
+    """This rank's place among the ranks that have an equal value, and how many they are."""
+    values = exchange(value, mesh)
+    return values[: mesh.rank].count(value), values.count(value)
+
+
 def agree(mesh: Mesh, what: str, text: str, failure: BaseException | None = None) -> None:
     """Every rank shows its text; where they differ, or a rank failed, every rank raises.
 

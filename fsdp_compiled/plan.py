@@ -133,6 +133,11 @@ class Plan:
         return tuple(buffer for unit in self.units for buffer in unit.buffers)
 
     @property
+    def blocks(self) -> tuple[str, ...]:
+        """The submodules that are gathered by themselves or with others; ``root`` is the rest of the model."""
+        return tuple(dict.fromkeys(block for unit in self.units for block in unit.members))
+
+    @property
     def world(self) -> int:
         return self.shard * self.replicate
 

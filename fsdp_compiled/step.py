@@ -24,9 +24,10 @@ from fsdp_compiled.build import Compiled, Kind, build, check_devices, label_of, 
 from fsdp_compiled.calls import Calls, different
 from fsdp_compiled.capture import batch_tensors
 from fsdp_compiled.dynamic import Sizes, layout, size_inputs, sizes_of, traced_with, unfit
-from fsdp_compiled.lower import lower
+from fsdp_compiled.inductor import Call, cache_place, compile_all, share
+from fsdp_compiled.lower import Lowering, Runner
 from fsdp_compiled.memory import Memory
-from fsdp_compiled.mesh import Mesh, RankError, agree, exchange
+from fsdp_compiled.mesh import Mesh, RankError, agree, among, exchange
 from fsdp_compiled.optim import Rule, hyper, make_rules, signature
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import DISAGREE, NORM, OVERFLOW, Port, Program
@@ -388,14 +389,24 @@ class Sharded:
             lambda: self._build(kind, batch, named, label, sizes, hints), lambda made: made.program.text()
         )
         self._make_room(label)
-        groups, how = self._mesh.groups, self.plan.policy.lower
-        compiled.runner = self._together(lambda: lower(compiled.program, groups, how))
+        compiled.runner = self._lower(compiled.program)
         if sizes:
             self._together(lambda: self._check_fit(compiled, sizes, batch_tensors(batch, named)))
         self.captures += 1
         self._say_idle(compiled)
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
         return compiled
+
+    def _lower(self, program: Program) -> Runner:
+        """Each distinct piece is compiled by one rank; the others wait, and then find it in the cache on disk."""
+        groups, how = self._mesh.groups, self.plan.policy.lower
+        lowering = self._together(lambda: Lowering(program, groups, how, self.plan.blocks))
+        made: dict[str, Call] = {}
+        if lowering.pieces and self._mesh.world > 1:
+            place, count = among(cache_place(), self._mesh)
+            made = self._together(lambda: compile_all(share(lowering.pieces, count)[place]))
+        made |= self._together(lambda: compile_all(lowering.pieces))
+        return lowering.runner(made)
 
     def _make_room(self, label: str) -> None:
         """Drops the program that rank 0 used the longest time ago, if `Policy.programs` are kept already."""

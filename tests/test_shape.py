@@ -19,7 +19,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Plan, Policy, Program
-from fsdp_compiled import lower as lowering
 from fsdp_compiled.check import check
 from fsdp_compiled.plan import Unit
 from fsdp_compiled.program import Edit, Port, is_collective, is_random, role_of
@@ -86,24 +85,6 @@ def test_a_step_sends_no_more_than_it_must(shard: str, gathers, reduction: str, 
     assert len(built(what)[1].buffers) == units
     expected = {"all_gather": gathers(units), reduction: units, "report": 1}
     assert counts(program_of(what)) == {name: count for name, count in expected.items() if count}
-
-
-def test_inductor_compiles_no_more_pieces_for_more_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(size: int) -> tuple[int, int]:
-        """How many pieces are compiled, and how often the lowered program calls one."""
-        made: list[object] = []
-
-        def count(piece: object) -> object:
-            made.append(piece)
-            return lambda *_: ()
-
-        monkeypatch.setattr(lowering, "_compile", count)
-        program = program_of(recipe("zero3", *[Block("linear")] * size, tied_head=True, units="pattern"))
-        graph = lowering._compile_pieces(program.graph)
-        return len(made), sum(getattr(node.target, "__name__", "") == "<lambda>" for node in graph.nodes)
-
-    (few, short), (many, long) = compiled(4), compiled(8)
-    assert few == many < short < long
 
 
 def test_hsdp_reduces_over_both_axes() -> None:
