@@ -14,7 +14,8 @@ from torch import nn
 
 from fsdp_compiled.cli import main, parser
 from fsdp_compiled.cli.bench import report, start
-from fsdp_compiled.cli.bench.measure import BOUND, CHECKED, Contest, WrongLoss, compare
+from fsdp_compiled.cli.bench.measure import BOUND, CHECKED, Contest, WrongLoss, compare, wire
+from fsdp_compiled.cli.bench.network import Transfer
 from fsdp_compiled.cli.bench.observe import MARK, Event, Observer, read
 from fsdp_compiled.cli.bench.options import BenchOptions, bench_options
 from fsdp_compiled.cli.bench.plot import plot
@@ -208,6 +209,20 @@ def test_a_table_shows_what_was_measured_and_nothing_else() -> None:
     assert "2 ranks × 1 thread" in report.describe(only)
 
 
+def test_on_a_network_what_was_waited_for_is_told_from_what_was_hidden() -> None:
+    hidden = Transfer("a", 1, issued=0.0, start=0.0, end=2.0, waited=3.0)
+    partly = Transfer("b", 1, issued=0.5, start=2.0, end=4.0, waited=3.5)
+    assert wire([hidden, partly], 2) == (2.0, 0.25)
+    assert wire([hidden, Transfer("c", 1, 0.0, 0.0, 2.0)], 2) == (2.0, None), "who waited for c is not known"
+    on = result()
+    on["rivals"]["ours"]["wire"] = [[0.010, 0.001], [0.010, 0.003], [0.012, 0.002]]
+    on["rivals"]["fsdp2"]["wire"] = [[0.010, None]] * 3
+    header, (fsdp2, ours) = report.grid(on)
+    column = header.index("wire ms")
+    assert header[column : column + 2] == ["wire ms", "waited for"]
+    assert (ours[column], ours[column + 1], fsdp2[column + 1]) == ("10.0", "2.0", report.MISSING)
+
+
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     assert plot([("one", result()), ("two", result())], tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
@@ -347,5 +362,7 @@ def test_a_contest_leaves_everything_in_the_folder_it_names_last(
     assert counted["eager"] == 0 and counted["ddp"] == 1
     assert counted["fsdp2"] == 5 + 3, "three units: gathers, without the root's second, and reductions"
     assert 3 <= counted["ours-eager"] <= 5 + 3 + 1, "as few units, merged or not, and the mean loss"
+    assert all(sent > 0 and waited > 0 for sent, waited in facts["fsdp2"]["wire"])
+    assert facts["eager"]["wire"] == [[0, 0], [0, 0]]
     assert facts["fsdp2"]["held_bytes"] < 0.7 * facts["ddp"]["held_bytes"]
     assert (out / "table.md").read_text().startswith("| rival | CPU ms | × fsdp2 |")

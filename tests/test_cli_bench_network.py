@@ -62,3 +62,7 @@ def test_every_rival_is_on_the_wire_and_trains_the_same(by: str, seen: dict[str,
 
 def test_afterwards_the_network_is_as_before(seen: dict[str, Any]) -> None:
     assert seen["after"] == 0
+
+
+def test_a_spared_group_is_not_on_the_wire(seen: dict[str, Any]) -> None:
+    assert seen["not spared"] == [["broadcast", 12]]

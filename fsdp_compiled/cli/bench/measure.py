@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.cli.bench.network import slow_network
+from fsdp_compiled.cli.bench.network import Network, Transfer, slow_network
 from fsdp_compiled.cli.bench.observe import Observer, Seen
 from fsdp_compiled.cli.bench.options import BenchOptions
 from fsdp_compiled.cli.bench.presets import Preset, on_device, share
@@ -53,6 +53,15 @@ def compare(name: str, losses: Sequence[float], reference: Sequence[float]) -> f
     return worst
 
 
+Wire = tuple[float, float | None]  # seconds a step: on the wire, and of these, those that a rank waited for
+
+
+def wire(transfers: Sequence[Transfer], steps: int) -> Wire:
+    """What a turn's transfers took, and how much of it nothing hid; None where DDP's reducer does the waiting."""
+    exposed = None if any(one.waited is None for one in transfers) else sum(one.exposed for one in transfers) / steps
+    return sum(one.end - one.start for one in transfers) / steps, exposed
+
+
 class Contest:
     """Rivals side by side on this rank."""
 
@@ -68,6 +77,7 @@ class Contest:
         self.losses: dict[str, list[float]] = {}
         self.distances: dict[str, float] = {}
         self.turns: dict[str, list[list[tuple[float, float]]]] = {}  # by round, by rank: CPU and wall seconds a step
+        self.wires: dict[str, list[Wire]] = {}  # by round, on a simulated network: this rank's
 
     def check(self) -> None:
         """Builds every rival and takes its first steps, this package's eager lowering first."""
@@ -112,7 +122,7 @@ class Contest:
     def _batches(self, rival: Rival) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return self.whole if rival.alone else self.mine
 
-    def race(self, rounds: int, steps: int, stop: Stop) -> bool:
+    def race(self, rounds: int, steps: int, stop: Stop, network: Network | None = None) -> bool:
         """All rounds; False if the run was asked to stop before the last."""
         gc.collect()
         gc.freeze()  # or each collection would walk the graphs and caches of all the other rivals
@@ -124,6 +134,8 @@ class Contest:
             for rival in order:
                 turn = self._turn(rival, steps)
                 self.turns.setdefault(rival.name, []).append(turn)
+                if network is not None:
+                    self.wires.setdefault(rival.name, []).append(wire(network.take(), steps))
             if stop.agreed(self.ranks):
                 return False
         return True
@@ -155,6 +167,7 @@ class Contest:
                 "cpu": [[cpu for cpu, _ in turn] for turn in self.turns[rival.name]],
                 "wall": [[wall for _, wall in turn] for turn in self.turns[rival.name]],
                 **self.seen[rival.name].facts(),
+                **({"wire": self.wires[rival.name]} if rival.name in self.wires else {}),
             }
             for rival in self.rivals
         }
@@ -185,12 +198,12 @@ def measure_steps(
         contest.check()
         before = os.getloadavg()
         slow = (
-            slow_network(options.network_gbps, options.latency_ms / 1e3)
+            slow_network(options.network_gbps, options.latency_ms / 1e3, spared=ranks.group)
             if options.network_gbps is not None
             else nullcontext()
         )
-        with slow:
-            complete = contest.race(preset.rounds, preset.steps, stop)
+        with slow as network:
+            complete = contest.race(preset.rounds, preset.steps, stop, network)
         if not complete or not here.first:
             return None if not complete else {}
         return {

@@ -75,6 +75,12 @@ class Network:
         """What a transfer of so many bytes takes on a free wire."""
         return self.latency + size / self.bytes_per_second
 
+    def take(self) -> list[Transfer]:
+        """The transfers since it was last called."""
+        with self._lock:
+            taken, self.transfers = self.transfers, []
+        return taken
+
     def send(self, name: str, size: int, work: dist.Work) -> "_Late":
         with self._lock:
             issued = time.monotonic()
@@ -125,39 +131,43 @@ class _Late(dist._Work):
 
 
 @contextmanager
-def slow_network(gigabits_per_second: float, latency: float = 0.0, linger: float = 0.0) -> Iterator[Network]:
+def slow_network(
+    gigabits_per_second: float, latency: float = 0.0, linger: float = 0.0, spared: dist.ProcessGroup | None = None
+) -> Iterator[Network]:
     """Inside, collectives on CPU tensors take as long as on such a network; ``latency`` in seconds.
 
     ``linger``: for how long at least gloo's own thread is left to let go of a collective that is over, before who
     waited for it lets go too: what the collective held is then freed by this thread, where a profiler sees it.
+    ``spared``: a group whose collectives are not on the wire.
     """
     network = Network(gigabits_per_second * 1e9 / 8, latency, linger)
+    exempt = spared.group_name if spared is not None else None
     with torch.library._scoped_library("c10d", "IMPL") as library, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
         for name in (*RING, "broadcast_"):
             operator = getattr(torch.ops.c10d, name).default
-            kernel = _wrap(name, torch.library.get_kernel(operator, "CPU"), network)
+            kernel = _wrap(name, torch.library.get_kernel(operator, "CPU"), network, exempt)
             library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
         yield network
 
 
-def _wrap(name: str, kernel: Any, network: Network) -> Callable[..., Any]:
+def _wrap(name: str, kernel: Any, network: Network, exempt: str | None) -> Callable[..., Any]:
     @torch.compiler.disable
     def slow(keys: Any, *arguments: Any, **named: Any) -> Any:
         result = kernel.call_boxed(keys, *arguments, **named)
+        group = dist.ProcessGroup.unbox(next(value for value in arguments if isinstance(value, torch.ScriptObject)))
+        if group.group_name == exempt:
+            return result
         work = result[-1] if isinstance(result, tuple) else result
-        late = network.send(name.strip("_"), _bytes(name, arguments), dist._Work.unbox(work)).boxed()
+        size = _bytes(name, arguments, group.size())
+        late = network.send(name.strip("_"), size, dist._Work.unbox(work)).boxed()
         return (*result[:-1], late) if isinstance(result, tuple) else late
 
     return slow
 
 
-def _bytes(name: str, arguments: tuple[Any, ...]) -> int:
+def _bytes(name: str, arguments: tuple[Any, ...], world: int) -> int:
     """What a rank receives; see the picture above."""
     position, times = RING.get(name, (0, 0))
     whole = sum(tensor.nbytes for tensor in pytree.tree_leaves(arguments[position]))
-    if not times:
-        return whole
-    group = next(value for value in arguments if isinstance(value, torch.ScriptObject))
-    world = dist.ProcessGroup.unbox(group).size()
-    return times * whole * (world - 1) // world
+    return times * whole * (world - 1) // world if times else whole

@@ -19,6 +19,8 @@ def cells(row: Row) -> dict[str, str]:
         f"× {BASELINE}  ": _times(row.peak_ratio),
         "collectives": _count(row.collectives),
         "operators": _count(row.operators),
+        "wire ms": _plain(row.wire),
+        "waited for": _plain(row.exposed),
         "first step, cold": _seconds(row.cold),
         "warm": _seconds(row.warm),
     }
@@ -31,6 +33,10 @@ def _milliseconds(spread: Spread | None) -> str:
     low, middle, high = (1e3 * value for value in (spread.low, spread.middle, spread.high))
     digits = 1 if middle < 100 else 0
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def _plain(seconds: float | None) -> str:
+    return MISSING if seconds is None else f"{1e3 * seconds:.1f}"
 
 
 def _times(value: float | None) -> str:

@@ -61,24 +61,28 @@ class Live:
             expand=True,
         )
         self._task: Any = None
+        self._begun = 0
         self._bar.start()
 
     def say(self, text: str) -> None:
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def phase(self, name: str, total: int) -> None:
-        self._task = self._bar.add_task(name, total=total, doing="")
+        self._finish()
+        self._task, self._begun = self._bar.add_task(name, total=total, doing=""), 0
 
     def advance(self, doing: str) -> None:
-        """Called before what it names, so the bar shows what is done: one less."""
-        task = self._bar.tasks[self._task]
-        self._bar.update(self._task, completed=task.fields.get("begun", 0), begun=task.fields.get("begun", 0) + 1)
-        self._bar.update(self._task, doing=doing)
+        """Called before what it names, so the bar shows one less."""
+        self._bar.update(self._task, completed=self._begun, doing=doing)
+        self._begun += 1
 
     def close(self) -> None:
-        for task in self._bar.tasks:
-            self._bar.update(task.id, completed=task.fields.get("begun", 0), doing="")
+        self._finish()
         self._bar.stop()
+
+    def _finish(self) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, completed=self._begun, doing="")
 
 
 def screen(first: bool) -> Screen:

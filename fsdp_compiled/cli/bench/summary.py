@@ -43,6 +43,8 @@ class Row:
     peak_ratio: float | None
     collectives: int | None
     operators: int | None
+    wire: float | None  # on a simulated network: the transfers of a step
+    exposed: float | None  # and how long the rank waited for them
     cold: float | None
     warm: float | None
 
@@ -82,8 +84,15 @@ def rows(result: Result, baseline: str = BASELINE) -> list[Row]:
                 facts["peak_bytes"] / against["peak_bytes"] if compared else None,
                 facts.get("collectives"),
                 facts.get("operators"),
+                _middle([sent for sent, _ in facts.get("wire", ())]),
+                _middle([waited for _, waited in facts.get("wire", ())]),
                 first.get("cold"),
                 first.get("warm"),
             )
         )
     return made
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known and len(known) == len(values) else None
