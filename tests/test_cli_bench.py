@@ -128,6 +128,8 @@ def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", ["thin", "llama"])
 def test_shares_are_the_whole_batch_and_blocks_the_whole_depth(name: str) -> None:
+    if PRESETS[name].llama:
+        pytest.importorskip("transformers")
     preset = sized(PRESETS[name], layers=2, width=16, heads=2, context=8, batch=2)
     (tokens, targets), other = preset.batches(3, 0, 2)
     assert tokens.shape == (6, 8) and not torch.equal(tokens, other[0])

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from fsdp_compiled.cli.bench.network import slow_network
 
 MARK = "fsdp-compiled bench step"
+CPU = [ProfilerActivity.CPU]
 LINGER = 2e-3  # seconds
 NOT_DATA = ("c10d::barrier", "c10d::monitored_barrier_")
 
@@ -58,9 +59,10 @@ class Observer:
     def watching(self) -> Iterator["Observer"]:
         on_cpu = self.device.type == "cpu"
         base = 0 if on_cpu else torch.cuda.memory_allocated(self.device)
+        # acc_events says nothing here, but without it torch 2.11 warns of cycles that there are none of.
         # The profiler sees what this thread frees, so what gloo holds must not be left for gloo's to free.
         lingering = slow_network(math.inf, linger=LINGER) if on_cpu else nullcontext()
-        with lingering, profile(activities=[ProfilerActivity.CPU], profile_memory=on_cpu) as watch:
+        with lingering, profile(activities=CPU, profile_memory=on_cpu, acc_events=True) as watch:
             yield self
         results = watch.profiler.kineto_results  # type: ignore[union-attr]
         self.seen = read(event(raw) for raw in results.events())
