@@ -69,7 +69,7 @@ class Recording:
 def record() -> Iterator[Recording]:
     """Fills a `Recording`, once the block has ended, with what the CPU allocator did inside it."""
     recording = Recording()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         yield recording
     found: list[tuple[int, int, Event]] = []
 
