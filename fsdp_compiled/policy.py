@@ -96,6 +96,11 @@ class Policy:
     accumulate
         What `Sharded.accumulate` holds between microbatches. ``"shards"``: each microbatch is reduced, and a rank
         holds the sums of its shards. ``"full"``: a rank holds the whole gradient, and a step reduces once.
+    recompute
+        ``"unit"``: backward computes each block again from its input instead of keeping what forward computed inside,
+        as if the model wrapped it in ``torch.utils.checkpoint``. Results of random operators (dropout's output and
+        mask) are kept, so that the numbers are the same. The root is not computed again. None: only what the model
+        itself checkpoints.
     prefetch
         How many units ahead of their first use gathers are started, and how many reductions may be on the wire at
         once. 0: each gather starts where it is waited for. ``"auto"``: from estimated compute and transfer times.
@@ -132,6 +137,7 @@ class Policy:
     clip: float | None = None
     clip_value: float | None = None
     accumulate: str = "shards"
+    recompute: str | None = None
     prefetch: int | Literal["auto"] = "auto"
     limit: int | Literal["auto"] = "auto"
     bucket_mb: float | Literal["auto"] = "auto"
@@ -144,6 +150,7 @@ class Policy:
     def __post_init__(self) -> None:
         _one_of("shard", self.shard, tuple(PLACEMENTS))
         _one_of("accumulate", self.accumulate, ("shards", "full"))
+        _one_of("recompute", self.recompute, (None, "unit"))
         _one_of("lower", self.lower, ("inductor", "eager"))
         if not isinstance(self.dynamic, bool) and not (
             isinstance(self.dynamic, tuple)

@@ -140,8 +140,18 @@ def role_of(node: fx.Node) -> str | None:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws random numbers, and so gives other ones when it is run again."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    """Whether the node draws random numbers, and so gives other ones when it is run again.
+
+    Attention may, says its operator; where its ``dropout_p`` is 0 it does not.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[index] if index < len(node.args) else argument.default_value
+            return node.kwargs.get("dropout_p", given) != 0
+    return True
 
 
 def is_collective(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""What backward rebuilds instead of keeping: gathered parameters, and the regions that the model checkpoints.
+"""What backward rebuilds instead of keeping: gathered parameters, checkpointed regions, and whole blocks if asked.
 
     before                              after
 
@@ -13,12 +13,14 @@
 Resharding after forward is nothing but this: the gather, with the whole chain of views and casts behind it, runs
 again. The unit that forward uses last and backward first is kept: it would be gathered twice in a row.
 A checkpointed region (`torch.utils.checkpoint`) is run again from its inputs, without its random operators: their
-results are kept, so that dropout replays the same mask.
+results are kept, so that dropout replays the same mask. Under ``Policy.recompute = "unit"`` every block is a region: of
+what it computes, forward keeps its input for backward and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from operator import getitem
 
 from torch import fx
 
@@ -29,7 +31,7 @@ from fsdp_compiled.program import Edit, Program, gathered, is_random, positions
 def recompute(program: Program, plan: Plan) -> Program:
     """Moves nothing; repeats forward nodes in backward, each just before its first use there."""
     edit = Edit(program)
-    _rebuild(edit, _regions(edit.graph))
+    _rebuild(edit, _inside(edit.graph, _regions(edit.graph, plan)))
     if plan.placement.regather and plan.shard > 1:
         chains = gathered(edit.graph)
         kept = _turning_unit(edit.graph, chains)
@@ -57,23 +59,41 @@ def _turning_unit(graph: fx.Graph, chains: dict[str, set[fx.Node]]) -> str | Non
     return turn if turn == min(first_backward, key=first_backward.__getitem__) else None
 
 
-def _regions(graph: fx.Graph) -> set[fx.Node]:
-    """The forward nodes inside checkpointed regions that backward may compute again.
+def _regions(graph: fx.Graph, plan: Plan) -> dict[fx.Node, object]:
+    """The region of each forward node that is in one: what the model checkpoints or, if asked, the node's block."""
+    nodes = [node for node in graph.nodes if node.op == "call_function" and node.meta["phase"] == "forward"]
+    blocks: dict[str, str | None] = {}
+    if plan.policy.recompute == "unit":
+        blocks = {path: _block_of(path, plan) for path in {node.meta.get("path", "") for node in nodes}}
+    found = {node: blocks.get(node.meta.get("path", "")) or node.meta.get("region") for node in nodes}
+    return {node: region for node, region in found.items() if region is not None}
+
+
+def _block_of(path: str, plan: Plan) -> str | None:
+    """The innermost block around this submodule."""
+    around = [block for block in plan.blocks if f"{path}.".startswith(f"{block}.")]
+    return max(around, key=len, default=None)
+
+
+def _inside(graph: fx.Graph, regions: Mapping[fx.Node, object]) -> set[fx.Node]:
+    """The nodes inside regions that backward may compute again.
 
     A region's results stay, as in eager PyTorch: the next region starts from them.
     """
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        region = node.meta.get("region")
-        if region is None or is_random(node) or any(is_random(source) for source in node.all_input_nodes):
-            continue
-        inside = all(
-            user.op == "call_function" and (user.meta["phase"] == "backward" or user.meta.get("region") == region)
+    return {
+        node
+        for node, region in regions.items()
+        if not _drawn(node)
+        and all(
+            user.op == "call_function" and (user.meta["phase"] == "backward" or regions.get(user) == region)
             for user in node.users
         )
-        if inside:
-            found.add(node)
-    return found
+    }
+
+
+def _drawn(node: fx.Node) -> bool:
+    """Whether the node is a random operator or one of its results."""
+    return is_random(node) or (node.target is getitem and is_random(node.args[0]))  # type: ignore[arg-type]
 
 
 def _rebuild(edit: Edit, nodes: Collection[fx.Node]) -> None:
