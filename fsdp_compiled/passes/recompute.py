@@ -60,8 +60,8 @@ def _turning_unit(graph: fx.Graph, chains: dict[str, set[fx.Node]]) -> str | Non
 
 
 def _regions(graph: fx.Graph, plan: Plan) -> dict[fx.Node, object]:
-    """The region of each forward node that is in one: what the model checkpoints or, if asked, the node's block."""
-    nodes = [node for node in graph.nodes if node.op == "call_function" and node.meta["phase"] == "forward"]
+    """The region of each node that is in one: what the model checkpoints or, if asked, the node's block."""
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
     blocks: dict[str, str | None] = {}
     if plan.policy.recompute == "unit":
         blocks = {path: _block_of(path, plan) for path in {node.meta.get("path", "") for node in nodes}}
@@ -76,18 +76,25 @@ def _block_of(path: str, plan: Plan) -> str | None:
 
 
 def _inside(graph: fx.Graph, regions: Mapping[fx.Node, object]) -> set[fx.Node]:
-    """The nodes inside regions that backward may compute again.
+    """The forward nodes of regions that backward may compute again.
 
-    A region's results stay, as in eager PyTorch: the next region starts from them.
+    What another region starts from stays, and what is read in backward elsewhere; of a region that the model
+    checkpoints, whose backward is not known by name, every result.
     """
+
+    def private(user: fx.Node, region: object) -> bool:
+        if user.op != "call_function":
+            return False
+        if regions.get(user) == region:
+            return True
+        if isinstance(region, str):  # a block: its backward is part of it
+            return user.meta["phase"] == "forward" and user not in regions
+        return user.meta["phase"] == "backward"
+
     return {
         node
         for node, region in regions.items()
-        if not _drawn(node)
-        and all(
-            user.op == "call_function" and (user.meta["phase"] == "backward" or regions.get(user) == region)
-            for user in node.users
-        )
+        if node.meta["phase"] == "forward" and not _drawn(node) and all(private(user, region) for user in node.users)
     }
 
 

@@ -138,12 +138,12 @@ def _wait_late(edit: Edit, in_flight: int) -> None:
 
 
 def _tail(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
-    """The wait for a reduction, the reduction along the next axis with its wait, and the cast, in backward."""
+    """The wait for a reduction, the one along the next axis with its wait, and what scales and casts, in backward."""
     found: list[fx.Node] = []
     stack = [start]
     while stack:
         for user in stack.pop().users:
-            if role_of(user) in ("wait", "reduce", "cast") and user.meta["phase"] == "backward":
+            if role_of(user) in ("wait", "reduce", "scale", "cast") and user.meta["phase"] == "backward":
                 found.append(user)
                 stack.append(user)
     return sorted(found, key=order.__getitem__)
