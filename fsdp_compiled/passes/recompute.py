@@ -24,6 +24,7 @@ from operator import getitem
 
 from torch import fx
 
+from fsdp_compiled.bucket import ROOT
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import Edit, Program, gathered, is_random, positions
 
@@ -71,7 +72,7 @@ def _regions(graph: fx.Graph, plan: Plan) -> dict[fx.Node, object]:
 
 def _block_of(path: str, plan: Plan) -> str | None:
     """The innermost block around this submodule."""
-    around = [block for block in plan.blocks if f"{path}.".startswith(f"{block}.")]
+    around = [block for block in plan.blocks if block != ROOT and f"{path}.".startswith(f"{block}.")]
     return max(around, key=len, default=None)
 
 
