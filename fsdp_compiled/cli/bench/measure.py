@@ -79,8 +79,9 @@ class Contest:
         self.turns: dict[str, list[list[tuple[float, float]]]] = {}  # by round, by rank: CPU and wall seconds a step
         self.wires: dict[str, list[Wire]] = {}  # by round, on a simulated network: this rank's
 
-    def check(self) -> None:
-        """Builds every rival and takes its first steps, this package's eager lowering first."""
+    def check(self, stop: Stop | None = None) -> bool:
+        """Builds every rival and takes its first steps, this package's eager lowering first; False if it was asked to
+        stop before the last."""
         others = [rival for rival in self.rivals if rival.name != REFERENCE]
         self.screen.phase("building and checking", 1 + len(others))
         for rival in (RIVALS[REFERENCE], *others):
@@ -92,8 +93,11 @@ class Contest:
                 f"  {rival.name}: built and {CHECKED} steps taken in {time.perf_counter() - began:.1f} s, "
                 f"losses within {self.distances[rival.name]:.0e}"
             )
+            if stop is not None and stop.agreed(self.ranks):
+                return False
         if REFERENCE not in {rival.name for rival in self.rivals}:
             del self.steps[REFERENCE]
+        return True
 
     def _begin(self, rival: Rival) -> None:
         observer, losses = Observer(self.here.device), []
@@ -195,7 +199,8 @@ def measure_steps(
     ranks = Ranks()
     with quiet_threads(here.device):
         contest = Contest(preset, rivals, here, ranks, options.seed, screen)
-        contest.check()
+        if not contest.check(stop):
+            return None
         before = os.getloadavg()
         slow = (
             slow_network(options.network_gbps, options.latency_ms / 1e3, spared=ranks.group)

@@ -103,12 +103,13 @@ def describe(result: Result) -> str:
     """What was run, on what: a line or two under a table."""
     conditions, preset = result["conditions"], result["preset"]
     network = conditions["network"]
+    steps = f"{preset['steps']} step{'s' if preset['steps'] > 1 else ''}"
     wire = "" if network is None else f", on a simulated network of {network['gigabits per second']} Gbit/s"
     before, after = conditions["load average before and after"]
     kind = "Llama" if preset["llama"] else "GPT"
     return (
         f"{kind}, {preset['layers']} layers of width {preset['width']}, {preset['batch']} × {preset['context']} tokens "
         f"a rank; {conditions['world']} ranks × {conditions['threads a rank']} thread on {conditions['device']}{wire}; "
-        f"{preset['rounds']} rounds of {preset['steps']} steps; {result['hardware']}, torch "
+        f"{preset['rounds']} rounds of {steps}; {result['hardware']}, torch "
         f"{result['versions']['torch']}, load average {before} before and {after} after"
     )

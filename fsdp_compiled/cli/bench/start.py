@@ -61,6 +61,8 @@ def start(options: BenchOptions, arguments: Sequence[str]) -> int:
         )
         code = launch(command, options.nproc, logs, environment, "bench")
         if code:
+            if code > 128:
+                print("stopped: nothing is reported", file=sys.stderr)
             return code
     shutil.rmtree(options.out / "cache", ignore_errors=True)
     finish(options, preset, assemble(options, rivals), arguments)
