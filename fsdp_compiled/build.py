@@ -111,6 +111,14 @@ def plain(value: Any) -> tuple[type, str]:
     )
 
 
+def rows_of(tensors: Mapping[str, torch.Tensor]) -> int:
+    """The length of the batch's first tensor that has one."""
+    rows = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), None)
+    if rows is None:
+        raise ValueError('Policy(weigh="rows") counts the rows of the batch, but it has no tensor with rows.')
+    return rows
+
+
 def check_devices(batch: tuple[Any, ...], named: Mapping[str, Any], device: torch.device) -> None:
     """Raises ``ValueError`` for a tensor of the batch that is not where the shards are."""
     for place, tensor in batch_tensors(batch, named).items():

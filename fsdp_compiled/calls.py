@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import time
 import uuid
-import weakref
 from collections.abc import Container, Sequence
 from contextlib import suppress
 
@@ -38,16 +37,21 @@ class Calls:
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.count = 0
+        self._made = [0]  # shared with what runs when Python exits
         self.store: dist.Store | None = None
         if mesh.world > 1:
             store = dist.distributed_c10d._get_default_store()
             self.store = dist.PrefixStore(f"fsdp_compiled/{exchange(uuid.uuid4().hex, mesh)[0]}", store)
-            atexit.register(_finish, weakref.ref(self))
+            atexit.register(_finish, self.store, mesh.rank, self._made)
+
+    @property
+    def count(self) -> int:
+        """How many calls this rank has made."""
+        return self._made[0]
 
     def post(self, label: str) -> None:
         """This rank's next call."""
-        self.count += 1
+        self._made[0] += 1
         if self.store is not None:
             self.store.set(f"{self.mesh.rank}/{self.count % self.SLOTS}", f"{self.count}|{label}")
 
@@ -76,17 +80,17 @@ class Calls:
     def _wait_for(self, rank: int) -> str:
         """What the rank posted for this call, or that it ended before."""
         while True:
-            number, label = self._posted(rank)
+            number, label = self._posted(rank, self.count)
             if number >= self.count:
                 return label
             if (ended := self._ended(rank)) is not None and ended < self.count:
-                return f"ended after {_times(ended)}"
+                return f"gone after {_times(ended)}"
             time.sleep(0.005)
 
-    def _posted(self, rank: int) -> tuple[int, str]:
+    def _posted(self, rank: int, count: int) -> tuple[int, str]:
         """What stands in this call's slot: the number of the call and its label; 0 where nothing does."""
         assert self.store is not None
-        key = f"{rank}/{self.count % self.SLOTS}"
+        key = f"{rank}/{count % self.SLOTS}"
         if not self.store.check([key]):
             return 0, ""
         number, _, label = self.store.get(key).decode().partition("|")
@@ -117,13 +121,12 @@ class Calls:
         return message
 
     def _now(self, rank: int, lost: bool) -> str:
-        number, label = self._posted(rank)
+        number, label = self._posted(rank, self.count)
         if number == self.count:
             return label
-        if (ended := self._ended(rank)) is not None:
-            return f"ended after {_times(ended)}"
-        # it may be slow, or ahead: not what made the call fail, unless somebody is gone
-        return "not in this call" if lost and number < self.count else self._posted(self.mesh.rank)[1]
+        if not lost or number > self.count:  # it may be slow, or ahead: that made no call fail
+            return self._posted(self.mesh.rank, self.count)[1]
+        return f"gone after {_times(max(self._posted(rank, slot)[0] for slot in range(self.SLOTS)))}"
 
     def leave(self) -> None:
         """Ends this rank's part in the process group, so that ranks that wait for it fail instead of hanging."""
@@ -131,12 +134,10 @@ class Calls:
             dist.destroy_process_group()
 
 
-def _finish(board: weakref.ref[Calls]) -> None:
+def _finish(store: dist.Store, rank: int, made: list[int]) -> None:
     """Says on the board that this process ends, and after how many calls."""
-    calls = board()
-    if calls is not None and calls.store is not None:
-        with suppress(RuntimeError, dist.DistError):  # the store goes with the rank that holds it
-            calls.store.set(f"{calls.mesh.rank}/ended", str(calls.count))
+    with suppress(RuntimeError, dist.DistError):  # the store goes with the rank that holds it
+        store.set(f"{rank}/ended", str(made[0]))
 
 
 def _times(count: int) -> str:
@@ -155,6 +156,6 @@ def different(labels: Sequence[str]) -> str:
         lines = [lines[0], lines[odd], f"  ... and {len(lines) - 2} more ranks"]
     if any(label.startswith(REFUSED) for label in labels):
         return "\n".join(["A rank refused its call, so nothing was updated:", *lines])
-    if any(label.startswith(("ended", "not in")) for label in labels):
+    if any(label.startswith("gone") for label in labels):
         return "\n".join(["A rank is gone, so nothing was updated:", *lines, JOIN])
     return "\n".join(["The ranks called with different batches or rates, so nothing was updated:", *lines, CURE])

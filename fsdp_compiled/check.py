@@ -151,7 +151,7 @@ def _gradients_are_reduced(program: Program, plan: Plan) -> None:
 
 def _reduced(program: Program, plan: Plan, node: fx.Node, buffer: Buffer) -> None:
     source = node
-    while role_of(source) in ("cast", "norm", "scale", "sum") and source.all_input_nodes:
+    while role_of(source) in ("cast", "norm", "scale", "sum", "weigh") and source.all_input_nodes:
         source = source.all_input_nodes[0]
     zero = role_of(source) == "flatten" and not source.all_input_nodes  # no gradient reaches this buffer
     if plan.axes and not zero:

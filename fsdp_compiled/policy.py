@@ -120,10 +120,14 @@ class Policy:
     lower
         ``"inductor"``: the compute between collectives is compiled, each distinct piece once. ``"eager"``: ATen
         kernels, the same as eager PyTorch runs, bit for bit.
+    weigh
+        What a rank's loss and gradient count by. ``"ranks"``: each rank the same, as in DDP and FSDP2. ``"rows"``: by
+        the length of the first tensor of its batch, so that with a mean loss a step is that of one process on all rows,
+        however they are spread; a rank may then run out of batches (`Sharded.join`).
     dynamic
         Sizes of the batch that may change with no other program: True for the first dim (how many rows), or the dims,
         ``(0, 1)`` for rows and lengths. A dim moves in every tensor that has the size there that the batch's first
-        tensor has. Ranks may then have different sizes; each rank's loss counts the same, however many rows it has.
+        tensor has. Ranks may then have different sizes; what each counts, ``weigh`` says.
         Sizes 0 and 1 have programs of their own, and a model that asks for one certain size is refused.
     programs
         How many compiled programs are kept: each kind of call (a step, forward, ...) on each shape of batch is one.
@@ -144,6 +148,7 @@ class Policy:
     bandwidth_gbps: float | None = None
     memory_gb: float | None = None
     lower: str = "inductor"
+    weigh: str = "ranks"
     dynamic: bool | tuple[int, ...] = False
     programs: int = 16
 
@@ -152,6 +157,7 @@ class Policy:
         _one_of("accumulate", self.accumulate, ("shards", "full"))
         _one_of("recompute", self.recompute, (None, "unit"))
         _one_of("lower", self.lower, ("inductor", "eager"))
+        _one_of("weigh", self.weigh, ("ranks", "rows"))
         if not isinstance(self.dynamic, bool) and not (
             isinstance(self.dynamic, tuple)
             and all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for dim in self.dynamic)

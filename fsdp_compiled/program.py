@@ -27,7 +27,20 @@ from torch.utils import _pytree as pytree
 
 Phase = Literal["forward", "backward", "update"]
 Role = Literal[
-    "cast", "gather", "part", "wait", "block", "view", "flatten", "reduce", "norm", "agree", "scale", "sum", "update"
+    "cast",
+    "gather",
+    "part",
+    "wait",
+    "block",
+    "view",
+    "flatten",
+    "reduce",
+    "norm",
+    "agree",
+    "weigh",
+    "scale",
+    "sum",
+    "update",
 ]
 
 
@@ -54,6 +67,7 @@ class Port:
 LOSS = Port("out", "loss", "0")
 NORM = Port("out", "norm", "gradient")
 OVERFLOW = Port("out", "overflow", "gradient")  # how many buffers' gradients are not finite; in the end, whether any
+WEIGHT = Port("out", "weight", "rows")  # how much this rank's batch counts, float64; inside the pipeline alone
 CALL = Port("in", "call", "number")  # which program this rank runs with which rates, float64
 
 c10d = torch.ops._c10d_functional
@@ -396,6 +410,22 @@ def first(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
 
 def last(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
     return max(nodes, key=order.__getitem__)
+
+
+def reduction(gradient: fx.Node) -> fx.Node | None:
+    """The first collective that this gradient went through, if any."""
+    found, node = None, gradient
+    while role_of(node) in ("cast", "scale", "wait", "reduce"):
+        found = node if is_collective(node) else found
+        node = node.all_input_nodes[0]
+    return found
+
+
+def weighed(edit: Edit, value: fx.Node, weight: fx.Node, mark: Mark) -> fx.Node:
+    """``value * weight``, and zero where the weight is, even if the value is not finite."""
+    counts = edit.call(torch.ops.aten.gt.Scalar, weight, 0, mark=mark)
+    product = edit.call(torch.ops.aten.mul.Tensor, value, weight, mark=mark)
+    return edit.call(torch.ops.aten.where.ScalarOther, counts, product, 0.0, mark=mark)
 
 
 GATHERED = ("cast", "gather", "part", "wait", "block", "view")

@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import dump
-from fsdp_compiled.build import Compiled, Kind, build, check_devices, label_of, plain
+from fsdp_compiled.build import Compiled, Kind, build, check_devices, label_of, plain, rows_of
 from fsdp_compiled.calls import Calls, different
 from fsdp_compiled.capture import batch_tensors
 from fsdp_compiled.dynamic import Sizes, layout, size_inputs, sizes_of, traced_with, unfit
 from fsdp_compiled.inductor import Call, cache_place, compile_all, share
+from fsdp_compiled.join import Announced, Joined
 from fsdp_compiled.lower import Lowering, Runner
 from fsdp_compiled.memory import Memory
 from fsdp_compiled.mesh import Mesh, RankError, agree, among, exchange
@@ -72,6 +73,7 @@ class Sharded:
         self._trainable = tuple(parameter.requires_grad for parameter in self._parameters)
         self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
         self._evicted = 0
+        self._joined: Joined | None = None  # inside `join`
         self.captures = 0
 
     # What a person calls.
@@ -134,6 +136,32 @@ class Sharded:
         compiled = self._program("forward", inputs, named)
         return compiled.capture.rebuild(self._run(compiled, self._state, inputs, named))
 
+    @contextmanager
+    def join(self) -> Iterator[Joined]:
+        """For ranks with uneven numbers of batches, as DDP's ``join``. Collective; needs ``Policy(weigh="rows")``.
+
+        ``with sharded.join(): for batch in loader: sharded.step(*batch)``: a rank that comes to the end of the block
+        goes on in the steps of those that have not, with weight zero, until all have. So each step is one on all rows
+        that there are, and no rank waits for one that left. Before each call ranks exchange a few bytes between hosts,
+        for which the host waits for the device.
+
+        A scheduler that the loop steps stands still meanwhile on a rank that has run out: its steps are made with the
+        others' rates. Step it as often as ``shadowed``, of what ``join`` gives, says.
+        """
+        if self.plan.policy.weigh != "rows":
+            raise ValueError(
+                "join lets ranks without a batch take part with weight zero, but Policy.weigh is "
+                f'{self.plan.policy.weigh!r}. Pass Policy(weigh="rows") to compile_sharded.'
+            )
+        if self._joined is not None:
+            raise RuntimeError("join inside join: one block is for all the calls in it.")
+        self._joined = Joined(self._mesh)
+        try:
+            yield self._joined
+            self._joined.shadow(self._shadow)
+        finally:
+            self._joined = None
+
     @property
     def grad_norm(self) -> torch.Tensor:
         """The last step's global gradient norm before clipping, a 0-d float32 tensor."""
@@ -159,6 +187,8 @@ class Sharded:
     def full_state_dict(self) -> dict[str, Any]:
         """The ordinary ``model.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
         state = self._state
+        if self._joined is not None:
+            raise RuntimeError("full_state_dict inside join: the other ranks may still train. Call it after the block.")
         self._meet("full_state_dict")
         return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
 
@@ -216,6 +246,8 @@ class Sharded:
     def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
         with self._refusing():
             self._read_hypers()
+        if self._joined is not None and self._joined.shadows is not None:
+            self._adopt(self._joined.shadows.rates)
         compiled = self._program("last" if state.sums else "step", batch, named)
         outputs = self._run(compiled, state, batch, named, self._calls_summed)
         self._calls_summed = 0
@@ -238,6 +270,7 @@ class Sharded:
             "sum": state.sums,
             "scale": state.scale,
             "call": {"number": self._call_number(compiled, before)},
+            "weight": {"rows": self._weight(tensors)} if self.plan.policy.weigh == "rows" else {},
             "batch": tensors,
             "size": size_inputs(compiled.inputs, tensors) if self.plan.policy.moving else {},
         }
@@ -251,6 +284,12 @@ class Sharded:
         except RuntimeError as error:
             raise self._explain(compiled, error) from error
         return dict(zip(compiled.outputs, outputs, strict=True))
+
+    def _weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """How many rows this rank's batch counts for."""
+        shadows = self._joined is not None and self._joined.shadows is not None
+        rows = 0 if shadows else rows_of(tensors)
+        return torch.full((), float(rows), dtype=torch.float64, device=self.plan.device)
 
     def _call_number(self, compiled: Compiled, before: int) -> torch.Tensor:
         """What ranks compare in the reduction of the loss: program, microbatches' programs, and scheduled rates.
@@ -292,6 +331,18 @@ class Sharded:
                     self._hypers[key].fill_(value)
                     self._rates[key] = value
 
+    def _adopt(self, rates: Mapping[str, float]) -> None:
+        """Another rank's rates, for a step that this rank makes for it."""
+        for key, value in rates.items():
+            self._hypers[key].fill_(value)
+        self._rates.update(rates)
+
+    def _shadow(self, call: Announced) -> None:
+        """Makes another rank's call, on a batch that counts nothing."""
+        batch, named = call.batch(self.plan.device)
+        calls = {"accumulate": self.accumulate, "gradient": self.value_and_grad, "forward": self.__call__}
+        calls.get(call.kind, self.step)(*batch, **named)
+
     def _retrace(self) -> None:
         log.warning("A hyperparameter other than the scheduled ones changed: the step is compiled again.")
         assert self.optimizer is not None
@@ -314,15 +365,23 @@ class Sharded:
         sizes = sizes_of(self.plan.policy.moving, tensors.values())
         with self._refusing():
             key = self._signature(kind, batch, named, sizes)
+            if self.plan.policy.weigh == "rows":
+                rows_of(batch_tensors(batch, named))
         why: list[str] = []
         while (compiled := self._compiled.get((*key, len(why)))) and sizes:
             if (reason := self._unfit(compiled, sizes, tensors)) is None:
                 break
             why.append(reason)
         key = (*key, len(why))
-        compiled = self._compiled.pop(key, None)
+        compiled = self._compiled.get(key)
+        label = compiled.label if compiled is not None else self._label(kind, batch, named, sizes, why)
+        if self._joined is not None:
+            self._joined.announce(kind, label, (batch, named), self._rates)
+        self._compiled.pop(key, None)
         if compiled is None:
-            compiled = self._compile(kind, batch, named, sizes, why)
+            if why and self._mesh.rank == 0:
+                log.warning("Policy.dynamic: the model or the loss asks for certain sizes; compiling %s", label)
+            compiled = self._compile(kind, batch, named, sizes, label)
         else:
             self._calls.post(compiled.label)
         self._compiled[key] = compiled  # the last is the one used last
@@ -352,6 +411,8 @@ class Sharded:
         try:
             yield
         except ValueError as error:
+            if self._joined is not None:
+                self._joined.refuse(str(error))
             self._calls.refuse(str(error), self._labels())
             raise
 
@@ -373,15 +434,15 @@ class Sharded:
     def _labels(self) -> set[str]:
         return {compiled.label for compiled in self._compiled.values()}
 
-    def _compile(
-        self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes, why: Sequence[str] = ()
-    ) -> Compiled:
+    def _label(
+        self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes, why: Sequence[str]
+    ) -> str:
+        label = label_of(kind, batch, named, sizes) + self._version(batch, named)
+        return label + "".join(f", instead of {reason}" for reason in why)
+
+    def _compile(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes, label: str) -> Compiled:
         """Compiling is a collective: every rank builds the program, all compare it, and every rank lowers it."""
         begun = time.perf_counter()
-        label = label_of(kind, batch, named, sizes) + self._version(batch, named)
-        label += "".join(f", instead of {reason}" for reason in why)
-        if why and self._mesh.rank == 0:
-            log.warning("Policy.dynamic: the model or the loss asks for certain sizes; compiling %s", label)
         self._meet(label)
         # Ranks may have other sizes; all trace with rank 0's.
         hints = traced_with(exchange(sizes, self._mesh)[0]) if sizes else {}

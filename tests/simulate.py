@@ -69,6 +69,7 @@ class Rank:
     rules: tuple[Rule, ...]
     values: dict[Port, torch.Tensor]  # a program's inputs but for batches and hyperparameters
     random: torch.Tensor
+    weight: float | None = None  # in the place of the batch's rows, for programs that weigh ranks
 
     def named(self, kind: str) -> dict[str, torch.Tensor]:
         return {port.name: value for port, value in self.values.items() if port.kind == kind}
@@ -77,6 +78,8 @@ class Rank:
         """In the order of the program's ports."""
         given = dict(self.values)
         given |= {Port("in", "batch", name): value for name, value in batch_tensors(batch, {}).items()}
+        rows = float(len(batch[0])) if self.weight is None else self.weight
+        given[Port("in", "weight", "rows")] = torch.tensor(rows, dtype=torch.float64)
         for rule in self.rules:
             assert self.optimizer is not None
             for name in rule.hypers:
@@ -227,10 +230,12 @@ def simulate(
     units: Choice | None = None,
     kind: str = "step",
     microbatches: int = 1,
+    weights: Sequence[Sequence[float]] = (),
     damage: Rewrite | None = None,
 ) -> Simulation:
     """Runs ``kind``'s program on ``batches[step][rank]``; so many of them in a row are the microbatches of one step.
 
+    ``weights[step][rank]`` take the place of the batches' rows in programs that weigh ranks.
     ``damage`` rewrites the last program, unchecked, before it runs: a control that a comparison must notice.
     """
     if microbatches > 1:
@@ -248,6 +253,9 @@ def simulate(
         simulation = Simulation(crew, tuple(found))
         adding = run(found[0], crew[0].plan, passes(crew[0], "microbatch")) if microbatches > 1 else None
         for index, batch in enumerate(batches):
+            if weights:
+                for rank, weight in zip(crew, weights[index], strict=True):
+                    rank.weight = weight
             if adding is not None and (index + 1) % microbatches:
                 lockstep(adding, crew, batch)
             else:

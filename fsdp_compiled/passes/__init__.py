@@ -22,6 +22,7 @@ from fsdp_compiled.passes.scale import scale, skip, unscale
 from fsdp_compiled.passes.schedule import schedule
 from fsdp_compiled.passes.store import store
 from fsdp_compiled.passes.update import update
+from fsdp_compiled.passes.weigh import share, weigh
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.program import Program
@@ -30,20 +31,22 @@ Pass = Callable[[Program, Plan], Program]
 Observer = Callable[[Program], None]
 
 # Passes that only some policies ask for; for the others they are left out.
-ASKED: Mapping[Pass, Callable[[Policy], bool]] = dict.fromkeys(
-    (scale, unscale, skip), lambda policy: policy.scaling is not None
-)
+ASKED: Mapping[Pass, Callable[[Policy], bool]] = {
+    **dict.fromkeys((scale, unscale, skip), lambda policy: policy.scaling is not None),
+    **dict.fromkeys((weigh, share), lambda policy: policy.weigh == "rows"),
+}
 
 WHEN: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is settled what runs
 FORWARD: tuple[Pass, ...] = (gather, store, *WHEN)
-GRADIENT: tuple[Pass, ...] = (scale, gather, reduce, recompute, unscale, report, store, *WHEN)
-MICROBATCH: tuple[Pass, ...] = (scale, gather, reduce, recompute, add_up, store, *WHEN)
+GRADIENT: tuple[Pass, ...] = (scale, gather, reduce, recompute, weigh, unscale, report, share, store, *WHEN)
+MICROBATCH: tuple[Pass, ...] = (scale, gather, reduce, recompute, weigh, add_up, store, *WHEN)
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
     means = (average,) if accumulated else ()
-    return (scale, gather, reduce, recompute, *means, unscale, report, clip, update(rules), skip, store, *WHEN)
+    start = (scale, gather, reduce, recompute, weigh, *means, unscale, report, share)
+    return (*start, clip, update(rules), skip, store, *WHEN)
 
 
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:

@@ -15,7 +15,8 @@
 
 Holding shards costs one reduction a microbatch and a shard of memory; holding full gradients costs the memory of the
 whole gradient on every rank and one reduction a step (DDP's and FSDP's ``no_sync``). How many microbatches there were
-is counted on the device, so that their number may change from step to step.
+is counted on the device, so that their number may change from step to step. Where ranks count by rows (see `weigh`),
+rows are counted in the place of microbatches, and what is left to divide is divided when all ranks' rows are known.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.plan import Buffer, Plan
-from fsdp_compiled.program import LOSS, Edit, Mark, Port, Program, is_collective, role_of
+from fsdp_compiled.program import LOSS, WEIGHT, Edit, Mark, Port, Program, reduction, weighed
 
 aten = torch.ops.aten
 COUNT, TOTAL = Port("in", "sum", "(count)"), Port("in", "sum", "(loss)")
@@ -42,9 +43,13 @@ def add_up(program: Program, plan: Plan) -> Program:
             edit.call(aten.add_.Tensor, total, start.all_input_nodes[0] if start else gradient, mark=_mark(buffer))
         edit.remove_output(port)
     count, losses = _scalars(edit, plan)
+    loss, rows, mark = edit.outputs[LOSS], edit.outputs.get(WEIGHT), Mark("sum")
+    assert loss is not None
     with edit.at(edit.end, "update"):
-        edit.call(aten.add_.Tensor, count, 1, mark=Mark("sum"))
-        edit.call(aten.add_.Tensor, losses, edit.outputs[LOSS], mark=Mark("sum"))
+        edit.call(aten.add_.Tensor, count, rows or 1, mark=mark)
+        edit.call(aten.add_.Tensor, losses, weighed(edit, loss, rows, mark) if rows else loss, mark=mark)
+    if rows:
+        edit.remove_output(WEIGHT)
     return edit.done("add_up")
 
 
@@ -55,10 +60,11 @@ def average(program: Program, plan: Plan) -> Program:
     totals = [count, losses]
     loss = edit.outputs[LOSS]
     assert loss is not None
-    mark = Mark("sum")
+    rows, mark = edit.outputs.get(WEIGHT), Mark("sum")
     with edit.at(edit.end, "update"):
-        batches = edit.call(aten.add.Tensor, count, 1, mark=mark)
-        mean = edit.call(aten.div.Tensor, edit.call(aten.add.Tensor, losses, loss, mark=mark), batches, mark=mark)
+        batches = edit.call(aten.add.Tensor, count, rows or 1, mark=mark)
+        own = weighed(edit, loss, rows, mark) if rows else loss
+        mean = edit.call(aten.div.Tensor, edit.call(aten.add.Tensor, losses, own, mark=mark), batches, mark=mark)
         edit.set_output(LOSS, edit.call(aten._to_copy.default, mean, dtype=loss.meta["val"].dtype, mark=mark))
     for buffer, port, gradient in _gradients(edit, plan):
         start, total = _sum(edit, buffer, gradient, plan)
@@ -69,8 +75,11 @@ def average(program: Program, plan: Plan) -> Program:
             start.replace_input_with(own, joined)
         with edit.at(edit.end, "update"):
             whole = gradient if start else joined
-            edit.set_output(port, edit.call(aten.div.Tensor, whole, batches, mark=_mark(buffer)))
+            divided = whole if rows else edit.call(aten.div.Tensor, whole, batches, mark=_mark(buffer))
+            edit.set_output(port, divided)
         totals.append(total)
+    if rows:
+        edit.set_output(WEIGHT, batches)
     with edit.at(edit.end, "update"):
         for total in totals:
             edit.call(aten.zero_.default, total, mark=mark)
@@ -94,18 +103,9 @@ def _gradients(edit: Edit, plan: Plan) -> list[tuple[Buffer, Port, fx.Node]]:
     return found
 
 
-def _reduction(gradient: fx.Node) -> fx.Node | None:
-    """The first collective that this gradient went through."""
-    found, node = None, gradient
-    while role_of(node) in ("cast", "scale", "wait", "reduce"):
-        found = node if is_collective(node) else found
-        node = node.all_input_nodes[0]
-    return found
-
-
 def _sum(edit: Edit, buffer: Buffer, gradient: fx.Node, plan: Plan) -> tuple[fx.Node | None, fx.Node]:
     """Where the gradient's reduction starts, if it is to be held whole, and the input that holds its sum."""
-    start = _reduction(gradient) if plan.policy.accumulate == "full" else None
+    start = reduction(gradient) if plan.policy.accumulate == "full" else None
     value = (start.all_input_nodes[0] if start else gradient).meta["val"]
     return start, edit.add_input(Port("in", "sum", buffer.key), edit.fake(value.shape, value.dtype, value.device))
 

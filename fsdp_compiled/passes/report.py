@@ -11,7 +11,8 @@
 assertion holds exactly when all ranks have the same one, so that ranks that call with different shapes or rates stop
 before anything is updated, at no cost. The squared norm of a sum is not the sum of squared norms, so the norm is taken
 after the reduction, on the shards, each element once: padding is zero, and copies on a replicate axis are divided out.
-How many gradients were found not to be finite, under ``Policy.loss_scale``, is one more number of the same message.
+How many gradients were found not to be finite, under ``Policy.loss_scale``, is one more number of the same message; and
+so is how many rows this rank has, where ranks count by them (see `weigh`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,20 @@ import torch
 from torch import fx
 
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import ASSERT, CALL, DISAGREE, LOSS, NORM, OVERFLOW, Edit, Mark, Port, Program
+from fsdp_compiled.program import (
+    ASSERT,
+    CALL,
+    DISAGREE,
+    LOSS,
+    NORM,
+    OVERFLOW,
+    WEIGHT,
+    Edit,
+    Mark,
+    Port,
+    Program,
+    weighed,
+)
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -40,12 +54,16 @@ def report(program: Program, plan: Plan) -> Program:
         if buffer.updated and (node := outputs.get(Port("out", "gradient", buffer.key))) is not None
     ]
     with edit.at(edit.end, "update"):
-        mine = [edit.call(aten._to_copy.default, loss, dtype=torch.float64, mark=mark)]
+        rows = outputs.get(WEIGHT)
+        own = edit.call(aten._to_copy.default, loss, dtype=torch.float64, mark=mark)
+        mine = [weighed(edit, own, rows, mark) if rows else own]
         if gradients:
             mine.append(_sum_of_squares(edit, gradients, mark))
         overflow = outputs.get(OVERFLOW)
         if overflow is not None:
             mine.append(overflow)
+        if rows:
+            mine.append(rows)
         if plan.axes:
             call = edit.add_input(CALL, edit.fake([], torch.float64, plan.device))
             mine += [call, edit.call(aten.mul.Tensor, call, call, mark=mark)]
@@ -56,7 +74,11 @@ def report(program: Program, plan: Plan) -> Program:
         if plan.axes:
             _assert_same(edit, packet, len(mine), plan.world, mark)
         mean = edit.call(aten.select.int, packet, 0, 0, mark=mark)
-        mean = edit.call(aten.div.Tensor, mean, plan.world, mark=mark)
+        count: fx.Node | int = plan.world
+        if rows:
+            count = edit.call(aten.select.int, packet, 0, mine.index(rows), mark=mark)
+            edit.set_output(WEIGHT, edit.call(aten.div.Tensor, count, plan.world, mark=mark))
+        mean = edit.call(aten.div.Tensor, mean, count, mark=mark)
         edit.set_output(LOSS, edit.call(aten._to_copy.default, mean, dtype=dtype, mark=mark))
         if overflow is not None:
             edit.set_output(OVERFLOW, edit.call(aten.select.int, packet, 0, mine.index(overflow), mark=mark))
