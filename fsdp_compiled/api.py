@@ -72,6 +72,7 @@ def compile_sharded(
     plan = None
     if checked is not None:
         leaves, rules, policy = checked
+        failure = _graph_refusal(policy, place.device)
         plan = make_plan(leaves, policy, place.device, place.shard, place.replicate)
         text = _fingerprint(model, plan, rules, optimizer)
     agree(place, "What compile_sharded was called with", text, failure)
@@ -88,6 +89,12 @@ def compile_sharded(
         step=torch.zeros((), dtype=torch.int64, device=plan.device),
     )
     return Sharded(taken, optimizer, loss, plan, place, state, rules)
+
+
+def _graph_refusal(policy: Policy, device: torch.device) -> ValueError | None:
+    if policy.cuda_graph is True and device.type != "cuda":
+        return ValueError(f'Policy.cuda_graph is True, which needs a GPU: the model is on {device}. Use "auto".')
+    return None
 
 
 def _join_or_raise(mesh: DeviceMesh | None, model: nn.Module, failure: Exception | None) -> Mesh:

@@ -17,7 +17,7 @@ from fsdp_compiled.lower import Runner
 from fsdp_compiled.memory import Memory
 from fsdp_compiled.optim import Rule
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import Port, Program
+from fsdp_compiled.program import OVERFLOW, Port, Program
 from fsdp_compiled.state import State
 
 # "accumulate" is a microbatch that is not the last, "last" the one that ends a row and updates.
@@ -36,10 +36,15 @@ class Compiled:
     outputs: tuple[Port, ...]
     random: bool
     idle: tuple[str, ...]  # parameters that the loss does not reach
+    kind: Kind
     label: str
     number: int  # the same on every rank for the same program
     runner: Runner = lambda *_: ()  # until it is lowered
     fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
+
+    @property
+    def updates(self) -> bool:
+        return self.kind in ("step", "last")
 
     def zeros(self) -> dict[str, torch.Tensor]:
         """The sums that the program adds to, at nothing."""
@@ -96,9 +101,23 @@ def build(
         outputs=tuple(port for port in program.ports if port.side == "out"),
         random=program.random,
         idle=tuple(name for node in program.inputs.values() for name in node.meta.get("idle", ())),
+        kind=kind,
         label=label,
         number=number,
     )
+
+
+def counting(runner: Runner, outputs: Sequence[Port]) -> Runner:
+    """The runner with one input more, the number of updates, which it advances unless the step was void."""
+    place = outputs.index(OVERFLOW) if OVERFLOW in outputs else None
+
+    def run(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        *given, count = inputs
+        results = runner(*given)
+        count.add_(1 if place is None else ~results[place])
+        return results
+
+    return run
 
 
 def plain(value: Any) -> tuple[type, str]:

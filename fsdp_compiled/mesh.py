@@ -6,9 +6,10 @@ This is the only file that starts, asks or ends a process group.
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +75,35 @@ def _default_device() -> torch.device:
 def _close() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+_endings: list[Callable[[], None]] = []
+
+
+def before_end(call: Callable[[], None]) -> None:
+    """Has this called before a process group ends, whoever ends it.
+
+    NCCL waits, however long it takes, for the graphs that hold its collectives to be destroyed; PyTorch has no place to
+    say so, and a script may end its process group while it still holds what it trained with. So the function itself
+    is wrapped, once something asks for it.
+    """
+    if not _endings:
+        end = dist.destroy_process_group
+
+        @functools.wraps(end)
+        def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+            for ending in _endings:
+                ending()
+            end(group)
+
+        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
+    _endings.append(call)
+
+
+def backends(mesh: Mesh) -> dict[str, str]:
+    """Who carries out collectives along each axis, for tensors on the mesh's device: ``"nccl"``, ``"gloo"``."""
+    resolve = dist.distributed_c10d._resolve_process_group
+    return {axis: resolve(name)._get_backend(mesh.device).name() for axis, name in mesh.groups.items()}
 
 
 def _from_device_mesh(mesh: DeviceMesh) -> Mesh:

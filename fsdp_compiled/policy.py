@@ -124,6 +124,12 @@ class Policy:
         What a rank's loss and gradient count by. ``"ranks"``: each rank the same, as in DDP and FSDP2. ``"rows"``: by
         the length of the first tensor of its batch, so that with a mean loss a step is that of one process on all rows,
         however they are spread; a rank may then run out of batches (`Sharded.join`).
+    cuda_graph
+        Whether training steps and microbatches run as CUDA graphs: from the third call of a program on, the host copies
+        the batch and launches once. ``"auto"``: on a GPU, if the program can be captured; else the reason is logged,
+        once, and it runs as it is. True: a program that cannot be captured is an error. False: never. A graph keeps the
+        memory that its steps work with; results (loss, norm) are copies. Forward alone and `value_and_grad` hand out
+        much and run without.
     dynamic
         Sizes of the batch that may change with no other program: True for the first dim (how many rows), or the dims,
         ``(0, 1)`` for rows and lengths. A dim moves in every tensor that has the size there that the batch's first
@@ -149,6 +155,7 @@ class Policy:
     memory_gb: float | None = None
     lower: str = "inductor"
     weigh: str = "ranks"
+    cuda_graph: bool | Literal["auto"] = "auto"
     dynamic: bool | tuple[int, ...] = False
     programs: int = 16
 
@@ -158,6 +165,8 @@ class Policy:
         _one_of("recompute", self.recompute, (None, "unit"))
         _one_of("lower", self.lower, ("inductor", "eager"))
         _one_of("weigh", self.weigh, ("ranks", "rows"))
+        if not isinstance(self.cuda_graph, bool) and self.cuda_graph != "auto":
+            raise ValueError(f'Policy.cuda_graph is {self.cuda_graph!r}; expected True, False or "auto".')
         if not isinstance(self.dynamic, bool) and not (
             isinstance(self.dynamic, tuple)
             and all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for dim in self.dynamic)

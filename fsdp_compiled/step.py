@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import dump
-from fsdp_compiled.build import Compiled, Kind, build, check_devices, label_of, plain, rows_of
+from fsdp_compiled.build import Compiled, Kind, build, check_devices, counting, label_of, plain, rows_of
 from fsdp_compiled.calls import Calls, different
 from fsdp_compiled.capture import batch_tensors
 from fsdp_compiled.dynamic import Sizes, layout, size_inputs, sizes_of, traced_with, unfit
@@ -28,16 +28,18 @@ from fsdp_compiled.inductor import Call, cache_place, compile_all, share
 from fsdp_compiled.join import Announced, Joined
 from fsdp_compiled.lower import Lowering, Runner
 from fsdp_compiled.memory import Memory
-from fsdp_compiled.mesh import Mesh, RankError, agree, among, exchange
+from fsdp_compiled.mesh import Mesh, RankError, agree, among, backends, exchange
 from fsdp_compiled.optim import Rule, hyper, make_rules, signature
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import DISAGREE, NORM, OVERFLOW, Port, Program
+from fsdp_compiled.program import DISAGREE, NORM, Port, Program
 from fsdp_compiled.random import Generator
+from fsdp_compiled.replay import Replays, make_device
 from fsdp_compiled.state import State, optimizer_state
 from fsdp_compiled.takeover import Taken, full_state_dict
 
 T = TypeVar("T")
 Signature = tuple[Any, ...]
+COUNT = Port("in", "count", "updates")  # the number of updates, which is no part of the program
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -67,6 +69,8 @@ class Sharded:
         self._fixed = self._options()
         self._revision = 0  # of the rules
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
+        self._replays = Replays(make_device(plan.device, plan.policy.cuda_graph), plan.policy.cuda_graph)
+        self._numbers: dict[str, tuple[float, torch.Tensor]] = {}  # that the host sets from call to call
         self._norm: torch.Tensor | None = None
         self._calls = Calls(mesh)
         self._calls_summed = 0  # the numbers of the microbatches' programs, compared at the next step
@@ -180,6 +184,15 @@ class Sharded:
         return self._scale("overflows").clone()
 
     @property
+    def replays(self) -> int:
+        """How many calls were one launch of a CUDA graph."""
+        return self._replays.launches
+
+    def close(self) -> None:
+        """Destroys the CUDA graphs. A script that ends its process group has this done for it."""
+        self._replays.close()
+
+    @property
     def state(self) -> State:
         """This rank's state, to be handed to `apply`."""
         return self._state
@@ -252,8 +265,6 @@ class Sharded:
         outputs = self._run(compiled, state, batch, named, self._calls_summed)
         self._calls_summed = 0
         self._norm = outputs.get(NORM)
-        overflow = outputs.get(OVERFLOW)
-        state.step.add_(1 if overflow is None else ~overflow)
         return compiled.capture.rebuild(outputs), state.consume()
 
     def _run(
@@ -275,6 +286,8 @@ class Sharded:
             "size": size_inputs(compiled.inputs, tensors) if self.plan.policy.moving else {},
         }
         given = [sources[port.kind][port.name] for port in compiled.inputs]
+        if compiled.updates:
+            given.append(state.step)
         try:
             with (
                 torch.no_grad(),
@@ -288,8 +301,7 @@ class Sharded:
     def _weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """How many rows this rank's batch counts for."""
         shadows = self._joined is not None and self._joined.shadows is not None
-        rows = 0 if shadows else rows_of(tensors)
-        return torch.full((), float(rows), dtype=torch.float64, device=self.plan.device)
+        return self._on_device("rows", 0 if shadows else rows_of(tensors))
 
     def _call_number(self, compiled: Compiled, before: int) -> torch.Tensor:
         """What ranks compare in the reduction of the loss: program, microbatches' programs, and scheduled rates.
@@ -297,9 +309,18 @@ class Sharded:
         Below 2**20, so that its square, summed over thousands of ranks, is exact in float64.
         """
         rates = zlib.crc32(repr(sorted(self._rates.items())).encode()) % 4096
-        number = (compiled.number + before) % 256 * 4096 + rates
-        # full, not tensor: a number that is copied to a GPU makes the host wait for it.
-        return torch.full((), float(number), dtype=torch.float64, device=self.plan.device)
+        return self._on_device("call", (compiled.number + before) % 256 * 4096 + rates)
+
+    def _on_device(self, name: str, value: float) -> torch.Tensor:
+        """The number as a float64 tensor that keeps its place, where a CUDA graph reads it."""
+        before, tensor = self._numbers.get(name) or (
+            None,
+            torch.empty((), dtype=torch.float64, device=self.plan.device),
+        )
+        if value != before:
+            tensor.fill_(float(value))  # filled, not copied to a GPU, which makes the host wait
+            self._numbers[name] = value, tensor
+        return tensor
 
     def _explain(self, compiled: Compiled, error: RuntimeError) -> RuntimeError:
         """The error of another rank, where that is why this one's collective failed."""
@@ -449,10 +470,16 @@ class Sharded:
         compiled = self._together(
             lambda: self._build(kind, batch, named, label, sizes, hints), lambda made: made.program.text()
         )
+        replayed = self._can_replay(compiled)
         self._make_room(label)
         compiled.runner = self._lower(compiled.program)
         if sizes:
             self._together(lambda: self._check_fit(compiled, sizes, batch_tensors(batch, named)))
+        if compiled.updates:
+            compiled.runner = counting(compiled.runner, compiled.outputs)
+        if replayed:
+            ports = (*compiled.inputs, *[COUNT] * compiled.updates)
+            compiled.runner = self._replays.wrap(compiled.runner, ports, label, self._all_say(label))
         self.captures += 1
         self._say_idle(compiled)
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
@@ -468,6 +495,26 @@ class Sharded:
             made = self._together(lambda: compile_all(share(lowering.pieces, count)[place]))
         made |= self._together(lambda: compile_all(lowering.pieces))
         return lowering.runner(made)
+
+    def _can_replay(self, compiled: Compiled) -> bool:
+        """Whether every rank can launch this program as a graph; if not, rank 0 says why."""
+        if self._replays.device is None or compiled.kind not in ("step", "last", "accumulate"):
+            return False
+        program, device = compiled.program, self.plan.device
+        found = self._together(lambda: self._replays.obstacles(program, device, backends(self._mesh)))
+        reason = next(filter(None, exchange(found, self._mesh)), "")
+        if reason and self._mesh.rank == 0:
+            log.warning("%s runs without a CUDA graph:\n%s", compiled.label, reason)
+        return not reason
+
+    def _all_say(self, label: str) -> Callable[[str], list[str]]:
+        """What each rank has to say about a call that all of them make, by rank."""
+
+        def exchange_texts(text: str) -> list[str]:
+            self._calls.meet(label, self._labels())
+            return exchange(text, self._mesh)
+
+        return exchange_texts
 
     def _make_room(self, label: str) -> None:
         """Drops the program that rank 0 used the longest time ago, if `Policy.programs` are kept already."""

@@ -18,6 +18,10 @@ PRIVATE = {
     "torch._dynamo": {"capture"},
     "torch._functorch": {"capture"},
     "torch._inductor": {"inductor"},
+    "torch.cuda.CUDAGraph": {"replay"},
+    "torch.cuda.graph": {"replay"},
+    "torch.cuda.graph_pool_handle": {"replay"},
+    "torch._C": {"capture", "replay"},
 }
 # What the rest stands on, and what of ours each may import.
 FOUNDATIONS: dict[str, set[str]] = {
@@ -134,6 +138,8 @@ def test_every_private_surface_is_used_where_it_is_allowed() -> None:
         ("step", "import torch\ntorch._functorch.config.x = 1"),
         ("lower", "from torch import _dynamo"),
         ("lower", "import torch\ntorch._inductor.standalone_compile"),
+        ("step", "import torch\nwith torch.cuda.graph(made): pass"),
+        ("random", "from torch.cuda import CUDAGraph"),
     ],
 )
 def test_a_forbidden_import_is_noticed(name: str, code: str) -> None:

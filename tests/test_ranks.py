@@ -33,7 +33,7 @@ REFUSED_BY_ALL = {
     "mesh_axes": 'expected one axis, which shards, or two named ("replicate", "shard")',
     "mesh_size": "mesh holds 1 ranks, but the world has 2",
 }
-SHOWN = ("seeds", "dropout", "counts", "first_shapes_then_good", "frozen_on_both", "sizes", "odd_rows")
+SHOWN = ("seeds", "dropout", "counts", "first_shapes_then_good", "frozen_on_both", "sizes", "odd_rows", "graphs")
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,18 @@ def test_ranks_whose_sizes_ask_for_different_programs_are_told(results: dict[str
     for answer in (first, second):
         assert "asks for certain sizes" in answer["message"] and "Mod(s" in answer["message"]
         assert answer["notes"] == ["unchanged: True"]
+
+
+def test_collectives_are_captured_by_all_ranks_or_by_none(results: dict[str, Any]) -> None:
+    for answer in results["graphs"]:
+        result = answer["result"]
+        assert result["same"] and result["others"] and result["moved"]
+        graphed, broken, refused = result["replays"]
+        # accumulate: 4 calls of two shapes, none launched; last: 8 of two shapes, the third of each on is
+        assert graphed == result["log"].count("launch") == 4 and broken == refused == 0
+        assert result["captured"] == 2 and result["broken"] == []
+        assert min(result["gathers"], result["reductions"]) >= result["captured"]
+        assert result["waits"] >= result["gathers"] + result["reductions"]
 
 
 def test_the_process_group_is_started_and_closed_for_the_user() -> None:

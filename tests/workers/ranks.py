@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
+from tests.standin import Plain, StandIn
 
 RANK = int(os.environ["RANK"])
 EAGER = Policy(lower="eager")
@@ -256,6 +257,46 @@ def odd_rows() -> Any:
         model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, policy=Policy(lower="eager", dynamic=True)
     )
     return unchanged(sharded, lambda: sharded.step(*batch(2 + RANK)))
+
+
+def trained(device: StandIn | None) -> tuple[Sharded, list[float]]:
+    """Twelve calls, of two shapes and with microbatches, as graphs on this stand-in or as they are."""
+    sharded = shard(Policy(lower="eager", clip=0.5), dropout=0.2)
+    if device is None:
+        sharded._replays = Plain()
+    else:
+        sharded._replays.device = device
+    losses = []
+    for step in range(12):
+        generator = torch.Generator().manual_seed(10 * step + RANK)
+        rows = 2 + step % 2
+        x, y = torch.randn(rows, 4, generator=generator), torch.randn(rows, 2, generator=generator)
+        losses.append(float((sharded.step if step % 3 else sharded.accumulate)(x, y)))
+    return sharded, losses
+
+
+def graphs() -> Any:
+    """Collectives inside of graphs; one rank's broken capture; a process group that cannot be captured."""
+    _, expected = trained(None)
+    device = StandIn()
+    sharded, losses = trained(device)
+    names = [name for graph in device.graphs for name in graph.operators if "c10d" in name]
+    broken, others = trained(StandIn(fail="broken off" if RANK else ""))
+    strict = StandIn()
+    strict.capturable = frozenset({"nccl"})
+    refused, same = trained(strict)
+    return {
+        "same": losses == expected,
+        "others": all(abs(a - b) < 1e-5 and abs(c - b) < 1e-5 for a, b, c in zip(others, expected, same, strict=True)),
+        "moved": len(set(expected)) == 12,
+        "replays": [sharded.replays, broken.replays, refused.replays],
+        "log": device.log,
+        "broken": strict.log,
+        "gathers": sum("all_gather" in name for name in names),
+        "reductions": sum("reduce" in name for name in names),
+        "waits": sum("wait" in name for name in names),
+        "captured": len(device.graphs),
+    }
 
 
 def run(cases: Mapping[str, Any], case: str) -> dict[str, Any]:
