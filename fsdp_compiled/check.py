@@ -26,6 +26,7 @@ from torch import fx
 from fsdp_compiled.holdings import alive, holdings
 from fsdp_compiled.plan import Buffer, Plan
 from fsdp_compiled.program import (
+    FACTOR,
     LOSS,
     Program,
     call_text,
@@ -204,6 +205,8 @@ def _shards_are_updated(program: Program, plan: Plan) -> None:
     for port, node in program.inputs.items():
         if port.kind == "shard" and plan.buffer(port.name).updated and node not in targets:
             fail(program, node, f"the shard of {port.name} is never updated.")
+    if FACTOR in program.outputs:
+        fail(program, program.outputs[FACTOR], "the clipping factor leaves the step instead of scaling a gradient.")
     _no_gradient_leaves(program, plan)
 
 

@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from fsdp_compiled.formula import Formula, formula_of
 from fsdp_compiled.kernels.scaled import operators
 from fsdp_compiled.program import written
 
@@ -47,7 +48,8 @@ class Rule:
     """How one parameter group updates a flat shard.
 
     ``trace(numel, dtype, device)`` gives an ATen graph with placeholders named ``parameter``, ``gradient``,
-    ``state_<name>`` and ``hyper_<name>``, which it writes in place.
+    ``state_<name>`` and ``hyper_<name>``, which it writes in place. ``formula`` is the same as one operator, where
+    there is one.
     """
 
     group: int
@@ -55,6 +57,7 @@ class Rule:
     state: tuple[StateTensor, ...]
     hypers: tuple[str, ...]
     trace: Callable[[int, torch.dtype, torch.device], fx.Graph] = field(compare=False)
+    formula: Formula | None = None
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,7 +158,8 @@ def _bind(
             cache[key] = _trace(kind, optimizer, options, state, values, branchless, *key)
         return cache[key]
 
-    return Rule(index, kind.__name__, state, tuple(values), trace)
+    formula = formula_of(kind, options, tuple(values), {entry.name for entry in state})
+    return Rule(index, kind.__name__, state, tuple(values), trace, formula)
 
 
 def _on_one(

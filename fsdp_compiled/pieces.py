@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fsdp_compiled.kernels.operators import KERNELS
 from fsdp_compiled.program import ASSERT, Bare, is_collective, is_random, is_view, role_of, written
 
 aten = torch.ops.aten
@@ -190,7 +191,7 @@ def _stands_alone(node: fx.Node) -> bool:
     return (
         is_collective(node)
         or is_random(node)
-        or node.target in (WAIT, ASSERT, aten.linalg_vector_norm.default)
+        or node.target in (WAIT, ASSERT, aten.linalg_vector_norm.default, *KERNELS)
         or role in ("part", "cast")
         or (role == "update" and not node.meta["mark"].unit)  # module buffers, each written back by a copy
     )

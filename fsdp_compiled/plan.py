@@ -138,6 +138,11 @@ class Plan:
         return tuple(dict.fromkeys(block for unit in self.units for block in unit.members))
 
     @property
+    def kernels(self) -> bool:
+        """Whether the package's own operators are inserted."""
+        return self.device.type == "cuda" if self.policy.kernels == "auto" else self.policy.kernels
+
+    @property
     def world(self) -> int:
         return self.shard * self.replicate
 

@@ -135,6 +135,12 @@ class Policy:
         ``(0, 1)`` for rows and lengths. A dim moves in every tensor that has the size there that the batch's first
         tensor has. Ranks may then have different sizes; what each counts, ``weigh`` says.
         Sizes 0 and 1 have programs of their own, and a model that asks for one certain size is refused.
+    kernels
+        Whether the package's own operators take the place of ATen's where they have one: a unit's gradients are
+        flattened, cast and scaled in one pass over memory, and AdamW, Adam and SGD update all shards of a parameter
+        group in one, clipping included. On a GPU each is one Triton kernel; on a CPU plain PyTorch, for tests. The
+        update's arithmetic is that of ``torch.optim``'s fused optimizers, not bit for bit that of the others.
+        ``"auto"``: on GPUs.
     programs
         How many compiled programs are kept: each kind of call (a step, forward, ...) on each shape of batch is one.
         Past it, the program that was used the longest time ago is dropped, which is said. Nothing falls back to
@@ -157,6 +163,7 @@ class Policy:
     weigh: str = "ranks"
     cuda_graph: bool | Literal["auto"] = "auto"
     dynamic: bool | tuple[int, ...] = False
+    kernels: bool | Literal["auto"] = "auto"
     programs: int = 16
 
     def __post_init__(self) -> None:
@@ -176,6 +183,8 @@ class Policy:
                 f"Policy.dynamic is {self.dynamic!r}; expected True, False, or dims counted from the front, such as "
                 "(0, 1)."
             )
+        if not isinstance(self.kernels, bool) and self.kernels != "auto":
+            raise ValueError(f'Policy.kernels is {self.kernels!r}; expected True, False or "auto".')
         if not isinstance(self.programs, int) or isinstance(self.programs, bool) or self.programs < 1:
             raise ValueError(f"Policy.programs is {self.programs!r}; expected a whole number, 1 or more.")
         if not isinstance(self.precision, MixedPrecisionPolicy):

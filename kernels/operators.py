@@ -33,7 +33,7 @@ _SCHEMAS = {
     "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] copies, Tensor lr, Tensor step, Tensor? factor=None, "
     f"Tensor? scheduled=None, *, {_ADAM}) -> ()",
     "sgd_": "(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] buffers, Tensor(c!)[] copies, Tensor lr, "
-    f"Tensor? factor=None, Tensor? undamped=None, Tensor? scheduled=None, *, {_SGD}) -> ()",
+    f"Tensor? undamped=None, Tensor? factor=None, Tensor? scheduled=None, *, {_SGD}) -> ()",
 }
 
 
@@ -112,3 +112,10 @@ _define("adam_", "update", check_lists, _nothing, Adam)
 _define("sgd_", "update", check_lists, _nothing, SGD)
 
 operators = torch.ops.fsdp_compiled
+KERNELS = (
+    operators.flatten.default,
+    operators.flatten.counted,
+    operators.accumulate_.default,
+    operators.adam_.default,
+    operators.sgd_.default,
+)

@@ -167,8 +167,8 @@ def _sgd(
     copy,
     inside,
     lr,
-    factor,
     undamped,
+    factor,
     scheduled,
     OPTIONS: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -204,8 +204,8 @@ def _sgd_kernel(
     buffers,
     copies,
     lr,
-    factor,
     undamped,
+    factor,
     scheduled,
     GROUPS: tl.constexpr,
     OPTIONS: tl.constexpr,
@@ -221,9 +221,9 @@ def _sgd_kernel(
     b = _chosen(buffers, STARTS, program, places)
     c = _chosen(copies, STARTS, program, places)
     if begin + BLOCK <= size:
-        _sgd(p, g, b, c, None, lr, factor, undamped, scheduled, OPTIONS, COMPUTE)
+        _sgd(p, g, b, c, None, lr, undamped, factor, scheduled, OPTIONS, COMPUTE)
     else:
-        _sgd(p, g, b, c, places < size, lr, factor, undamped, scheduled, OPTIONS, COMPUTE)
+        _sgd(p, g, b, c, places < size, lr, undamped, factor, scheduled, OPTIONS, COMPUTE)
 
 
 def _launches(
@@ -277,14 +277,14 @@ def sgd_launches(
     buffers: Sequence[torch.Tensor],
     copies: Sequence[torch.Tensor],
     lr: torch.Tensor,
-    factor: torch.Tensor | None = None,
     undamped: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
     scheduled: torch.Tensor | None = None,
     *,
     options: SGD,
 ) -> list[Launch]:
     lists = {"parameters": parameters, "gradients": gradients, "buffers": buffers, "copies": copies}
-    scalars = {"lr": lr, "factor": factor, "undamped": undamped, "scheduled": scheduled}
+    scalars = {"lr": lr, "undamped": undamped, "factor": factor, "scheduled": scheduled}
     return _launches(_sgd_kernel, lists, scalars, options)
 
 

@@ -183,7 +183,7 @@ def compare_update(
         scalars = [scalar(1e-2), scalar(step, False), scalar(factor, False), scalar(scheduled)]
     else:
         lists = [one(), one(), one() if buffers else []]
-        scalars = [scalar(1e-2), scalar(factor, False), scalar(undamped), scalar(scheduled)]
+        scalars = [scalar(1e-2), scalar(undamped), scalar(factor, False), scalar(scheduled)]
     copies = [poisoned(n, copy, device) for n in lengths] if copy is not None else []
     options: Any = kind(**numbers)
     results = []

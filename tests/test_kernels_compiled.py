@@ -62,16 +62,16 @@ def _shards(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [_tensor(7_077_888, dtype=dtype), _tensor(9_437_184, dtype=dtype), _tensor(1037, dtype=dtype)]
 
 
-def _accumulate(dtype: torch.dtype, fresh: bool) -> Launch:
-    (launch,) = accumulate.launches(_shards(), _shards(dtype), _tensor(10_000), _tensor(), None, fresh=fresh)
+def _accumulate(dtype: torch.dtype) -> Launch:
+    (launch,) = accumulate.launches(_shards(), _shards(dtype), _tensor(10_000), _tensor(), None, fresh=False)
     return launch
 
 
-def _adam(copies: bool, largest: bool = False) -> Launch:
+def _adam(copies: bool) -> Launch:
     lists = [_shards() for _ in range(4)]
     (launch,) = update.adam_launches(
         *lists,
-        _shards() if largest else [],
+        [],
         _shards(torch.bfloat16) if copies else [],
         _tensor(dtype=torch.float64),
         _tensor(),
@@ -84,22 +84,19 @@ def _adam(copies: bool, largest: bool = False) -> Launch:
 def _sgd() -> Launch:
     lists = [_shards() for _ in range(3)]
     options = SGD(momentum=0.9, dampening=0.0, weight_decay=0.1, nesterov=True, maximize=False)
-    (launch,) = update.sgd_launches(*lists, [], _tensor(dtype=torch.float64), _tensor(), options=options)
+    (launch,) = update.sgd_launches(*lists, [], _tensor(dtype=torch.float64), None, _tensor(), options=options)
     return launch
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Beside each, the bytes that a program with all of its block inside loads and stores.
 CASES: dict[str, tuple[Any, int, int]] = {
-    "flatten bfloat16": (lambda: _flatten(BF16, BF16), 2 * flatten.BLOCK, 2 * flatten.BLOCK),
     "flatten bfloat16 to float32": (lambda: _flatten(BF16, FP32), 2 * flatten.BLOCK, 4 * flatten.BLOCK),
     "flatten float32": (lambda: _flatten(FP32, FP32), 4 * flatten.BLOCK, 4 * flatten.BLOCK),
     "flatten transposed bfloat16 to float32": (lambda: _flatten(BF16, FP32, True), 2 * 64 * 64, 4 * 64 * 64),
-    "accumulate bfloat16": (lambda: _accumulate(BF16, False), 6 * SQUARES, 4 * SQUARES),
-    "unscale float32": (lambda: _accumulate(FP32, True), 4 * SQUARES, 4 * SQUARES),
+    "accumulate bfloat16": (lambda: _accumulate(BF16), 6 * SQUARES, 4 * SQUARES),
     "adamw": (lambda: _adam(False), 16 * update.BLOCK, 12 * update.BLOCK),
     "adamw with bfloat16 copy": (lambda: _adam(True), 16 * update.BLOCK, 14 * update.BLOCK),
-    "adamw amsgrad": (lambda: _adam(False, True), 20 * update.BLOCK, 16 * update.BLOCK),
     "sgd": (_sgd, 12 * update.BLOCK, 8 * update.BLOCK),
 }
 

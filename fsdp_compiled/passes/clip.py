@@ -5,6 +5,9 @@
     return gradient             factor = min(1, clip / (norm + 1e-6))     return clamp(gradient, -value, value)
                                 return gradient * factor
 
+With the package's own kernels the factor leaves by itself, and the update, which reads the gradients anyhow, applies
+it.
+
 The formulas are those of `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`. The norm reported is the one before
 clipping.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import NORM, Edit, Mark, Port, Program
+from fsdp_compiled.program import FACTOR, NORM, Edit, Mark, Port, Program
 
 aten = torch.ops.aten
 EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_
@@ -30,7 +33,9 @@ def clip(program: Program, plan: Plan) -> Program:
             factor = edit.call(aten.reciprocal.default, edit.call(aten.add.Tensor, norm, EPSILON, mark=mark), mark=mark)
             factor = edit.call(aten.mul.Tensor, factor, float(plan.policy.clip), mark=mark)
             factor = edit.call(aten.clamp.default, factor, None, 1.0, mark=mark)
-            for buffer in plan.buffers:
+            if plan.kernels:
+                edit.set_output(FACTOR, factor)
+            for buffer in plan.buffers if not plan.kernels else ():
                 port = Port("out", "gradient", buffer.key)
                 if buffer.updated and (gradient := edit.outputs.get(port)) is not None:
                     edit.set_output(port, edit.call(aten.mul.Tensor, gradient, factor, mark=mark))

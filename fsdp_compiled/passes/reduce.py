@@ -22,7 +22,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fsdp_compiled.plan import Buffer, Plan
+from fsdp_compiled.kernels.operators import operators
+from fsdp_compiled.plan import Buffer, Plan, Slot
 from fsdp_compiled.program import Edit, Mark, Port, Program, Role, last, positions
 
 aten = torch.ops.aten
@@ -81,7 +82,41 @@ def _mark(buffer: Buffer, role: Role) -> Mark:
 
 
 def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Plan) -> fx.Node:
-    """``[numel]``: the gradients in the places of their parameters, zero in the padding and where there is none."""
+    """``[numel]``: the gradients in the places of their parameters, zero in the padding and where there is none.
+
+    In the dtype that is reduced in; where that is float16, with the first part of the division by the world.
+    """
+    wanted = plan.reduce_dtype(buffer)
+    before = _shares(plan.world)[0] if wanted == torch.float16 and plan.world > 1 else 1
+    if plan.kernels:
+        return _in_one_pass(edit, buffer, gradients, wanted, before, plan)
+    flat = _joined(edit, buffer, gradients, plan)
+    if wanted != flat.meta["val"].dtype:
+        flat = edit.call(aten._to_copy.default, flat, dtype=wanted, mark=_mark(buffer, "flatten"))
+    return edit.call(aten.div.Tensor, flat, before, mark=_mark(buffer, "scale")) if before != 1 else flat
+
+
+def _in_one_pass(
+    edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], dtype: torch.dtype, divisor: int, plan: Plan
+) -> fx.Node:
+    mark = _mark(buffer, "flatten")
+    slots = [slot for slot in buffer.slots if slot.name in gradients]
+    scale = None
+    if divisor != 1:
+        scale = edit.call(aten.full.default, [], 1 / divisor, dtype=torch.float32, device=plan.device, mark=mark)
+    sources = [_in_order(edit, buffer, slot, gradients[slot.name]) for slot in slots]
+    places = [slot.offset for slot in slots]
+    return edit.call(operators.flatten.default, sources, places, buffer.numel, dtype, scale, mark=mark)
+
+
+def _in_order(edit: Edit, buffer: Buffer, slot: Slot, gradient: fx.Node) -> fx.Node:
+    """With its dims in the order in which the buffer holds the parameter's."""
+    if slot.leaf.order == tuple(range(len(slot.leaf.shape))):
+        return gradient
+    return edit.call(aten.permute.default, gradient, list(slot.leaf.order), mark=_mark(buffer, "flatten"))
+
+
+def _joined(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Plan) -> fx.Node:
     mark = _mark(buffer, "flatten")
     dtype = next(iter(gradients.values())).meta["val"].dtype
     pieces: list[fx.Node] = []
@@ -97,15 +132,11 @@ def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Pl
         if slot.name not in gradients or slot.leaf.numel == 0:
             continue
         pad(slot.offset)
-        gradient = gradients[slot.name]
-        if slot.leaf.order != tuple(range(len(slot.leaf.shape))):
-            gradient = edit.call(aten.permute.default, gradient, list(slot.leaf.order), mark=mark)
+        gradient = _in_order(edit, buffer, slot, gradients[slot.name])
         pieces.append(edit.call(aten.reshape.default, gradient, [slot.leaf.numel], mark=mark))
         filled = slot.end
     pad(buffer.numel)
-    flat = edit.call(aten.cat.default, pieces, mark=mark)
-    wanted = plan.reduce_dtype(buffer)
-    return flat if wanted == dtype else edit.call(aten._to_copy.default, flat, dtype=wanted, mark=mark)
+    return edit.call(aten.cat.default, pieces, mark=mark)
 
 
 def _shares(world: int) -> tuple[int, float]:
@@ -123,8 +154,6 @@ def _average(value: fx.Node) -> str:
 def _start(edit: Edit, buffer: Buffer, flat: fx.Node, plan: Plan) -> fx.Node:
     mark = _mark(buffer, "reduce")
     how = _average(flat)
-    if how == "sum" and plan.world > 1:
-        flat = edit.call(aten.div.Tensor, flat, _shares(plan.world)[0], mark=_mark(buffer, "scale"))
     if plan.shard > 1 and plan.placement.gradient:
         return edit.call(c10d.reduce_scatter_tensor.default, flat, how, plan.shard, "shard", mark=mark)
     if plan.shard > 1:

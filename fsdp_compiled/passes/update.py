@@ -10,7 +10,13 @@
 A parameter that the loss never reaches has no gradient, and its optimizer would leave it alone, weight decay included;
 in a flat buffer it has a gradient of zeros, and is put back afterwards, with its state.
 
-The operators are those of the optimizer's own code, traced by `fsdp_compiled.optim`. What depends on the step count
+The operators are those of the optimizer's own code, traced by `fsdp_compiled.optim`, or, with the package's own
+kernels and for the optimizers that have one (`fsdp_compiled.formula`), one for all shards of a group:
+
+    return gradient, factor     step += 1
+                                adam_([shard, ...], [gradient, ...], [exp_avg, ...], ..., lr, step, factor)
+
+What depends on the step count
 and the hyperparameters alone is computed once a group. A parameter that the loss does not reach keeps its value and
 state, as a parameter whose ``grad`` is None does in eager PyTorch: its places are put back after the update.
 """
@@ -25,7 +31,7 @@ from torch import fx
 
 from fsdp_compiled.optim import Rule
 from fsdp_compiled.plan import Buffer, Plan
-from fsdp_compiled.program import Edit, Mark, Port, Program
+from fsdp_compiled.program import FACTOR, Edit, Mark, Port, Program
 
 aten = torch.ops.aten
 
@@ -36,28 +42,76 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
     def transform(program: Program, plan: Plan) -> Program:
         edit = Edit(program)
         with edit.at(edit.end, "update"):
+            factor = edit.outputs.get(FACTOR)
+            if factor is not None:
+                edit.remove_output(FACTOR)
             shared: dict[int, dict[int, fx.Node]] = {rule.group: {} for rule in rules}
+            together: dict[int, list[tuple[Buffer, fx.Node]]] = {}
             for buffer in plan.buffers:
                 port = Port("out", "gradient", buffer.key)
                 if port not in edit.outputs:
                     continue
                 gradient = edit.outputs[port]
-                if buffer.updated and gradient is not None:
-                    assert buffer.group is not None
-                    rule = rules[buffer.group]
-                    kept = _idle(edit, rule, buffer, plan)
-                    _inline(edit, rule, buffer, plan, gradient, shared[buffer.group])
-                    _put_back(edit, buffer, plan, kept)
                 edit.remove_output(port)
+                if not buffer.updated or gradient is None:
+                    continue
+                assert buffer.group is not None
+                rule = rules[buffer.group]
+                gradient = _own_part(edit, buffer, plan, gradient)
+                if plan.kernels and rule.formula is not None:
+                    together.setdefault(buffer.group, []).append((buffer, gradient))
+                    continue
+                if factor is not None:
+                    gradient = edit.call(aten.mul.Tensor, gradient, factor, mark=Mark("norm"))
+                kept = _idle(edit, rule, buffer, plan)
+                _inline(edit, rule, buffer, plan, gradient, shared[buffer.group])
+                _put_back(edit, buffer, plan, kept)
+            for group, members in together.items():
+                _call(edit, rules[group], members, factor, plan)
         return edit.done("update")
 
     transform.__name__ = "update"
     return transform
 
 
+def _call(
+    edit: Edit, rule: Rule, members: Sequence[tuple[Buffer, fx.Node]], factor: fx.Node | None, plan: Plan
+) -> None:
+    """The rule's formula, for all its buffers at once."""
+    formula = rule.formula
+    assert formula is not None
+    mark = Mark("update", f"optimizer group {rule.group}")
+    kept = [(buffer, _idle(edit, rule, buffer, plan)) for buffer, _ in members]
+
+    def bind(name: str, buffer: Buffer, gradient: fx.Node) -> fx.Node:
+        return _bind(edit, rule, buffer, plan, name, gradient.meta["val"].numel(), gradient)[0]
+
+    def every(name: str | None) -> list[fx.Node]:
+        return [] if name is None else [bind(name, *member) for member in members]
+
+    def scalar(name: str | None) -> fx.Node | None:
+        return None if name is None else bind(name, *members[0])
+
+    lists = [every(f"state_{name}" if name else None) for name in formula.lists]
+    own = scalar(f"state_{formula.scalar}" if formula.scalar else None)
+    scheduled = scalar(f"hyper_{formula.scheduled}" if formula.scheduled else None)
+    if formula.scalar == "step":
+        edit.call(aten.add_.Tensor, own, 1, mark=mark)
+    edit.call(
+        formula.operator,
+        *(every("parameter"), every("gradient"), *lists, []),
+        *(scalar("hyper_lr"), own, factor, scheduled),
+        mark=mark,
+        **dict(formula.numbers),
+    )
+    if formula.scalar == "undamped":  # the first step is over
+        edit.call(aten.zero_.default, own, mark=mark)
+    for buffer, before in kept:
+        _put_back(edit, buffer, plan, before)
+
+
 def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Node, shared: dict[int, fx.Node]) -> None:
     """Copies the rule's graph in, for this buffer; ``shared`` holds, by place in that graph, the group's scalars."""
-    gradient = _own_part(edit, buffer, plan, gradient)
     size = gradient.meta["val"].numel()
     mark = Mark("update", buffer.unit, buffer.key)
     mapping: dict[fx.Node, fx.Node] = {}

@@ -1,0 +1,245 @@
+"""A program with the package's own operators in it trains as the one without, on simulated ranks."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compiled import Plan, Policy, Program, ProgramError, compile_sharded
+from fsdp_compiled.check import check
+from fsdp_compiled.kernels.operators import operators
+from fsdp_compiled.optim import make_rules
+from fsdp_compiled.program import FACTOR, LOSS, Edit, is_collective
+from tests import models
+from tests.models import BLOCKS, Block, Recipe
+from tests.simulate import Rewrite, Simulation, simulate, stages
+
+aten = torch.ops.aten
+FLATTEN, ADAM, SGD = operators.flatten.default, operators.adam_.default, operators.sgd_.default
+CLOSE = 1e-6  # relative, by tensor norm: the update's scalars are rounded in another order
+WRONG = 1e-4
+
+
+def run(recipe: Recipe, kernels: bool, kind: str = "step", steps: int = 3, **how: Any) -> Simulation:
+    model, optimizer = models.build(recipe)
+    data = models.batches(recipe, steps * how.get("microbatches", 1))
+    return simulate(
+        model, optimizer, models.loss, data, replace(recipe.policy, kernels=kernels), shard=recipe.shard,
+        replicate=recipe.replicate, units=models.units(recipe), kind=kind, **how,
+    )  # fmt: skip
+
+
+def furthest(mine: Simulation, other: Simulation) -> float:
+    """The largest relative error of a loss or parameter."""
+    assert mine.parameters.keys() == other.parameters.keys() and mine.replicas_agree
+    pairs = [*zip(mine.losses, other.losses, strict=True)]
+    pairs += [(value, other.parameters[name]) for name, value in mine.parameters.items() if value.numel()]
+    errors = [((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-3)).item() for a, b in pairs]
+    return max(errors)
+
+
+def count(program: Program, target: Any) -> int:
+    return sum(node.target is target for node in program.graph.nodes)
+
+
+def acted(simulation: Simulation, recipe: Recipe) -> None:
+    """Each buffer with a gradient and an optimizer is flattened by one call, and each group is updated by one."""
+    program, plan = simulation.program, simulation.plan
+    updated = [buffer for buffer in plan.buffers if buffer.updated]
+    reached = [
+        port
+        for port, node in program.inputs.items()
+        if port.kind == "shard"
+        and plan.buffer(port.name).updated
+        and len(node.meta["idle"]) < len(plan.buffer(port.name).slots)
+    ]
+    assert count(program, FLATTEN) == len(reached)
+    assert count(program, ADAM if recipe.optimizer == "adamw" else SGD) == len({buffer.group for buffer in updated})
+
+
+@settings(
+    max_examples=3,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.generate,),  # a failing recipe is small enough
+    suppress_health_check=list(HealthCheck),
+)
+@given(recipe=models.recipes())
+def test_generated_models_train_the_same(recipe: Recipe) -> None:
+    # From step to step AdamW turns the last bit of a near-zero gradient into more.
+    without, with_them = (
+        run(recipe, kernels, steps=1 if recipe.optimizer == "adamw" else 3) for kernels in (False, True)
+    )
+    acted(with_them, recipe)
+    assert not any(count(without.program, target) for target in (FLATTEN, ADAM, SGD))
+    collectives = [
+        [str(node.target) for node in simulation.program.graph.nodes if is_collective(node)]
+        for simulation in (without, with_them)
+    ]
+    assert collectives[0] == collectives[1]
+    error = furthest(with_them, without)
+    assert error < CLOSE
+
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        ("adamw", {"precision": BF16, "clip": 0.05}),
+        ("adamw", {"precision": FP16, "loss_scale": "dynamic", "shard": "zero1"}),
+        ("sgd", {"precision": FP16, "clip_value": 0.01, "shard": "ddp"}),
+    ],
+    ids=["bf16 and clipping", "fp16 with a loss scale", "fp16 and clipping by value"],
+)
+def test_with_mixed_precision_loss_scaling_and_clipping(optimizer: str, options: dict[str, Any]) -> None:
+    policy = Policy(**options, bucket_mb=0, lower="eager")
+    recipe = Recipe((Block("linear"), Block("transposed")), policy=policy, optimizer=optimizer, groups="two")
+    without, with_them = run(recipe, False), run(recipe, True)
+    acted(with_them, recipe)
+    error = furthest(with_them, without)
+    assert error < CLOSE
+
+
+def test_with_microbatches() -> None:
+    policy = Policy(accumulate="full", clip=0.05, bucket_mb=0, lower="eager")
+    recipe = Recipe((Block("linear"),), policy=policy)
+    error = furthest(run(recipe, True, microbatches=2), run(recipe, False, microbatches=2))
+    assert error < CLOSE
+
+
+def test_gradients_are_flattened_bit_for_bit() -> None:
+    kinds = ("transposed", "numbers", "read twice", "tied inside")
+    assert set(kinds) <= set(BLOCKS)
+    recipe = Recipe(tuple(map(Block, kinds)), policy=Policy(bucket_mb=0, lower="eager"))
+    without, with_them = (run(recipe, kernels, "gradient", 1) for kernels in (False, True))
+    assert without.gradients.keys() == with_them.gradients.keys()
+    for name, shards in without.gradients.items():
+        for mine, other in zip(with_them.gradients[name], shards, strict=True):
+            assert torch.equal(mine, other), name
+
+
+CLIPPED = Recipe(
+    (Block("linear"),),
+    width=8,
+    hidden=8,
+    policy=Policy(clip=0.01, bucket_mb=0, lower="eager"),
+    optimizer="adamw",
+)
+
+
+@functools.cache
+def plain() -> Simulation:
+    return run(CLIPPED, False)
+
+
+def a_gradient_is_left_out(program: Program, plan: Plan) -> Program:
+    edit = Edit(program)
+    node = next(node for node in edit.graph.nodes if node.target is FLATTEN and len(node.args[0]) > 1)
+    node.args = (node.args[0][1:], node.args[1][1:], *node.args[2:])
+    return edit.done("broken")
+
+
+def another_number(program: Program, plan: Plan) -> Program:
+    edit = Edit(program)
+    node = next(node for node in edit.graph.nodes if node.target is ADAM)
+    node.kwargs = {**node.kwargs, "beta1": 0.8}
+    return edit.done("broken")
+
+
+def no_clipping(program: Program, plan: Plan) -> Program:
+    edit = Edit(program)
+    node = next(node for node in edit.graph.nodes if node.target is ADAM)
+    node.args = (*node.args[:8], None, *node.args[9:])
+    return edit.done("broken")
+
+
+@pytest.mark.parametrize("damage", [a_gradient_is_left_out, another_number, no_clipping])
+def test_the_comparison_notices_a_broken_program(damage: Rewrite) -> None:
+    error = furthest(run(CLIPPED, True, damage=damage), plain())
+    assert error > WRONG
+
+
+def test_a_factor_that_no_update_applies_is_refused() -> None:
+    model, optimizer = models.build(CLIPPED)
+    batch, policy = models.batches(CLIPPED, 1)[0][0], replace(CLIPPED.policy, kernels=True)
+    found, plan = stages(model, optimizer, models.loss, batch, policy)
+    by_name = {program.history[-1]: program for program in found}
+    assert FACTOR in by_name["clip"].outputs and FACTOR not in by_name["update"].outputs
+    edit = Edit(by_name["update"])
+    edit.set_output(FACTOR, edit.outputs[LOSS])
+    with pytest.raises(ProgramError, match="the clipping factor leaves the step"):
+        check(replace(edit.done("broken"), history=by_name["update"].history), plan)
+
+
+class _Mine(torch.optim.AdamW):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
+        (torch.optim.Adam, {}, ("exp_avg", "exp_avg_sq", None)),
+        (torch.optim.SGD, {"lr": 0.1}, (None,)),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}, ("momentum_buffer",)),
+        (_Mine, {}, None),
+        (torch.optim.RMSprop, {}, None),
+    ],
+)
+def test_a_formula_is_known_by_the_class(kind: Any, options: dict[str, Any], expected: Any) -> None:
+    (rule,) = make_rules(kind([torch.nn.Parameter(torch.ones(3))], **options))
+    assert (rule.formula and rule.formula.lists) == expected
+
+
+def test_an_optimizer_without_formula_is_traced_and_clipped() -> None:
+    torch.manual_seed(0)
+    batch, weights = torch.randn(4, 6), []
+    for kernels in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(6, 3)
+        optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01)
+        policy = Policy(lower="eager", clip=0.01, kernels=kernels)
+        sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=policy)
+        for _ in range(3):
+            sharded.step(batch)
+        weights.append(sharded.full_state_dict()["weight"])
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_scheduled_momentum_reaches_the_operator(kind: str) -> None:
+    torch.manual_seed(0)
+    batch, weights = torch.randn(4, 6), []
+    for kernels in (False, True):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(6, 3)
+        made = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[kind]
+        optimizer = made(model.parameters(), lr=0.01, **({"momentum": 0.9} if kind == "sgd" else {"eps": 1e-3}))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+        policy = Policy(lower="eager", kernels=kernels)
+        sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=policy)
+        for _ in range(6):
+            sharded.step(batch)
+            schedule.step()
+        weights.append(sharded.full_state_dict()["weight"])
+        assert count(sharded.program, ADAM if kind == "adamw" else SGD) == kernels
+    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
+
+
+def test_on_a_cpu_they_are_left_out_unless_asked_for() -> None:
+    with pytest.raises(ValueError, match='kernels is 1; expected True, False or "auto"'):
+        Policy(kernels=1)  # type: ignore[arg-type]
+    recipe = Recipe((Block("linear"),), policy=Policy(bucket_mb=0, lower="eager"))
+    model, optimizer = models.build(recipe)
+    found, plan = stages(model, optimizer, models.loss, models.batches(recipe, 1)[0][0], recipe.policy)
+    assert not plan.kernels and not count(found[-1], FLATTEN)
+    assert replace(plan, device=torch.device("cuda")).kernels
