@@ -95,10 +95,15 @@ def segments(graph: fx.Graph, blocks: Collection[str] = ()) -> list[fx.Node | Pi
 
 
 def origin(node: fx.Node, known: Collection[fx.Node] = ()) -> fx.Node:
-    """The node that holds the value: an operator that writes in place returns what it wrote."""
-    while node not in known and (targets := written(node)):
+    """The node that holds the value: an operator that writes in place returns what it wrote, if its schema says so."""
+    while node not in known and (targets := written(node)) and _returns_its_own(node):
         node = targets[0]
     return node
+
+
+def _returns_its_own(node: fx.Node) -> bool:
+    returns = node.target._schema.returns  # type: ignore[union-attr]
+    return not returns or returns[0].alias_info is not None
 
 
 def is_borrowed(node: fx.Node) -> bool:
