@@ -36,10 +36,10 @@ def flops(node: fx.Node) -> int:
 def traffic(node: fx.Node) -> int:
     """Bytes read and written, each tensor once."""
     read = [source.meta.get("val") for source in node.all_input_nodes]
-    return sum(_nbytes(value) for value in [*read, node.meta.get("val")])
+    return sum(nbytes(value) for value in [*read, node.meta.get("val")])
 
 
-def _nbytes(value: Any) -> int:
+def nbytes(value: Any) -> int:
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(as_traced(value)) if isinstance(leaf, torch.Tensor))
 
 

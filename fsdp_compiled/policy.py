@@ -99,8 +99,10 @@ class Policy:
     recompute
         ``"unit"``: backward computes each block again from its input instead of keeping what forward computed inside,
         as if the model wrapped it in ``torch.utils.checkpoint``. Results of random operators (dropout's output and
-        mask) are kept, so that the numbers are the same. The root is not computed again. None: only what the model
-        itself checkpoints.
+        mask) are kept, so that the numbers are the same. The root is not computed again. ``"cheap"``: backward makes
+        element-wise values, copies and normalisations again from what is kept anyway. None: only what the model itself
+        checkpoints is computed again. ``"auto"``: ``"cheap"`` under Inductor, where that fuses with its readers, and
+        None under the eager lowering.
     prefetch
         How many units ahead of their first use gathers are started, and how many reductions may be on the wire at
         once. 0: each gather starts where it is waited for. ``"auto"``: from estimated compute and transfer times.
@@ -153,7 +155,7 @@ class Policy:
     clip: float | None = None
     clip_value: float | None = None
     accumulate: str = "shards"
-    recompute: str | None = None
+    recompute: str | None = "auto"
     prefetch: int | Literal["auto"] = "auto"
     limit: int | Literal["auto"] = "auto"
     bucket_mb: float | Literal["auto"] = "auto"
@@ -169,7 +171,7 @@ class Policy:
     def __post_init__(self) -> None:
         _one_of("shard", self.shard, tuple(PLACEMENTS))
         _one_of("accumulate", self.accumulate, ("shards", "full"))
-        _one_of("recompute", self.recompute, (None, "unit"))
+        _one_of("recompute", self.recompute, (None, "cheap", "unit", "auto"))
         _one_of("lower", self.lower, ("inductor", "eager"))
         _one_of("weigh", self.weigh, ("ranks", "rows"))
         if not isinstance(self.cuda_graph, bool) and self.cuda_graph != "auto":
@@ -239,6 +241,11 @@ class Policy:
     def moving(self) -> tuple[int, ...]:
         """The dims of the batch's tensors that may change from call to call."""
         return ((0,) if self.dynamic else ()) if isinstance(self.dynamic, bool) else self.dynamic
+
+    @property
+    def remakes(self) -> bool:
+        """Whether cheap values are made again in backward."""
+        return self.recompute == "cheap" or (self.recompute == "auto" and self.lower == "inductor")
 
     @property
     def placement(self) -> Placement:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -361,6 +361,22 @@ class Edit:
             if node.op == "call_function" and not node.users and not written(node) and node.target is not ASSERT:
                 self.graph.erase_node(node)
 
+    def rebuild(self, nodes: Collection[fx.Node]) -> None:
+        """Makes backward read clones of these forward nodes, made just before the first node that needs them."""
+        order = positions(self.graph)
+        clones: dict[fx.Node, fx.Node] = {}
+        for node in list(self.graph.nodes):
+            if node.op != "call_function" or node.meta["phase"] != "backward":
+                continue
+            needed = [source for source in node.all_input_nodes if source in nodes]
+            if not needed:
+                continue
+            with self.at(node, "backward"):
+                for source in sorted(_missing(needed, nodes, clones), key=order.__getitem__):
+                    clones[source] = self.clone(source, clones)
+            for source in needed:
+                node.replace_input_with(source, clones[source])
+
     def drop_unused_parts(self) -> None:
         """Makes collectives of several buffers carry only those that are used: what is sent is awaited."""
         self.sweep()
@@ -394,6 +410,18 @@ class Edit:
         self.graph.lint()
         ports = (*self._inputs, *self._outputs)
         return Program(self.graph, ports, (*self._before.history, name), (*self._before.notes, *notes))
+
+
+def _missing(wanted: list[fx.Node], nodes: Collection[fx.Node], made: Collection[fx.Node]) -> set[fx.Node]:
+    """The wanted nodes and all that they are made of, as far as it is among these nodes and not yet made."""
+    found: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node in nodes and node not in made and node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
 
 
 def _identifier(text: str) -> str:

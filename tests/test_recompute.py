@@ -184,5 +184,5 @@ def test_inductor_computes_blocks_again_too() -> None:
 
 
 def test_another_kind_of_recomputation_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Policy.recompute is 'all'; expected one of None, 'unit'"):
+    with pytest.raises(ValueError, match=r"Policy.recompute is 'all'; expected one of None, 'cheap', 'unit', 'auto'"):
         Policy(recompute="all")

@@ -17,6 +17,7 @@ from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.limit import limit
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.reduce import reduce
+from fsdp_compiled.passes.remake import remake
 from fsdp_compiled.passes.report import report
 from fsdp_compiled.passes.scale import scale, skip, unscale
 from fsdp_compiled.passes.schedule import schedule
@@ -33,19 +34,20 @@ Observer = Callable[[Program], None]
 # Passes that only some policies ask for; for the others they are left out.
 ASKED: Mapping[Pass, Callable[[Policy], bool]] = {
     **dict.fromkeys((scale, unscale, skip), lambda policy: policy.scaling is not None),
+    remake: lambda policy: policy.remakes,
     **dict.fromkeys((weigh, share), lambda policy: policy.weigh == "rows"),
 }
 
 WHEN: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is settled what runs
 FORWARD: tuple[Pass, ...] = (gather, store, *WHEN)
-GRADIENT: tuple[Pass, ...] = (scale, gather, reduce, recompute, weigh, unscale, report, share, store, *WHEN)
-MICROBATCH: tuple[Pass, ...] = (scale, gather, reduce, recompute, weigh, add_up, store, *WHEN)
+GRADIENT: tuple[Pass, ...] = (scale, gather, reduce, remake, recompute, weigh, unscale, report, share, store, *WHEN)
+MICROBATCH: tuple[Pass, ...] = (scale, gather, reduce, remake, recompute, weigh, add_up, store, *WHEN)
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
     means = (average,) if accumulated else ()
-    start = (scale, gather, reduce, recompute, weigh, *means, unscale, report, share)
+    start = (scale, gather, reduce, remake, recompute, weigh, *means, unscale, report, share)
     return (*start, clip, update(rules), skip, store, *WHEN)
 
 

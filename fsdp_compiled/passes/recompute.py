@@ -19,7 +19,7 @@ what it computes, forward keeps its input for backward and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from operator import getitem
 
 from torch import fx
@@ -32,11 +32,11 @@ from fsdp_compiled.program import Edit, Program, gathered, is_random, positions
 def recompute(program: Program, plan: Plan) -> Program:
     """Moves nothing; repeats forward nodes in backward, each just before its first use there."""
     edit = Edit(program)
-    _rebuild(edit, _inside(edit.graph, _regions(edit.graph, plan)))
+    edit.rebuild(_inside(edit.graph, _regions(edit.graph, plan)))
     if plan.placement.regather and plan.shard > 1:
         chains = gathered(edit.graph)
         kept = _turning_unit(edit.graph, chains)
-        _rebuild(edit, {node for unit, nodes in chains.items() if unit != kept for node in nodes})
+        edit.rebuild({node for unit, nodes in chains.items() if unit != kept for node in nodes})
         edit.drop_unused_parts()
     return edit.done("recompute")
 
@@ -102,32 +102,3 @@ def _inside(graph: fx.Graph, regions: Mapping[fx.Node, object]) -> set[fx.Node]:
 def _drawn(node: fx.Node) -> bool:
     """Whether the node is a random operator or one of its results."""
     return is_random(node) or (node.target is getitem and is_random(node.args[0]))  # type: ignore[arg-type]
-
-
-def _rebuild(edit: Edit, nodes: Collection[fx.Node]) -> None:
-    """Makes backward read clones of these forward nodes, made just before the first node that needs them."""
-    order = positions(edit.graph)
-    clones: dict[fx.Node, fx.Node] = {}
-    for node in list(edit.graph.nodes):
-        if node.op != "call_function" or node.meta["phase"] != "backward":
-            continue
-        needed = [source for source in node.all_input_nodes if source in nodes]
-        if not needed:
-            continue
-        with edit.at(node, "backward"):
-            for source in sorted(_missing(needed, nodes, clones), key=order.__getitem__):
-                clones[source] = edit.clone(source, clones)
-        for source in needed:
-            node.replace_input_with(source, clones[source])
-
-
-def _missing(wanted: list[fx.Node], nodes: Collection[fx.Node], clones: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """The wanted nodes and all that they are made of, as far as it is to be rebuilt and is not yet."""
-    found: set[fx.Node] = set()
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node in nodes and node not in clones and node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
