@@ -82,7 +82,7 @@ PRESETS = {
     for preset in (
         Preset("thin", "many small layers: overhead", 24, 64, 4, 32, 1, rounds=12, steps=5),
         Preset("small", "few layers of a middling width", 4, 256, 4, 128, 4, rounds=12, steps=2),
-        Preset("large", "compute and memory", 6, 512, 8, 128, 4, rounds=8, steps=1),
+        Preset("large", "compute and memory", 6, 512, 8, 128, 4, rounds=6, steps=1),
         Preset("llama", "a LlamaForCausalLM of transformers", 6, 256, 8, 128, 2, 10, 2, vocabulary=2048, llama=True),
     )
 }
