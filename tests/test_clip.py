@@ -1,0 +1,50 @@
+"""The norm that clips is `torch.nn.utils.clip_grad_norm_`'s: every element of the mean gradient once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fsdp_compiled import Policy
+from tests import models
+from tests.models import Block, Recipe
+from tests.simulate import simulate
+
+MAXIMUM = 0.05
+
+
+@pytest.mark.parametrize(
+    ("shard", "mesh"), [("zero3", (2, 2)), ("zero2", (3, 1)), ("zero1", (2, 2)), ("ddp", (2, 1))], ids=str
+)
+def test_the_norm_is_exact_with_frozen_and_tied_parameters_and_replicas(shard: str, mesh: tuple[int, int]) -> None:
+    what = Recipe(
+        (Block("tied inside"), Block("linear", freeze="all"), Block("linear", freeze="first"), Block("read twice")),
+        policy=Policy(shard=shard, clip=MAXIMUM, lower="eager"),
+        tied_head=True,
+        groups="two",
+        shard=mesh[0],
+        replicate=mesh[1],
+        units="pattern",
+    )
+    model, optimizer = models.build(what)
+    rows = models.batches(what, 1)
+    simulation = simulate(
+        model, optimizer, models.loss, rows, what.policy, shard=mesh[0], replicate=mesh[1], units=models.units(what)
+    )
+    for batch in rows[0]:
+        (models.loss(model, *batch) / len(rows[0])).backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) < len(list(model.parameters()))
+    one_rank = torch.autograd.grad(models.loss(model, *rows[0][0]), trained)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAXIMUM)
+    assert norm > MAXIMUM
+    optimizer.step()
+    assert simulation.norms[0].item() == pytest.approx(norm.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        assert (simulation.parameters[name] - parameter).norm() <= 1e-6 * parameter.norm(), name
+    # What a norm over tied parameters twice, over frozen ones or of one rank's gradient would be is another number.
+    local = torch.stack([gradient.norm() for gradient in one_rank]).norm()
+    tied = model.embedding.weight.grad
+    assert tied is not None
+    for wrong in (local, (norm**2 + (tied.norm() * norm / MAXIMUM) ** 2).sqrt()):
+        assert wrong.item() != pytest.approx(norm.item(), rel=1e-3)
