@@ -23,6 +23,7 @@ DISAGREEMENTS = {
     "known_and_other_mode": "rank 1: step (float32[2, 4], float32[2, 2]), eval mode",
     "frozen_on_one": "rank 1: refused: requires_grad was changed after compile_sharded, of 0.weight, which was",
     "odd_object": "rank 1: refused: The batch holds a builtins.set",
+    "branches": "rank 1: step (int64[4], plain=True)",
     "collects_alone": "rank 1: full_state_dict",
 }
 ONE_FAILS = {
@@ -33,7 +34,17 @@ REFUSED_BY_ALL = {
     "mesh_axes": 'expected one axis, which shards, or two named ("replicate", "shard")',
     "mesh_size": "mesh holds 1 ranks, but the world has 2",
 }
-SHOWN = ("seeds", "dropout", "counts", "first_shapes_then_good", "frozen_on_both", "sizes", "odd_rows", "graphs")
+SHOWN = (
+    "seeds",
+    "dropout",
+    "counts",
+    "first_shapes_then_good",
+    "frozen_on_both",
+    "sizes",
+    "odd_rows",
+    "graphs",
+    "idle",
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +129,16 @@ def test_collectives_are_captured_by_all_ranks_or_by_none(results: dict[str, Any
         assert result["captured"] == 2 and result["broken"] == []
         assert min(result["gathers"], result["reductions"]) >= result["captured"]
         assert result["waits"] >= result["gathers"] + result["reductions"]
+
+
+def test_what_no_batch_or_one_ranks_alone_reaches_is_as_in_fsdp2_and_ddp(results: dict[str, Any]) -> None:
+    first, second = (answer["result"] for answer in results["idle"])
+    different = first["different"]
+    assert different["fsdp2"] == different["ddp"] == []  # bit for bit
+    assert first["idle gradients"] == second["idle gradients"] == 0.0
+    moved = {name for name in different["start"] if not name.startswith("idle")}
+    assert different["start"] == sorted(moved) and len(moved) == 7  # idle is not even decayed; all else is
+    assert "experts.0.weight" in different["alone"] and "experts.1.weight" in different["alone"]  # control
 
 
 def test_the_process_group_is_started_and_closed_for_the_user() -> None:

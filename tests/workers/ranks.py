@@ -16,6 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from tests.standin import Plain, StandIn
@@ -297,6 +299,72 @@ def graphs() -> Any:
         "waits": sum("wait" in name for name in names),
         "captured": len(device.graphs),
     }
+
+
+class Experts(nn.Module):
+    """Words go to one of two experts; each rank uses rows of the embedding of its own, and ``idle`` is used by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.idle, self.head = nn.Linear(4, 4), nn.Linear(4, 8)
+
+    def forward(self, words: torch.Tensor, *, plain: bool = False) -> torch.Tensor:
+        x = self.embed(words)
+        first, second = (expert(x) for expert in self.experts)
+        return self.head(x if plain else torch.where((words < 4)[:, None], first, second))
+
+
+def entropy(model: nn.Module, words: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.cross_entropy(model(words, **options), words)
+
+
+def idle() -> Any:
+    """Parameters that no rank's batch reaches, or one rank's alone, beside FSDP2 and DDP; weights decay."""
+    batches = [4 * RANK + torch.randint(4, (5,), generator=torch.Generator().manual_seed(step)) for step in range(4)]
+
+    def adamw(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-3, weight_decay=0.5, foreach=False)
+
+    def train(model: nn.Module) -> None:
+        optimizer = adamw(model)
+        for words in batches:
+            optimizer.zero_grad()
+            entropy(model, words).backward()
+            optimizer.step()
+
+    model = Experts()
+    sharded = compile_sharded(model, adamw(model), loss=entropy, policy=EAGER)
+    for words in batches:
+        sharded.step(words)
+    _, gradients = sharded.value_and_grad(batches[0])
+    fsdp, alone, start = fully_shard(Experts()), Experts(), Experts().state_dict()
+    ddp = DistributedDataParallel(Experts(), find_unused_parameters=True)
+    for other in (fsdp, ddp, alone):
+        train(other)
+    rivals = {
+        "fsdp2": {name: value.full_tensor() for name, value in fsdp.state_dict().items()},
+        "ddp": ddp.module.state_dict(),
+        "alone": alone.state_dict(),
+        "start": start,
+    }
+    found = sharded.full_state_dict()
+    return {
+        "idle gradients": sum(gradients[f"idle.{name}"].abs().sum().item() for name in ("weight", "bias")),
+        "different": {
+            rival: sorted(name for name in found if not torch.equal(found[name], weights[name]))
+            for rival, weights in rivals.items()
+        },
+    }
+
+
+def branches() -> Any:
+    """One rank's batch takes another path through the code, and so reaches other parameters."""
+    model = Experts()
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=entropy, policy=EAGER)
+    return unchanged(sharded, lambda: sharded.step(torch.arange(4), plain=bool(RANK)))
 
 
 def run(cases: Mapping[str, Any], case: str) -> dict[str, Any]:
