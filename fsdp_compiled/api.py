@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from fsdp_compiled.mesh import Mesh, agree, join
@@ -23,6 +24,7 @@ from fsdp_compiled.policy import Policy
 from fsdp_compiled.random import initial_state
 from fsdp_compiled.state import State, initial_scale, optimizer_state
 from fsdp_compiled.step import Sharded
+from fsdp_compiled.syncnorm import check_norms
 from fsdp_compiled.takeover import check_initializable, is_taken, read_leaves, take_over
 from fsdp_compiled.units import Choice, find_units
 
@@ -130,11 +132,14 @@ def _check(
             raise ValueError(f"{name} is a {type(value).__name__}; expected a function or None.")
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard.")
+    if lazy := [name for name, parameter in model.named_parameters() if isinstance(parameter, UninitializedParameter)]:
+        raise ValueError(f"{lazy[0]} has no shape yet: call the model once on an example batch, then compile_sharded.")
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:
         raise ValueError(f"The model's parameters are on several devices ({', '.join(devices)}); move them to one.")
     if odd := next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None):
         raise ValueError(f"{odd} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
+    check_norms(model, policy or Policy())
     check_initializable(model, init)
     leaves = read_leaves(model, optimizer, find_units(model, units))
     rules = make_rules(optimizer) if optimizer is not None else ()

@@ -16,27 +16,39 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported, UserError
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, PlainAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTOutput,
+)
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.dynamic import Sizes, moving
-from fsdp_compiled.origin import is_backward, path_of, reason, user_line
+from fsdp_compiled.effects import WRAPPED, Attributes, inside, speech, unwrapped
+from fsdp_compiled.origin import cure, is_backward, path_of, reason, user_line
 from fsdp_compiled.plan import Plan, contiguous_stride
 from fsdp_compiled.program import LOSS, Phase, Port, Program
+from fsdp_compiled.syncnorm import synchronised
 
 DETACH = torch.ops.aten.detach.default  # nothing to detach from in a graph that holds its own backward
 
 
-CURE = "Return one floating-point number that depends on the parameters, such as `errors.mean()`."
+CURE = "Return one floating-point number that depends on the parameters, such as `errors.mean()`, or (scalar, aux)."
 
 
 class CaptureError(ValueError):
@@ -97,9 +109,16 @@ def _find_loss(result: Any, first: bool) -> Any:
     return result[0] if first and isinstance(result, tuple | list) and result else result
 
 
-def _own(value: Any, detach: bool) -> Any:
+def _own(value: Any) -> Any:
     """Copies of the tensors, so that no output shares memory with an input or another output."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: (tensor.detach() if detach else tensor).clone(), value)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def _apart(value: Any) -> Any:
+    """The same tensors as nodes of the trace: `requires_grad_` is traced for those alone, not for its inputs."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.detach() if tensor.is_floating_point() else tensor, value
+    )
 
 
 def batch_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -123,53 +142,104 @@ def capture(
     off them. Raises `CaptureError` with the user's line and the cure.
     """
     objective = _Objective(model, loss)
-    named = {f"model.{name}": tensor for name, tensor in {**tensors.parameters, **tensors.buffers}.items()}
 
     def function(named: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = torch.func.functional_call(objective, named, args, kwargs, tie_weights=False)
+        now = dict(named)
+        result = torch.func.functional_call(objective, now, _apart(args), _apart(kwargs), tie_weights=False)
+        replaced = {name: _own(now[name]) for name in named if now[name] is not named[name]}
         if not gradient:
-            return _own(result, detach=True)
+            return _own(result), None, False, replaced
         pair = loss is not None and isinstance(result, tuple) and len(result) == 2
         value, aux = result if pair else (_find_loss(result, first=loss is None), None)
-        return _own(value, detach=False), _own(aux, detach=True), pair
+        if isinstance(value, torch.Tensor):
+            value = value.clone().detach()  # `_Trace.program` differentiates what is detached here
+        return value, _own(aux), pair, replaced
 
     trace = _Trace(tensors, batch_tensors(args, kwargs))
     # Dynamo keeps its cache, and counts recompilations, by code object: each capture brings one of its own.
     function = types.FunctionType(
         function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
     )
-    compiled = torch.compile(function, backend=trace.backend(gradient), fullgraph=True, dynamic=False)
-    with _explained(model), torch.set_grad_enabled(gradient), _recurrent_layers():
-        returned = compiled(named, args, dict(kwargs))
-    if trace.program is None:
-        raise CaptureError(f"{'The loss' if gradient else type(model).__name__} returned no tensor. {CURE}")
-    markers = {id(marker): port for marker, port in trace.markers}
-    if gradient:
-        value, aux, pair = returned
-        if markers.get(id(value)) != LOSS:
+    compiled = torch.compile(function, backend=trace.backend, fullgraph=True, dynamic=False)
+    with _explained(model), torch.set_grad_enabled(gradient), _dynamo(), unwrapped(objective):
+        attributes = Attributes(objective.model)
+        named = {f"model.{name}": trace.tensors[name] for name in _places(objective.model) if name in trace.tensors}
+        value, aux, pair, replaced = compiled(named, args, dict(kwargs))
+        kept = attributes.restore(trace.results, trace.closed)
+        flat, spec = pytree.tree_flatten((value, aux) if gradient and pair else value)
+        ports = _output_ports(trace, named, value, flat, replaced, kept, gradient)
+        if gradient and LOSS not in ports.values():
             raise CaptureError(f"The loss returned a {type(value).__name__} in the place of a scalar. {CURE}")
-        returned = (value, aux) if pair else value
-    flat, spec = pytree.tree_flatten(returned)
-    leaves = tuple(markers.get(id(leaf), leaf) for leaf in flat)
-    if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
-        raise CaptureError(
-            "What is returned holds a number that was worked out from a size that moves (Policy.dynamic). Return it as "
-            "a tensor, torch.tensor(number), or work it out outside."
+        if not ports:
+            raise CaptureError(f"{type(model).__name__} returned no tensor. {CURE}")
+        program = trace.program(ports)
+    leaves = tuple(ports.get(id(leaf), leaf) for leaf in flat)
+    return Capture(program, trace.constants, spec, leaves)
+
+
+def _places(model: nn.Module) -> Iterator[str]:
+    """Where the model's parameters and buffers stand, by name: a module that is in several places, once."""
+    for path, module in model.named_modules():
+        for name in (*module._parameters, *module._buffers):
+            yield f"{path}.{name}".lstrip(".")
+
+
+def _output_ports(
+    trace: _Trace,
+    named: Mapping[str, torch.Tensor],
+    value: Any,
+    flat: list[Any],
+    replaced: Mapping[str, torch.Tensor],
+    kept: Mapping[str, Any],
+    gradient: bool,
+) -> dict[int, Port]:
+    """What each result of the traced function is, by its identity; the rest of them are left out of the program."""
+    results = {id(result) for result in trace.results}
+    kind = "aux" if gradient else "result"
+    ports: dict[int, Port] = {}
+    for index, leaf in enumerate(flat):
+        if id(leaf) in results:
+            ports[id(leaf)] = LOSS if gradient and leaf is value else Port("out", kind, str(index))
+        elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise CaptureError(
+                "What is returned holds a number that was worked out from a size that moves (Policy.dynamic). Return "
+                "it as a tensor, torch.tensor(number), or work it out outside."
+            )
+        elif inside := [name for name, value in vars(leaf).items() if id(value) in results] if _open(leaf) else []:
+            raise CaptureError(
+                f"A {type(leaf).__qualname__} was returned, which hides its tensors ({', '.join(inside)}). Return "
+                "tensors in tuples, lists and dictionaries, or register the class with torch.utils._pytree."
+            )
+    for name, new in replaced.items():
+        before = named[name]
+        port = trace.ports[id(before)]
+        if port.kind != "buffer":
+            raise CaptureError(_written(port))
+        if before.shape != new.shape or before.dtype != new.dtype:
+            raise CaptureError(
+                f"Forward replaces {port}, {before.dtype} {list(before.shape)}, by a tensor of another kind, "
+                f"{new.dtype} {list(new.shape)}. A buffer keeps its shape and dtype."
+            )
+        ports[id(new)] = Port("out", "buffer", port.name)
+    for name, new in kept.items():
+        ports[id(new)] = Port("out", "constant", name)
+    return ports
+
+
+def _open(leaf: Any) -> bool:
+    return not isinstance(leaf, torch.Tensor) and hasattr(leaf, "__dict__")
+
+
+def _written(port: Port) -> str:
+    if port.kind == "parameter":
+        return (
+            f"Forward writes {port}. Parameters live in shards, which the optimizer alone updates: compute with a "
+            "changed copy instead (`weight.clamp(-1, 1)`), as torch.nn.utils.parametrize does."
         )
-    return Capture(trace.program, trace.constants, spec, leaves)
-
-
-@contextlib.contextmanager
-def _recurrent_layers() -> Iterator[None]:
-    """Lets nn.LSTM and its kin be traced: Dynamo steps aside for them unless told not to, and the fused CPU operator
-    that they would become cannot be traced with its gradient."""
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        with torch._dynamo.config.patch(allow_rnn=True):
-            yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
+    return (
+        f"Forward writes {port} in place. Only buffers (register_buffer) may be updated by forward; "
+        "clone the tensor before changing it."
+    )
 
 
 class _Taken(Exception):
@@ -177,33 +247,52 @@ class _Taken(Exception):
 
 
 class _Trace:
-    """One run of Dynamo and AOTAutograd, and what came out of it."""
+    """One run of Dynamo, and then of AOTAutograd on what is kept of it."""
 
     def __init__(self, tensors: Tensors, batch: Mapping[str, torch.Tensor]) -> None:
+        # By their names in the model as it is traced, without the wrappers of `unwrapped`.
+        values = {**tensors.parameters, **tensors.buffers}
+        self.tensors = {WRAPPED.sub("", name): tensor for name, tensor in values.items()}
         self.ports: dict[int, Port] = {}
-        self.all_names: dict[int, list[str]] = {}
         for kind, group in (("parameter", tensors.parameters), ("buffer", tensors.buffers), ("batch", batch)):
             for name, tensor in group.items():
                 self.ports.setdefault(id(tensor), Port("in", kind, name))
-        self.program: Program | None = None
         self.constants: dict[str, torch.Tensor] = {}
-        self.markers: list[tuple[torch.Tensor, Port]] = []
+        self.closed: dict[int, str] = {}  # the tensors that the function closes over, by identity
+        self.results: list[Any] = []
+        self.module: fx.GraphModule | None = None
 
-    def backend(self, gradient: bool) -> Callable[..., Any]:
-        def compile_graph(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-            results = [node.meta["example_value"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
-            ports = self._input_ports(module, inputs)
-            kinds = ["loss"] + ["aux"] * (len(results) - 1) if gradient else ["result"] * len(results)
-            outputs = [Port("out", kind, str(index)) for index, kind in enumerate(kinds)]
-            if gradient:
-                _check_loss(results)
-            joint = _joint(module, inputs)
-            self._lift_constants(joint, ports)
-            self.program = _to_program(joint.graph, ports, outputs)
-            self.markers = list(zip(results, outputs, strict=True))
-            return lambda *_: tuple(results)
+    def backend(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        """What `torch.compile` calls with the traced function; its results come back as they are."""
+        results = [node.meta["example_value"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+        self.module, self.inputs, self.results = module, inputs, results
+        self.context = TracingContext.try_get()
+        self.given = self._input_ports(module, inputs)
+        return lambda *_: tuple(results)
 
-        return compile_graph
+    def program(self, ports: Mapping[int, Port]) -> Program:
+        """The joint program of the results that have a port; of these, the loss alone is differentiated."""
+        assert self.module is not None
+        end = self.module.graph.output_node()
+        wanted: dict[Port, fx.Node] = {}
+        for node, result in zip(end.args[0], self.results, strict=True):  # type: ignore[arg-type]
+            port = ports.get(id(result))
+            if port is None:
+                continue
+            if port == LOSS:
+                node = node.args[0]  # what the objective detached
+                _check_loss(node.meta["example_value"])
+            elif isinstance(result, torch.Tensor) and result.requires_grad:
+                with self.module.graph.inserting_before(end):
+                    node = self.module.graph.call_method("detach", (node,))
+                node.meta["example_value"] = result.detach()
+            wanted[port] = node
+        end.args = (tuple(wanted.values()),)
+        self.module.recompile()
+        with tracing(self.context):
+            joint = _joint(self.module, self.inputs)
+        self._lift_constants(joint, self.given)
+        return _to_program(joint.graph, self.given, list(wanted))
 
     def _lift_constants(self, joint: fx.GraphModule, ports: list[Port]) -> None:
         """Literal tensors of the model's code, such as ``torch.tensor(-1.0)``, become inputs like any other."""
@@ -234,6 +323,7 @@ class _Trace:
                 elif isinstance(value, torch.Tensor):
                     port = Port("in", "constant", _source(node))
                     self.constants[port.name] = value.detach()
+                    self.closed[id(value)] = port.name
                 else:
                     raise CaptureError(
                         f"{node.name} is a {type(value).__name__} that varies from call to call. Pass numbers that "
@@ -253,6 +343,22 @@ class _Trace:
         raise CaptureError(f"{size} is a size that varies from call to call, and of no tensor of the batch.")
 
 
+@contextlib.contextmanager
+def _dynamo() -> Iterator[None]:
+    """Dynamo as capturing needs it.
+
+    nn.LSTM and its kin are traced: Dynamo steps aside for them unless told not to, and the fused CPU operator that
+    they would become cannot be traced with its gradient. `torch.autograd.grad` inside the loss is traced too.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with torch._dynamo.config.patch(allow_rnn=True, trace_autograd_ops=True, ignore_logging_functions=speech()):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def _source(node: fx.Node) -> str:
     """Where Dynamo found a closed-over tensor, as the user would write it."""
     source = node.meta["grapharg"].source.name
@@ -261,8 +367,7 @@ def _source(node: fx.Node) -> str:
     return re.sub(r"\._modules\['([^']+)'\]", r".\1", text).replace("objective.model.", "model.")
 
 
-def _check_loss(results: list[torch.Tensor]) -> None:
-    loss = results[0]
+def _check_loss(loss: torch.Tensor) -> None:
     if loss.numel() != 1 or loss.dim() != 0:
         raise CaptureError(f"The loss has shape {list(loss.shape)}; expected a scalar, shape []. {CURE}")
     if not loss.dtype.is_floating_point:
@@ -294,26 +399,27 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     """The joint graph with our ports and marks, its tangent a constant, its unused inputs gone."""
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    placeholders = joint.find_nodes(op="placeholder")
+    placeholders = [
+        node
+        for node in joint.find_nodes(op="placeholder")
+        if not isinstance(node.meta.get("desc"), ForwardTokenAOTInput | BackwardTokenAOTInput)
+    ]
     forward_inputs = placeholders[: len(inputs)]
     by_port: dict[Port, fx.Node] = {}
     for port, node in zip(inputs, forward_inputs, strict=True):
         # the same size of several tensors comes as several inputs
         mapping[node] = by_port[port] = by_port.get(port) or graph.node_copy(node)
     tangents = placeholders[len(inputs) :]
-    derived = [tangent for tangent in tangents if isinstance(tangent.meta["desc"].output, PlainAOTOutput)]
-    if len(derived) > 1:
-        raise CaptureError(
-            f"{len(derived)} results of the loss can be differentiated. {CURE[:-1]}, alone or as (scalar, aux), where "
-            "aux is made of tuples, lists, dictionaries and tensors."
-        )
     phase: Phase = "forward"
     for node in joint.nodes:
         if node.op == "call_function":
             if phase == "forward" and (is_backward(node) or any(source in tangents for source in node.all_input_nodes)):
                 phase = "backward"
                 mapping |= {tangent: _seed(graph, tangent) for tangent in tangents}
-            mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
+            if node.target is torch.ops.higher_order.with_effects:
+                _effect(graph, node, mapping, phase)
+            elif node not in mapping and not _is_token(node):
+                mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
         elif node.op not in ("placeholder", "output"):
             raise CaptureError(
                 f"The model uses a higher-order operator ({node.op} {node.target}) that is not supported yet. "
@@ -326,15 +432,12 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     outputs: dict[Port, fx.Node] = {}
     for value, description in zip(values, descriptions, strict=True):  # type: ignore[arg-type]
         if isinstance(description, PlainAOTOutput):
-            outputs[results[description.idx]] = mapping[value]
+            outputs[results[description.idx]] = mapping[value]  # after a mutation of the same buffer, its last value
         elif isinstance(description, InputMutationAOTOutput):
             port = inputs[description.mutated_input.idx]  # type: ignore[attr-defined]
             if port.kind not in ("buffer", "constant"):
-                raise CaptureError(
-                    f"Forward writes {port} in place. Only buffers (register_buffer) may be updated by forward; "
-                    "clone the tensor before changing it."
-                )
-            outputs[Port("out", port.kind, port.name)] = mapping[value]
+                raise CaptureError(_written(port))
+            outputs.setdefault(Port("out", port.kind, port.name), mapping[value])
         elif isinstance(description, GradAOTOutput) and value is not None:
             port = inputs[description.grad_of.idx]  # type: ignore[attr-defined]
             if port.kind == "constant":
@@ -342,9 +445,16 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
                     f"The loss differentiates {port.name}, which is not a parameter of the model: its gradient would "
                     "be lost. Make it a parameter of the model, or detach it."
                 )
+            if value.meta["val"].layout != torch.strided:
+                raise CaptureError(
+                    f"The gradient of {port.name} is sparse, which a flat buffer cannot hold. Build the embedding with "
+                    "sparse=False: during backward its gradient is as large as the parameter."
+                )
             if port.kind == "parameter":
                 outputs[Port("out", "gradient", port.name)] = mapping[value]
-        elif value is not None and not isinstance(description, GradAOTOutput):
+        elif value is not None and not isinstance(
+            description, GradAOTOutput | ForwardTokenAOTOutput | BackwardTokenAOTOutput
+        ):
             raise CaptureError(f"The model returns something that cannot be traced yet: {description}.")
     graph.output(list(outputs.values()))
     kept = []
@@ -356,6 +466,36 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     program = Program(graph, (*kept, *outputs), ("capture",))
     graph.lint()
     return program
+
+
+def _effect(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], phase: Phase) -> None:
+    """An operator with an effect, such as the check of a matrix's inverse: a program runs in order, without tokens.
+
+    token', result = with_effects(token, operator, x)   ->   result = operator(x)
+    """
+    _token, operator, *args = node.args
+    copy = graph.call_function(operator, *fx.node.map_arg((tuple(args), node.kwargs), mapping.__getitem__))  # type: ignore[arg-type]
+    results = node.meta["val"][1:]
+    single = len(results) < 2
+    copy.meta = {"val": results[0] if results and single else results or None, "phase": phase, "path": path_of(node)}
+    copy.meta["effect"] = True
+    for user in node.users:
+        if user.target is getitem and user.args[1] and single:
+            mapping[user] = copy
+        elif user.target is getitem and user.args[1]:
+            mapping[user] = graph.call_function(getitem, (copy, user.args[1] - 1))  # type: ignore[operator]
+            mapping[user].meta = {"val": user.meta["val"], "phase": phase, "path": path_of(node)}
+
+
+def _is_token(node: fx.Node) -> bool:
+    """Whether the node takes the token out of an effect's results."""
+    source = node.args[0] if node.args else None
+    return (
+        node.target is getitem
+        and isinstance(source, fx.Node)
+        and source.target is torch.ops.higher_order.with_effects
+        and node.args[1] == 0
+    )
 
 
 def _seed(graph: fx.Graph, tangent: fx.Node) -> fx.Node:
@@ -395,12 +535,13 @@ def _explained(model: nn.Module) -> Iterator[None]:
             raise error.inner_exception from None
         raise
     except (Unsupported, UserError) as error:
+        why = reason(error)
         raise CaptureError(
-            f"{type(model).__name__} cannot be traced whole.\n{user_line(error)}\n  Why: {reason(error)}\n"
-            "  Cure: move the line out of forward and the loss (printing, logging, warnings, .item(), and branches on "
-            "tensor values break the trace), or use torch.where / torch.cond."
+            f"{type(model).__name__} cannot be traced whole.\n{user_line(error)}\n  Why: {why}\n  Cure: {cure(why)}"
         ) from error
-    except TorchDynamoException as error:
+    except CaptureError:
+        raise
+    except (TorchDynamoException, RuntimeError, AssertionError, TypeError, AttributeError) as error:
         raise CaptureError(
             f"{type(model).__name__} failed while it was traced.\n{user_line(error)}\n  Why: {reason(error)}"
         ) from error
@@ -412,11 +553,10 @@ def fake_tensor(
     stride: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,
-    requires_grad: bool = False,
 ) -> torch.Tensor:
     """A fake tensor of this description; no memory is taken."""
     with mode:
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def capture_on(
@@ -448,16 +588,21 @@ def capture_on(
     for buffer in plan.buffers:
         for slot in buffer.slots:
             leaf = slot.leaf
-            fake = fake_tensor(
-                mode, leaf.shape, leaf.stride, plan.compute_dtype(buffer), plan.device,
-                requires_grad=gradient and leaf.trainable,
-            )  # fmt: skip
+            fake = fake_tensor(mode, leaf.shape, leaf.stride, plan.compute_dtype(buffer), plan.device)
+            fake = nn.Parameter(fake, requires_grad=gradient and leaf.trainable)  # models ask with isinstance
             parameters |= dict.fromkeys(leaf.names, fake)
+    for place, tensor in {**batch_tensors(args, kwargs), **buffers}.items():
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise CaptureError(
+                f"{'batch' if place.startswith('[') else 'buffer '}{place} is a {kind} tensor, which cannot be traced. "
+                "Pass the dense tensors that it is made of (values, indices, lengths)."
+            )
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor, lambda tensor: _example(mode, tensor, sizes or {}, hints or {}), (args, dict(kwargs))
     )
     tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()})
-    with _casting(model, plan.policy.precision):
+    with _casting(inside(model), plan.policy.precision), synchronised(plan.axes):
         return capture(model, loss, tensors, fake_args, fake_kwargs, gradient=gradient)
 
 

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from fsdp_compiled.inductor import Call, compile_all
 from fsdp_compiled.pieces import Piece, origin, segments
-from fsdp_compiled.program import Program, is_collective
+from fsdp_compiled.program import Program, is_collective, role_of
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 
@@ -44,6 +44,7 @@ class Lowering:
     def runner(self, compiled: Mapping[str, Call]) -> Runner:
         """The program with a call of a compiled function in the place of each piece."""
         if self.segments is None:
+            _views_that_fit(self.graph)
             return fx.GraphModule(nn.Module(), self.graph).forward
         result = fx.Graph()
         mapping = {node: result.node_copy(node) for node in self.graph.find_nodes(op="placeholder")}
@@ -70,6 +71,17 @@ class Lowering:
 def boxed(*values: torch.Tensor) -> list[torch.Tensor]:
     """The only reference to a piece's inputs, so that the piece can free each after its last use."""
     return list(values)
+
+
+def _views_that_fit(graph: fx.Graph) -> None:
+    """Views of values become reshapes, which copy where they must.
+
+    Kernels do not always lay their results out as the fake ones say (softplus_backward, for one, on a gradient that is
+    transposed), and a view that was traced on those may not exist of these.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        if role_of(node) is None:
+            node.target = torch.ops.aten.reshape.default
 
 
 def _bind_groups(source: fx.Graph, groups: Mapping[str, str]) -> fx.Graph:

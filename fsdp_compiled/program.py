@@ -8,6 +8,7 @@ ports and by the marks below, never by shapes or node names:
 - ``node.meta["mark"]``: a `Mark` on nodes that passes inserted: the role they play, and for which unit and buffer.
 - ``node.meta["idle"]``, on a shard's placeholder: the names of its parameters that the loss does not reach.
 - ``node.meta["seed"]``, set on one node: the derivative of the loss by itself, from which backward starts.
+- ``node.meta["effect"]``: the node is run for what it does, such as a check, even where nothing reads its result.
 - ``node.meta["path"]``: the submodule that the node came from, for people to read.
 """
 
@@ -240,12 +241,13 @@ def describe(node: fx.Node) -> str:
 def as_traced(value: Any) -> Any:
     """A node's ``val`` with the sizes that move (`Policy.dynamic`) as they were when it was traced, to be counted with.
 
-    Asking a moving size itself, ``int(size)`` or ``size > 8``, would tie the program to the answer.
+    Sizes that are in the data (``x[mask]``) nobody knows before the step: they count as nothing. Asking a moving size
+    itself, ``int(size)`` or ``size > 8``, would tie the program to the answer.
     """
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, torch.SymInt):
-            return leaf.node.hint
+            return leaf.node.hint if leaf.node.has_hint() else 0
         if isinstance(leaf, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in (*leaf.shape, *leaf.stride())):
             shape, stride = pytree.tree_map(one, (tuple(leaf.shape), leaf.stride()))
             return torch.empty_strided(shape, stride, dtype=leaf.dtype, device="meta")
@@ -358,7 +360,8 @@ class Edit:
     def sweep(self) -> None:
         """Erases calls whose results nothing uses; writes in place and collectives' waits stay if used."""
         for node in reversed(list(self.graph.nodes)):
-            if node.op == "call_function" and not node.users and not written(node) and node.target is not ASSERT:
+            kept = node.users or written(node) or node.target is ASSERT or node.meta.get("effect")
+            if node.op == "call_function" and not kept:
                 self.graph.erase_node(node)
 
     def rebuild(self, nodes: Collection[fx.Node]) -> None:

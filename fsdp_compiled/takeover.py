@@ -346,9 +346,13 @@ def full_state_dict(
         del full
     if mesh.rank != 0:
         return {}
+    # By identity: hooks of wrappers rename what state_dict returns.
+    names = {id(tensor): name for name, tensor in model.named_parameters(remove_duplicate=False)}
+    names |= {id(tensor): name for name, tensor in model.named_buffers(remove_duplicate=False)}
     found: dict[str, Any] = {}
-    for name, value in model.state_dict().items():
-        found[name] = whole.get(name, value)
+    for key, value in model.state_dict(keep_vars=True).items():
+        name = names.get(id(value), key)
+        found[key] = whole.get(name, value)
         if name in buffers:
-            found[name] = buffers[name].detach().cpu().clone()
+            found[key] = buffers[name].detach().cpu().clone()
     return found
