@@ -35,6 +35,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from operator import is_
 from typing import Any, Literal, Protocol
 
@@ -87,6 +88,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._made: tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph] | None = None
+        self._broken: list[torch.cuda.CUDAGraph] = []
 
     def obstacle(self, collectives: bool) -> str:
         if collectives and os.environ.get("NCCL_GRAPH_REGISTER") != "0" and _expandable():
@@ -99,15 +101,13 @@ class CudaGraphs:
     def warm(self, run: Callable[[], Any]) -> Any:
         stream, pool, _ = self._stream_and_pool()
         current = torch.cuda.current_stream(self.device)
-        index = self.device.index if self.device.index is not None else torch.cuda.current_device()
         stream.wait_stream(current)
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+            torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, pool)
             try:
                 results = run()
             finally:
-                torch._C._cuda_endAllocateToPool(index, pool)
-                torch._C._cuda_releasePool(index, pool)
+                self._leave(pool)
         current.wait_stream(stream)
         return results
 
@@ -123,11 +123,37 @@ class CudaGraphs:
             ):
                 results = run()
         except BaseException as error:
+            self._recover(graph, pool, stream)
             # What ends a broken capture complains of the end; what broke it is the error before.
             if isinstance(error, RuntimeError) and isinstance(error.__context__, RuntimeError):
                 raise error.__context__ from None
             raise
         return results, graph
+
+    @property
+    def _index(self) -> int:
+        return self.device.index if self.device.index is not None else torch.cuda.current_device()
+
+    def _leave(self, pool: Any) -> None:
+        """Ends that memory is taken from the pool."""
+        torch._C._cuda_endAllocateToPool(self._index, pool)
+        torch._C._cuda_releasePool(self._index, pool)
+
+    def _recover(self, graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Undoes what a capture leaves behind that CUDA broke off.
+
+        torch then stops before it has told the allocator and the generator of the end: memory would still be taken
+        from the pool, and random operators would be refused. A capture of nothing tells the generator. The allocator
+        may go on asking the graph whether it is being captured, so the object stays.
+        """
+        graph.reset()
+        self._broken.append(graph)
+        with suppress(RuntimeError):  # it was told, where what broke was not CUDA
+            self._leave(pool)
+        with suppress(RuntimeError), warnings.catch_warnings(), torch.cuda.device(self.device):
+            warnings.simplefilter("ignore")  # that it is empty
+            with torch.cuda.stream(torch.cuda.current_stream()), self._capturing(torch.cuda.CUDAGraph(), pool, stream):
+                pass
 
     @staticmethod
     def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.graph:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.replay import RESTARTS, WARM, Held, Results
+from fsdp_compiled.replay import RESTARTS, WARM, CudaGraphs, Held, Results
 from tests.standin import Plain, Seen, StandIn
 from tests.test_api import EAGER, batches, build, mse, same_weights, sgd
 
@@ -363,3 +364,106 @@ def test_on_a_cpu_auto_is_no_graph_and_true_is_refused() -> None:
         for batch in batches(3):
             sharded.step(*batch)
         assert sharded.replays == 0
+
+
+class Cuda:
+    """What `CudaGraphs` calls of torch.cuda, written down; ``breaks``: CUDA ends the capture with an error."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, breaks: bool = False) -> None:
+        self.log: list[str] = []
+        self.breaks = breaks
+        log, outer = self.log, self
+
+        class Stream:
+            def wait_stream(self, other: Any) -> None:
+                log.append("wait")
+
+        class Graph:
+            def reset(self) -> None:
+                log.append("reset")
+
+        @contextmanager
+        def graph(_: Any, pool: Any, stream: Any, capture_error_mode: str) -> Any:
+            assert (pool, capture_error_mode) == ("pool", "thread_local") and isinstance(stream, Stream)
+            log.append("begin")
+            try:
+                yield
+            finally:
+                log.append("end")
+                if outer.breaks:
+                    raise RuntimeError("the capture is not valid")
+
+        for name, value in {
+            "Stream": Stream, "CUDAGraph": Graph, "graph": graph, "graph_pool_handle": lambda: "pool",
+            "current_stream": lambda device=None: Stream(), "synchronize": lambda: None,
+            "stream": lambda stream: nullcontext(), "device": lambda device: nullcontext(),
+        }.items():  # fmt: skip
+            patch.setattr(torch.cuda, name, value)
+        for name in ("_cuda_beginAllocateCurrentThreadToPool", "_cuda_endAllocateToPool", "_cuda_releasePool"):
+            patch.setattr(torch._C, name, self.note(name), raising=False)
+
+    def note(self, name: str) -> Callable[[int, Any], None]:
+        def call(index: int, pool: Any) -> None:
+            assert (index, pool) == (0, "pool")
+            self.log.append(name.removeprefix("_cuda_"))
+
+        return call
+
+    def since(self, start: int) -> list[str]:
+        return self.log[start:]
+
+
+def test_cuda_is_asked_in_this_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    device = CudaGraphs(torch.device("cuda", 0))
+    assert device.warm(lambda: 1) == 1
+    assert cuda.log == [
+        "wait", "begin", "end",  # an empty graph that keeps the pool
+        "wait", "beginAllocateCurrentThreadToPool", "endAllocateToPool", "releasePool", "wait",
+    ]  # fmt: skip
+    before = len(cuda.log)
+    assert device.capture(lambda: 2)[0] == 2
+    assert cuda.since(before) == ["begin", "end"]
+
+
+def test_after_a_broken_capture_allocator_and_generator_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    device = CudaGraphs(torch.device("cuda", 0))
+    device.warm(lambda: None)
+    cuda.breaks, before = True, len(cuda.log)
+
+    def reads() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="operation not permitted"):  # what broke it, not what ended it
+        device.capture(reads)
+    assert cuda.since(before) == ["begin", "end", "reset", "endAllocateToPool", "releasePool", "begin", "end"]
+    before = len(cuda.log)
+    with pytest.raises(RuntimeError, match="not valid"):
+        device.capture(lambda: None)
+    assert cuda.since(before)[2:5] == ["reset", "endAllocateToPool", "releasePool"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "register", "refused"),
+    [
+        ("expandable_segments:True", None, True),
+        ("max_split_size_mb:64, expandable_segments: True", "1", True),
+        ("expandable_segments:True", "0", False),
+        ("expandable_segments:False", None, False),
+        ("", None, False),
+    ],
+)
+def test_expandable_segments_and_nccl_are_refused_together(
+    monkeypatch: pytest.MonkeyPatch, settings: str, register: str | None, refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": False}])
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if register is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
+    device = CudaGraphs(torch.device("cuda", 0))
+    assert bool(device.obstacle(collectives=True)) is refused
+    assert not device.obstacle(collectives=False)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"is_expandable": True}])
+    assert bool(device.obstacle(collectives=True)) is (register != "0")

@@ -1,0 +1,460 @@
+"""One training step on one GPU: this package's CUDA graph against PyTorch's own means, as JSON and a plot.
+
+    python bench/gpu_step.py bench/results/gpu --preset thin
+
+Losses first: every rival's first steps are compared with FSDP2's, and one that trains something else is reported as
+wrong, without figures. Then each takes turns with this package's graph, a few steps each, in one process; a ratio is
+the median over rounds of that within a round. At most two are alive at once, so that a large model fits.
+
+For each: milliseconds a step; from the profiler, how much of the time from its first kernel to its last the GPU was
+idle, and how often the host launched something; and the peak of allocated and of reserved memory, less what was there
+before. What a rival cannot do is a line that says so. The file is written anew after each, so that a run that is cut
+short keeps what it has.
+
+--tiny: a model of a few thousand parameters, on a CPU if there is no GPU; what needs one is left out. For tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import AdamW
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.cli.gpt import GPT, GPTConfig
+from fsdp_compiled.cli.machine import hardware, versions
+
+Step = Callable[[Tensor], Tensor]
+OURS, REFERENCE = "ours", "fsdp2"
+CHECKED = 6  # steps whose losses are compared; ours captures on the third
+BOUND = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative, on those losses
+PROFILED = 10  # steps
+ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset", "cuMemcpy", "cuMemset")
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model, its batch, and what it computes in."""
+
+    model: Callable[[bool], nn.Module]
+    blocks: str
+    batch: int
+    length: int
+    dtype: torch.dtype
+
+
+def thin(tiny: bool) -> nn.Module:
+    return GPT(GPTConfig(layers=2 if tiny else 24, width=64, heads=4, context=16 if tiny else 32))
+
+
+def gpt2(tiny: bool) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    small = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 128, "n_positions": 16} if tiny else {}
+    model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False, **small))
+    model.loss_type = "ForCausalLM"
+    return model
+
+
+def llama(tiny: bool) -> nn.Module:
+    """The shapes of Llama 3.2 1B."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers, width, heads, inner, vocabulary = (2, 32, 4, 64, 128) if tiny else (16, 2048, 32, 8192, 128256)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads // 4,
+            intermediate_size=inner, vocab_size=vocabulary, tie_word_embeddings=True, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+PRESETS = {
+    "thin": Preset(thin, "layers", 1, 32, torch.float32),
+    "gpt2": Preset(gpt2, "transformer.h", 4, 1024, torch.bfloat16),
+    "llama": Preset(llama, "model.layers", 4, 1024, torch.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    preset: Preset
+    device: torch.device
+    tiny: bool
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        with self.device:
+            return self.preset.model(self.tiny).train()
+
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.get_submodule(self.preset.blocks).children())
+
+    @property
+    def precision(self) -> MixedPrecisionPolicy:
+        if self.preset.dtype == torch.float32:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=self.preset.dtype, reduce_dtype=torch.float32)
+
+    def batches(self, count: int) -> list[Tensor]:
+        """Tokens; two batches by turns, so that the losses fall."""
+        rows, length = (1, 16) if self.tiny else (self.preset.batch, self.preset.length)
+        vocabulary = 100 if self.tiny else 256
+        generator = torch.Generator().manual_seed(1)
+        two = [torch.randint(vocabulary, (rows, length), generator=generator).to(self.device) for _ in range(2)]
+        return [two[index % 2] for index in range(count)]
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    if hasattr(model, "config"):  # of transformers
+        return model(input_ids=tokens, labels=tokens).loss
+    logits = model(tokens)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+# Rivals: each builds its own copy of the model and gives one step on a batch.
+
+
+def ours(graph: bool) -> Callable[[Setting], Step]:
+    def build(setting: Setting) -> Step:
+        model = setting.model()
+        lower = "eager" if setting.tiny else "inductor"
+        graphed = graph if setting.device.type == "cuda" else "auto"
+        policy = Policy(precision=setting.precision, lower=lower, cuda_graph=graphed)
+        return compile_sharded(model, AdamW(model.parameters(), **ADAMW), loss=loss_of, policy=policy).step
+
+    return build
+
+
+def sharded_model(setting: Setting, compiled: bool) -> nn.Module:
+    model = setting.model()
+    mesh = init_device_mesh(setting.device.type, (1,))
+    for block in setting.blocks(model):
+        if compiled:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=setting.precision)
+    fully_shard(model, mesh=mesh, mp_policy=setting.precision)
+    return model
+
+
+def eager_step(model: nn.Module, capturable: bool = False, loss: Callable[..., Tensor] = loss_of) -> Step:
+    optimizer = AdamW(model.parameters(), fused=True, capturable=capturable, **ADAMW)
+
+    def step(tokens: Tensor) -> Tensor:
+        value = loss(model, tokens)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach()
+
+    return step
+
+
+def fsdp2(compiled: bool) -> Callable[[Setting], Step]:
+    return lambda setting: eager_step(sharded_model(setting, compiled))
+
+
+def fsdp2_graph(setting: Setting) -> Step:
+    """FSDP2's eager step, captured whole after three steps on the capture's stream."""
+    step = eager_step(sharded_model(setting, compiled=False), capturable=True)
+    held = setting.batches(1)[0].clone()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    result: list[Tensor] = []
+    calls = 0
+
+    def run(tokens: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        held.copy_(tokens)
+        if calls <= 3:
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss = step(held)
+            torch.cuda.current_stream().wait_stream(stream)
+            return loss.clone()
+        if calls == 4:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                result.append(step(held))
+        graph.replay()
+        return result[0].clone()
+
+    return run
+
+
+def reduce_overhead(setting: Setting) -> Step:
+    """Nothing sharded, compiled whole; parameters are cast to the compute dtype as FSDP2 casts them."""
+    dtype = setting.preset.dtype
+
+    def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        if dtype == torch.float32:
+            return loss_of(model, tokens)
+        cast = {name: parameter.to(dtype) for name, parameter in model.named_parameters()}
+        return torch.func.functional_call(
+            _Loss(model), {f"model.{name}": value for name, value in cast.items()}, tokens
+        )
+
+    model = setting.model()
+    compiled = torch.compile(loss, mode="reduce-overhead")
+    optimizer = AdamW(model.parameters(), fused=True, **ADAMW)
+
+    def step(tokens: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        value = compiled(model, tokens)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach().clone()
+
+    return step
+
+
+class _Loss(nn.Module):
+    """The loss as a module, for `functional_call`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return loss_of(self.model, tokens)
+
+
+RIVALS: dict[str, tuple[str, Callable[[Setting], Step], bool]] = {  # title, build, needs a GPU
+    OURS: ("this package, one CUDA graph", ours(True), False),
+    "ours-ungraphed": ("this package, no graph", ours(False), False),
+    REFERENCE: ("FSDP2, fused AdamW", fsdp2(False), False),
+    "fsdp2-compile": ("FSDP2 + torch.compile per block", fsdp2(True), True),
+    "fsdp2-graph": ("FSDP2, its eager step in a CUDA graph", fsdp2_graph, True),
+    "reduce-overhead": ("unsharded, torch.compile(reduce-overhead)", reduce_overhead, True),
+}
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def first_losses(step: Step, setting: Setting) -> list[float]:
+    return [step(tokens).item() for tokens in setting.batches(CHECKED)]
+
+
+def distance(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference; infinite where a loss is no number."""
+    if not all(map(math.isfinite, (*losses, *reference))):
+        return math.inf
+    if abs(reference[0] - reference[-2]) <= 1e-3 * abs(reference[0]):  # of the same batch
+        raise ValueError(f"the reference's losses hardly move ({reference}), so that they are equal would say nothing")
+    return max(abs(mine - other) / abs(other) for mine, other in zip(losses, reference, strict=True))
+
+
+def turn(step: Step, setting: Setting, steps: int) -> float:
+    """Milliseconds a step."""
+    batches = setting.batches(steps)
+    synchronize(setting.device)
+    begun = time.perf_counter()
+    for tokens in batches:
+        step(tokens)
+    synchronize(setting.device)
+    return (time.perf_counter() - begun) / steps * 1e3
+
+
+def busy(spans: Sequence[tuple[int, int]]) -> int:
+    """How long any of these intervals lasted."""
+    total, end = 0, 0
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def profile(step: Step, setting: Setting, calls: int = PROFILED) -> dict[str, Any]:
+    """From the profiler: the GPU's idle share, and what the host launched in a step."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if setting.device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    batches = setting.batches(calls)
+    step(batches[0])
+    synchronize(setting.device)
+    with torch.profiler.profile(activities=activities) as run:
+        for tokens in batches:
+            step(tokens)
+        synchronize(setting.device)
+    events = run.profiler.kineto_results.events()  # type: ignore[union-attr]
+    on_device = [event for event in events if event.device_type() == torch.profiler.DeviceType.CUDA]
+    spans = [(event.start_ns(), event.start_ns() + event.duration_ns()) for event in on_device if event.duration_ns()]
+    names: dict[str, float] = {}
+    for event in events:
+        if event.device_type() != torch.profiler.DeviceType.CUDA and event.name().startswith(LAUNCHES):
+            names[event.name()] = names.get(event.name(), 0) + 1 / calls
+    found: dict[str, Any] = {"launches": {name: round(count, 2) for name, count in sorted(names.items())}}
+    if spans:
+        whole = max(stop for _, stop in spans) - min(start for start, _ in spans)
+        found["idle_share"] = 1 - busy(spans) / whole
+    return found
+
+
+def memory(device: torch.device) -> tuple[int, int]:
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+def clean(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def begin(name: str, setting: Setting, losses: dict[str, list[float]]) -> tuple[Step, dict[str, Any]]:
+    """Builds a rival, checks its losses, and says what that took."""
+    clean(setting.device)
+    before, begun = memory(setting.device), time.perf_counter()
+    step = RIVALS[name][1](setting)
+    losses[name] = first_losses(step, setting)
+    found: dict[str, Any] = {"title": RIVALS[name][0], "losses": losses[name]}
+    found["seconds_to_build"] = time.perf_counter() - begun
+    if setting.device.type == "cuda":
+        found["peak_allocated"] = torch.cuda.max_memory_allocated() - before[0]
+        found["peak_reserved"] = torch.cuda.max_memory_reserved() - before[1]
+    if REFERENCE in losses:
+        found["distance"] = distance(losses[name], losses[REFERENCE])
+        if not found["distance"] <= BOUND[setting.preset.dtype]:
+            raise ValueError(f"wrong losses: {losses[name]}, where {REFERENCE} has {losses[REFERENCE]}")
+    return step, found
+
+
+def contest(setting: Setting, names: Sequence[str], rounds: int, steps: int, keep: Callable[[Any], None]) -> Any:
+    """Every rival's figures, by name; ``keep`` is given what there is after each."""
+    results: dict[str, Any] = {}
+    losses: dict[str, list[float]] = {}
+    step, _ = begin(REFERENCE, setting, losses)  # before there is anything to compare with
+    del step
+    mine, results[OURS] = begin(OURS, setting, losses)
+    results[OURS] |= profile(mine, setting)
+    results[OURS]["milliseconds"] = statistics.median(turn(mine, setting, steps) for _ in range(rounds))
+    keep(results)
+    for name in names:
+        if name == OURS:
+            continue
+        if RIVALS[name][2] and setting.device.type != "cuda":
+            results[name] = {"title": RIVALS[name][0], "error": "needs a GPU"}
+            continue
+        try:
+            other, found = begin(name, setting, losses)
+            found |= profile(other, setting)
+            pairs = []
+            for index in range(rounds):
+                order = [(0, mine), (1, other)]
+                times = {place: turn(run, setting, steps) for place, run in (order if index % 2 else order[::-1])}
+                pairs.append((times[0], times[1]))
+            found["milliseconds"] = statistics.median(theirs for _, theirs in pairs)
+            found["ours_beside"] = statistics.median(own for own, _ in pairs)
+            found["times_ours"] = statistics.median(theirs / own for own, theirs in pairs)
+            results[name] = found
+            del other
+        except Exception as error:  # one that fails is reported, and the others go on
+            traceback.print_exc()
+            results[name] = {"title": RIVALS[name][0], "error": f"{type(error).__name__}: {error}".splitlines()[0]}
+        keep(results)
+        print(line(name, results[name]), flush=True)
+    return results
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    if "error" in found:
+        return f"  {name:<16} {found['error']}"
+    idle = f", idle {found['idle_share']:.1%}" if "idle_share" in found else ""
+    ratio = f", {found['times_ours']:.2f} x ours" if "times_ours" in found else ""
+    return f"  {name:<16} {found['milliseconds']:.3f} ms{ratio}{idle}, {sum(found['launches'].values()):.0f} launches"
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = {name: found for name, found in record["results"].items() if "milliseconds" in found}
+    figure, axes = pyplot.subplots(figsize=(8, 0.6 * len(shown) + 1.2), layout="constrained")
+    axes.barh(
+        [found["title"] for found in shown.values()],
+        [found["milliseconds"] for found in shown.values()],
+        color=["#2a6f97" if name.startswith("ours") else "#b0b0b0" for name in shown],
+    )
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds a step")
+    axes.set_title(f"{record['preset']}: {record['hardware']}", fontsize=9)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for PRESET.json and PRESET.svg")
+    parser.add_argument("--preset", choices=PRESETS, default="thin")
+    parser.add_argument("--rivals", nargs="+", choices=RIVALS, default=list(RIVALS), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=9, help="turns that each has (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="steps in a turn (default: %(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="a few thousand parameters, on any machine")
+    given = parser.parse_args(arguments)
+    if not torch.cuda.is_available() and not given.tiny:
+        print("bench/gpu_step.py needs a GPU: torch finds none. --tiny runs without.", file=sys.stderr)
+        return 2
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    setting = Setting(PRESETS[given.preset], device, given.tiny)
+    given.out.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {
+        "command": f"python bench/gpu_step.py {given.out} --preset {given.preset}" + " --tiny" * given.tiny,
+        "preset": given.preset,
+        "batch": list(setting.batches(1)[0].shape),
+        "dtype": str(setting.preset.dtype).removeprefix("torch."),
+        "hardware": hardware(),
+        "versions": versions("triton", "transformers"),
+        "rounds": given.rounds,
+        "steps": given.steps,
+        "results": {},
+    }
+
+    def keep(results: Any) -> None:
+        record["results"] = results
+        (given.out / f"{given.preset}.json").write_text(json.dumps(record, indent=2) + "\n")
+
+    with TemporaryDirectory() as folder:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            results = contest(setting, given.rivals, given.rounds, given.steps, keep)
+        finally:
+            dist.destroy_process_group()
+    keep(results)
+    print(line(OURS, results[OURS]), flush=True)
+    try:
+        plot(record, given.out / f"{given.preset}.svg")
+    except ImportError as error:
+        print(f"no plot: {error}", file=sys.stderr)
+    failed = [name for name, found in results.items() if found.get("error", "needs a GPU") != "needs a GPU"]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,97 @@
+"""The GPU benchmark on a machine without one: its plan, its arguments, and a tiny run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import gpu_step
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "bench" / "gpu.sh"
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", str(SCRIPT), *arguments], env=os.environ | environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_plan_fits_into_nine_minutes_and_its_files_exist() -> None:
+    answer = run("--dry-run")
+    *parts, total = answer.stdout.splitlines()
+    assert answer.returncode == 0 and not answer.stderr
+    assert [line.split(",")[0] for line in parts] == ["tests", "step-thin", "step-gpt2", "kernels", "step-llama"]
+    assert int(total.split()[0]) <= 540
+    named = {word for line in parts for word in line.split() if word.endswith(".py")}
+    assert "bench/gpu_step.py" in named and (ROOT / "bench" / "gpu_step.py").exists()
+    assert run("--wrong").returncode == 2
+
+
+def test_parts_that_fail_are_named_at_the_end_and_the_others_run(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *thin*) echo fine; exit 0 ;; *) exit 3 ;; esac\n')
+    python.chmod(0o755)
+    answer = run(str(tmp_path / "out"), PYTHON=str(python))
+    assert answer.returncode == 1
+    end = answer.stdout.split("== failed:")[1]
+    assert [line.split(":")[0].strip() for line in end.strip().splitlines()] == [
+        "tests", "step-gpt2", "kernels", "step-llama",
+    ]  # fmt: skip
+    assert "exit code 3" in end and (tmp_path / "out" / "step-thin.log").read_text() == "fine\n"
+    fine = tmp_path / "fine"
+    fine.write_text("#!/bin/sh\nexit 0\n")
+    fine.chmod(0o755)
+    assert run(str(tmp_path / "out"), PYTHON=str(fine)).returncode == 0
+
+
+def test_a_tiny_run_checks_losses_and_writes_what_it_has(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "bench/gpu_step.py", str(tmp_path), "--preset", "thin", "--tiny"]
+    subprocess.run(
+        [*command, "--rounds", "1", "--steps", "1", "--rivals", "ours", "fsdp2", "fsdp2-graph"],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}, check=True, timeout=200,
+        capture_output=True,
+    )  # fmt: skip
+    record = json.loads((tmp_path / "thin.json").read_text())
+    assert (tmp_path / "thin.svg").exists()
+    assert record["results"]["fsdp2-graph"]["error"] == "needs a GPU"
+    for name in ("ours", "fsdp2"):
+        found = record["results"][name]
+        assert found["distance"] <= gpu_step.BOUND[torch.float32] and found["milliseconds"] > 0
+    assert record["results"]["fsdp2"]["times_ours"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu_step.main([str(tmp_path)]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        gpu_step.main([str(tmp_path), "--preset", "huge"])
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama"])
+def test_the_presets_of_transformers_train(preset: str) -> None:
+    pytest.importorskip("transformers")
+    setting = gpu_step.Setting(gpu_step.PRESETS[preset], torch.device("cpu"), tiny=True)
+    model = setting.model()
+    step = gpu_step.eager_step(model)
+    losses = [float(step(tokens)) for tokens in setting.batches(5)]
+    assert losses[4] < losses[0] and len(setting.blocks(model)) == 2
+
+
+def test_a_rival_with_other_losses_is_found_out() -> None:
+    assert gpu_step.distance([2.0, 1.0, 1.5], [2.0, 1.0, 1.0]) == 0.5
+    assert gpu_step.distance([2.0, float("nan"), 1.0], [2.0, 1.0, 1.0]) == float("inf")
+    with pytest.raises(ValueError, match="hardly move"):
+        gpu_step.distance([1.0, 1.0, 1.0], [1.0, 1.0, 1.0])
+
+
+def test_time_that_overlaps_counts_once() -> None:
+    assert gpu_step.busy([(5, 8), (0, 4), (1, 2), (7, 10)]) == 9
+    assert gpu_step.busy([]) == 0
