@@ -19,8 +19,9 @@ bench: ## this package and its rivals, side by side (ARGS="--preset large")
 	@sh .ci/setup bench
 	@.venv/bin/fsdp-compiled bench $(ARGS)
 
+# Two at a time, a file each; a thread for each, or they and the ranks that they start contend for the cores.
 test: lint ## lint, then run the tests (PYTEST_ARGS="-k plan -x")
-	$(RUN) pytest -q --durations=10 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(RUN) pytest -q --numprocesses 2 --dist loadfile --durations=10 $(PYTEST_ARGS)
 
 lint: ## check style and types
 	@sh .ci/setup test
