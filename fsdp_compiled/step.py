@@ -189,7 +189,10 @@ class Sharded:
         return self._replays.launches
 
     def close(self) -> None:
-        """Destroys the CUDA graphs. A script that ends its process group has this done for it."""
+        """Destroys the CUDA graphs; calls after it warm up and capture again. On every rank, or on none.
+
+        A script that ends, or ends its process group with ``dist.destroy_process_group``, has this done for it.
+        """
         self._replays.close()
 
     @property
