@@ -65,7 +65,11 @@ CURES = (
         "dynamic shape operator",
         "the shape of its result is in the data: give sizes as Python numbers (lengths of ctc_loss as tuples), or pad.",
     ),
-    ("requires_grad", "set requires_grad before compile_sharded; differentiate by inputs with torch.autograd.grad."),
+    (
+        "requires_grad",
+        "set it on parameters before compile_sharded. To differentiate by inputs, use torch.func.grad or vjp; with "
+        "torch 2.13, x.requires_grad_() on the batch and torch.autograd.grad too.",
+    ),
     ("backwards hooks", "put hooks on tensors (tensor.register_hook), or scale gradients with an autograd.Function."),
     ("fake impl", "register one with torch.library.register_fake: it says what shape the operator returns."),
     (

@@ -96,8 +96,6 @@ def _build(kind: str, config: Any) -> nn.Module:
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config)
     model.config.use_cache = False
-    if kind == "GPT2LMHeadModel":
-        model.loss_type = "ForCausalLM"  # transformers else searches its class name with a regular expression
     return model.eval()  # no dropout: ranks and the reference draw from different streams
 
 
