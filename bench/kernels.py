@@ -134,8 +134,6 @@ def flatten(
         numel += -(-gradient.numel() // 64) * 64
     scale = torch.tensor(0.125, device="cuda")
     expected = reference.flatten(gradients, offsets, numel, reduced, scale)
-    packed = reference.flatten(gradients, [0], 1, reduced) if not gradients else None
-    del packed
     nbytes = sum(gradient.nbytes for gradient in gradients) + numel * reduced.itemsize
     label = f"{str(dtype)[6:]} to {str(reduced)[6:]}" + (", transposed" if transposed else "")
     contest = Contest(f"flatten and scale, {unit}, {label}", nbytes)

@@ -43,10 +43,9 @@ def _move(source, target, readable, writable, scale, nonfinite, COMPUTE: tl.cons
 def strided_offsets(index, SHAPE: tl.constexpr, STRIDE: tl.constexpr):
     """Where the elements with these flat indices are in a tensor of this shape and these strides."""
     found = index * 0
-    for back in tl.static_range(len(SHAPE)):
-        dim: tl.constexpr = len(SHAPE) - 1 - back
-        found += (index % SHAPE[dim]) * STRIDE[dim]
-        index = index // SHAPE[dim]
+    for back in tl.static_range(1, len(SHAPE) + 1):
+        found += (index % SHAPE[len(SHAPE) - back]) * STRIDE[len(SHAPE) - back]
+        index = index // SHAPE[len(SHAPE) - back]
     return found
 
 
@@ -61,10 +60,9 @@ def tile_corner(
     row = (tile // ACROSS % DOWN) * TILE
     rest = tile // (ACROSS * DOWN)
     begin = rest * 0
-    for back in tl.static_range(len(OUTER)):
-        dim: tl.constexpr = OUTER[len(OUTER) - 1 - back]
-        begin += (rest % SHAPE[dim]) * STRIDE[dim]
-        rest = rest // SHAPE[dim]
+    for back in tl.static_range(1, len(OUTER) + 1):
+        begin += (rest % SHAPE[OUTER[len(OUTER) - back]]) * STRIDE[OUTER[len(OUTER) - back]]
+        rest = rest // SHAPE[OUTER[len(OUTER) - back]]
     return row, column, begin
 
 

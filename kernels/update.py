@@ -118,15 +118,6 @@ def _adam(
 
 
 @triton.jit
-def _chosen(tensors, STARTS: tl.constexpr, program, places):
-    """Where this program works in the tensor of this list that is its own; None for a list that is not there."""
-    if tensors is None:
-        return None
-    else:
-        return pick(tensors, STARTS, program, 0, len(tensors)) + places
-
-
-@triton.jit
 def _adam_kernel(
     parameters,
     gradients,
@@ -147,12 +138,17 @@ def _adam_kernel(
     STARTS: tl.constexpr = of(GROUPS, 0, "starts")
     begin, _, size, _ = located(GROUPS, 0, program, BLOCK)
     places = begin + tl.arange(0, BLOCK)
-    p = _chosen(parameters, STARTS, program, places)
-    g = _chosen(gradients, STARTS, program, places)
-    a = _chosen(averages, STARTS, program, places)
-    s = _chosen(squares, STARTS, program, places)
-    m = _chosen(largest, STARTS, program, places)
-    c = _chosen(copies, STARTS, program, places)
+    COUNT: tl.constexpr = of(GROUPS, 0, "count")
+    p = pick(parameters, STARTS, program, 0, COUNT) + places
+    g = pick(gradients, STARTS, program, 0, COUNT) + places
+    a = pick(averages, STARTS, program, 0, COUNT) + places
+    s = pick(squares, STARTS, program, 0, COUNT) + places
+    m = None
+    if largest is not None:
+        m = pick(largest, STARTS, program, 0, COUNT) + places
+    c = None
+    if copies is not None:
+        c = pick(copies, STARTS, program, 0, COUNT) + places
     if begin + BLOCK <= size:
         _adam(p, g, a, s, m, c, None, lr, step, factor, scheduled, OPTIONS, COMPUTE)
     else:
@@ -216,10 +212,15 @@ def _sgd_kernel(
     STARTS: tl.constexpr = of(GROUPS, 0, "starts")
     begin, _, size, _ = located(GROUPS, 0, program, BLOCK)
     places = begin + tl.arange(0, BLOCK)
-    p = _chosen(parameters, STARTS, program, places)
-    g = _chosen(gradients, STARTS, program, places)
-    b = _chosen(buffers, STARTS, program, places)
-    c = _chosen(copies, STARTS, program, places)
+    COUNT: tl.constexpr = of(GROUPS, 0, "count")
+    p = pick(parameters, STARTS, program, 0, COUNT) + places
+    g = pick(gradients, STARTS, program, 0, COUNT) + places
+    b = None
+    if buffers is not None:
+        b = pick(buffers, STARTS, program, 0, COUNT) + places
+    c = None
+    if copies is not None:
+        c = pick(copies, STARTS, program, 0, COUNT) + places
     if begin + BLOCK <= size:
         _sgd(p, g, b, c, None, lr, undamped, factor, scheduled, OPTIONS, COMPUTE)
     else:
