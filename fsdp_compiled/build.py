@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import budget, memory, passes
+from fsdp_compiled.binding import Binding
 from fsdp_compiled.capture import Capture, batch_tensors, capture_on
 from fsdp_compiled.dynamic import Sizes, shape_text
 from fsdp_compiled.lower import Runner
@@ -39,6 +40,7 @@ class Compiled:
     kind: Kind
     label: str
     number: int  # the same on every rank for the same program
+    binding: Binding
     runner: Runner = lambda *_: ()  # until it is lowered
     fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
 
@@ -104,6 +106,7 @@ def build(
         kind=kind,
         label=label,
         number=number,
+        binding=Binding([port for port in program.ports if port.side == "in"], batch, named),
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from fsdp_compiled.program import Port, Program, fake_mode
+from fsdp_compiled.program import Program, fake_mode
 
 Sizes = Mapping[int, int]  # dim -> the size that it has now, for the dims that move
 
@@ -50,16 +50,6 @@ def layout(tensor: torch.Tensor, sizes: Sizes) -> tuple[object, ...]:
         return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     shape = tuple("moves" if dim in dims else size for dim, size in enumerate(tensor.shape))
     return shape, None if tensor.is_contiguous() else tensor.stride(), tensor.dtype, tensor.device
-
-
-def size_inputs(ports: Iterable[Port], tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The sizes that a program takes as inputs of their own, by their ports' names, such as ``[0] dim 0``."""
-    found = {}
-    for port in ports:
-        if port.kind == "size":
-            place, _, dim = port.name.rpartition(" dim ")
-            found[port.name] = tensors[place].shape[int(dim)]
-    return found
 
 
 def name_of(dim: int) -> str:

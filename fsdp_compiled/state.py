@@ -55,11 +55,18 @@ class State:
     random = property(lambda self: self._value(6))
     step = property(lambda self: self._value(7))
 
+    @property
+    def held(self) -> object:
+        """The same object as long as the dictionaries are the same, in the State that `consume` returns too."""
+        self._value(0)
+        return self._values
+
     def consume(self) -> State:
         """A new State with the same tensors; this one may no longer be read."""
-        values = tuple(self._value(index) for index in range(len(self._fields)))
-        self._values = None
-        return State(*values)
+        self._value(0)
+        new = State.__new__(State)
+        new._values, self._values = self._values, None
+        return new
 
     def __repr__(self) -> str:
         if self._values is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -17,22 +16,23 @@ from typing import Any, TypeVar, get_args
 
 import torch
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from fsdp_compiled import dump
+from fsdp_compiled.binding import flatten, modes, trainable
 from fsdp_compiled.build import Compiled, Kind, build, check_devices, counting, label_of, plain, rows_of
 from fsdp_compiled.calls import Calls, different
 from fsdp_compiled.capture import batch_tensors
-from fsdp_compiled.dynamic import Sizes, layout, size_inputs, sizes_of, traced_with, unfit
+from fsdp_compiled.dynamic import Sizes, layout, sizes_of, traced_with, unfit
 from fsdp_compiled.inductor import Call, cache_place, compile_all, share
 from fsdp_compiled.join import Announced, Joined
 from fsdp_compiled.lower import Lowering, Runner
 from fsdp_compiled.memory import Memory
 from fsdp_compiled.mesh import Mesh, RankError, agree, among, backends, exchange
-from fsdp_compiled.optim import Rule, hyper, make_rules, signature
+from fsdp_compiled.optim import Rule, make_rules
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import DISAGREE, NORM, Port, Program
 from fsdp_compiled.random import Generator
+from fsdp_compiled.rates import Rates
 from fsdp_compiled.replay import Replays, make_device
 from fsdp_compiled.state import State, optimizer_state
 from fsdp_compiled.takeover import Taken, full_state_dict
@@ -64,17 +64,17 @@ class Sharded:
         self._modules = list(taken.model.modules())
         self._parameters = list(taken.model.parameters())
         self._compiled: dict[Signature, Compiled] = {}
-        self._hypers: dict[str, torch.Tensor] = {}
-        self._rates: dict[str, float] = {}
-        self._fixed = self._options()
+        self._rates = Rates(optimizer, plan.device)
         self._revision = 0  # of the rules
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         self._replays = Replays(make_device(plan.device, plan.policy.cuda_graph), plan.policy.cuda_graph)
-        self._numbers: dict[str, tuple[float, torch.Tensor]] = {}  # that the host sets from call to call
+        # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
+        self._numbers = {"call": 0.0, "rows": 0.0}
+        self._tensors = {name: torch.zeros((), dtype=torch.float64, device=plan.device) for name in self._numbers}
         self._norm: torch.Tensor | None = None
         self._calls = Calls(mesh)
         self._calls_summed = 0  # the numbers of the microbatches' programs, compared at the next step
-        self._trainable = tuple(parameter.requires_grad for parameter in self._parameters)
+        self._trainable = trainable(self._parameters)
         self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
         self._evicted = 0
         self._joined: Joined | None = None  # inside `join`
@@ -261,9 +261,9 @@ class Sharded:
 
     def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
         with self._refusing():
-            self._read_hypers()
+            self._read_rates()
         if self._joined is not None and self._joined.shadows is not None:
-            self._adopt(self._joined.shadows.rates)
+            self._rates.adopt(self._joined.shadows.rates)
         compiled = self._program("last" if state.sums else "step", batch, named)
         outputs = self._run(compiled, state, batch, named, self._calls_summed)
         self._calls_summed = 0
@@ -273,27 +273,17 @@ class Sharded:
     def _run(
         self, compiled: Compiled, state: State, batch: tuple[Any, ...], named: dict[str, Any], before: int = 0
     ) -> dict[Port, torch.Tensor]:
-        tensors = batch_tensors(batch, named)
-        sources = {
-            "shard": state.parameters,
-            "buffer": state.buffers,
-            "state": state.optimizer,
-            "constant": compiled.constants(state),
-            "hyper": self._hypers,
-            "rank": {"shard": self._rank},
-            "sum": state.sums,
-            "scale": state.scale,
-            "call": {"number": self._call_number(compiled, before)},
-            "weight": {"rows": self._weight(tensors)} if self.plan.policy.weigh == "rows" else {},
-            "batch": tensors,
-            "size": size_inputs(compiled.inputs, tensors) if self.plan.policy.moving else {},
-        }
-        given = [sources[port.kind][port.name] for port in compiled.inputs]
+        leaves, _ = flatten(batch, named)
+        self._set_number("call", (compiled.number + before) % 256 * 4096 + self._rates.digest)
+        if self.plan.policy.weigh == "rows":
+            self._set_number("rows", self._weight(batch, named))
+        given = compiled.binding.inputs(leaves, state.held, lambda: self._holders(compiled, state))
         if compiled.updates:
             given.append(state.step)
         try:
             with (
                 torch.no_grad(),
+                torch._C._AutoDispatchBelowAutograd(),  # what autograd's dispatch costs each operator of no gradient
                 Generator(state.random, self.plan.device) if compiled.random else nullcontext(),
             ):
                 outputs = compiled.runner(*given)
@@ -301,65 +291,48 @@ class Sharded:
             raise self._explain(compiled, error) from error
         return dict(zip(compiled.outputs, outputs, strict=True))
 
-    def _weight(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def _holders(self, compiled: Compiled, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Who holds a program's inputs, by kind, but for the batch.
+
+        ``call`` is what ranks compare in the reduction of the loss: program, microbatches' programs, and scheduled
+        rates; below 2**20, so that its square, summed over thousands of ranks, is exact in float64.
+        """
+        return {
+            "shard": state.parameters,
+            "buffer": state.buffers,
+            "state": state.optimizer,
+            "constant": compiled.constants(state),
+            "hyper": self._rates.tensors,
+            "rank": {"shard": self._rank},
+            "sum": state.sums,
+            "scale": state.scale,
+            "call": {"number": self._tensors["call"]},
+            "weight": {"rows": self._tensors["rows"]},
+        }
+
+    def _set_number(self, name: str, value: float) -> None:
+        if value != self._numbers[name]:
+            self._tensors[name].fill_(float(value))  # filled, not copied to a GPU, which makes the host wait
+            self._numbers[name] = value
+
+    def _weight(self, batch: tuple[Any, ...], named: dict[str, Any]) -> int:
         """How many rows this rank's batch counts for."""
         shadows = self._joined is not None and self._joined.shadows is not None
-        return self._on_device("rows", 0 if shadows else rows_of(tensors))
-
-    def _call_number(self, compiled: Compiled, before: int) -> torch.Tensor:
-        """What ranks compare in the reduction of the loss: program, microbatches' programs, and scheduled rates.
-
-        Below 2**20, so that its square, summed over thousands of ranks, is exact in float64.
-        """
-        rates = zlib.crc32(repr(sorted(self._rates.items())).encode()) % 4096
-        return self._on_device("call", (compiled.number + before) % 256 * 4096 + rates)
-
-    def _on_device(self, name: str, value: float) -> torch.Tensor:
-        """The number as a float64 tensor that keeps its place, where a CUDA graph reads it."""
-        before, tensor = self._numbers.get(name) or (
-            None,
-            torch.empty((), dtype=torch.float64, device=self.plan.device),
-        )
-        if value != before:
-            tensor.fill_(float(value))  # filled, not copied to a GPU, which makes the host wait
-            self._numbers[name] = value, tensor
-        return tensor
+        return 0 if shadows else rows_of(batch_tensors(batch, named))
 
     def _explain(self, compiled: Compiled, error: RuntimeError) -> RuntimeError:
         """The error of another rank, where that is why this one's collective failed."""
         if DISAGREE in str(error):  # all ranks are here: each found it in the same reduction
-            rates = "".join(f", {name} = {value}" for name, value in self._rates.items())
-            return RankError(different(exchange(compiled.label + rates, self._mesh)))
+            return RankError(different(exchange(f"{compiled.label}{self._rates}", self._mesh)))
         reason = self._calls.reason(error)
         return RankError(reason) if reason is not None else error
 
-    def _options(self) -> list[Any]:
-        """What the rules were traced with: every hyperparameter but the scheduled ones."""
-        return [signature(group) for group in (self.optimizer.param_groups if self.optimizer is not None else ())]
-
-    def _read_hypers(self) -> None:
+    def _read_rates(self) -> None:
         """Writes rates that changed to the device; a change of any other hyperparameter traces new rules."""
-        assert self.optimizer is not None
-        if len(self.optimizer.param_groups) != len(self._fixed):
-            raise ValueError("A param group was added after compile_sharded; add it before.")
-        if self._options() != self._fixed:
-            self._retrace()
-        for rule in self._rules:
-            group = self.optimizer.param_groups[rule.group]
-            for name in rule.hypers:
-                key, value = f"{rule.group}.{name}", hyper(group, name)
-                if key not in self._hypers:
-                    self._hypers[key] = torch.tensor(value, dtype=torch.float64, device=self.plan.device)
-                    self._rates[key] = value
-                elif self._rates[key] != value:
-                    self._hypers[key].fill_(value)
-                    self._rates[key] = value
-
-    def _adopt(self, rates: Mapping[str, float]) -> None:
-        """Another rank's rates, for a step that this rank makes for it."""
-        for key, value in rates.items():
-            self._hypers[key].fill_(value)
-        self._rates.update(rates)
+        if not self._rates.unchanged():
+            if self._rates.outdated():
+                self._retrace()
+            self._rates.write(self._rules)
 
     def _shadow(self, call: Announced) -> None:
         """Makes another rank's call, on a batch that counts nothing."""
@@ -371,18 +344,18 @@ class Sharded:
         log.warning("A hyperparameter other than the scheduled ones changed: the step is compiled again.")
         assert self.optimizer is not None
         self._rules = make_rules(self.optimizer)
-        self._fixed = self._options()
+        self._rates.traced()
         self._revision += 1
         for name, value in optimizer_state(self.plan, self._rules, {}).items():
             self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one
         self._compiled = {key: value for key, value in self._compiled.items() if key[0] not in ("step", "last")}
 
     def _signature(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> Signature:
-        leaves, spec = pytree.tree_flatten((batch, named))
+        leaves, spec = flatten(batch, named)
         described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
-        if tuple(parameter.requires_grad for parameter in self._parameters) != self._trainable:
+        if trainable(self._parameters) != self._trainable:
             raise ValueError(self._changed())
-        return (kind, described, spec, tuple(module.training for module in self._modules))
+        return (kind, described, spec, modes(self._modules))
 
     def _program(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
         tensors = batch_tensors(batch, named) if self.plan.policy.moving else {}
@@ -400,7 +373,7 @@ class Sharded:
         compiled = self._compiled.get(key)
         label = compiled.label if compiled is not None else self._label(kind, batch, named, sizes, why)
         if self._joined is not None:
-            self._joined.announce(kind, label, (batch, named), self._rates)
+            self._joined.announce(kind, label, (batch, named), self._rates.values)
         self._compiled.pop(key, None)
         if compiled is None:
             if why and self._mesh.rank == 0:

@@ -240,7 +240,7 @@ def test_persistent_bytes_are_exact(name: str) -> None:
         assert found.optimizer == held(state.optimizer)
         assert found.buffers == held(state.buffers)
         assert found.sums == held(state.sums) and (found.sums > 0) == accumulate
-        assert found.total == held((state, sharded._hypers, sharded._rank))
+        assert found.total == held((state, sharded._rates.tensors, sharded._rank))
         if accumulate:
             assert sharded.plan.sum_bytes() + 16 == found.sums  # with their count and the loss
 

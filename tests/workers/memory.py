@@ -44,7 +44,7 @@ def compare(sharded: Sharded, memory: Memory, run: Callable[[], Any]) -> dict[st
     recording = recorded(run)
     with Gathers() as gathers:
         run()
-    state = (sharded.state, sharded._hypers, sharded._rank)
+    state = (sharded.state, sharded._rates.tensors, sharded._rank)
     return {
         "persistent": {"predicted": memory.persistent.total, "real": held(state)},
         "peak": {"predicted": memory.peak.nbytes, "real": held(state) + memory.batch + recording.peak},
