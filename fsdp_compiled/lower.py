@@ -20,6 +20,8 @@ from fsdp_compiled.pieces import Piece, origin, segments
 from fsdp_compiled.program import Program, is_collective, role_of
 
 Runner = Callable[..., Sequence[torch.Tensor]]
+# Inside, operators go past autograd's layers of dispatch, which under no_grad only cost time: a tenth of a small one.
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def lower(program: Program, groups: Mapping[str, str], how: str, blocks: Collection[str] = ()) -> Runner:

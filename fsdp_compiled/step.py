@@ -25,7 +25,7 @@ from fsdp_compiled.capture import batch_tensors
 from fsdp_compiled.dynamic import Sizes, layout, sizes_of, traced_with, unfit
 from fsdp_compiled.inductor import Call, cache_place, compile_all, share
 from fsdp_compiled.join import Announced, Joined
-from fsdp_compiled.lower import Lowering, Runner
+from fsdp_compiled.lower import Lowering, Runner, below_autograd
 from fsdp_compiled.memory import Memory
 from fsdp_compiled.mesh import Mesh, RankError, agree, among, backends, exchange
 from fsdp_compiled.optim import Rule, make_rules
@@ -283,7 +283,7 @@ class Sharded:
         try:
             with (
                 torch.no_grad(),
-                torch._C._AutoDispatchBelowAutograd(),  # what autograd's dispatch costs each operator of no gradient
+                below_autograd(),
                 Generator(state.random, self.plan.device) if compiled.random else nullcontext(),
             ):
                 outputs = compiled.runner(*given)
