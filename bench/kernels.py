@@ -202,7 +202,7 @@ def update(unit: str, shapes: Sequence[tuple[int, ...]], copies: bool) -> Contes
 
     def torch_fused(own: list[torch.Tensor]) -> tuple[Run, list[torch.Tensor]]:
         parameter = torch.nn.Parameter(own[0])
-        optimizer = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1, fused=True)
+        optimizer = torch.optim.AdamW([parameter], lr=1e-3, weight_decay=0.1, fused=True, capturable=True)
         state = {"step": torch.tensor(4.0, device="cuda"), "exp_avg": own[2], "exp_avg_sq": own[3]}
         optimizer.state[parameter] = state
         results = [parameter.data]
