@@ -127,6 +127,11 @@ def _check(
         raise ValueError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer or None.")
     if policy is not None and not isinstance(policy, Policy):
         raise ValueError(f"policy is a {type(policy).__name__}; expected fsdp_compiled.Policy.")
+    if policy is not None and policy.offload:
+        raise ValueError(
+            "Policy.offload is True, and shards cannot be kept in host memory yet; on a CPU that is where they are. "
+            'Take it out. What makes a rank hold less: more ranks, Policy(shard="zero3", recompute="unit"), limit=2.'
+        )
     for name, value in (("loss", loss), ("init", init)):
         if value is not None and not callable(value):
             raise ValueError(f"{name} is a {type(value).__name__}; expected a function or None.")

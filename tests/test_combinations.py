@@ -385,10 +385,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"clip": 0.0}, "Policy.clip is 0.0; expected a positive number"),
     ({"clip_value": "big"}, "Policy.clip_value is 'big'; expected a positive number"),
     ({"clip": 1.0, "clip_value": 1.0}, "both given; which comes first changes the result"),
-    ({"recompute": "block"}, "Policy.recompute is 'block'; expected one of None, 'unit'"),
+    ({"recompute": "block"}, "Policy.recompute is 'block'; expected one of None"),
     ({"loss_scale": "auto"}, "Policy.loss_scale is 'auto'; expected None"),
     ({"limit": 1, "prefetch": 1}, "Policy.limit=1 leaves no room for prefetch=1"),
     ({"lower": "triton"}, "Policy.lower is 'triton'"),
+    ({"offload": True}, "Policy.offload is True, and shards cannot be kept in host memory yet"),
+    ({"offload": "cpu"}, "Policy.offload is 'cpu'; expected one of False, True"),
 ]
 
 

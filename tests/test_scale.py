@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
@@ -228,16 +228,19 @@ def overflows(crew: Sequence[Rank]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("shard", "mesh"), [*((shard, (2, 1)) for shard in SHARDS), ("zero3", (3, 1)), ("zero2", (2, 2))], ids=str
+    ("shard", "mesh", "kernels"),
+    [*((shard, (2, 1), False) for shard in SHARDS), ("zero3", (3, 1), True), ("zero2", (2, 2), False)],
+    ids=str,
 )
-def test_an_overflow_on_one_rank_voids_the_step_on_all(shard: str, mesh: tuple[int, int]) -> None:
+def test_an_overflow_on_one_rank_voids_the_step_on_all(shard: str, mesh: tuple[int, int], kernels: bool) -> None:
     world = mesh[0] * mesh[1]
     good = [batch(rank) for rank in range(world)]
     odd = [batch(rank, overflows=rank == world - 1) for rank in range(world)]
     opposite = [batch(rank, overflows=True, sign=(-1.0) ** rank) for rank in range(world)]
     model = build()
     with ranks(*mesh) as places:
-        crew = [enlist(model, optimizer_of(model), policy_of(shard=shard), place) for place in places]
+        policy = policy_of(shard=shard, kernels=kernels)
+        crew = [enlist(model, optimizer_of(model), policy, place) for place in places]
         program = run(captured(crew[0], loss, good[0]), crew[0].plan, passes(crew[0]))
         start = states(crew)
         lockstep(program, crew, good)
@@ -251,6 +254,23 @@ def test_an_overflow_on_one_rank_voids_the_step_on_all(shard: str, mesh: tuple[i
         assert all(map(torch.equal, before, states(crew)))
         lockstep(not_put_back(program, crew[0].plan), crew, odd)
         assert not any(map(torch.equal, before, states(crew)))
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_copies_of_one_buffer_at_a_time_are_alive(kernels: bool) -> None:
+    """What is copied to be put back is a buffer's shard and state, and is put back before the next one is copied."""
+    model = build()
+    program = stages(model, optimizer_of(model), loss, batch(0), policy_of(kernels=kernels, bucket_mb=0))[0][-1]
+    copies: set[fx.Node] = set()
+    most, order = 0, list(program.graph.nodes)
+    for node in order:
+        mark = node.meta.get("mark")
+        if node.target is aten.clone.default and mark and mark.role == "update" and node.meta["val"].dim():
+            copies.add(node)
+        copies = {copy for copy in copies if any(order.index(user) >= order.index(node) for user in copy.users)}
+        most = max(most, len(copies))
+        assert len({copy.meta["mark"].buffer for copy in copies}) <= 1
+    assert most == 3  # the shard and both of AdamW's averages
 
 
 def not_put_back(program: Program, plan: Plan) -> Program:

@@ -16,8 +16,9 @@ kernels and for the optimizers that have one (`fsdp_compiled.formula`), one for 
     return gradient, factor     step += 1
                                 adam_([shard, ...], [gradient, ...], [exp_avg, ...], ..., lr, step, factor)
 
-What depends on the step count
-and the hyperparameters alone is computed once a group. A parameter that the loss does not reach keeps its value and
+Under ``Policy.loss_scale`` each buffer is updated by itself all the same: one call for all could only be put back with
+copies of everything alive at once. What depends on the step count and the hyperparameters alone is computed once a
+group. A parameter that the loss does not reach keeps its value and
 state, as a parameter whose ``grad`` is None does in eager PyTorch: its places are put back after the update.
 """
 
@@ -58,7 +59,7 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
                 assert buffer.group is not None
                 rule = rules[buffer.group]
                 gradient = _own_part(edit, buffer, plan, gradient)
-                if plan.kernels and rule.formula is not None:
+                if plan.kernels and rule.formula is not None and plan.policy.scaling is None:
                     together.setdefault(buffer.group, []).append((buffer, gradient))
                     continue
                 if factor is not None:
