@@ -173,7 +173,7 @@ def ours(case: Case, rank: int, world: int) -> tuple[Run, dict[str, Any]]:
     optimizer = optimizer_of(case, model)
     schedule = schedule_of(case, optimizer)
     torch.manual_seed(SEED)  # of the dropout masks, that both trainings draw from the same place
-    policy = Policy(shard=case.shard, clip=case.clip, lower=case.lower)
+    policy = Policy(shard=case.shard, clip=case.clip, lower=case.lower, bucket_mb=0)
     sharded = compile_sharded(model, optimizer, loss=loss_of, mesh=mesh_of(case, world), policy=policy)
     losses, norms = [], []
     for step in range(STEPS):
