@@ -53,8 +53,8 @@ def reason(error: BaseException) -> str:
 CURES = (
     (
         "data-dependent branching",
-        "a program has no branches on tensor values: use torch.where, and set the rate of layers that are skipped at "
-        "random (layerdrop) to 0.",
+        "a program has no branches on tensor values: use torch.where; check values before they go in; set the rate of "
+        "layers that are skipped at random (layerdrop) to 0.",
     ),
     (
         "data-dependent expression",
