@@ -1,0 +1,134 @@
+"""Lowers programs on real ranks: who compiled what, in which order collectives ran, and what a failure does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_compiled import Policy, Sharded, compile_sharded, inductor
+from fsdp_compiled.program import is_collective
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def build(lower: str, width: int = 16) -> Sharded:
+    torch.manual_seed(0)
+    model = Model(3, width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    policy = Policy(lower=lower, bucket_mb=0, clip=1.0)
+    return compile_sharded(model, optimizer, loss=lambda model, x: (model(x) - 1).square().mean(), policy=policy)
+
+
+def batch(width: int = 16) -> torch.Tensor:
+    return torch.randn(8, width, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+class Sent(TorchDispatchMode):
+    """Collectives as they are called: name and size of what a rank gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "_c10d_functional" and "wait" not in str(func):
+            self.calls.append((str(func), args[0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def order(lower: str) -> dict[str, Any]:
+    """The collectives of a step as the program has them, and as they ran."""
+    sharded = build(lower)
+    sharded.step(batch())
+    with Sent() as sent:
+        sharded.step(batch())
+    planned = [
+        (str(node.target), node.args[0].meta["val"].numel())
+        for node in sharded.program.graph.nodes
+        if node.op == "call_function" and is_collective(node)
+    ]
+    return {"planned": planned, "ran": sent.calls}
+
+
+def compiled() -> dict[str, Any]:
+    """What this rank compiled, and what it found in the cache."""
+    made: Counter[str] = Counter()
+    artifact = inductor._artifact
+
+    def watched(piece: Any) -> Any:
+        before = counters["aot_autograd"]["autograd_cache_hit"]
+        result = artifact(piece)
+        made["found" if counters["aot_autograd"]["autograd_cache_hit"] > before else "compiled"] += 1
+        return result
+
+    inductor._artifact = watched
+    try:
+        sharded = build("inductor")
+        losses = [sharded.step(batch()).item() for _ in range(3)]
+    finally:
+        inductor._artifact = artifact
+    return {**made, "losses": losses}
+
+
+def eager() -> dict[str, Any]:
+    sharded = build("eager")
+    return {"losses": [sharded.step(batch()).item() for _ in range(3)]}
+
+
+def failure() -> dict[str, Any]:
+    """The compiler fails on rank 1; afterwards it does not."""
+    artifact = inductor._artifact
+
+    def broken(piece: Any) -> Any:
+        raise RuntimeError("the compiler was not in the mood")
+
+    sharded = build("inductor", width=24)
+    if dist.get_rank() == 1:
+        inductor._artifact = broken
+    try:
+        sharded.step(batch(24))
+        said = "nothing"
+    except RuntimeError as error:
+        said = f"{type(error).__name__}: {error}"
+    inductor._artifact = artifact
+    return {"said": said, "then": sharded.step(batch(24)).item()}
+
+
+CASES = {
+    "compiled": compiled,
+    "eager": eager,
+    "failure": failure,
+    "order eager": lambda: order("eager"),
+    "order inductor": lambda: order("inductor"),
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found: dict[str, list[Any]] = {}
+    for case in sys.argv[2:]:
+        answers: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(answers, CASES[case]())
+        found[case] = answers
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
