@@ -1,0 +1,345 @@
+"""What FSDP2, DDP and this package can do, a row each, with the tests that prove ours; and the table of the README.
+
+``python tests/capabilities.py --write`` runs those tests and puts the table between the README's markers, without the
+rows of which a test failed or did not run; ``--junit FILE`` reads the results of a run instead (``pytest
+--junitxml=FILE``). What FSDP2 and DDP have is named by the API that does it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+BEGIN, END = "<!-- capabilities: written by tests/capabilities.py -->", "<!-- end of capabilities -->"
+NO = "no"
+
+
+@dataclass(frozen=True)
+class Row:
+    capability: str
+    fsdp2: str
+    ddp: str
+    ours: str
+    tests: tuple[str, ...] = ()  # file::function; a row without any says what is missing
+
+
+ROWS = (
+    Row(
+        "Parameters, gradients and optimizer state sharded",
+        "`fully_shard`",
+        NO,
+        '`shard="zero3"`',
+        (
+            "test_parity::test_two_ranks_are_bitwise_fsdp2",
+            "test_shape::test_a_rank_holds_its_share_between_steps_and_no_more",
+        ),
+    ),
+    Row(
+        "Gathered once a step and kept",
+        "`reshard_after_forward=False`",
+        NO,
+        '`shard="zero2"`',
+        ("test_parity::test_two_ranks_are_bitwise_fsdp2", "test_shape::test_under_zero2_parameters_do_stay_gathered"),
+    ),
+    Row(
+        "Optimizer state alone sharded",
+        NO,
+        "`ZeroRedundancyOptimizer`",
+        '`shard="zero1"`',
+        ("test_parity::test_two_ranks_are_bitwise_ddp",),
+    ),
+    Row(
+        "Replicas, all-reduced in buckets while backward runs",
+        NO,
+        "`DistributedDataParallel`",
+        '`shard="ddp"`, `bucket_mb`',
+        (
+            "test_parity::test_two_ranks_are_bitwise_ddp",
+            "test_bucket::test_without_gathers_parameters_are_packed_whatever_their_block_and_the_last_are_first",
+        ),
+    ),
+    Row(
+        "Sharded inside, replicated across (HSDP)",
+        "2-D mesh",
+        NO,
+        '2-D mesh `("replicate", "shard")`',
+        (
+            "test_parity::test_hybrid_sharding_has_the_weights_of_fsdp2_bit_for_bit",
+            "test_shape::test_hsdp_reduces_over_both_axes",
+        ),
+    ),
+    Row(
+        "Gathers ahead, and a bound on what is gathered at once",
+        "prefetch, by module; a rate limit of its own",
+        NO,
+        "`prefetch`, `limit`, for the whole step",
+        (
+            "test_schedule::test_a_gather_starts_as_many_units_ahead_as_asked",
+            "test_schedule::test_no_node_of_any_program_has_more_units_alive_than_the_limit",
+        ),
+    ),
+    Row(
+        "Mixed precision, cast before the wire",
+        "`MixedPrecisionPolicy`",
+        "`autocast`, wire in fp32",
+        "`precision`, the same `MixedPrecisionPolicy`",
+        (
+            "test_precision::test_two_ranks_are_bitwise_fsdp2_with_the_same_policy",
+            "test_precision::test_each_cast_comes_before_its_wire",
+        ),
+    ),
+    Row(
+        "fp16 with dynamic loss scaling",
+        "`GradScaler`, which asks the device every step",
+        "`GradScaler`, which asks the device every step",
+        "`loss_scale`, inside the program",
+        (
+            "test_scale::test_one_process_is_bit_for_bit_the_grad_scaler",
+            "test_scale::test_an_overflow_on_one_rank_voids_the_step_on_all",
+            "test_scale::test_scaling_sends_no_message_more_and_a_number_at_most",
+        ),
+    ),
+    Row(
+        "Microbatches, communicating once a step",
+        "`set_requires_gradient_sync`",
+        "`no_sync`",
+        '`accumulate="full"`',
+        ("test_accumulate::test_microbatches_are_one_step_on_the_joined_batch",),
+    ),
+    Row(
+        "Microbatches, holding shards in between",
+        "backward without `zero_grad`",
+        NO,
+        '`accumulate="shards"`',
+        (
+            "test_accumulate::test_microbatches_are_one_step_on_the_joined_batch",
+            "test_accumulate::test_nothing_is_held_before_the_first_microbatch",
+        ),
+    ),
+    Row(
+        "Clipping by global norm",
+        "`clip_grad_norm_`",
+        "`clip_grad_norm_`",
+        "`clip`",
+        (
+            "test_parity::test_clipping_is_that_of_fsdp2_with_clip_grad_norm",
+            "test_clip::test_the_norm_is_exact_with_frozen_and_tied_parameters_and_replicas",
+        ),
+    ),
+    Row(
+        "Clipping by value",
+        "`clip_grad_value_`",
+        "`clip_grad_value_`",
+        "`clip_value`",
+        ("test_scale::test_gradients_are_clipped_after_they_are_unscaled",),
+    ),
+    Row(
+        "The model's own `torch.utils.checkpoint`, dropout included",
+        "yes",
+        "yes",
+        "yes",
+        (
+            "test_shape::test_checkpointed_regions_are_computed_again_and_random_numbers_are_not",
+            "test_meaning::test_generated_models_train_as_in_eager",
+        ),
+    ),
+    Row(
+        "Blocks computed again without touching the model",
+        "wrappers (`apply_activation_checkpointing`)",
+        "wrappers (`apply_activation_checkpointing`)",
+        '`recompute="unit"`',
+        (
+            "test_recompute::test_of_a_block_that_is_computed_again_only_its_input_is_kept",
+            "test_recompute::test_numbers_are_bit_for_bit_those_of_keeping_everything",
+        ),
+    ),
+    Row("Shards and optimizer state on the CPU", "`CPUOffloadPolicy`", NO, NO),
+    Row(
+        "BatchNorm with local statistics",
+        "yes",
+        "yes",
+        "yes",
+        ("test_meaning::test_every_kind_of_block_trains_as_in_eager",),
+    ),
+    Row(
+        "Dropout by rank and step, repeated under one seed",
+        "the user seeds each rank",
+        "the user seeds each rank",
+        "yes",
+        ("test_ranks::test_dropout_differs_by_rank_and_step_and_repeats_under_a_seed",),
+    ),
+    Row(
+        "Parameters that the loss does not reach",
+        "yes",
+        "`find_unused_parameters`",
+        "yes, named once",
+        (
+            "test_meaning::test_a_parameter_that_the_loss_never_reaches_stays_as_it_is_under_weight_decay",
+            "test_programs::test_an_idle_parameter_is_named_once",
+        ),
+    ),
+    Row(
+        "Ranks with different numbers of rows or batches",
+        NO,
+        "`join`, each rank counts the same",
+        '`weigh="rows"`, `join`: each row counts the same',
+        (
+            "test_weigh::test_a_step_is_that_of_one_process_on_all_rows",
+            "test_uneven::test_five_batches_and_three_are_one_process_on_all_rows",
+            "test_weigh::test_no_collective_is_added",
+        ),
+    ),
+    Row(
+        "Batches whose sizes change, without a program each",
+        "yes (eager)",
+        "yes (eager)",
+        "`dynamic`; at most `programs` are kept",
+        (
+            "test_dynamic::test_one_capture_serves_every_number_of_rows_bit_for_bit",
+            "test_programs::test_the_least_recently_used_program_is_dropped_and_the_numbers_stay",
+        ),
+    ),
+    Row(
+        "Peak memory told before the first step",
+        NO,
+        NO,
+        "predicted, and compared with what is measured",
+        ("test_memory::test_the_peak_of_a_gpt", "test_memory::test_persistent_bytes_are_exact"),
+    ),
+    Row(
+        "Models that no rank can hold, from the meta device",
+        "`to_empty`, then the user's own initialisation",
+        NO,
+        "`init`, a unit at a time",
+        ("test_api::test_a_meta_model_is_initialised_unit_by_unit",),
+    ),
+    Row(
+        "Any element-wise optimizer, inside the step's program",
+        "`torch.compile` of `optimizer.step`",
+        "`torch.compile` of `optimizer.step`",
+        "yes; a new rate compiles nothing",
+        (
+            "test_optim::test_the_traced_update_is_the_eager_one",
+            "test_api::test_a_learning_rate_schedule_drives_the_step_without_a_recompile",
+        ),
+    ),
+    Row(
+        "The step as a function of a state",
+        NO,
+        NO,
+        "`state`, `apply`",
+        ("test_api::test_apply_is_step_as_a_function_and_consumes_its_state",),
+    ),
+    Row(
+        "The step as a program that can be read and compared",
+        NO,
+        NO,
+        "`plan`, `program`, `dump`",
+        ("test_api::test_plan_program_and_dump_show_what_will_run", "test_shape::test_what_is_sent_is_as_written_down"),
+    ),
+    Row(
+        "Ranks that disagree get an error instead of a hang",
+        NO,
+        "shapes of parameters, at the start",
+        "yes",
+        ("test_ranks::test_a_disagreement_is_an_error_on_every_rank",),
+    ),
+    Row(
+        "Every combination of placement, precision, accumulation, clipping and recomputation",
+        "not stated",
+        "not stated",
+        "runs, or is refused by `compile_sharded`",
+        (
+            "test_combinations::test_every_combination_on_two_ranks",
+            "test_combinations::test_every_pair_of_choices_on_four_ranks",
+            "test_combinations::test_what_is_not_allowed_is_refused_before_anything_is_changed",
+        ),
+    ),
+)
+
+
+def path_of(test: str) -> tuple[str, str]:
+    """``test_scale::test_x`` -> the file, from the root, and the function."""
+    module, function = test.split("::")
+    return f"tests/{module}.py", function
+
+
+def table(rows: Collection[Row]) -> str:
+    """Markdown, between its markers."""
+    lines = [BEGIN, "", "| | FSDP2 | DDP | here | shown by |", "|---|---|---|---|---|"]
+    for row in rows:
+        files = defaultdict(list)
+        for file, function in map(path_of, row.tests):
+            files[file].append(function)
+        proofs = [
+            f"[{'`, `'.join(functions)}]({file})".replace("[", "[`").replace("](", "`](")
+            for file, functions in files.items()
+        ]
+        lines.append(
+            f"| {row.capability} | {row.fsdp2} | {row.ddp} | {row.ours} | {', '.join(proofs) or 'not there yet'} |"
+        )
+    return "\n".join([*lines, "", END])
+
+
+def passed(*reports: Path) -> set[str]:
+    """The tests of which every case in these JUnit files ran and passed, as ``module::function``."""
+    good: dict[str, bool] = {}
+    for case in itertools.chain.from_iterable(ElementTree.parse(report).iter("testcase") for report in reports):
+        module = case.get("classname", "").removeprefix("tests.")
+        name = f"{module}::{case.get('name', '').split('[')[0]}"
+        ran = not any(case.find(kind) is not None for kind in ("failure", "error", "skipped"))
+        good[name] = good.get(name, True) and ran
+    return {name for name, ran in good.items() if ran}
+
+
+def proven(rows: Collection[Row], good: Collection[str]) -> list[Row]:
+    """The rows whose tests all passed, and those that claim nothing."""
+    return [row for row in rows if all(test in good for test in row.tests)]
+
+
+def run(rows: Collection[Row]) -> set[str]:
+    """Runs the rows' tests; what passed."""
+    ids = sorted({"::".join(path_of(test)) for row in rows for test in row.tests})
+    with TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        subprocess.run(
+            [sys.executable, "-P", "-m", "pytest", "-q", f"--junitxml={report}", *ids], cwd=ROOT, check=False
+        )
+        return passed(report)
+
+
+def replaced(text: str, new: str) -> str:
+    """The README's text with this table in the place of the one between the markers."""
+    before, rest = text.split(BEGIN)
+    return before + new + rest.split(END)[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The README's table of capabilities, from test results.")
+    parser.add_argument("--write", action="store_true", help="put it into README.md; else it is printed")
+    parser.add_argument("--junit", type=Path, metavar="FILE", nargs="+", help="results of runs, instead of running now")
+    arguments = parser.parse_args()
+    good = passed(*arguments.junit) if arguments.junit else run(ROWS)
+    rows = proven(ROWS, good)
+    for row in ROWS:
+        if row not in rows:
+            missing = [test for test in row.tests if test not in good]
+            print(f"left out: {row.capability}: not passed: {', '.join(missing)}", file=sys.stderr)
+    if arguments.write:
+        README.write_text(replaced(README.read_text(), table(rows)))
+    else:
+        print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
