@@ -40,6 +40,7 @@ class Compiled:
     kind: Kind
     label: str
     number: int  # the same on every rank for the same program
+    wire: str
     binding: Binding
     runner: Runner = lambda *_: ()  # until it is lowered
     fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
@@ -106,6 +107,7 @@ def build(
         kind=kind,
         label=label,
         number=number,
+        wire=program.wire,
         binding=Binding([port for port in program.ports if port.side == "in"], batch, named),
     )
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.calls import REFUSED, different
+from fsdp_compiled.board import REFUSED, different
 from fsdp_compiled.mesh import Mesh, RankError, exchange
 
 OUT = "has run out of batches"

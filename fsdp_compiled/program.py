@@ -120,6 +120,13 @@ class Program:
         """Equal exactly for programs that run the same operations, in the same order, on the same ports."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
+    @property
+    def wire(self) -> str:
+        """Equal for programs whose collectives pair up, one by one; empty where there are none."""
+        found = [node for node in self.graph.nodes if is_collective(node)]
+        calls = [(str(node.target), describe(node), fx.node.map_arg(node.args, lambda _: None)) for node in found]
+        return hashlib.sha256(repr(calls).encode()).hexdigest()[:8] if calls else ""
+
     def text(self) -> str:
         """Every node on a line: what ranks compare, and what `dump` writes."""
         return "\n".join(self.lines())

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 
 from fsdp_compiled import dump
 from fsdp_compiled.binding import flatten, modes, trainable
+from fsdp_compiled.board import different
 from fsdp_compiled.build import Compiled, Kind, build, check_devices, counting, label_of, plain, rows_of
-from fsdp_compiled.calls import Calls, different
+from fsdp_compiled.calls import Calls
 from fsdp_compiled.capture import batch_tensors
 from fsdp_compiled.dynamic import Sizes, layout, sizes_of, traced_with, unfit
 from fsdp_compiled.inductor import Call, cache_place, compile_all, share
@@ -289,6 +290,8 @@ class Sharded:
                 outputs = compiled.runner(*given)
         except RuntimeError as error:
             raise self._explain(compiled, error) from error
+        finally:
+            self._calls.returned()
         return dict(zip(compiled.outputs, outputs, strict=True))
 
     def _holders(self, compiled: Compiled, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
@@ -380,7 +383,7 @@ class Sharded:
                 log.warning("Policy.dynamic: the model or the loss asks for certain sizes; compiling %s", label)
             compiled = self._compile(kind, batch, named, sizes, label)
         else:
-            self._calls.post(compiled.label)
+            self._calls.post(compiled.label, compiled.wire)
         self._compiled[key] = compiled  # the last is the one used last
         return compiled
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp_compiled import watch
+from fsdp_compiled.board import Board, Posted
 from fsdp_compiled.calls import Calls, _finish
 from fsdp_compiled.mesh import Mesh, RankError
+from fsdp_compiled.sever import connections, cut, read
+from fsdp_compiled.watch import Watch
 
 CLOSED = RuntimeError("[pair.cc] Connection closed by peer")
 
@@ -18,14 +27,14 @@ def boards(world: int) -> list[Calls]:
     found = []
     for rank in range(world):
         calls = Calls(Mesh(torch.device("cpu")))
-        calls.mesh, calls.store = Mesh(torch.device("cpu"), shard=world, rank=rank), store
+        calls.mesh, calls.board = Mesh(torch.device("cpu"), shard=world, rank=rank), Board(store, rank, world)
         found.append(calls)
     return found
 
 
 def end(calls: Calls) -> None:
-    assert calls.store is not None
-    _finish(calls.store, calls.mesh.rank, calls._made)
+    assert calls.board is not None
+    _finish(calls.board, calls._made)
 
 
 def test_ranks_that_make_the_same_call_meet() -> None:
@@ -94,3 +103,117 @@ def test_a_refusal_reaches_those_who_wait() -> None:
         second.refuse("bad batch", known=())
     with pytest.raises(RankError, match="rank 1: refused: bad batch"):
         first.meet("step (a)")
+
+
+def test_a_rank_that_meets_others_hears_why_one_of_them_is_not_coming() -> None:
+    first, second = boards(2)
+    for _ in range(2):
+        first.post("full_state_dict")
+    assert second.board is not None
+    second.board.fail("because")
+    with pytest.raises(RankError, match="because"):
+        first.meet("full_state_dict")
+
+
+class Told(Watch):
+    """A watch that keeps what it found instead of acting on it."""
+
+    found: str | None = None
+
+    def _break(self, running: watch.Running, reason: str) -> None:
+        self.found = reason
+        self.end()
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Told]]:
+    """Of three ranks, that look after a hundredth of a second."""
+    monkeypatch.setattr(watch, "PATIENCE", 0.01)
+    store = dist.HashStore()
+    made = [Told(Board(store, rank, 3), cuts=False) for rank in range(3)]
+    yield made
+    for one in made:
+        one.stop()
+        one.join()
+        assert one._thread is None or not one._thread.is_alive()
+
+
+def begin(one: Told, number: int, label: str, wire: str) -> None:
+    call = Posted(number, wire, label)
+    one._board.post(call)
+    one.begin(call)
+
+
+def looked(one: Told, often: int = 10) -> Told:
+    """After it has looked at the board so many times, found something, or has nothing more to look at."""
+    until, running = time.monotonic() + 20, one._running
+    while running is not None and running is one._running and running.looked < often and len(running.agree) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return one
+
+
+def test_whose_collectives_differ_is_found_whoever_it_is(watches: list[Told]) -> None:
+    for rank, wire in enumerate(("aa", "aa", "bb")):
+        begin(watches[rank], 5, "forward (a)" if wire == "bb" else "step (a)", wire)
+    for one in watches:
+        found = looked(one).found
+        assert found is not None and "  rank 1: step (a)\n  rank 2: forward (a)" in found
+
+
+def test_one_who_went_on_after_another_call_is_found(watches: list[Told]) -> None:
+    begin(watches[0], 5, "step (a)", "aa")
+    begin(watches[1], 5, "forward (a)", "bb")
+    begin(watches[1], 6, "step (a)", "aa")
+    found = looked(watches[0]).found
+    assert found is not None and "rank 1: forward (a)\n  rank 2: is not there yet" in found
+    assert looked(watches[1]).found == found  # alone at its call, it hears it from the board
+
+
+def test_ranks_that_agree_may_take_as_long_as_they_like(watches: list[Told]) -> None:
+    for one in watches:
+        begin(one, 5, "step (a)", "aa")
+    for one in watches:
+        running = one._running
+        assert looked(one).found is None and running is not None and running.agree == {0, 1, 2} - {one._board.rank}
+
+
+@pytest.mark.parametrize(
+    ("number", "label", "wire"),
+    [
+        (4, "forward (a)", "bb"),  # late
+        (69, "forward (a)", "bb"),  # so far ahead that its call 5 was overwritten
+        (5, "step (b)", "aa"),  # other shapes, whose collectives pair up
+        (5, "step (b)", ""),  # on its way into a compilation, where it meets the others
+    ],
+)
+def test_what_may_still_go_well_is_left_alone(watches: list[Told], number: int, label: str, wire: str) -> None:
+    begin(watches[0], 5, "step (a)", "aa")
+    for other in watches[1:]:
+        other._board.post(Posted(number, wire, label))
+    assert looked(watches[0]).found is None
+    assert watches[0]._board.error() is None
+
+
+def test_only_connections_that_both_ends_know_are_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as store:
+        pairs = []
+        for listening in (server, server, store):
+            near = socket.create_connection(listening.getsockname())
+            pairs.append((near, listening.accept()[0]))
+        port = store.getsockname()[1]
+        (near, far), (other, _), (asking, _) = pairs
+        known = read(connections(port))
+        assert all(port not in (ends[1], ends[3]) for ends in known)
+        mine = {(*far.getsockname(), *far.getpeername())}
+        before = len(os.listdir("/dev/fd"))
+        assert mine < known and cut(mine) == 1 and cut(set()) == 0
+        assert len(os.listdir("/dev/fd")) == before
+        assert near.recv(1) == far.recv(1) == b""  # closed, for both
+        for alive in (other, asking):
+            alive.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                alive.recv(1)
+        for pair in pairs:
+            for end in pair:
+                end.close()

@@ -9,6 +9,7 @@ import pytest
 
 from tests.launch import launch
 
+PATIENCE = 1.0  # of the watch, in the worker
 WORKER = Path(__file__).parent / "workers" / "ranks.py"
 DISAGREEMENTS = {
     "first_shapes": r"rank 0: step (float32[2, 4], float32[2, 2])",
@@ -25,7 +26,11 @@ DISAGREEMENTS = {
     "odd_object": "rank 1: refused: The batch holds a builtins.set",
     "branches": "rank 1: step (int64[4], plain=True)",
     "collects_alone": "rank 1: full_state_dict",
+    # here every rank waits in a collective, each in another
+    "evaluates_alone": "rank 0: step (float32[2, 4], float32[2, 2])\n  rank 1: forward (float32[2, 4])\nMake the same",
+    "accumulates_alone": "rank 1: accumulate (float32[2, 4], float32[2, 2])",
 }
+WATCHED = ("evaluates_alone", "accumulates_alone", "leaves_after_another_call")
 ONE_FAILS = {
     "not_a_module": "model is a str; expected a torch.nn.Module",
     "losses": "The loss has shape [2, 2]; expected a scalar",
@@ -44,6 +49,8 @@ SHOWN = (
     "odd_rows",
     "graphs",
     "idle",
+    "leaves_after_another_call",
+    "late",
 )
 
 
@@ -57,7 +64,30 @@ def test_a_disagreement_is_an_error_on_every_rank(results: dict[str, Any], case:
     for answer in results[case]:
         assert answer["error"] == "RankError", answer
         assert DISAGREEMENTS[case] in answer["message"]
-        assert answer["notes"] in ([], ["unchanged: True"])
+        assert case in WATCHED or answer["notes"] in ([], ["unchanged: True"])
+
+
+@pytest.mark.parametrize("case", WATCHED)
+def test_ranks_whose_collectives_never_pair_up_are_told_in_seconds(results: dict[str, Any], case: str) -> None:
+    for answer in results[case][: 1 if case == "leaves_after_another_call" else 2]:
+        assert answer["error"] == "RankError", answer
+        (note,) = answer["notes"]
+        assert float(note.removeprefix("seconds: ")) < 60  # the process group's patience is 30 minutes
+
+
+def test_a_rank_that_is_late_is_waited_for(results: dict[str, Any]) -> None:
+    first, second = (answer["result"] for answer in results["late"])
+    assert first["waited"] > 2.0 > PATIENCE  # for longer than the watch takes to look
+    assert first["watched"] and second["watched"]
+
+
+def test_a_call_that_no_error_ends_ends_the_process_with_the_reason() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        launch(WORKER, 2, "unstoppable", timeout=60)
+    output = str(raised.value)
+    assert "exit code 1" in output and "no end after" not in output
+    assert "waits here:" in output and "in unstoppable" in output and "in step" in output
+    assert "RankError: The ranks made different calls" in output and "rank 1: forward (float32[2, 4])" in output
 
 
 @pytest.mark.parametrize("case", ONE_FAILS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,10 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled import Policy, Sharded, compile_sharded, watch
 from tests.standin import Plain, StandIn
 
 RANK = int(os.environ["RANK"])
+PATIENT = 3.0
+watch.PATIENCE = 1.0
 EAGER = Policy(lower="eager")
 
 
@@ -219,6 +222,71 @@ def collects_alone() -> Any:
     sharded = shard()
     sharded.step(*batch(2))
     return unchanged(sharded, sharded.full_state_dict if RANK else lambda: sharded.step(*batch(2)))
+
+
+def both_compiled(accumulate: bool = False) -> Sharded:
+    """Every kind of call was made before, so that none meets the other ranks."""
+    sharded = shard()
+    if accumulate:
+        sharded.accumulate(*batch(2))
+    sharded.step(*batch(2))
+    sharded(batch(2)[0])
+    return sharded
+
+
+def evaluates_alone() -> Any:
+    """One rank makes a call more, of another kind: it returns, and the step after it waits, as the other's does."""
+    sharded = both_compiled()
+    if RANK:
+        sharded(batch(2)[0])
+    return begun(lambda: [sharded.step(*batch(2)) for _ in range(3)])
+
+
+def accumulates_alone() -> Any:
+    """One rank takes another number of microbatches."""
+    sharded = both_compiled(accumulate=True)
+    if RANK:
+        sharded.accumulate(*batch(2))
+    return begun(lambda: [sharded.step(*batch(2)) for _ in range(3)])
+
+
+def leaves_after_another_call() -> Any:
+    """One rank evaluates where the other trains, and makes no call after that."""
+    sharded = both_compiled()
+    if RANK:
+        sharded(batch(2)[0])
+        time.sleep(PATIENT)
+        return {}
+    return begun(lambda: sharded.step(*batch(2)))
+
+
+def late() -> Any:
+    """One rank comes to a call much later than the other's watch looks: nothing happens."""
+    sharded = both_compiled()
+    waited = 0.0
+    for _ in range(2):
+        time.sleep(PATIENT * RANK)
+        since = time.monotonic()
+        sharded.step(*batch(2))
+        waited = max(waited, time.monotonic() - since)
+    return {"waited": waited, "watched": sharded._calls.watch._thread.is_alive()}  # type: ignore[union-attr]
+
+
+def unstoppable() -> Any:
+    """Ranks on whose connections the watch has no hold, as under NCCL."""
+    watch.cut = lambda theirs: 0
+    watch.GRACE = 0.5
+    return evaluates_alone()
+
+
+def begun(call: Callable[[], Any]) -> Any:
+    """Makes the call, and adds to its error how many seconds it took."""
+    since = time.monotonic()
+    try:
+        return call()
+    except Exception as error:
+        error.add_note(f"seconds: {time.monotonic() - since:.1f}")
+        raise
 
 
 def sizes() -> Any:

@@ -1,0 +1,102 @@
+"""The board: what each rank calls, on the store that all ranks can read without a collective.
+
+    rank 0: 7|5c1d09aa|step (float32[2, 4])         the number of its call, its wire, its label
+    rank 1: 7|77e0b3f2|forward (float32[2, 4])      the same number: so these two meet, and have different labels
+
+The *label* says what a rank calls with which shapes. The *wire* stands for the collectives that the call makes, in
+order; it is empty for a call that first meets the others. Calls with other labels are a mistake; calls with other wires
+wait for each other forever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+REFUSED = "refused: "
+CURE = (
+    "Give every rank a batch of the same shapes and dtypes in every call (drop or pad the last one), and the same "
+    "learning rate."
+)
+SAME = "Make the same calls in the same order on every rank, those that only evaluate too."
+JOIN = (
+    "Give every rank as many batches (DistributedSampler pads), or train inside `with sharded.join():`, where a rank "
+    "that has run out goes on with weight zero."
+)
+
+
+class Posted(NamedTuple):
+    """One call of a rank."""
+
+    number: int
+    wire: str
+    label: str
+
+
+class Board:
+    """This rank's view of it."""
+
+    SLOTS = 64  # calls that a rank may run ahead of another before its posts are overwritten
+
+    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+        self.store, self.rank, self.world = store, rank, world
+
+    def post(self, call: Posted) -> None:
+        self.store.set(f"{self.rank}/{call.number % self.SLOTS}", f"{call.number}|{call.wire}|{call.label}")
+
+    def read(self, rank: int, number: int) -> Posted:
+        """What stands in this call's slot; its number may be another, and is 0 where nothing stands there."""
+        text = self.get(f"{rank}/{number % self.SLOTS}")
+        if text is None:
+            return Posted(0, "", "")
+        found, wire, label = text.split("|", 2)
+        return Posted(int(found), wire, label)
+
+    def newest(self, rank: int) -> int:
+        """How many calls the rank has made."""
+        return max(self.read(rank, slot).number for slot in range(self.SLOTS))
+
+    def ended(self, rank: int) -> int | None:
+        """How many calls the rank had made when its process ended; None while it runs."""
+        text = self.get(f"{rank}/ended")
+        return None if text is None else int(text)
+
+    def end(self, made: int) -> None:
+        """Says that this process ends, and after how many calls."""
+        self.set(f"{self.rank}/ended", str(made))
+
+    def error(self) -> str | None:
+        """Why ranks are leaving, once one knows it."""
+        return self.get("error")
+
+    def fail(self, message: str) -> None:
+        """Leaves it there for the others."""
+        self.set("error", message)
+
+    def get(self, key: str) -> str | None:
+        """What stands there now; waits for nobody."""
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
+    def set(self, key: str, text: str) -> None:
+        self.store.set(key, text)
+
+
+def times(count: int) -> str:
+    return f"{count} call{'s' * (count != 1)}"
+
+
+def different(labels: Sequence[str]) -> str:
+    """The sentence for ranks that make different calls."""
+    lines = [f"  rank {rank}: {label}" for rank, label in enumerate(labels)]
+    if len(lines) > 8:
+        odd = next(index for index, label in enumerate(labels) if label != labels[0])
+        lines = [lines[0], lines[odd], f"  ... and {len(lines) - 2} more ranks"]
+    if any(label.startswith(REFUSED) for label in labels):
+        return "\n".join(["A rank refused its call, so nothing was updated:", *lines])
+    if any(label.startswith("gone") for label in labels):
+        return "\n".join(["A rank is gone, so nothing was updated:", *lines, JOIN])
+    if len({label.split(" ")[0] for label in labels}) > 1:
+        return "\n".join(["The ranks made different calls, so nothing was updated:", *lines, SAME])
+    return "\n".join(["The ranks called with different batches or rates, so nothing was updated:", *lines, CURE])
