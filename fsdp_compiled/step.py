@@ -6,6 +6,7 @@ says): `Sharded.apply` consumes the state it is given, and `Sharded.step` keeps 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import time
@@ -381,7 +382,8 @@ class Sharded:
         if compiled is None:
             if why and self._mesh.rank == 0:
                 log.warning("Policy.dynamic: the model or the loss asks for certain sizes; compiling %s", label)
-            compiled = self._compile(kind, batch, named, sizes, label)
+            with _no_collection():
+                compiled = self._compile(kind, batch, named, sizes, label)
         else:
             self._calls.post(compiled.label, compiled.wire)
         self._compiled[key] = compiled  # the last is the one used last
@@ -549,6 +551,18 @@ class Sharded:
         """What is rare and collective (to compile, to collect the model): all ranks do it, or none."""
         self._calls.post(label)
         self._calls.meet(label, self._labels())
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Compiling makes a million objects that stay: to look through them for garbage, again and again, takes a tenth."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _full(limit: int, new: str, evicted: str, kept: Collection[str], count: int) -> str:
