@@ -74,7 +74,7 @@ def compile_sharded(
     plan = None
     if checked is not None:
         leaves, rules, policy = checked
-        failure = _graph_refusal(policy, place.device)
+        failure = _device_refusal(policy, place.device)
         plan = make_plan(leaves, policy, place.device, place.shard, place.replicate)
         text = _fingerprint(model, plan, rules, optimizer)
     agree(place, "What compile_sharded was called with", text, failure)
@@ -93,9 +93,14 @@ def compile_sharded(
     return Sharded(taken, optimizer, loss, plan, place, state, rules)
 
 
-def _graph_refusal(policy: Policy, device: torch.device) -> ValueError | None:
+def _device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
     if policy.cuda_graph is True and device.type != "cuda":
         return ValueError(f'Policy.cuda_graph is True, which needs a GPU: the model is on {device}. Use "auto".')
+    if policy.offload and device.type == "cpu":
+        return ValueError(
+            f"Policy.offload is True, but the model is on {device}: its shards are in host memory already. Take it "
+            'out. What makes a rank hold less: more ranks, Policy(shard="zero3", recompute="unit"), limit=2.'
+        )
     return None
 
 
@@ -127,11 +132,6 @@ def _check(
         raise ValueError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer or None.")
     if policy is not None and not isinstance(policy, Policy):
         raise ValueError(f"policy is a {type(policy).__name__}; expected fsdp_compiled.Policy.")
-    if policy is not None and policy.offload:
-        raise ValueError(
-            "Policy.offload is True, and shards cannot be kept in host memory yet; on a CPU that is where they are. "
-            'Take it out. What makes a rank hold less: more ranks, Policy(shard="zero3", recompute="unit"), limit=2.'
-        )
     for name, value in (("loss", loss), ("init", init)):
         if value is not None and not callable(value):
             raise ValueError(f"{name} is a {type(value).__name__}; expected a function or None.")

@@ -11,6 +11,7 @@
 | `add_up`    | no gradient leaves                                                                                  |
 | `update`    | every trainable shard with an optimizer is written, and no gradient leaves                          |
 | `store`     | no new value of a module buffer leaves: it is written back                                          |
+| `offload`   | what lives in host memory is only copied from and to it, and what changed goes back                 |
 | `limit`     | at most `Policy.limit` units are gathered at every node                                             |
 | `schedule`  | the same, with gathers started early                                                                |
 """
@@ -247,6 +248,19 @@ def _within_limit(program: Program, plan: Plan) -> None:
             )
 
 
+def _only_copied(program: Program, plan: Plan) -> None:
+    for port, home in program.inputs.items():
+        if port.kind not in ("shard", "state") or home.meta["val"].dim() == 0:
+            continue
+        if odd := next((user for user in home.users if role_of(user) not in ("fetch", "return")), None):
+            fail(program, odd, f"{odd.name} works on {port} where it lives, in host memory.")
+        back = {source for user in home.users if role_of(user) == "return" for source in user.all_input_nodes}
+        for fetched in home.users:
+            lost = role_of(fetched) == "fetch" and fetched not in back
+            if lost and (odd := next((user for user in fetched.users if fetched in written(user)), None)):
+                fail(program, odd, f"what {odd.name} writes is of {port}, and never goes back to the host.")
+
+
 INVARIANTS: dict[str, tuple[Callable[[Program, Plan], None], ...]] = {
     "gather": (_no_full_parameters, _gathered_once_a_phase),
     "reduce": (_gradients_are_reduced,),
@@ -255,6 +269,7 @@ INVARIANTS: dict[str, tuple[Callable[[Program, Plan], None], ...]] = {
     "add_up": (_no_gradient_leaves,),
     "update": (_shards_are_updated,),
     "store": (_buffers_are_stored,),
+    "offload": (_only_copied,),
     "limit": (_within_limit,),
     "schedule": (_within_limit,),
 }

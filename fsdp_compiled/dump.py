@@ -42,7 +42,7 @@ def summary(program: Program) -> str:
             close()
             lines.append(f"    {where(node):<28}{_communication(node)}")
             continue
-        if run and where(run[0]) != where(node):
+        if run and (where(run[0]), _copies(run[0])) != (where(node), _copies(node)):
             close()
         run.append(node)
     close()
@@ -64,8 +64,17 @@ def where(node: fx.Node) -> str:
     return parts[0] or "(loss)"
 
 
+def _copies(node: fx.Node) -> str | None:
+    """The role of a copy from or to host memory."""
+    role = role_of(node)
+    return role if role in ("fetch", "return") else None
+
+
 def _what(nodes: Iterable[fx.Node]) -> str:
     nodes = list(nodes)
+    if (role := _copies(nodes[0])) is not None:
+        size = human(sum(node.meta["val"].nbytes for node in nodes))
+        return f"fetch: {size} from the host" if role == "fetch" else f"return: {size} to the host"
     roles = {"view" if role_of(node) == "block" else role_of(node) for node in nodes}
     if roles == {"update"}:
         writes = sum(1 for node in nodes if written(node))

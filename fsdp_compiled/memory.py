@@ -46,7 +46,8 @@ class Persistent:
     """Bytes that a rank holds between steps.
 
     ``sums``: of microbatches' gradients. ``other``: the generator's state, the step count, the rates, the
-    loss's scale, the rank.
+    loss's scale, the rank. ``host``: parameters and optimizer state under ``Policy.offload``, which the device does not
+    hold.
     """
 
     parameters: int = 0
@@ -55,16 +56,20 @@ class Persistent:
     constants: int = 0
     sums: int = 0
     other: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, entry.name) for entry in fields(self))
+        """On the device."""
+        return sum(getattr(self, entry.name) for entry in fields(self) if entry.name != "host")
 
     def __str__(self) -> str:
-        held = ((getattr(self, entry.name), entry.name) for entry in fields(self) if entry.name != "other")
-        return f"{human(self.total)} a rank between steps: " + ", ".join(
-            f"{name} {human(size)}" for size, name in held if size
+        held = (
+            (getattr(self, entry.name), entry.name) for entry in fields(self) if entry.name not in ("other", "host")
         )
+        parts = [f"{name} {human(size)}" for size, name in held if size]
+        parts += [f"and {human(self.host)} in host memory"] * bool(self.host)
+        return f"{human(self.total)} a rank between steps: " + ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -143,22 +148,25 @@ def persistent(
     that the program adds to, and of what the plan and the optimizer's rules ask for."""
     scalars = [entry.dtype for rule in rules for entry in rule.state if entry.scalar]
     optimizer = sum(dtype.itemsize for dtype in scalars if dtype is not None)
+    elementwise = 0
     for buffer in plan.buffers:
         if buffer.updated and rules:
             assert buffer.group is not None
             size = buffer.numel // plan.shard if plan.placement.state else buffer.numel
             elements = sum(not entry.scalar for entry in rules[buffer.group].state)
-            optimizer += elements * size * buffer.dtype.itemsize
+            elementwise += elements * size * buffer.dtype.itemsize
     rates = sum(len(rule.hypers) for rule in rules)
     scale = initial_scale(replace(plan, device=torch.device("meta")))
     inputs = program.inputs if program is not None else {}
+    away = plan.policy.offload
     return Persistent(
-        parameters=plan.persistent_bytes,
-        optimizer=optimizer,
+        parameters=0 if away else plan.persistent_bytes,
+        optimizer=optimizer if away else optimizer + elementwise,
         buffers=sum(_distinct((buffers or {}).values())),
         constants=sum(_distinct((constants or {}).values())),
         sums=sum(node.meta["val"].nbytes for port, node in inputs.items() if port.kind == "sum"),
         other=GENERATOR[plan.device.type] + 8 + 8 + 8 * rates + sum(_distinct(scale.values())),
+        host=plan.persistent_bytes + elementwise if away else 0,
     )
 
 
@@ -212,6 +220,7 @@ class _Run:
         self.gradients = _flattened(program)
         self.last_uses = _last_uses(program.graph)
         self.shards = {node for port, node in program.inputs.items() if port.kind == "shard"}
+        self.shards.update(program.marked("fetch"))
         self.batch = 0
         for port, node in program.inputs.items():
             storage = _Storage(self._rounded(_extent(as_traced(node.meta["val"]))), port.kind, port.name, holders=1)
@@ -271,6 +280,8 @@ class _Run:
         role = role_of(node)
         if role == "gather" or (role == "cast" and self.shards.intersection(node.all_input_nodes)):
             return "gathered"
+        if role == "fetch":
+            return "fetched"
         if role in ("flatten", "reduce", "cast", "sum") or node in self.gradients:
             return "gradients"
         return {"forward": "activations", "backward": "backward", "update": "update"}[node.meta["phase"]]

@@ -197,7 +197,7 @@ def _stands_alone(node: fx.Node) -> bool:
         is_collective(node)
         or is_random(node)
         or node.target in (WAIT, ASSERT, aten.linalg_vector_norm.default, *KERNELS)
-        or role in ("part", "cast")
+        or role in ("part", "cast", "fetch", "return")
         or (role == "update" and not node.meta["mark"].unit)  # module buffers, each written back by a copy
     )
 
@@ -325,6 +325,8 @@ class _Cutter:
             return False
         sources = [origin(source) for source in node.all_input_nodes]
         for run in reversed(self.runs):
+            if isinstance(run, fx.Node) and role_of(run) in ("fetch", "return"):  # of elements, not of these numbers
+                continue
             other = run[0].meta.get("mark") if isinstance(run, list) else None
             if not isinstance(run, list) or not other or other.role != "update":
                 return False

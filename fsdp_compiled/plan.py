@@ -143,6 +143,11 @@ class Plan:
         return self.device.type == "cuda" if self.policy.kernels == "auto" else self.policy.kernels
 
     @property
+    def home(self) -> torch.device:
+        """Where shards and the optimizer's state live between steps."""
+        return torch.device("cpu") if self.policy.offload else self.device
+
+    @property
     def world(self) -> int:
         return self.shard * self.replicate
 

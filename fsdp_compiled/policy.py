@@ -97,7 +97,12 @@ class Policy:
         What `Sharded.accumulate` holds between microbatches. ``"shards"``: each microbatch is reduced, and a rank
         holds the sums of its shards. ``"full"``: a rank holds the whole gradient, and a step reduces once.
     offload
-        Shards and optimizer state in host memory. Refused by `compile_sharded`, with the cure: it is not there yet.
+        Shards and optimizer state in pinned host memory. A unit's shard is copied to the GPU just before each gather,
+        and the update brings in one buffer at a time, and takes it back. `Sharded.state` and `Sharded.apply` wait for
+        copies that are on their way; a tensor that was taken from the state before a later step does not. With one
+        rank, a step still has all parameters on the GPU until their last use. Sums over microbatches stay there. Steps
+        run without CUDA graphs, and the update is the optimizer's own code rather than one kernel for all. Refused on a
+        CPU, and where every rank has everything (``"ddp"``).
     recompute
         ``"unit"``: backward computes each block again from its input instead of keeping what forward computed inside,
         as if the model wrapped it in ``torch.utils.checkpoint``. Results of random operators (dropout's output and
@@ -223,6 +228,16 @@ class Policy:
             raise ValueError(
                 f"Policy.clip={self.clip!r} and Policy.clip_value={self.clip_value!r} are both given; which comes "
                 "first changes the result, so give one of them."
+            )
+        if self.offload and self.shard == "ddp":
+            raise ValueError(
+                'Policy.offload keeps a rank\'s shards in host memory, but under shard="ddp" there are none. Give '
+                'shard="zero3", or leave offload out.'
+            )
+        if self.offload and self.cuda_graph is True:
+            raise ValueError(
+                "Policy.offload copies from and to host memory in every step, which no CUDA graph of it could do, but "
+                'Policy.cuda_graph is True. Leave cuda_graph at "auto", or take offload out.'
             )
         scale = self.loss_scale
         if not (scale is None or scale == "dynamic" or isinstance(scale, LossScale)) and not (

@@ -42,6 +42,8 @@ Role = Literal[
     "scale",
     "sum",
     "update",
+    "fetch",
+    "return",
 ]
 
 
@@ -467,7 +469,7 @@ def weighed(edit: Edit, value: fx.Node, weight: fx.Node, mark: Mark) -> fx.Node:
     return edit.call(torch.ops.aten.where.ScalarOther, counts, product, 0.0, mark=mark)
 
 
-GATHERED = ("cast", "gather", "part", "wait", "block", "view")
+GATHERED = ("fetch", "cast", "gather", "part", "wait", "block", "view")
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.home import at_home
 from fsdp_compiled.optim import Rule
 from fsdp_compiled.plan import Plan
 
@@ -116,7 +117,6 @@ def optimizer_state(plan: Plan, rules: Sequence[Rule], adopted: Mapping[str, tor
             for entry in rules[buffer.group].state:
                 if not entry.scalar:
                     key = f"{buffer.key}.{entry.name}"
-                    found[key] = adopted.get(
-                        key, torch.full((size,), entry.initial, dtype=buffer.dtype, device=plan.device)
-                    )
+                    start = torch.full((size,), entry.initial, dtype=buffer.dtype, device=plan.home)
+                    found[key] = adopted[key] if key in adopted else at_home(start, plan)
     return found

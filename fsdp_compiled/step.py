@@ -25,6 +25,7 @@ from fsdp_compiled.build import Compiled, Kind, build, check_devices, counting, 
 from fsdp_compiled.calls import Calls
 from fsdp_compiled.capture import batch_tensors
 from fsdp_compiled.dynamic import Sizes, layout, sizes_of, traced_with, unfit
+from fsdp_compiled.home import settle
 from fsdp_compiled.inductor import Call, cache_place, compile_all, share
 from fsdp_compiled.join import Announced, Joined
 from fsdp_compiled.lower import Lowering, Runner, below_autograd
@@ -69,7 +70,8 @@ class Sharded:
         self._rates = Rates(optimizer, plan.device)
         self._revision = 0  # of the rules
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
-        self._replays = Replays(make_device(plan.device, plan.policy.cuda_graph), plan.policy.cuda_graph)
+        graphs = plan.policy.cuda_graph if not plan.policy.offload else False
+        self._replays = Replays(make_device(plan.device, graphs), graphs)
         # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
         self._numbers = {"call": 0.0, "rows": 0.0}
         self._tensors = {name: torch.zeros((), dtype=torch.float64, device=plan.device) for name in self._numbers}
@@ -115,6 +117,7 @@ class Sharded:
         result, new = self._run_step(state, batch, named)
         if state is self._state:
             self._state = new
+        settle(self.plan)
         return new, result
 
     def value_and_grad(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -200,6 +203,7 @@ class Sharded:
     @property
     def state(self) -> State:
         """This rank's state, to be handed to `apply`."""
+        settle(self.plan)
         return self._state
 
     def full_state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_compiled.home import at_home, settle
 from fsdp_compiled.mesh import Mesh, broadcast, gather_shards
 from fsdp_compiled.plan import Buffer, Leaf, Plan, Slot, dense_stride
 from fsdp_compiled.units import unit_of
@@ -248,7 +249,7 @@ def read_slot(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
 
 def _own_slice(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch.Tensor:
     start, stop = plan.slice_of(buffer, mesh.shard_rank)
-    return flat[start:stop].clone()
+    return at_home(flat[start:stop].clone(), plan)
 
 
 def _meta_twin(leaf: Leaf) -> nn.Parameter:
@@ -336,14 +337,16 @@ def full_state_dict(
     buffers: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
     """The ordinary ``model.state_dict()``, on rank 0 and on the CPU; an empty dictionary elsewhere. Collective."""
+    settle(plan)
     whole: dict[str, torch.Tensor] = {}
     for buffer in plan.buffers:
-        full = gather_shards(shards[buffer.key], mesh) if plan.placement.parameter else shards[buffer.key]
+        own = shards[buffer.key].to(plan.device)
+        full = gather_shards(own, mesh) if plan.placement.parameter else own
         if mesh.rank == 0:
             for slot in buffer.slots:
                 value = read_slot(full, slot).detach().cpu().clone()
                 whole |= dict.fromkeys(slot.leaf.names, value)
-        del full
+        del own, full
     if mesh.rank != 0:
         return {}
     # By identity: hooks of wrappers rename what state_dict returns.

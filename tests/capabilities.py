@@ -163,7 +163,16 @@ ROWS = (
             "test_recompute::test_numbers_are_bit_for_bit_those_of_keeping_everything",
         ),
     ),
-    Row("Shards and optimizer state on the CPU", "`CPUOffloadPolicy`", NO, NO),
+    Row(
+        "Shards and optimizer state on the CPU",
+        "`CPUOffloadPolicy`",
+        NO,
+        "`offload=True` (not run on a GPU yet)",
+        (
+            "test_offload::test_each_gather_and_each_update_fetches_and_what_was_written_goes_back",
+            "test_offload::test_three_steps_are_bit_for_bit_those_without_copies",
+        ),
+    ),
     Row(
         "BatchNorm with local statistics",
         "yes",

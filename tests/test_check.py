@@ -26,9 +26,11 @@ Break = Callable[[Program, Plan], Program]
 
 
 @functools.cache
-def built(shard: str = "zero3", kind: str = "step", limit: int | None = None) -> tuple[dict[str, Program], Plan]:
+def built(
+    shard: str = "zero3", kind: str = "step", limit: int | None = None, offload: bool = False
+) -> tuple[dict[str, Program], Plan]:
     """A model with blocks and a module buffer: the program after each pass, by the pass's name."""
-    policy = Policy(shard=shard, bucket_mb=0, limit=limit or "auto", lower="eager")
+    policy = Policy(shard=shard, bucket_mb=0, limit=limit or "auto", offload=offload, lower="eager")
     recipe = Recipe((Block("linear"), Block("normed"), Block("linear")), policy=policy)
     model, optimizer = models.build(recipe)
     found, plan = stages(model, optimizer, models.loss, models.batches(recipe, 1)[0][0], recipe.policy, kind=kind)
@@ -204,6 +206,19 @@ def a_gather_too_early(program: Program, plan: Plan) -> Program:
     return done(edit, program)
 
 
+def a_gather_from_the_host(program: Program, plan: Plan) -> Program:
+    edit = Edit(program)
+    fetch = edit.map[program.marked("fetch")[0]]
+    fetch.replace_all_uses_with(fetch.args[0])
+    return done(edit, program)
+
+
+def an_update_that_stays(program: Program, plan: Plan) -> Program:
+    edit = Edit(program)
+    edit.graph.erase_node(edit.map[program.marked("return")[-1]])
+    return done(edit, program)
+
+
 @dataclass(frozen=True)
 class Case:
     after: str  # the pass whose result is broken
@@ -240,6 +255,8 @@ CASES = [
     Case("update", a_shard_never_updated, "_shards_are_updated", r"the shard of blocks\.0 is never updated"),
     Case("update", a_gradient_that_leaves, "_no_gradient_leaves", "the gradient of .* leaves the step"),
     Case("update", a_buffer_that_leaves, "_buffers_are_stored", r"buffer blocks\.1\.norm\..* leaves the step"),
+    Case("offload", a_gather_from_the_host, "_only_copied", "_gather works on shard .* in host memory"),
+    Case("offload", an_update_that_stays, "_only_copied", "is of state .*, and never goes back to the host"),
     Case("limit", a_gather_too_early, "_within_limit", r"3 units are gathered at once .*; the limit is 2", limit=2),
     Case("schedule", a_gather_too_early, "_within_limit", r"3 units are gathered at once .*; the limit is 2", limit=2),
 ]
@@ -247,7 +264,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.after}-{case.broken.__name__}-{case.shard}")
 def test_a_broken_program_is_rejected_and_the_place_is_shown(case: Case) -> None:
-    programs, plan = built(case.shard, case.kind, case.limit)
+    programs, plan = built(case.shard, case.kind, case.limit, case.after == "offload")
     check(programs[case.after], plan)
     broken = case.broken(programs[case.after], plan)
     with pytest.raises(ProgramError) as raised:

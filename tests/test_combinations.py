@@ -389,7 +389,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"loss_scale": "auto"}, "Policy.loss_scale is 'auto'; expected None"),
     ({"limit": 1, "prefetch": 1}, "Policy.limit=1 leaves no room for prefetch=1"),
     ({"lower": "triton"}, "Policy.lower is 'triton'"),
-    ({"offload": True}, "Policy.offload is True, and shards cannot be kept in host memory yet"),
+    ({"offload": True}, "Policy.offload is True, but the model is on cpu: its shards are in host memory already"),
+    ({"offload": True, "shard": "ddp"}, 'under shard="ddp" there are none'),
+    ({"offload": True, "cuda_graph": True}, "which no CUDA graph of it could do"),
     ({"offload": "cpu"}, "Policy.offload is 'cpu'; expected one of False, True"),
 ]
 

@@ -15,6 +15,7 @@ from fsdp_compiled.passes.accumulate import add_up, average
 from fsdp_compiled.passes.clip import clip
 from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.limit import limit
+from fsdp_compiled.passes.offload import offload
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.reduce import reduce
 from fsdp_compiled.passes.remake import remake
@@ -36,19 +37,21 @@ ASKED: Mapping[Pass, Callable[[Policy], bool]] = {
     **dict.fromkeys((scale, unscale, skip), lambda policy: policy.scaling is not None),
     remake: lambda policy: policy.remakes,
     **dict.fromkeys((weigh, share), lambda policy: policy.weigh == "rows"),
+    offload: lambda policy: policy.offload,
 }
 
 WHEN: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is settled what runs
-FORWARD: tuple[Pass, ...] = (gather, store, *WHEN)
-GRADIENT: tuple[Pass, ...] = (scale, gather, reduce, remake, recompute, weigh, unscale, report, share, store, *WHEN)
-MICROBATCH: tuple[Pass, ...] = (scale, gather, reduce, remake, recompute, weigh, add_up, store, *WHEN)
+END: tuple[Pass, ...] = (store, offload, *WHEN)
+FORWARD: tuple[Pass, ...] = (gather, *END)
+GRADIENT: tuple[Pass, ...] = (scale, gather, reduce, remake, recompute, weigh, unscale, report, share, *END)
+MICROBATCH: tuple[Pass, ...] = (scale, gather, reduce, remake, recompute, weigh, add_up, *END)
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
     means = (average,) if accumulated else ()
     start = (scale, gather, reduce, remake, recompute, weigh, *means, unscale, report, share)
-    return (*start, clip, update(rules), skip, store, *WHEN)
+    return (*start, clip, update(rules), skip, *END)
 
 
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:

@@ -22,7 +22,7 @@ from fsdp_compiled.holdings import Holding, holdings
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import Edit, Phase, Program, positions, role_of
 
-GATHER_CHAIN = ("cast", "gather", "part", "wait", "block", "view")
+GATHER_CHAIN = ("fetch", "cast", "gather", "part", "wait", "block", "view")
 
 
 def limit(program: Program, plan: Plan) -> Program:

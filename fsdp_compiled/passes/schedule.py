@@ -114,10 +114,12 @@ def _room(at: int, unit: str, settled: list[Holding], most: int | None) -> int:
 
 
 def _issue(holding: Holding) -> list[fx.Node]:
-    """The nodes that put a unit on the wire: its casts, its collectives and the parts of what they bring."""
+    """What puts a unit on the wire: fetches from the host, casts, collectives and the parts of what they bring."""
     found: list[fx.Node] = []
     for gather in holding.gathers:
-        found += [source for source in gather.all_input_nodes if role_of(source) == "cast"]
+        casts = [source for source in gather.all_input_nodes if role_of(source) == "cast"]
+        sources = [*gather.all_input_nodes, *(source for cast in casts for source in cast.all_input_nodes)]
+        found += [*(source for source in sources if role_of(source) == "fetch"), *casts]
         found += [gather, *(user for user in gather.users if role_of(user) == "part")]
     return found
 

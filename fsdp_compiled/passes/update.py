@@ -17,9 +17,10 @@ kernels and for the optimizers that have one (`fsdp_compiled.formula`), one for 
                                 adam_([shard, ...], [gradient, ...], [exp_avg, ...], ..., lr, step, factor)
 
 Under ``Policy.loss_scale`` each buffer is updated by itself all the same: one call for all could only be put back with
-copies of everything alive at once. What depends on the step count and the hyperparameters alone is computed once a
-group. A parameter that the loss does not reach keeps its value and
-state, as a parameter whose ``grad`` is None does in eager PyTorch: its places are put back after the update.
+copies of everything alive at once. So it is under ``Policy.offload``, where one buffer is on the device at a time. What
+depends on the step count and the hyperparameters alone is computed once a group. A parameter that the loss does not
+reach keeps its value and state, as a parameter whose ``grad`` is None does in eager PyTorch: its places are put back
+after the update.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
             factor = edit.outputs.get(FACTOR)
             if factor is not None:
                 edit.remove_output(FACTOR)
+            at_once = plan.kernels and plan.policy.scaling is None and not plan.policy.offload
             shared: dict[int, dict[int, fx.Node]] = {rule.group: {} for rule in rules}
             together: dict[int, list[tuple[Buffer, fx.Node]]] = {}
             for buffer in plan.buffers:
@@ -59,7 +61,7 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
                 assert buffer.group is not None
                 rule = rules[buffer.group]
                 gradient = _own_part(edit, buffer, plan, gradient)
-                if plan.kernels and rule.formula is not None and plan.policy.scaling is None:
+                if at_once and rule.formula is not None:
                     together.setdefault(buffer.group, []).append((buffer, gradient))
                     continue
                 if factor is not None:
