@@ -232,7 +232,14 @@ class Bare(str):
 
 
 def _value_text(value: Any) -> str:
-    return repr(fx.node.map_arg(value, lambda node: Bare(node.name)))
+    """Devices without their index, in which the ranks of one machine differ."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return Bare(leaf.name)
+        return torch.device(leaf.type) if isinstance(leaf, torch.device) else leaf
+
+    return repr(fx.node.map_aggregate(value, one))
 
 
 def describe(node: fx.Node) -> str:

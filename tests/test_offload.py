@@ -136,6 +136,14 @@ def test_only_the_copies_cross_between_host_and_device() -> None:
     assert scalars and not any(role_of(user) == "fetch" for port in scalars for user in program.inputs[port].users)
 
 
+def test_ranks_of_one_machine_have_the_same_program() -> None:
+    found, plan = built(recipe())
+    before = found[[stage.history[-1] for stage in found].index("offload") - 1]
+    first, second = (offload(before, replace(plan, device=torch.device("cuda", index))) for index in (0, 1))
+    assert first.text() == second.text() != found[-1].text() and "device(type='cuda')" in first.text()
+    assert [node.kwargs["device"].index for node in second.marked("fetch")] == [1] * len(second.marked("fetch"))
+
+
 def test_one_update_for_all_would_bring_everything_in_at_once() -> None:
     what = recipe(policy={"kernels": True})
     (kept, _), (offloaded, _) = built(replace(what, policy=replace(what.policy, offload=False))), built(what)
