@@ -174,6 +174,26 @@ ROWS = (
         ),
     ),
     Row(
+        "SyncBatchNorm",
+        "yes, on GPUs",
+        "yes, on GPUs",
+        "yes, inside the program",
+        (
+            "test_syncnorm::test_statistics_are_those_of_the_joined_batch",
+            "test_syncnorm::test_a_norm_adds_one_collective_an_axis_to_each_phase",
+        ),
+    ),
+    Row(
+        "The whole step as one CUDA graph",
+        NO,
+        NO,
+        "`cuda_graph` (not run on a GPU yet)",
+        (
+            "test_replay::test_200_launches_with_changing_batches_rates_and_dropout_are_the_steps_themselves",
+            "test_replay::test_a_step_is_one_copy_in_one_launch_and_one_copy_out",
+        ),
+    ),
+    Row(
         "BatchNorm with local statistics",
         "yes",
         "yes",
