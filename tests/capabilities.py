@@ -290,7 +290,7 @@ ROWS = (
         "runs, or is refused by `compile_sharded`",
         (
             "test_combinations::test_every_combination_on_two_ranks",
-            "test_combinations::test_every_pair_of_choices_on_four_ranks",
+            "test_combinations::test_every_combination_on_four_ranks",
             "test_combinations::test_what_is_not_allowed_is_refused_before_anything_is_changed",
         ),
     ),
