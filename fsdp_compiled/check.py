@@ -34,6 +34,7 @@ from fsdp_compiled.program import (
     describe,
     gathered,
     is_collective,
+    origin,
     positions,
     role_of,
     written,
@@ -202,7 +203,7 @@ def _loss_is_the_mean(program: Program, plan: Plan) -> None:
 
 
 def _shards_are_updated(program: Program, plan: Plan) -> None:
-    targets = {target for node in program.graph.nodes if node.op == "call_function" for target in _roots(node)}
+    targets = {origin(target) for node in program.graph.nodes for target in written(node)}
     for port, node in program.inputs.items():
         if port.kind == "shard" and plan.buffer(port.name).updated and node not in targets:
             fail(program, node, f"the shard of {port.name} is never updated.")
@@ -215,16 +216,6 @@ def _no_gradient_leaves(program: Program, plan: Plan) -> None:
     for port, node in program.outputs.items():
         if port.kind == "gradient":
             fail(program, node, f"the gradient of {port.name} leaves the step.")
-
-
-def _roots(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a write changes in the end: an in-place operator returns what it wrote."""
-    found = []
-    for target in written(node):
-        while target.op == "call_function" and written(target):
-            target = written(target)[0]
-        found.append(target)
-    return found
 
 
 def _buffers_are_stored(program: Program, plan: Plan) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import fx, nn
 
 from fsdp_compiled.inductor import Call, compile_all
-from fsdp_compiled.pieces import Piece, origin, segments
-from fsdp_compiled.program import Program, is_collective, role_of
+from fsdp_compiled.pieces import Piece, segments
+from fsdp_compiled.program import Program, is_collective, origin, role_of
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 # Inside, operators go past autograd's layers of dispatch, which under no_grad only cost time: a tenth of a small one.

@@ -25,7 +25,7 @@ import torch
 from torch import fx, nn
 
 from fsdp_compiled.kernels.operators import KERNELS
-from fsdp_compiled.program import ASSERT, Bare, is_collective, is_random, is_view, role_of, written
+from fsdp_compiled.program import ASSERT, Bare, is_collective, is_random, is_view, origin, role_of, written
 
 aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -92,18 +92,6 @@ def segments(graph: fx.Graph, blocks: Collection[str] = ()) -> list[fx.Node | Pi
             if piece.outputs or piece.writes:
                 found.append(piece)
     return found
-
-
-def origin(node: fx.Node, known: Collection[fx.Node] = ()) -> fx.Node:
-    """The node that holds the value: an operator that writes in place returns what it wrote, if its schema says so."""
-    while node not in known and (targets := written(node)) and _returns_its_own(node):
-        node = targets[0]
-    return node
-
-
-def _returns_its_own(node: fx.Node) -> bool:
-    returns = node.target._schema.returns  # type: ignore[union-attr]
-    return not returns or returns[0].alias_info is not None
 
 
 def is_borrowed(node: fx.Node) -> bool:

@@ -210,6 +210,29 @@ def written(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def origin(node: fx.Node, known: Collection[fx.Node] = ()) -> fx.Node:
+    """The node that holds the value: an operator that writes in place returns what it wrote, if its schema says so.
+
+    Nodes that are ``known`` are taken for holders.
+    """
+    while node not in known and (targets := written(node)) and _returns_its_own(node):
+        node = targets[0]
+    return node
+
+
+def _returns_its_own(node: fx.Node) -> bool:
+    returns = node.target._schema.returns  # type: ignore[union-attr]
+    return not returns or returns[0].alias_info is not None
+
+
+def versions(node: fx.Node) -> list[fx.Node]:
+    """The node and the results of in-place operators on it, one after the other: one memory."""
+    chain = [node]
+    for version in chain:
+        chain += [user for user in version.users if version in written(user) and user not in chain]
+    return chain
+
+
 def call_text(node: fx.Node) -> str:
     """``aten.mm(a, b)``, with the overload left out where it is the default."""
     target = node.target

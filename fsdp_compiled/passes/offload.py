@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.plan import Buffer, Plan
-from fsdp_compiled.program import Edit, Mark, Phase, Program, first, last, positions, role_of, written
+from fsdp_compiled.program import Edit, Mark, Phase, Program, first, last, positions, role_of, versions
 
 aten = torch.ops.aten
 ALONE = ("cast", "gather")  # readers that have a fetch of their own; views share one
@@ -75,7 +75,7 @@ def _fetch_for_reading(edit: Edit, home: fx.Node, buffer: Buffer, plan: Plan) ->
 def _fetch_for_update(edit: Edit, held: list[fx.Node], buffer: Buffer, plan: Plan) -> None:
     """All that the buffer's update works on, before the first node that does; what it wrote, back after the last."""
     readers = {home: [user for user in home.users if user.meta["phase"] == "update"] for home in held}
-    chains = {home: _same_memory(home) for home in held if readers[home]}
+    chains = {home: versions(home) for home in held if readers[home]}
     if not chains:
         return
     order = positions(edit.graph)
@@ -91,11 +91,3 @@ def _fetch_for_update(edit: Edit, held: list[fx.Node], buffer: Buffer, plan: Pla
         for home in changed:
             mark = Mark("return", buffer.unit, buffer.key)
             edit.call(aten.copy_.default, home, fetched[home], True, mark=mark)
-
-
-def _same_memory(home: fx.Node) -> list[fx.Node]:
-    """The input and the results of in-place operators on it, one after the other."""
-    chain = [home]
-    for node in chain:
-        chain += [user for user in node.users if node in written(user) and user not in chain]
-    return chain

@@ -26,7 +26,7 @@ from torch import fx
 
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.policy import LossScale
-from fsdp_compiled.program import OVERFLOW, Edit, Mark, Port, Program, first, last, positions, written
+from fsdp_compiled.program import OVERFLOW, Edit, Mark, Port, Program, first, last, positions, versions
 
 aten = torch.ops.aten
 FACTOR, GOOD, OVERFLOWS = (Port("in", "scale", name) for name in ("factor", "good", "overflows"))
@@ -79,20 +79,12 @@ def skip(program: Program, plan: Plan) -> Program:
             overflow = edit.call(aten.gt.Scalar, count, 0, mark=MARK)
         order = positions(edit.graph)
         for port, target in edit.inputs.items():
-            if port.kind in ("shard", "state") and (chain := _written(target)):
+            if port.kind in ("shard", "state") and len(chain := versions(target)) > 1:
                 _put_back(edit, chain, overflow, order)
         with edit.at(edit.end, "update"):
             _move_on(edit, scaling, overflow, plan)
         edit.set_output(OVERFLOW, overflow)
     return edit.done("skip")
-
-
-def _written(target: fx.Node) -> list[fx.Node]:
-    """The target and the results of the in-place operators on it, one after the other: one memory."""
-    chain = [target]
-    for node in chain:
-        chain += [user for user in node.users if node in written(user) and user not in chain]
-    return chain if len(chain) > 1 else []
 
 
 def _put_back(edit: Edit, chain: list[fx.Node], overflow: fx.Node, order: dict[fx.Node, int]) -> None:
