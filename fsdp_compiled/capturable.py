@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.program import Program, c10d, call_text, is_collective, is_random
+from fsdp_compiled.program import Program, call_text, is_collective, is_random, is_wait
 
 aten = torch.ops.aten
 READS = (aten.is_nonzero.default, aten._assert_scalar.default)  # and whatever is tagged
@@ -121,16 +121,13 @@ def _unawaited(node: fx.Node, _: torch.device) -> bool:
     """A collective that the program starts and does not wait for, all its parts counted."""
     if not is_collective(node):
         return False
-    parts = [user for user in node.users if user.target is not c10d.wait_tensor.default]
-    return not node.users or any(
-        part.op != "output" and not any(user.target is c10d.wait_tensor.default for user in part.users)
-        for part in parts
-    )
+    parts = [user for user in node.users if not is_wait(user)]
+    return not node.users or any(part.op != "output" and not any(map(is_wait, part.users)) for part in parts)
 
 
 def _awaits_outside(node: fx.Node, _: torch.device) -> bool:
     """A wait for what was started before the program."""
-    if node.target is not c10d.wait_tensor.default:
+    if not is_wait(node):
         return False
     source = node.args[0]
     while isinstance(source, fx.Node) and source.op == "call_function":

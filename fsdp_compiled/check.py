@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import torch
 from torch import fx
 
 from fsdp_compiled.holdings import alive, holdings
@@ -34,6 +33,7 @@ from fsdp_compiled.program import (
     describe,
     gathered,
     is_collective,
+    is_wait,
     origin,
     positions,
     role_of,
@@ -41,7 +41,6 @@ from fsdp_compiled.program import (
 )
 
 PHASES = ("forward", "backward", "update")
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 class ProgramError(Exception):
@@ -123,7 +122,7 @@ def _waited(program: Program) -> None:
         if node.op != "call_function" or not is_collective(node):
             continue
         results = _results(node)
-        missing = [result for result in results if not any(user.target is WAIT for user in result.users)]
+        missing = [result for result in results if not any(is_wait(user) for user in result.users)]
         if missing or len(results) != (len(node.args[0]) if isinstance(node.args[0], list | tuple) else 1):
             fail(program, node, f"a result of {node.name} is never waited for.")
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_compiled.machine import Machine
-from fsdp_compiled.program import as_traced, is_collective, is_view
+from fsdp_compiled.program import as_traced, is_collective, is_view, is_wait
 
 
 def seconds(node: fx.Node, machine: Machine) -> float:
@@ -41,7 +41,3 @@ def traffic(node: fx.Node) -> int:
 
 def nbytes(value: Any) -> int:
     return sum(leaf.nbytes for leaf in pytree.tree_leaves(as_traced(value)) if isinstance(leaf, torch.Tensor))
-
-
-def is_wait(node: fx.Node) -> bool:
-    return node.target is torch.ops._c10d_functional.wait_tensor.default

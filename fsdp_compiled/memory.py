@@ -30,12 +30,11 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.dump import where
 from fsdp_compiled.optim import Rule
 from fsdp_compiled.plan import Plan, human
-from fsdp_compiled.program import Program, as_traced, is_collective, is_view, role_of, written
+from fsdp_compiled.program import Program, as_traced, is_collective, is_view, is_wait, role_of, written
 from fsdp_compiled.scratch import Backend, backend_of, in_kernel, keeps_input, on_wire
 from fsdp_compiled.state import initial_scale
 
 aten = torch.ops.aten
-wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 GENERATOR = {"cpu": 5056, "cuda": 16}  # bytes of a generator's state
 BAR = 60  # the longest bar of the timeline
 BLOCK = {"cuda": 512}  # what an allocator rounds up to, where it rounds
@@ -248,7 +247,7 @@ class _Run:
         if height > self.highest:
             self.highest = height
             self.peak = _summed([*self.alive.values(), _Storage(scratch, "kernel", where(node))])
-        if node.target is wait_tensor:
+        if is_wait(node):
             self._finish(made)
         for value in self.last_uses.get(node, ()):
             for storage in self.values.pop(value):
@@ -265,7 +264,7 @@ class _Run:
         if target is operator.getitem:
             source, index = node.args
             return [self.values[source][index]]  # type: ignore[index]
-        if target is wait_tensor or target is aten._unsafe_view.default or _views(node):
+        if is_wait(node) or target is aten._unsafe_view.default or _views(node):
             (base,) = self.values[node.all_input_nodes[0]]
             return [base] * len(pytree.tree_leaves(node.meta["val"]))
         if targets := written(node):

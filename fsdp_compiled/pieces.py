@@ -25,10 +25,9 @@ import torch
 from torch import fx, nn
 
 from fsdp_compiled.kernels.operators import KERNELS
-from fsdp_compiled.program import ASSERT, Bare, is_collective, is_random, is_view, origin, role_of, written
+from fsdp_compiled.program import ASSERT, Bare, is_collective, is_random, is_view, is_wait, origin, role_of, written
 
 aten = torch.ops.aten
-WAIT = torch.ops._c10d_functional.wait_tensor.default
 FEW = 64  # numbers; arithmetic on no more than these is not compiled
 SHORT = 2  # operators; a piece of no more than these is not compiled
 
@@ -183,8 +182,9 @@ def _stands_alone(node: fx.Node) -> bool:
     role = role_of(node)
     return (
         is_collective(node)
+        or is_wait(node)
         or is_random(node)
-        or node.target in (WAIT, ASSERT, aten.linalg_vector_norm.default, *KERNELS)
+        or node.target in (ASSERT, aten.linalg_vector_norm.default, *KERNELS)
         or role in ("part", "cast", "fetch", "return")
         or (role == "update" and not node.meta["mark"].unit)  # module buffers, each written back by a copy
     )

@@ -184,8 +184,12 @@ def is_collective(node: fx.Node) -> bool:
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and node.target.namespace == "_c10d_functional"
-        and node.target is not c10d.wait_tensor.default
+        and not is_wait(node)
     )
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.target is c10d.wait_tensor.default
 
 
 def is_view(node: fx.Node) -> bool:

@@ -18,9 +18,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.cost import is_wait, seconds
+from fsdp_compiled.cost import seconds
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import Program, is_collective, role_of
+from fsdp_compiled.program import Program, is_collective, is_wait, role_of
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import fx, nn
 
 from fsdp_compiled import Plan, Policy, Program
-from fsdp_compiled.program import LOSS, Edit, Mark, Port, is_random, role_of
+from fsdp_compiled.program import LOSS, Edit, Mark, Port, is_random, is_wait, role_of
 from fsdp_compiled.random import initial_state
 from tests import models
 from tests.models import BLOCKS, Block, Recipe
 from tests.simulate import Batch, Rewrite, Simulation, captured, enlist, passes, ranks, simulate, stages
 
 aten = torch.ops.aten
-wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 SHARDS = ("zero3", "zero2", "zero1", "ddp")
 MESHES = ((2, 1), (3, 1), (4, 1), (2, 2))  # shard x replicate
@@ -434,7 +433,7 @@ def test_a_program_whose_last_reduction_is_missing_stops_by_itself() -> None:
         def own(edit: Edit, wait: fx.Node) -> fx.Node:
             return edit.call(aten.add.Tensor, wait.args[0].args[0], edit.call(aten.mul.Tensor, wait, 0.0))  # type: ignore[union-attr]
 
-        waits = [node for node in program.marked("norm") if node.target is wait_tensor]
+        waits = [node for node in program.marked("norm") if is_wait(node)]
         return replaced(program, waits, own)
 
     with pytest.raises(RuntimeError, match="the ranks run different programs"):

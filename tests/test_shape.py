@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled import Plan, Policy, Program
 from fsdp_compiled.check import check
 from fsdp_compiled.plan import Unit
-from fsdp_compiled.program import Edit, Port, is_collective, is_random, role_of
+from fsdp_compiled.program import Edit, Port, is_collective, is_random, is_wait, role_of
 from tests import models
 from tests.models import Block, Recipe
 from tests.simulate import enlist, ranks, stages
@@ -256,14 +256,10 @@ def unwaited(program: Program) -> list[str]:
     for node in collectives(program):
         results = len(pytree.tree_leaves(node.meta["val"]))
         parts = [node] if isinstance(node.meta["val"], torch.Tensor) else list(node.users)
-        waited = {part.args[1] if part is not node else 0 for part in parts if any(map(_waits, part.users))}
+        waited = {part.args[1] if part is not node else 0 for part in parts if any(map(is_wait, part.users))}
         if len(waited) < results:
             found.append(f"{node} in {node.meta['phase']}: {len(waited)} of {results}")
     return found
-
-
-def _waits(node: fx.Node) -> bool:
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
 @pytest.mark.parametrize("groups", ["one", "two", "some"])
@@ -304,7 +300,7 @@ def wire(program: Program) -> Iterator[str]:
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        sends, waits = is_collective(node), role_of(node) == "wait" or "wait_tensor" in str(node.target)
+        sends, waits = is_collective(node), is_wait(node)
         if compute and (sends or waits or node.meta["phase"] != phase):
             yield "    ..."
             compute = 0
