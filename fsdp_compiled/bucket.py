@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdp_compiled.machine import Machine
+from fsdp_compiled.units import ROOT
 
 MIB = 2**20
-ROOT = "root"
 EFFICIENT = 4.0  # transfer time over latency: at 4, a collective runs at 80% of the bandwidth
 DDP_MIB = 25.0  # DistributedDataParallel's default bucket
 MOST_UNITS = 4  # merging by itself never makes a unit larger than this part of the model

@@ -26,6 +26,7 @@ from torch import fx, nn
 
 from fsdp_compiled.kernels.operators import KERNELS
 from fsdp_compiled.program import ASSERT, Bare, is_collective, is_random, is_view, is_wait, origin, role_of, written
+from fsdp_compiled.units import innermost
 
 aten = torch.ops.aten
 FEW = 64  # numbers; arithmetic on no more than these is not compiled
@@ -234,7 +235,7 @@ class _Cutter:
     """Takes a program's nodes in order and lays them into runs, each to become a piece or to stand alone."""
 
     def __init__(self, graph: fx.Graph, blocks: Collection[str]) -> None:
-        self.blocks = sorted(blocks, key=len, reverse=True)
+        self.blocks = tuple(blocks)
         self.runs: list[fx.Node | list[fx.Node]] = []
         self.open: list[fx.Node] | None = None
         self.place: tuple[Any, ...] = ("",)  # of the open run
@@ -291,7 +292,7 @@ class _Cutter:
         """The block that the node is of; empty for the rest of the model; None where it may count to either."""
         path = node.meta.get("path", "")
         if path not in self.known:
-            inside = next((block for block in self.blocks if path == block or path.startswith(f"{block}.")), None)
+            inside = innermost([path], self.blocks)
             around = path in ("", "(model)") or any(block.startswith(f"{path}.") for block in self.blocks)
             self.known[path] = inside if inside is not None or around else ""
         return self.known[path]

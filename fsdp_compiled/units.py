@@ -67,9 +67,14 @@ def _chosen(model: nn.Module, choice: Choice | None) -> tuple[str, ...]:
 
 def unit_of(names: Sequence[str], units: Iterable[str]) -> str:
     """The unit that owns the parameter of these names (several: it is tied)."""
-    units = tuple(units)
-    chains = [{ROOT, *(unit for unit in units if name.startswith(unit + "."))} for name in names]
-    return max(set.intersection(*chains), key=lambda unit: 0 if unit == ROOT else unit.count(".") + 1)
+    return innermost(names, units) or ROOT
+
+
+def innermost(names: Sequence[str], units: Iterable[str]) -> str | None:
+    """The innermost unit but the root around all of these parameters or submodules; a unit is around itself."""
+    units = set(units) - {ROOT}
+    around = [{unit for unit in units if f"{name}.".startswith(f"{unit}.")} for name in names]
+    return max(set.intersection(*around), key=len, default=None)
 
 
 def _has_parameters(module: nn.Module) -> bool:

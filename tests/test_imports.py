@@ -27,7 +27,8 @@ PRIVATE = {
 FOUNDATIONS: dict[str, set[str]] = {
     "policy": set(),
     "machine": set(),
-    "bucket": {"machine"},
+    "units": set(),
+    "bucket": {"machine", "units"},
     "plan": {"bucket", "machine", "policy"},
     "program": set(),
 }

@@ -24,9 +24,9 @@ from operator import getitem
 
 from torch import fx
 
-from fsdp_compiled.bucket import ROOT
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import Edit, Program, gathered, is_random, positions
+from fsdp_compiled.units import innermost
 
 
 def recompute(program: Program, plan: Plan) -> Program:
@@ -65,15 +65,9 @@ def _regions(graph: fx.Graph, plan: Plan) -> dict[fx.Node, object]:
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     blocks: dict[str, str | None] = {}
     if plan.policy.recompute == "unit":
-        blocks = {path: _block_of(path, plan) for path in {node.meta.get("path", "") for node in nodes}}
+        blocks = {path: innermost([path], plan.blocks) for path in {node.meta.get("path", "") for node in nodes}}
     found = {node: blocks.get(node.meta.get("path", "")) or node.meta.get("region") for node in nodes}
     return {node: region for node, region in found.items() if region is not None}
-
-
-def _block_of(path: str, plan: Plan) -> str | None:
-    """The innermost block around this submodule."""
-    around = [block for block in plan.blocks if block != ROOT and f"{path}.".startswith(f"{block}.")]
-    return max(around, key=len, default=None)
 
 
 def _inside(graph: fx.Graph, regions: Mapping[fx.Node, object]) -> set[fx.Node]:
