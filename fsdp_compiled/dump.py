@@ -10,7 +10,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.plan import Plan, human
-from fsdp_compiled.program import Program, is_collective, role_of, written
+from fsdp_compiled.program import Program, is_collective, owner, role_of, written
 from fsdp_compiled.timeline import estimate
 
 
@@ -52,16 +52,7 @@ def summary(program: Program) -> str:
 
 def where(node: fx.Node) -> str:
     """The unit or submodule that the node belongs to, for people."""
-    mark = node.meta.get("mark")
-    if mark is not None:
-        return mark.unit or "(all units)"
-    path = node.meta.get("path", "")
-    parts = path.split(".")
-    # layers.0.attention.query -> layers.0: up to the first index, which is where a block begins
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return parts[0] or "(loss)"
+    return owner(node) or ("(all units)" if role_of(node) else "(loss)")
 
 
 def _copies(node: fx.Node) -> str | None:

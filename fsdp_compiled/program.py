@@ -164,6 +164,16 @@ def role_of(node: fx.Node) -> str | None:
     return mark.role if mark else None
 
 
+def owner(node: fx.Node) -> str:
+    """The unit or submodule that the node belongs to, for people; empty where it is of none, or of all."""
+    mark: Mark | None = node.meta.get("mark")
+    if mark is not None:
+        return mark.unit
+    # layers.0.attention.query -> layers.0: up to the first index, which is where a block begins
+    parts: list[str] = node.meta.get("path", "").split(".")
+    return ".".join(parts[: next((index + 1 for index, part in enumerate(parts) if part.isdigit()), 1)])
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the node draws random numbers, and so gives other ones when it is run again.
 
@@ -509,18 +519,18 @@ COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.o
 
 def gathered(graph: fx.Graph) -> dict[str, set[fx.Node]]:
     """By unit, the forward nodes that hold its gathered parameters: gathers, views of them, casts and copies."""
-    owner: dict[fx.Node, str] = {}
+    found: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if node.op != "call_function" or node.meta["phase"] != "forward":
             continue
         if role_of(node) in GATHERED:
-            owner[node] = node.meta["mark"].unit
+            found[node] = node.meta["mark"].unit
         elif (is_view(node) or node.target in COPIES) and node.all_input_nodes:
-            units = {owner.get(source) for source in node.all_input_nodes}
+            units = {found.get(source) for source in node.all_input_nodes}
             unit = units.pop()
             if unit is not None and not units:
-                owner[node] = unit
+                found[node] = unit
     chains: dict[str, set[fx.Node]] = {}
-    for node, unit in owner.items():
+    for node, unit in found.items():
         chains.setdefault(unit, set()).add(node)
     return chains

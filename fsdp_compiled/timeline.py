@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.cost import seconds
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import Program, is_collective, is_wait, role_of
+from fsdp_compiled.program import Program, is_collective, is_wait, owner, role_of
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ def estimate(program: Program, plan: Plan) -> Timeline:
             start = max(now, wire)
             wire = start + _transfer(node, plan)
             arrives[node] = wire
-            spans.append(Span("network", node.meta["mark"].unit or "loss", start, wire))
+            spans.append(Span("network", owner(node) or "loss", start, wire))
         elif role_of(node) == "part":
             arrives[node] = arrives[node.all_input_nodes[0]]
         elif is_wait(node):
             now = max(now, arrives.get(node.all_input_nodes[0], now))
         elif taken := seconds(node, plan.machine):
-            spans.append(Span("compute", _name(node), now, now + taken))
+            spans.append(Span("compute", owner(node) or "loss", now, now + taken))
             now += taken
     return Timeline(tuple(_joined(spans)))
 
@@ -100,15 +100,6 @@ def _transfer(node: fx.Node, plan: Plan) -> float:
     sent = [source.meta["val"].nbytes for source in node.all_input_nodes]
     times = 2 if "all_reduce" in str(node.target) else 1
     return times * plan.machine.transfer(max(sum(sizes), sum(sent)), world)
-
-
-def _name(node: fx.Node) -> str:
-    mark = node.meta.get("mark")
-    if mark is not None:
-        return mark.unit or "loss"
-    parts = str(node.meta.get("path", "")).split(".")
-    until = next((index + 1 for index, part in enumerate(parts) if part.isdigit()), 1)
-    return ".".join(parts[:until]) or "loss"
 
 
 def _joined(spans: Sequence[Span]) -> list[Span]:
