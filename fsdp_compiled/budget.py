@@ -18,13 +18,13 @@ from dataclasses import replace
 from fsdp_compiled import passes
 from fsdp_compiled.holdings import holdings, most_alive
 from fsdp_compiled.memory import Memory
+from fsdp_compiled.passes.schedule import MOST_AHEAD
 from fsdp_compiled.plan import Plan, human
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.program import Program
 
 log = logging.getLogger("fsdp_compiled")
 GIB = 2**30
-AHEAD = (3, 2, 1, 0)
 
 
 def fit(stages: Sequence[Program], plan: Plan, predict: Callable[[Program], Memory]) -> tuple[list[Program], Memory]:
@@ -64,10 +64,9 @@ def fit(stages: Sequence[Program], plan: Plan, predict: Callable[[Program], Memo
 def _tighter(policy: Policy, alive: int) -> Iterator[Policy]:
     least = policy.prefetch if isinstance(policy.prefetch, int) else 0
     if policy.prefetch == "auto":
-        most = policy.limit - 1 if isinstance(policy.limit, int) else max(AHEAD)
-        for ahead in AHEAD:
-            if ahead <= most:
-                yield replace(policy, prefetch=ahead)
+        most = policy.limit if isinstance(policy.limit, int) else MOST_AHEAD
+        for ahead in reversed(range(min(most, MOST_AHEAD))):
+            yield replace(policy, prefetch=ahead)
     if policy.limit == "auto":
         for limit in range(alive - 1, least, -1):
             yield replace(policy, prefetch=least, limit=limit)

@@ -68,6 +68,11 @@ def _sequence(graph: fx.Graph, found: list[Holding]) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry[0])
 
 
+def _place(entries: list[Entry], holding: Holding) -> int | None:
+    """Which entry is the holding's first."""
+    return next((index for index, entry in enumerate(entries) if entry[2] is holding), None)
+
+
 def _starts(graph: fx.Graph, found: list[Holding], ahead: int, most: int | None) -> list[tuple[Holding, fx.Node]]:
     """Where each gather is to start: the node to move it before."""
     if ahead == 0:
@@ -80,7 +85,7 @@ def _starts(graph: fx.Graph, found: list[Holding], ahead: int, most: int | None)
     settled: list[Holding] = []
     previous = 0
     for holding in found:
-        place = next((index for index, entry in enumerate(entries) if entry[2] is holding), None)
+        place = _place(entries, holding)
         issue = _issue(holding)
         now = min(order[node] for node in issue)
         phase = issue[0].meta["phase"]
@@ -178,7 +183,7 @@ def _exposed(graph: fx.Graph, found: list[Holding], ahead: int, done: list[float
     entries = _sequence(graph, found)
     free = waited = 0.0
     for holding in found:
-        place = next((index for index, entry in enumerate(entries) if entry[2] is holding), None)
+        place = _place(entries, holding)
         if place is None:
             continue
         issued = done[entries[place - ahead][0]] if place >= ahead else 0.0
