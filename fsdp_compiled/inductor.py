@@ -1,26 +1,37 @@
 """Piece -> compiled function.
 
+What was compiled is kept on disk, under a key that a piece has before it is traced: Inductor's own cache finds a graph
+by what AOTAutograd made of it, which takes a warm start longer than all that comes after.
+
 This is the only file that touches private surfaces of Inductor.
 """
 
 from __future__ import annotations
 
+import hashlib
 import socket
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from operator import is_
+from operator import getitem, is_
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import fx
-from torch._inductor.codecache import cache_dir
+from torch import fx, nn
+from torch._inductor import config
+from torch._inductor.codecache import BypassFxGraphCache, cache_dir, compiled_fx_graph_hash
 from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.standalone_compile import CacheCompiledArtifact, CompiledArtifact
 
+from fsdp_compiled import disk
 from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.pieces import Piece
 from fsdp_compiled.program import fake_mode
+from fsdp_compiled.settings import settings
 
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+KNOWN = ("aten", "prims", "_c10d_functional", "fsdp_compiled")  # namespaces of operators that are PyTorch's or ours
 
 
 class CompiledPiece:
@@ -77,14 +88,24 @@ _compiled: WeakValueDictionary[str, CompiledPiece] = WeakValueDictionary()  # as
 def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
     """Each piece, by its key: from this process, from Inductor's cache on disk, or compiled now."""
     found: dict[str, Call] = {}
+    around = _around()
     for key, piece in pieces.items():
-        made = _compiled.get(key)
+        full = hashlib.sha256(f"{around} {key}".encode()).hexdigest()
+        made = _compiled.get(full)
         if made is None:
-            made = CompiledPiece(_artifact(piece), key)
-            if all(isinstance(node.meta["val"], torch.Tensor) for node in piece.inputs):
-                _compiled[key] = made  # else a size moves, and compiling it asked about this program's sizes
+            still = all(isinstance(node.meta["val"], torch.Tensor) for node in piece.inputs)
+            made = CompiledPiece(_kept(piece, full) if still and around else _artifact(piece), key)
+            if still:
+                _compiled[full] = made  # else a size moves, and compiling it asked about this program's sizes
         found[key] = made
     return found
+
+
+def folder() -> Path | None:
+    """Where to keep what was compiled; None if Inductor is told to keep nothing."""
+    if config.force_disable_caches or not config.fx_graph_cache:
+        return None
+    return Path(cache_dir()) / "fsdp_compiled"
 
 
 def cache_place() -> tuple[str, str]:
@@ -101,6 +122,49 @@ def share(pieces: Mapping[str, Piece], count: int) -> list[dict[str, Piece]]:
         parts[least][key] = pieces[key]
         load[least] += len(pieces[key].nodes)
     return parts
+
+
+def _around() -> str:
+    """What the code that is made of a piece depends on besides the piece; empty if that cannot be said."""
+    try:
+        nothing = fx.GraphModule(nn.Module(), fx.Graph())
+        compiler, _ = compiled_fx_graph_hash(nothing, [torch.empty(0)], {}, [])
+    except (BypassFxGraphCache, AssertionError):  # a pass of the user's that has no name
+        return ""
+    return f"{compiler} {settings()}"
+
+
+def _kept(piece: Piece, key: str) -> Callable[..., Any]:
+    """The piece's code from disk, or compiled and put there."""
+    place = folder()
+    if place is None or not all(_is_known(node.target) for node in piece.nodes):
+        return _artifact(piece)
+    place = place / "pieces" / key
+    found = disk.read(place, _unpack)
+    if found is not None:
+        return found
+    made = _artifact(piece)
+    if isinstance(made, CacheCompiledArtifact) and made.is_saveable():
+        disk.write(place, _pack(made))
+    return made
+
+
+def _is_known(target: Any) -> bool:
+    """Whether a key says what the operator does; the user may change the code of others."""
+    return target is getitem or getattr(target, "namespace", "") in KNOWN
+
+
+def _pack(artifact: CompiledArtifact) -> bytes:
+    with tempfile.TemporaryDirectory() as place:
+        artifact.save(path=f"{place}/artifact", format="binary")
+        return Path(place, "artifact").read_bytes()
+
+
+def _unpack(content: bytes) -> CompiledArtifact:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return CompiledArtifact.load(path=file.name, format="binary")
 
 
 def _artifact(piece: Piece) -> Callable[..., Any]:

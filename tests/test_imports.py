@@ -16,12 +16,12 @@ PACKAGE = ROOT.name
 # Surfaces of PyTorch that move from release to release, and the one file that moves with each.
 PRIVATE = {
     "torch._dynamo": {"capture"},
-    "torch._functorch": {"capture"},
+    "torch._functorch": {"capture", "settings"},
     "torch._inductor": {"inductor"},
     "torch.cuda.CUDAGraph": {"replay"},
     "torch.cuda.graph": {"replay"},
     "torch.cuda.graph_pool_handle": {"replay"},
-    "torch._C": {"capture", "lower", "replay"},
+    "torch._C": {"capture", "lower", "replay", "settings"},
 }
 # What the rest stands on, and what of ours each may import.
 FOUNDATIONS: dict[str, set[str]] = {

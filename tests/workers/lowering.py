@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled import Policy, Sharded, compile_sharded, inductor
@@ -69,22 +69,23 @@ def order(lower: str) -> dict[str, Any]:
 
 
 def compiled() -> dict[str, Any]:
-    """What this rank compiled, and what it found in the cache."""
+    """What this rank compiled, and what it found on disk."""
     made: Counter[str] = Counter()
-    artifact = inductor._artifact
 
-    def watched(piece: Any) -> Any:
-        before = counters["aot_autograd"]["autograd_cache_hit"]
-        result = artifact(piece)
-        made["found" if counters["aot_autograd"]["autograd_cache_hit"] > before else "compiled"] += 1
-        return result
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            made[name] += 1
+            return function(*args)
 
-    inductor._artifact = watched
+        return call
+
+    before = inductor._artifact, inductor._unpack
+    inductor._artifact, inductor._unpack = counted("compiled", before[0]), counted("found", before[1])
     try:
         sharded = build("inductor")
         losses = [sharded.step(batch()).item() for _ in range(3)]
     finally:
-        inductor._artifact = artifact
+        inductor._artifact, inductor._unpack = before
     return {**made, "losses": losses}
 
 

@@ -1,0 +1,136 @@
+"""Compiled pieces on disk: found without tracing, compiled anew where anything that decides of the code has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from fsdp_compiled import inductor, settings
+from fsdp_compiled.pieces import Piece
+
+Compile = Callable[..., tuple[list[torch.Tensor], int]]
+
+
+def piece(width: int = 24, target: Any = torch.ops.aten.sin.default) -> Piece:
+    """sin(a @ b) + 1"""
+    graph = fx.Graph()
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        given = [graph.placeholder(name) for name in "ab"]
+        for node in given:
+            node.meta["val"] = torch.empty(width, width)
+        product = graph.call_function(torch.ops.aten.mm.default, tuple(given))
+        turned = graph.call_function(target, (product,))
+        last = graph.call_function(torch.ops.aten.add.Tensor, (turned, 1))
+        for node in (product, turned, last):
+            node.meta["val"] = torch.empty(width, width)
+    graph.output((last,))
+    return Piece([product, turned, last])
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compile]:
+    """Compiles a piece as a process would that has just begun: its result, and how often something was compiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    count = [0]
+    artifact = inductor._artifact
+
+    def watched(piece: Piece) -> Any:
+        count[0] += 1
+        return artifact(piece)
+
+    monkeypatch.setattr(inductor, "_artifact", watched)
+    torch.manual_seed(0)
+    inputs = [torch.randn(24, 24) for _ in range(2)]
+
+    def run(one: Piece | None = None) -> tuple[list[torch.Tensor], int]:
+        inductor._compiled.clear()
+        count[0] = 0
+        one = one or piece()
+        (call,) = inductor.compile_all({one.key(): one}).values()
+        results = [*call(list(inputs)), *call(list(inputs))]
+        assert torch.equal(results[0], results[1])
+        torch.testing.assert_close(results[0], one.graph_module()(*inputs)[0], atol=0.01, rtol=0)  # under autocast
+        assert call._call not in (call._first, call._wrapped)  # type: ignore[attr-defined]
+        return results[:1], count[0]
+
+    yield run
+    inductor._compiled.clear()
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted((folder / "fsdp_compiled").rglob("*")) if (folder / "fsdp_compiled").exists() else []
+
+
+def test_a_piece_is_compiled_once_and_then_found(compiled: Compile, tmp_path: Path) -> None:
+    (first,), made = compiled()
+    assert made == 1 and len([path for path in kept(tmp_path) if path.is_file()]) == 1
+    (second,), made = compiled()
+    assert made == 0 and torch.equal(first, second)
+
+
+def test_a_damaged_file_is_compiled_anew_and_replaced(
+    compiled: Compile, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled()
+    (place,) = [path for path in kept(tmp_path) if path.is_file()]
+    place.write_bytes(place.read_bytes()[:-100])
+    with caplog.at_level(logging.WARNING, "fsdp_compiled"):
+        assert compiled()[1] == 1
+    assert "is damaged" in caplog.text
+    assert compiled()[1] == 0
+
+
+@contextmanager
+def changed(change: Callable[[Any], object], value: Any, old: Any) -> Iterator[None]:
+    change(value)
+    try:
+        yield
+    finally:
+        change(old)
+
+
+THREADS = torch.get_num_threads()
+CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "determinism": lambda: changed(torch.use_deterministic_algorithms, True, False),
+    "matmul": lambda: changed(partial(setattr, torch.backends.cuda.matmul, "allow_fp16_accumulation"), True, False),
+    "threads": lambda: changed(torch.set_num_threads, THREADS + 1, THREADS),
+    "inductor": lambda: torch._inductor.config.patch(epilogue_fusion=False),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "version": lambda: mock.patch.object(settings, "_versions", lambda: {"torch": "3.0"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_piece_is_not_found_where_what_decides_of_its_code_has_changed(compiled: Compile, change: str) -> None:
+    assert compiled()[1] == 1
+    with CHANGES[change]():
+        assert compiled()[1] == 1
+    assert compiled()[1] == 0
+
+
+@pytest.mark.parametrize("switch", ["force_disable_caches", "fx_graph_cache"])
+def test_nothing_is_kept_where_inductor_keeps_nothing(compiled: Compile, tmp_path: Path, switch: str) -> None:
+    with torch._inductor.config.patch({switch: switch == "force_disable_caches"}):
+        assert compiled()[1] == compiled()[1] == 1
+    assert kept(tmp_path) == []
+
+
+def test_operators_of_the_users_are_not_kept(compiled: Compile, tmp_path: Path) -> None:
+    """Their code may be another at the next start, and a piece's key would not tell."""
+    with torch.library._scoped_library("tests_inductor", "FRAGMENT") as library:
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: 2 * x, "CompositeExplicitAutograd")
+        assert compiled(piece(target=torch.ops.tests_inductor.twice.default))[1] == 1
+        assert compiled(piece(target=torch.ops.tests_inductor.twice.default))[1] == 1
+    assert kept(tmp_path) == []
