@@ -15,9 +15,8 @@ import fsdp_compiled.check as checking
 from fsdp_compiled import Plan, Policy, Program, ProgramError
 from fsdp_compiled.check import INVARIANTS, check
 from fsdp_compiled.program import LOSS, Edit, Mark, Port, role_of, written
-from tests import models
+from tests import recipes
 from tests.models import Block, Recipe
-from tests.simulate import stages
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -32,8 +31,7 @@ def built(
     """A model with blocks and a module buffer: the program after each pass, by the pass's name."""
     policy = Policy(shard=shard, bucket_mb=0, limit=limit or "auto", offload=offload, lower="eager")
     recipe = Recipe((Block("linear"), Block("normed"), Block("linear")), policy=policy)
-    model, optimizer = models.build(recipe)
-    found, plan = stages(model, optimizer, models.loss, models.batches(recipe, 1)[0][0], recipe.policy, kind=kind)
+    found, plan = recipes.built(recipe, kind)
     return {program.history[-1]: program for program in found}, plan
 
 

@@ -8,7 +8,7 @@ import torch
 from fsdp_compiled import Policy
 from tests import models
 from tests.models import Block, Recipe
-from tests.simulate import simulate
+from tests.recipes import trained
 
 MAXIMUM = 0.05
 
@@ -26,16 +26,14 @@ def test_the_norm_is_exact_with_frozen_and_tied_parameters_and_replicas(shard: s
         replicate=mesh[1],
         units="pattern",
     )
+    simulation = trained(what, steps=1)
     model, optimizer = models.build(what)
     rows = models.batches(what, 1)
-    simulation = simulate(
-        model, optimizer, models.loss, rows, what.policy, shard=mesh[0], replicate=mesh[1], units=models.units(what)
-    )
     for batch in rows[0]:
         (models.loss(model, *batch) / len(rows[0])).backward()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert len(trained) < len(list(model.parameters()))
-    one_rank = torch.autograd.grad(models.loss(model, *rows[0][0]), trained)
+    owned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(owned) < len(list(model.parameters()))
+    one_rank = torch.autograd.grad(models.loss(model, *rows[0][0]), owned)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAXIMUM)
     assert norm > MAXIMUM
     optimizer.step()

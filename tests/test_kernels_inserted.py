@@ -18,7 +18,8 @@ from fsdp_compiled.optim import make_rules
 from fsdp_compiled.program import FACTOR, LOSS, Edit, is_collective
 from tests import models
 from tests.models import BLOCKS, Block, Recipe
-from tests.simulate import Rewrite, Simulation, simulate, stages
+from tests.recipes import built, trained
+from tests.simulate import Rewrite, Simulation
 
 aten = torch.ops.aten
 FLATTEN, ADAM, SGD = operators.flatten.default, operators.adam_.default, operators.sgd_.default
@@ -27,12 +28,7 @@ WRONG = 1e-4
 
 
 def run(recipe: Recipe, kernels: bool, kind: str = "step", steps: int = 3, **how: Any) -> Simulation:
-    model, optimizer = models.build(recipe)
-    data = models.batches(recipe, steps * how.get("microbatches", 1))
-    return simulate(
-        model, optimizer, models.loss, data, replace(recipe.policy, kernels=kernels), shard=recipe.shard,
-        replicate=recipe.replicate, units=models.units(recipe), kind=kind, **how,
-    )  # fmt: skip
+    return trained(replace(recipe, policy=replace(recipe.policy, kernels=kernels)), steps, kind=kind, **how)
 
 
 def furthest(mine: Simulation, other: Simulation) -> float:
@@ -173,9 +169,7 @@ def test_the_comparison_notices_a_broken_program(damage: Rewrite) -> None:
 
 
 def test_a_factor_that_no_update_applies_is_refused() -> None:
-    model, optimizer = models.build(CLIPPED)
-    batch, policy = models.batches(CLIPPED, 1)[0][0], replace(CLIPPED.policy, kernels=True)
-    found, plan = stages(model, optimizer, models.loss, batch, policy)
+    found, plan = built(replace(CLIPPED, policy=replace(CLIPPED.policy, kernels=True)))
     by_name = {program.history[-1]: program for program in found}
     assert FACTOR in by_name["clip"].outputs and FACTOR not in by_name["update"].outputs
     edit = Edit(by_name["update"])
@@ -242,8 +236,6 @@ def test_scheduled_momentum_reaches_the_operator(kind: str) -> None:
 def test_on_a_cpu_they_are_left_out_unless_asked_for() -> None:
     with pytest.raises(ValueError, match='kernels is 1; expected True, False or "auto"'):
         Policy(kernels=1)  # type: ignore[arg-type]
-    recipe = Recipe((Block("linear"),), policy=Policy(bucket_mb=0, lower="eager"))
-    model, optimizer = models.build(recipe)
-    found, plan = stages(model, optimizer, models.loss, models.batches(recipe, 1)[0][0], recipe.policy)
+    found, plan = built(Recipe((Block("linear"),), policy=Policy(bucket_mb=0, lower="eager")))
     assert not plan.kernels and not count(found[-1], FLATTEN)
     assert replace(plan, device=torch.device("cuda")).kernels

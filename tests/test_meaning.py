@@ -20,7 +20,8 @@ from fsdp_compiled.program import LOSS, Edit, Mark, Port, is_random, is_wait, ro
 from fsdp_compiled.random import initial_state
 from tests import models
 from tests.models import BLOCKS, Block, Recipe
-from tests.simulate import Batch, Rewrite, Simulation, captured, enlist, passes, ranks, simulate, stages
+from tests.recipes import built, program_of, trained
+from tests.simulate import Batch, Rewrite, Simulation, captured, enlist, passes, ranks, simulate
 
 aten = torch.ops.aten
 
@@ -107,11 +108,8 @@ def both(recipe: Recipe, steps: int = 3, microbatches: int = 1, **how: Any) -> t
     """The program on simulated ranks, and the reference, from the same start."""
     model, optimizer = models.build(recipe)
     data = models.batches(recipe, steps * microbatches)
-    simulation = simulate(
-        model, optimizer, models.loss, data, recipe.policy, shard=recipe.shard, replicate=recipe.replicate,
-        units=models.units(recipe), microbatches=microbatches, **how,
-    )  # fmt: skip
-    return simulation, eager(model, optimizer, models.loss, data, recipe.policy.clip, recipe.shard, microbatches)
+    reference = eager(model, optimizer, models.loss, data, recipe.policy.clip, recipe.shard, microbatches)
+    return trained(recipe, steps, microbatches, **how), reference
 
 
 def furthest(simulation: Simulation, reference: Eager) -> float:
@@ -196,12 +194,10 @@ def test_gradients_are_the_mean_over_the_ranks_in_the_place_of_their_parameters(
     shard: str, mesh: tuple[int, int]
 ) -> None:
     recipe = three_blocks(shard, mesh)
-    model, optimizer = models.build(recipe)
-    data = models.batches(recipe, 1)
-    simulation = simulate(
-        model, optimizer, models.loss, data, recipe.policy, shard=mesh[0], replicate=mesh[1], kind="gradient"
-    )
-    single = [torch.autograd.grad(models.loss(model, *batch), list(model.parameters())) for batch in data[0]]
+    simulation = trained(recipe, 1, kind="gradient")
+    model, _ = models.build(recipe)
+    row = models.batches(recipe, 1)[0]
+    single = [torch.autograd.grad(models.loss(model, *batch), list(model.parameters())) for batch in row]
     means = {
         name: _mean(
             [_mean([mine[place] for mine in single[at : at + mesh[0]]]) for at in range(0, len(single), mesh[0])]
@@ -449,14 +445,6 @@ PURE = [
 ]
 
 
-def build_stages(recipe: Recipe, place: int = 0) -> tuple[tuple[Program, ...], Plan]:
-    model, optimizer = models.build(recipe)
-    return stages(
-        model, optimizer, models.loss, models.batches(recipe, 1)[0][place], recipe.policy,
-        shard=recipe.shard, replicate=recipe.replicate, units=models.units(recipe), place=place,
-    )  # fmt: skip
-
-
 def first_impure(recipe: Recipe, extra: Sequence[Callable[[Program, Plan], Program]] = ()) -> str | None:
     """The first pass that changes the program or plan it is given, if one does."""
     model, optimizer = models.build(recipe)
@@ -490,13 +478,13 @@ def test_a_pass_that_changes_its_program_is_noticed() -> None:
 
 @pytest.mark.parametrize("recipe", PURE, ids=["ties", "mixed", "nested"])
 def test_a_program_built_twice_has_one_hash_and_names_no_rank(recipe: Recipe) -> None:
-    first, again = build_stages(recipe), build_stages(recipe, place=recipe.shard - 1)
+    first, again = built(recipe), built(recipe, place=recipe.shard - 1)
     assert [program.text() for program in first[0]] == [program.text() for program in again[0]]
     assert [program.hash for program in first[0]] == [program.hash for program in again[0]]
     assert first[1] == again[1]
 
 
 def test_programs_that_differ_have_different_hashes() -> None:
-    found = [build_stages(three_blocks(shard))[0][-1].hash for shard in ("zero3", "zero2")]
+    found = [program_of(three_blocks(shard)).hash for shard in ("zero3", "zero2")]
     assert found[0] != found[1]
-    assert Port("in", "batch", "[0]") in build_stages(three_blocks())[0][-1].inputs
+    assert Port("in", "batch", "[0]") in program_of(three_blocks()).inputs

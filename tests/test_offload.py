@@ -26,8 +26,9 @@ from fsdp_compiled.optim import make_rules
 from fsdp_compiled.passes.offload import offload
 from fsdp_compiled.plan import human
 from fsdp_compiled.program import Edit, Port, role_of, written
-from tests import models, simulate
+from tests import models, recipes, simulate
 from tests.models import Block, Recipe
+from tests.recipes import built
 from tests.simulate import Simulation
 from tests.test_pieces import uncompiled
 
@@ -42,22 +43,9 @@ def recipe(**how: Any) -> Recipe:
 
 
 @functools.cache
-def built(what: Recipe, kind: str = "step") -> tuple[tuple[Program, ...], Plan]:
-    model, optimizer = models.build(what)
-    return simulate.stages(
-        model, optimizer, models.loss, models.batches(what, 1)[0][0], what.policy,
-        shard=what.shard, replicate=what.replicate, units=models.units(what), kind=kind,
-    )  # fmt: skip
-
-
-@functools.cache
 def trained(what: Recipe, offloaded: bool, microbatches: int = 1, steps: int = 3, **how: Any) -> Simulation:
-    model, optimizer = models.build(what)
-    batches, policy = models.batches(what, steps * microbatches), replace(what.policy, offload=offloaded)
-    return simulate.simulate(
-        model, optimizer, models.loss, batches, policy,
-        shard=what.shard, replicate=what.replicate, units=models.units(what), microbatches=microbatches, **how,
-    )  # fmt: skip
+    policy = replace(what.policy, offload=offloaded)
+    return recipes.trained(replace(what, policy=policy), steps, microbatches, **how)
 
 
 def same(one: Simulation, other: Simulation) -> bool:

@@ -19,7 +19,7 @@ from fsdp_compiled.inductor import share
 from fsdp_compiled.lower import Lowering, Runner
 from fsdp_compiled.pieces import FEW, Piece, segments
 from fsdp_compiled.program import is_collective, is_view, written
-from tests import models, simulate
+from tests import models, recipes, simulate
 from tests.models import Block, Recipe
 
 NAMES = ("blocks.0", "blocks.1", "blocks.2", "embed", "head", "root")
@@ -118,13 +118,9 @@ def uncompiled(program: Program, groups: Mapping[str, str], how: str) -> Runner:
 
 def trained(recipe: Recipe) -> dict[str, torch.Tensor]:
     """Weights, losses and module buffers of two steps, the second of two microbatches' sum."""
-    model, optimizer = models.build(recipe)
     found = {}
     for microbatches in (1, 2):
-        result = simulate.simulate(
-            model, optimizer, models.loss, models.batches(recipe, 2), recipe.policy,
-            shard=recipe.shard, replicate=recipe.replicate, units=models.units(recipe), microbatches=microbatches,
-        )  # fmt: skip
+        result = recipes.trained(recipe, 2 // microbatches, microbatches)
         found |= {f"{microbatches} {name}": value for name, value in result.parameters.items()}
         found |= {f"{microbatches} loss {index}": value for index, value in enumerate(result.losses)}
         for rank, buffers in enumerate(result.buffers):

@@ -16,8 +16,9 @@ from fsdp_compiled.passes import run
 from fsdp_compiled.program import LOSS, gathered, is_random, is_view
 from tests import models
 from tests.models import Block, Recipe
+from tests.recipes import built, program_of
 from tests.simulate import captured, enlist, lockstep, passes, ranks, stages
-from tests.test_shape import built, program_of, recipe
+from tests.test_shape import recipe
 
 
 def crossing(program: Program) -> list[fx.Node]:

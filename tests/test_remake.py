@@ -16,7 +16,8 @@ from fsdp_compiled.memory import Persistent, predict
 from fsdp_compiled.program import is_random
 from tests import models
 from tests.models import Recipe
-from tests.simulate import Simulation, simulate, stages
+from tests.recipes import trained
+from tests.simulate import stages
 
 aten = torch.ops.aten
 
@@ -89,14 +90,6 @@ def test_what_is_made_again_is_made_just_before_it_is_read() -> None:
         if node.target is aten.gelu.default and node.meta["phase"] == "backward":
             first = min(nodes.index(user) for user in node.users)
             assert first - nodes.index(node) <= 3
-
-
-def trained(what: Recipe) -> Simulation:
-    model, optimizer = models.build(what)
-    return simulate(
-        model, optimizer, models.loss, models.batches(what, 2), what.policy,
-        shard=what.shard, replicate=what.replicate, units=models.units(what),
-    )  # fmt: skip
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)

@@ -14,28 +14,12 @@ from fsdp_compiled import Policy, Program
 from fsdp_compiled.program import is_collective, is_view, role_of
 from tests import models
 from tests.models import Block, Recipe
-from tests.simulate import Simulation, simulate, stages
+from tests.recipes import program_of, trained
+from tests.simulate import stages
 
 
 def recipe(blocks: int = 5, **policy: object) -> Recipe:
     return Recipe((Block("linear"),) * blocks, policy=Policy(lower="eager", bucket_mb=0, **policy))  # type: ignore[arg-type]
-
-
-def program_of(what: Recipe, kind: str = "step") -> Program:
-    model, optimizer = models.build(what)
-    found, _ = stages(
-        model, optimizer, models.loss, models.batches(what, 1)[0][0], what.policy,
-        shard=what.shard, replicate=what.replicate, units=models.units(what), kind=kind,
-    )  # fmt: skip
-    return found[-1]
-
-
-def trained(what: Recipe, steps: int = 2) -> Simulation:
-    model, optimizer = models.build(what)
-    return simulate(
-        model, optimizer, models.loss, models.batches(what, steps), what.policy,
-        shard=what.shard, replicate=what.replicate, units=models.units(what),
-    )  # fmt: skip
 
 
 def alive_by_node(program: Program) -> list[set[str]]:

@@ -6,7 +6,6 @@ commit it.
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -18,13 +17,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled import Plan, Policy, Program
+from fsdp_compiled import Policy, Program
 from fsdp_compiled.check import check
 from fsdp_compiled.plan import Unit
 from fsdp_compiled.program import Edit, Port, is_collective, is_random, is_wait, role_of
 from tests import models
 from tests.models import Block, Recipe
-from tests.simulate import enlist, ranks, stages
+from tests.recipes import built, program_of
+from tests.simulate import enlist, ranks
 
 GOLDEN = Path(__file__).parent / "golden"
 aten = torch.ops.aten
@@ -33,19 +33,6 @@ aten = torch.ops.aten
 def recipe(shard: str, *blocks: Block, **options: object) -> Recipe:
     blocks = blocks or (Block("linear"),) * 3
     return Recipe(blocks, policy=Policy(shard=shard, lower="eager", bucket_mb=0), **options)  # type: ignore[arg-type]
-
-
-@functools.cache
-def built(what: Recipe) -> tuple[tuple[Program, ...], Plan]:
-    model, optimizer = models.build(what)
-    return stages(
-        model, optimizer, models.loss, models.batches(what, 1)[0][0], what.policy,
-        shard=what.shard, replicate=what.replicate, units=models.units(what),
-    )  # fmt: skip
-
-
-def program_of(what: Recipe) -> Program:
-    return built(what)[0][-1]
 
 
 def kind(node: fx.Node) -> str:

@@ -1,0 +1,34 @@
+"""What becomes of a recipe: its programs, and its training on simulated ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from fsdp_compiled import Plan, Program
+from tests import models
+from tests.models import Recipe
+from tests.simulate import Simulation, simulate, stages
+
+
+@functools.cache
+def built(what: Recipe, kind: str = "step", place: int = 0) -> tuple[tuple[Program, ...], Plan]:
+    """The program after each pass, from the captured one on, as the rank at this place builds it."""
+    model, optimizer = models.build(what)
+    return stages(
+        model, optimizer, models.loss, models.batches(what, 1)[0][place], what.policy,
+        shard=what.shard, replicate=what.replicate, units=models.units(what), kind=kind, place=place,
+    )  # fmt: skip
+
+
+def program_of(what: Recipe, kind: str = "step") -> Program:
+    return built(what, kind)[0][-1]
+
+
+def trained(what: Recipe, steps: int = 2, microbatches: int = 1, **how: Any) -> Simulation:
+    """After so many steps; ``how`` as `simulate` has it."""
+    model, optimizer = models.build(what)
+    return simulate(
+        model, optimizer, models.loss, models.batches(what, steps * microbatches), what.policy,
+        shard=what.shard, replicate=what.replicate, units=models.units(what), microbatches=microbatches, **how,
+    )  # fmt: skip
