@@ -199,6 +199,19 @@ class Recipe:
     replicate: int = 1
 
 
+class Stack(nn.Module):
+    """Equal layers and nothing else."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
 class Model(nn.Module):
     """Embeds words, adds blocks, predicts words."""
 

@@ -6,7 +6,6 @@ import logging
 
 import pytest
 import torch
-from torch import nn
 
 from fsdp_compiled import Policy
 from fsdp_compiled.budget import GIB, fit
@@ -14,27 +13,15 @@ from fsdp_compiled.holdings import holdings, most_alive
 from fsdp_compiled.memory import Memory, Persistent, predict
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import Program
+from tests.models import Stack
 from tests.simulate import stages
 
-WIDTH = 64
-
-
-class Wide(nn.Module):
-    """Blocks whose gathered parameters outweigh their activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+WIDTH = 64  # gathered parameters outweigh the activations of four rows
 
 
 def fitted(memory_gb: float | None, **policy: object) -> tuple[Program, Memory, Plan]:
     wanted = Policy(lower="eager", bucket_mb=0, memory_gb=memory_gb, **policy)  # type: ignore[arg-type]
-    found, plan = stages(Wide(), None, None, (torch.ones(4, WIDTH),), wanted, kind="gradient")
+    found, plan = stages(Stack(6, WIDTH), None, None, (torch.ones(4, WIDTH),), wanted, kind="gradient")
     made, memory = fit(found, plan, lambda program: predict(program, plan, Persistent()))
     assert predict(made[-1], plan, Persistent()) == memory
     return made[-1], memory, plan

@@ -8,27 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from fsdp_compiled import Policy
 from fsdp_compiled.timeline import Span, Timeline, estimate
 from tests.launch import launch
+from tests.models import Stack
 from tests.simulate import stages
 
 
-class Blocks(nn.Module):
-    def __init__(self, width: int = 256) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def estimated(shard: int = 2, **policy: Any) -> Timeline:
-    model = Blocks()
+    model = Stack(4, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wanted = Policy(lower="eager", bandwidth_gbps=1.0, bucket_mb=0, **policy)
     found, plan = stages(model, optimizer, None, (torch.ones(1024, 256),), wanted, shard=shard)
