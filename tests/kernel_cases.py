@@ -20,6 +20,8 @@ GUARD = 64  # elements on either side of what a kernel may write
 LAYOUTS = ("contiguous", "permuted", "expanded", "sliced", "misaligned")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SPECIAL = (float("nan"), float("inf"), -float("inf"))
+ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}
+MOMENTUM = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "maximize": False}
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,20 @@ gradients = st.builds(
 )
 units = st.lists(gradients, min_size=1, max_size=5)
 sizes = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 9000)), min_size=1, max_size=4)
+# What `compare_flatten` and `compare_accumulate` are given.
+flattens: dict[str, st.SearchStrategy[Any]] = {
+    "unit": units,
+    "gaps": st.lists(st.sampled_from((0, 0, 1, 8, 64, 5000)), min_size=6, max_size=6),
+    "dtype": st.sampled_from(DTYPES),
+    "scale": st.sampled_from((None, 1.0, 0.3, float("inf"))),
+}
+accumulates: dict[str, st.SearchStrategy[Any]] = {
+    "lengths": sizes,
+    "dtypes": st.tuples(st.sampled_from((torch.float32, torch.float64)), st.sampled_from(DTYPES)),
+    "scale": st.sampled_from((None, 0.25)),
+    "fresh": st.booleans(),
+    "specials": st.sampled_from((0, 2)),
+}
 
 
 def poisoned(numel: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:

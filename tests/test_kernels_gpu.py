@@ -7,37 +7,30 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.kernels.options import SGD, Adam
 from tests.kernel_cases import (
-    DTYPES,
+    ADAM,
     LAYOUTS,
+    MOMENTUM,
     Gradient,
+    accumulates,
     compare_accumulate,
     compare_flatten,
     compare_update,
-    sizes,
-    units,
+    flattens,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}
-MOMENTUM = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": True, "maximize": False}
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    unit=units,
-    gaps=st.lists(st.sampled_from((0, 0, 1, 8, 64, 5000)), min_size=6, max_size=6),
-    dtype=st.sampled_from(DTYPES),
-    scale=st.sampled_from((None, 1.0, 0.3, float("inf"))),
-)
-def test_flatten(unit: list[Gradient], gaps: list[int], dtype: torch.dtype, scale: float | None) -> None:
-    compare_flatten(unit, gaps, dtype, scale, "cuda")
+@given(**flattens)
+def test_flatten(**case: Any) -> None:
+    compare_flatten(**case, device="cuda")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -47,17 +40,9 @@ def test_flatten_of_one(shape: tuple[int, ...], layout: str) -> None:
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    lengths=sizes,
-    dtypes=st.tuples(st.sampled_from((torch.float32, torch.float64)), st.sampled_from(DTYPES)),
-    scale=st.sampled_from((None, 0.25)),
-    fresh=st.booleans(),
-    specials=st.sampled_from((0, 2)),
-)
-def test_accumulate(
-    lengths: list[int], dtypes: tuple[torch.dtype, torch.dtype], scale: float | None, fresh: bool, specials: int
-) -> None:
-    compare_accumulate(lengths, dtypes, scale, fresh, specials, "cuda")
+@given(**accumulates)
+def test_accumulate(**case: Any) -> None:
+    compare_accumulate(**case, device="cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -70,8 +55,8 @@ def test_adam(dtype: torch.dtype, step: int) -> None:
 
 @pytest.mark.parametrize("buffers", [True, False])
 def test_sgd(buffers: bool) -> None:
-    lengths = [1, 0, 1037, 100_000]
-    compare_update(SGD, MOMENTUM, lengths, torch.float32, torch.bfloat16, 0.5, "cuda", buffers=buffers)
+    numbers, lengths = MOMENTUM | {"nesterov": True}, [1, 0, 1037, 100_000]
+    compare_update(SGD, numbers, lengths, torch.float32, torch.bfloat16, 0.5, "cuda", buffers=buffers)
 
 
 def test_the_norm_is_the_same_in_every_run() -> None:

@@ -21,33 +21,27 @@ from fsdp_compiled.kernels.launch import located
 from fsdp_compiled.kernels.layout import TILE, Group, ceil_div, contiguous
 from fsdp_compiled.kernels.options import SGD, Adam
 from tests.kernel_cases import (
-    DTYPES,
+    ADAM,
     LAYOUTS,
+    MOMENTUM,
     Gradient,
+    accumulates,
     compare_accumulate,
     compare_flatten,
     compare_update,
+    flattens,
     gradients,
     sizes,
-    units,
 )
 
 # numpy warns where a number overflows; the interpreter's bfloat16 is cut off, not rounded
 pytestmark = pytest.mark.filterwarnings("ignore")
-ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}
-MOMENTUM = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "maximize": False}
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    unit=units,
-    gaps=st.lists(st.sampled_from((0, 0, 1, 8, 64, 5000)), min_size=6, max_size=6),
-    dtype=st.sampled_from(DTYPES),
-    scale=st.sampled_from((None, 1.0, 0.3, math.inf)),
-    seed=st.integers(0, 99),
-)
-def test_flatten(unit: list[Gradient], gaps: list[int], dtype: torch.dtype, scale: float | None, seed: int) -> None:
-    compare_flatten(unit, gaps, dtype, scale, "cpu", seed=seed, rounds=False)
+@given(**flattens, seed=st.integers(0, 99))
+def test_flatten(**case: Any) -> None:
+    compare_flatten(**case, device="cpu", rounds=False)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -69,17 +63,9 @@ def test_a_missed_infinity_is_noticed() -> None:
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(
-    lengths=sizes,
-    dtypes=st.tuples(st.sampled_from((torch.float32, torch.float64)), st.sampled_from(DTYPES)),
-    scale=st.sampled_from((None, 0.25)),
-    fresh=st.booleans(),
-    specials=st.sampled_from((0, 2)),
-)
-def test_accumulate(
-    lengths: list[int], dtypes: tuple[torch.dtype, torch.dtype], scale: float | None, fresh: bool, specials: int
-) -> None:
-    compare_accumulate(lengths, dtypes, scale, fresh, specials, "cpu")
+@given(**accumulates)
+def test_accumulate(**case: Any) -> None:
+    compare_accumulate(**case, device="cpu")
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
