@@ -18,9 +18,10 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._inductor import config
-from torch._inductor.codecache import BypassFxGraphCache, cache_dir, compiled_fx_graph_hash
+from torch._inductor.codecache import CacheBase, cache_dir, torch_key
+from torch._inductor.codegen.common import custom_backend_passes
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.standalone_compile import CacheCompiledArtifact, CompiledArtifact
 
@@ -126,12 +127,11 @@ def share(pieces: Mapping[str, Piece], count: int) -> list[dict[str, Piece]]:
 
 def _around() -> str:
     """What the code that is made of a piece depends on besides the piece; empty if that cannot be said."""
-    try:
-        nothing = fx.GraphModule(nn.Module(), fx.Graph())
-        compiler, _ = compiled_fx_graph_hash(nothing, [torch.empty(0)], {}, [])
-    except (BypassFxGraphCache, AssertionError):  # a pass of the user's that has no name
+    options = repr(sorted(config.get_config_copy().items()))
+    if " at 0x" in options or any(custom_backend_passes.values()):  # a function of the user's takes part
         return ""
-    return f"{compiler} {settings()}"
+    system = CacheBase.get_system() if torch.cuda.is_available() else None  # which reads the whole of Triton
+    return f"{torch_key().hex()} {system} {options} {settings()}"
 
 
 def _kept(piece: Piece, key: str) -> Callable[..., Any]:

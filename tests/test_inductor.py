@@ -126,6 +126,15 @@ def test_nothing_is_kept_where_inductor_keeps_nothing(compiled: Compile, tmp_pat
     assert kept(tmp_path) == []
 
 
+def test_nothing_is_kept_where_a_function_of_the_users_takes_part(compiled: Compile, tmp_path: Path) -> None:
+    def custom(graph: fx.Graph) -> None:
+        pass
+
+    with torch._inductor.config.patch(post_grad_custom_post_pass=custom):
+        assert compiled()[1] == compiled()[1] == 1
+    assert kept(tmp_path) == []
+
+
 def test_operators_of_the_users_are_not_kept(compiled: Compile, tmp_path: Path) -> None:
     """Their code may be another at the next start, and a piece's key would not tell."""
     with torch.library._scoped_library("tests_inductor", "FRAGMENT") as library:
