@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from fsdp_compiled.inductor import Call, compile_all
 from fsdp_compiled.pieces import Piece, segments
-from fsdp_compiled.program import Program, is_collective, origin, role_of
+from fsdp_compiled.program import Program, copied, is_collective, origin, role_of
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 # Inside, operators go past autograd's layers of dispatch, which under no_grad only cost time: a tenth of a small one.
@@ -88,9 +88,9 @@ def _views_that_fit(graph: fx.Graph) -> None:
 
 def _bind_groups(source: fx.Graph, groups: Mapping[str, str]) -> fx.Graph:
     """A copy in which collectives name process groups instead of axes."""
-    graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
-    graph.output(graph.graph_copy(source, mapping))
+    graph = copied(source, mapping)
+    graph.output(fx.node.map_arg(source.output_node().args[0], mapping.__getitem__))
     for node in graph.nodes:
         if node.op == "call_function" and is_collective(node):
             node.args = (*node.args[:-1], groups[str(node.args[-1])])

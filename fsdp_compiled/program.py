@@ -112,6 +112,10 @@ class Program:
         """The nodes that passes inserted in this role, in the order they run."""
         return [node for node in self.graph.nodes if role_of(node) == role]
 
+    def after(self, name: str) -> Program:
+        """The same program after a pass that had nothing to do."""
+        return replace(self, history=(*self.history, name))
+
     @property
     def random(self) -> bool:
         """Whether running the program draws random numbers."""
@@ -306,7 +310,7 @@ def as_traced(value: Any) -> Any:
             return torch.empty_strided(shape, stride, dtype=leaf.dtype, device="meta")
         return leaf
 
-    return pytree.tree_map(one, value)
+    return one(value) if isinstance(value, torch.Tensor) else pytree.tree_map(one, value)
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
@@ -318,6 +322,20 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     raise ValueError("The graph has no fake tensors; a Program's nodes carry one each in meta['val'].")
 
 
+def copied(graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> fx.Graph:
+    """A copy of all but the output node; ``mapping`` is filled with each node's copy."""
+    result = fx.Graph()
+    for node in graph.nodes:
+        if node.op != "output":
+            # Its arguments follow: `create_node` looks through those it is given, longer than all the rest takes.
+            copy = mapping[node] = result.create_node(node.op, node.target, (), {}, node.name, node.type)
+            copy.args = fx.node.map_arg(node.args, mapping.__getitem__)  # type: ignore[assignment]
+            if node.kwargs:
+                copy.kwargs = fx.node.map_arg(node.kwargs, mapping.__getitem__)  # type: ignore[assignment]
+            copy.meta.update(node.meta)
+    return result
+
+
 class Edit:
     """A copy of a program that may be changed; `done` turns it into the next program.
 
@@ -325,9 +343,9 @@ class Edit:
     """
 
     def __init__(self, program: Program) -> None:
-        self.graph = fx.Graph()
         self.map: dict[fx.Node, fx.Node] = {}
-        outputs = self.graph.graph_copy(program.graph, self.map)
+        self.graph = copied(program.graph, self.map)
+        outputs = fx.node.map_arg(program.graph.output_node().args[0], self.map.__getitem__)
         self.mode = fake_mode(program.graph)
         self._before = program
         self._inputs = {port: self.map[node] for port, node in program.inputs.items()}

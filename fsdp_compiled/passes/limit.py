@@ -27,13 +27,14 @@ GATHER_CHAIN = ("fetch", "cast", "gather", "part", "wait", "block", "view")
 
 def limit(program: Program, plan: Plan) -> Program:
     """Frees and gathers again; a program that fits is left as it is. Raises ``ValueError`` where nothing helps."""
-    edit = Edit(program)
     most = plan.policy.limit
-    if isinstance(most, int):
-        order = positions(edit.graph)
-        for again in _stretches(holdings(edit.graph), order, most):
-            _gather_again(edit, again, order)
-        edit.drop_unused_parts()
+    if not isinstance(most, int):
+        return program.after("limit")
+    edit = Edit(program)
+    order = positions(edit.graph)
+    for again in _stretches(holdings(edit.graph), order, most):
+        _gather_again(edit, again, order)
+    edit.drop_unused_parts()
     return edit.done("limit")
 
 

@@ -20,6 +20,8 @@ aten = torch.ops.aten
 
 def store(program: Program, plan: Plan) -> Program:
     """Turns ``buffer`` and ``constant`` outputs into writes to the inputs of the same names."""
+    if not any(port.kind in ("buffer", "constant") for port in program.outputs):
+        return program.after("store")
     edit = Edit(program)
     with edit.at(edit.end, "update"):
         for port, value in edit.outputs.items():
