@@ -6,43 +6,33 @@ says): `Sharded.apply` consumes the state it is given, and `Sharded.step` keeps 
 
 from __future__ import annotations
 
-import gc
-import hashlib
 import logging
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from fsdp_compiled import dump
-from fsdp_compiled.binding import flatten, modes, trainable
 from fsdp_compiled.board import different
-from fsdp_compiled.build import Compiled, Kind, build, check_devices, counting, label_of, plain, rows_of
+from fsdp_compiled.build import Compiled, Kind
 from fsdp_compiled.calls import Calls
-from fsdp_compiled.capture import batch_tensors
-from fsdp_compiled.dynamic import Sizes, layout, sizes_of, traced_with, unfit
 from fsdp_compiled.home import settle
-from fsdp_compiled.inductor import Call, cache_place, compile_all, share
 from fsdp_compiled.join import Announced, Joined
-from fsdp_compiled.lower import Lowering, Runner, below_autograd
+from fsdp_compiled.lower import below_autograd
 from fsdp_compiled.memory import Memory
-from fsdp_compiled.mesh import Mesh, RankError, agree, among, backends, exchange
+from fsdp_compiled.mesh import Mesh, RankError, exchange
 from fsdp_compiled.optim import Rule, make_rules
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import DISAGREE, NORM, Port, Program
+from fsdp_compiled.programs import Programs
 from fsdp_compiled.random import Generator
 from fsdp_compiled.rates import Rates
-from fsdp_compiled.replay import Replays, make_device
 from fsdp_compiled.state import State, optimizer_state
 from fsdp_compiled.takeover import Taken, full_state_dict
 
-T = TypeVar("T")
-Signature = tuple[Any, ...]
-COUNT = Port("in", "count", "updates")  # the number of updates, which is no part of the program
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -62,27 +52,18 @@ class Sharded:
         self.plan = plan
         self.model = taken.model
         self.optimizer = optimizer
-        self._taken, self._loss, self._mesh, self._rules = taken, loss, mesh, tuple(rules)
+        self._mesh = mesh
         self._state = state
-        self._modules = list(taken.model.modules())
-        self._parameters = list(taken.model.parameters())
-        self._compiled: dict[Signature, Compiled] = {}
         self._rates = Rates(optimizer, plan.device)
-        self._revision = 0  # of the rules
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
-        graphs = plan.policy.cuda_graph if not plan.policy.offload else False
-        self._replays = Replays(make_device(plan.device, graphs), graphs)
         # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
         self._numbers = {"call": 0.0, "rows": 0.0}
         self._tensors = {name: torch.zeros((), dtype=torch.float64, device=plan.device) for name in self._numbers}
         self._norm: torch.Tensor | None = None
         self._calls = Calls(mesh)
         self._calls_summed = 0  # the numbers of the microbatches' programs, compared at the next step
-        self._trainable = trainable(self._parameters)
-        self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
-        self._evicted = 0
         self._joined: Joined | None = None  # inside `join`
-        self.captures = 0
+        self._programs = Programs(taken, loss, plan, mesh, rules, self._calls)
 
     # What a person calls.
 
@@ -104,12 +85,9 @@ class Sharded:
         ranks. ``Policy.accumulate`` says what is held in between. Collective.
         """
         self._need_optimizer("accumulate")
-        compiled = self._program("accumulate", batch, named)
-        if not self._state.sums:
-            self._state.sums.update(compiled.zeros())
-        result = compiled.capture.rebuild(self._run(compiled, self._state, batch, named))
+        compiled, outputs = self._run("accumulate", self._state, batch, named)
         self._calls_summed += compiled.number
-        return result
+        return compiled.capture.rebuild(outputs)
 
     def apply(self, state: State, *batch: Any, **named: Any) -> tuple[State, Any]:
         """The functional form of `step`: ``(state, loss)``; consumes the state it is given. Collective."""
@@ -127,8 +105,7 @@ class Sharded:
         the parameter's memory order, that lies in this rank's slice; often empty. Under ``"ddp"`` and ``"zero1"``,
         the whole. With ``aux``, the first element is ``(loss, aux)``.
         """
-        compiled = self._program("gradient", batch, named)
-        outputs = self._run(compiled, self._state, batch, named)
+        compiled, outputs = self._run("gradient", self._state, batch, named)
         gradients: dict[str, torch.Tensor] = {}
         for buffer in self.plan.buffers:
             port = Port("out", "gradient", buffer.key)
@@ -142,8 +119,8 @@ class Sharded:
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Forward with gathered parameters and without gradient, in train or eval mode as the model is. Collective."""
-        compiled = self._program("forward", inputs, named)
-        return compiled.capture.rebuild(self._run(compiled, self._state, inputs, named))
+        compiled, outputs = self._run("forward", self._state, inputs, named)
+        return compiled.capture.rebuild(outputs)
 
     @contextmanager
     def join(self) -> Iterator[Joined]:
@@ -189,16 +166,21 @@ class Sharded:
         return self._scale("overflows").clone()
 
     @property
+    def captures(self) -> int:
+        """How many programs were compiled."""
+        return self._programs.captures
+
+    @property
     def replays(self) -> int:
         """How many calls were one launch of a CUDA graph."""
-        return self._replays.launches
+        return self._programs.replays.launches
 
     def close(self) -> None:
         """Destroys the CUDA graphs; calls after it warm up and capture again. On every rank, or on none.
 
         A script that ends, or ends its process group with ``dist.destroy_process_group``, has this done for it.
         """
-        self._replays.close()
+        self._programs.replays.close()
 
     @property
     def state(self) -> State:
@@ -211,28 +193,27 @@ class Sharded:
         state = self._state
         if self._joined is not None:
             raise RuntimeError("full_state_dict inside join: the other ranks may still train. Call it after the block.")
-        self._meet("full_state_dict")
+        self._programs.meet("full_state_dict")
         return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
 
     @property
     def program(self) -> Program:
         """The newest program that trains; before there is one, the newest that differentiates or runs forward."""
-        return self._newest().program
+        return self._programs.newest.program
 
     @property
     def programs(self) -> tuple[Program, ...]:
         """The compiled programs that are kept, oldest first."""
-        by_age = sorted(self._compiled.values(), key=lambda compiled: compiled.number)
-        return tuple(compiled.program for compiled in by_age)
+        return tuple(compiled.program for compiled in self._programs.kept)
 
     @property
     def memory(self) -> Memory:
         """What a rank holds between steps and while `program` runs, predicted, in bytes."""
-        return self._newest().memory
+        return self._programs.newest.memory
 
     def dump(self, folder: str | Path) -> Path:
         """Writes the plan, every stage of `program` with the differences, and its memory. Returns the folder."""
-        newest = self._newest()
+        newest = self._programs.newest
         root = dump.write(folder, self.plan, newest.stages)
         (root / "memory.txt").write_text(newest.memory.text() + "\n")
         return root
@@ -244,12 +225,6 @@ class Sharded:
         return f"Sharded({type(self.model).__name__})\n{self.plan}"
 
     # How it is done.
-
-    def _newest(self) -> Compiled:
-        for kind in get_args(Kind):
-            if found := [compiled for key, compiled in self._compiled.items() if key[0] == kind]:
-                return max(found, key=lambda compiled: compiled.number)
-        raise RuntimeError("Nothing was compiled yet. The first call captures: sharded.step(*batch).")
 
     def _scale(self, name: str) -> torch.Tensor:
         if self.plan.policy.scaling is None:
@@ -270,20 +245,26 @@ class Sharded:
             self._read_rates()
         if self._joined is not None and self._joined.shadows is not None:
             self._rates.adopt(self._joined.shadows.rates)
-        compiled = self._program("last" if state.sums else "step", batch, named)
-        outputs = self._run(compiled, state, batch, named, self._calls_summed)
+        compiled, outputs = self._run("last" if state.sums else "step", state, batch, named)
         self._calls_summed = 0
         self._norm = outputs.get(NORM)
         return compiled.capture.rebuild(outputs), state.consume()
 
     def _run(
-        self, compiled: Compiled, state: State, batch: tuple[Any, ...], named: dict[str, Any], before: int = 0
-    ) -> dict[Port, torch.Tensor]:
-        leaves, _ = flatten(batch, named)
+        self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Compiled, dict[Port, torch.Tensor]]:
+        with self._refusing():
+            request = self._programs.find(kind, batch, named)
+        if self._joined is not None:
+            self._joined.announce(kind, request.label, (batch, named), self._rates.values)
+        compiled = self._programs.get(request, self._state.buffers)
+        if kind == "accumulate" and not state.sums:
+            state.sums.update(compiled.zeros())
+        before = self._calls_summed if compiled.updates else 0
         self._set_number("call", (compiled.number + before) % 256 * 4096 + self._rates.digest)
-        if self.plan.policy.weigh == "rows":
-            self._set_number("rows", self._weight(batch, named))
-        given = compiled.binding.inputs(leaves, state.held, lambda: self._holders(compiled, state))
+        shadows = self._joined is not None and self._joined.shadows is not None
+        self._set_number("rows", 0 if shadows else request.rows)
+        given = compiled.binding.inputs(request.leaves, state.held, lambda: self._holders(compiled, state))
         if compiled.updates:
             given.append(state.step)
         try:
@@ -297,7 +278,7 @@ class Sharded:
             raise self._explain(compiled, error) from error
         finally:
             self._calls.returned()
-        return dict(zip(compiled.outputs, outputs, strict=True))
+        return compiled, dict(zip(compiled.outputs, outputs, strict=True))
 
     def _holders(self, compiled: Compiled, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Who holds a program's inputs, by kind, but for the batch.
@@ -323,11 +304,6 @@ class Sharded:
             self._tensors[name].fill_(float(value))  # filled, not copied to a GPU, which makes the host wait
             self._numbers[name] = value
 
-    def _weight(self, batch: tuple[Any, ...], named: dict[str, Any]) -> int:
-        """How many rows this rank's batch counts for."""
-        shadows = self._joined is not None and self._joined.shadows is not None
-        return 0 if shadows else rows_of(batch_tensors(batch, named))
-
     def _explain(self, compiled: Compiled, error: RuntimeError) -> RuntimeError:
         """The error of another rank, where that is why this one's collective failed."""
         if DISAGREE in str(error):  # all ranks are here: each found it in the same reduction
@@ -340,7 +316,7 @@ class Sharded:
         if not self._rates.unchanged():
             if self._rates.outdated():
                 self._retrace()
-            self._rates.write(self._rules)
+            self._rates.write(self._programs.rules)
 
     def _shadow(self, call: Announced) -> None:
         """Makes another rank's call, on a batch that counts nothing."""
@@ -351,65 +327,10 @@ class Sharded:
     def _retrace(self) -> None:
         log.warning("A hyperparameter other than the scheduled ones changed: the step is compiled again.")
         assert self.optimizer is not None
-        self._rules = make_rules(self.optimizer)
+        self._programs.retrace(make_rules(self.optimizer))
         self._rates.traced()
-        self._revision += 1
-        for name, value in optimizer_state(self.plan, self._rules, {}).items():
+        for name, value in optimizer_state(self.plan, self._programs.rules, {}).items():
             self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one
-        self._compiled = {key: value for key, value in self._compiled.items() if key[0] not in ("step", "last")}
-
-    def _signature(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> Signature:
-        leaves, spec = flatten(batch, named)
-        described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
-        if trainable(self._parameters) != self._trainable:
-            raise ValueError(self._changed())
-        return (kind, described, spec, modes(self._modules))
-
-    def _program(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Compiled:
-        tensors = batch_tensors(batch, named) if self.plan.policy.moving else {}
-        sizes = sizes_of(self.plan.policy.moving, tensors.values())
-        with self._refusing():
-            key = self._signature(kind, batch, named, sizes)
-            if self.plan.policy.weigh == "rows":
-                rows_of(batch_tensors(batch, named))
-        why: list[str] = []
-        while (compiled := self._compiled.get((*key, len(why)))) and sizes:
-            if (reason := self._unfit(compiled, sizes, tensors)) is None:
-                break
-            why.append(reason)
-        key = (*key, len(why))
-        compiled = self._compiled.get(key)
-        label = compiled.label if compiled is not None else self._label(kind, batch, named, sizes, why)
-        if self._joined is not None:
-            self._joined.announce(kind, label, (batch, named), self._rates.values)
-        self._compiled.pop(key, None)
-        if compiled is None:
-            if why and self._mesh.rank == 0:
-                log.warning("Policy.dynamic: the model or the loss asks for certain sizes; compiling %s", label)
-            with _no_collection():
-                compiled = self._compile(kind, batch, named, sizes, label)
-        else:
-            self._calls.post(compiled.label, compiled.wire)
-        self._compiled[key] = compiled  # the last is the one used last
-        return compiled
-
-    def _unfit(self, compiled: Compiled, sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> str | None:
-        """Why this program is not for a batch of these sizes."""
-        now = tuple(sizes.values())
-        if now in compiled.fitting:
-            return None
-        reason = unfit(compiled.program, tensors)
-        if reason is None:
-            compiled.fitting.add(now)
-        return reason
-
-    def _check_fit(self, compiled: Compiled, sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> None:
-        """After lowering, which may have asked about sizes as well."""
-        if (reason := self._unfit(compiled, sizes, tensors)) is not None:
-            raise ValueError(
-                f"The model or the loss asks for certain sizes: the program, traced with rank 0's, is for {reason} on "
-                f"rank {self._mesh.rank}. Give all ranks sizes that agree in it, or leave Policy.dynamic out."
-            )
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -419,164 +340,5 @@ class Sharded:
         except ValueError as error:
             if self._joined is not None:
                 self._joined.refuse(str(error))
-            self._calls.refuse(str(error), self._labels())
+            self._calls.refuse(str(error), self._programs.labels)
             raise
-
-    def _changed(self) -> str:
-        """What became of requires_grad, and the cure."""
-        named = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        lines = [
-            f"{named[id(parameter)]}, which was {'trainable' if before else 'frozen'}"
-            for parameter, before in zip(self._parameters, self._trainable, strict=True)
-            if parameter.requires_grad != before
-        ]
-        rest = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
-        return (
-            f"requires_grad was changed after compile_sharded, of {', '.join(lines[:3])}{rest}. Shards and optimizer "
-            "state are laid out by it. Set it back; or load sharded.full_state_dict() into a new model, set "
-            "requires_grad there, and call compile_sharded on that."
-        )
-
-    def _labels(self) -> set[str]:
-        return {compiled.label for compiled in self._compiled.values()}
-
-    def _label(
-        self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes, why: Sequence[str]
-    ) -> str:
-        label = label_of(kind, batch, named, sizes) + self._version(batch, named)
-        return label + "".join(f", instead of {reason}" for reason in why)
-
-    def _compile(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes, label: str) -> Compiled:
-        """Compiling is a collective: every rank builds the program, all compare it, and every rank lowers it."""
-        begun = time.perf_counter()
-        self._meet(label)
-        # Ranks may have other sizes; all trace with rank 0's.
-        hints = traced_with(exchange(sizes, self._mesh)[0]) if sizes else {}
-        compiled = self._together(
-            lambda: self._build(kind, batch, named, label, sizes, hints), lambda made: made.program.text()
-        )
-        replayed = self._can_replay(compiled)
-        self._make_room(label)
-        compiled.runner = self._lower(compiled.program)
-        if sizes:
-            self._together(lambda: self._check_fit(compiled, sizes, batch_tensors(batch, named)))
-        if compiled.updates:
-            compiled.runner = counting(compiled.runner, compiled.outputs)
-        if replayed:
-            ports = (*compiled.inputs, *[COUNT] * compiled.updates)
-            compiled.runner = self._replays.wrap(compiled.runner, ports, label, self._all_say(label))
-        self.captures += 1
-        self._say_idle(compiled)
-        log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
-        return compiled
-
-    def _lower(self, program: Program) -> Runner:
-        """Each distinct piece is compiled by one rank; the others wait, and then find it in the cache on disk."""
-        groups, how = self._mesh.groups, self.plan.policy.lower
-        lowering = self._together(lambda: Lowering(program, groups, how, self.plan.blocks))
-        made: dict[str, Call] = {}
-        if lowering.pieces and self._mesh.world > 1:
-            place, count = among(cache_place(), self._mesh)
-            made = self._together(lambda: compile_all(share(lowering.pieces, count)[place]))
-        made |= self._together(lambda: compile_all(lowering.pieces))
-        return lowering.runner(made)
-
-    def _can_replay(self, compiled: Compiled) -> bool:
-        """Whether every rank can launch this program as a graph; if not, rank 0 says why."""
-        if self._replays.device is None or compiled.kind not in ("step", "last", "accumulate"):
-            return False
-        program, device = compiled.program, self.plan.device
-        found = self._together(lambda: self._replays.obstacles(program, device, backends(self._mesh)))
-        reason = next(filter(None, exchange(found, self._mesh)), "")
-        if reason and self._mesh.rank == 0:
-            log.warning("%s runs without a CUDA graph:\n%s", compiled.label, reason)
-        return not reason
-
-    def _all_say(self, label: str) -> Callable[[str], list[str]]:
-        """What each rank has to say about a call that all of them make, by rank."""
-
-        def exchange_texts(text: str) -> list[str]:
-            self._calls.meet(label, self._labels())
-            return exchange(text, self._mesh)
-
-        return exchange_texts
-
-    def _make_room(self, label: str) -> None:
-        """Drops the program that rank 0 used the longest time ago, if `Policy.programs` are kept already."""
-        if len(self._compiled) < self.plan.policy.programs:
-            return
-        # Ranks that had a failed call in between may have another order of use, but they have the same programs.
-        number = exchange(next(iter(self._compiled.values())).number, self._mesh)[0]
-        key = next(key for key, compiled in self._compiled.items() if compiled.number == number)
-        evicted = self._compiled.pop(key)
-        self._evicted += 1
-        if self._mesh.rank == 0:
-            log.warning("%s", _full(self.plan.policy.programs, label, evicted.label, self._labels(), self._evicted))
-
-    def _say_idle(self, compiled: Compiled) -> None:
-        """Names the parameters that the loss does not reach, each once."""
-        found = [name for name in compiled.idle if name not in self._idle]
-        self._idle.update(found)
-        if found and self._mesh.rank == 0:
-            log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(found))
-
-    def _together(self, make: Callable[[], T], text: Callable[[T], str] = lambda made: "") -> T:
-        """What ``make`` makes, if every rank could make it and all made the same; else an error on every rank."""
-        made: list[T] = []
-        failure: Exception | None = None
-        try:
-            made.append(make())
-        except Exception as error:
-            failure = error
-        agree(self._mesh, "The program", text(made[0]) if made else "", failure)
-        return made[0]
-
-    def _build(
-        self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], label: str, sizes: Sizes, hints: Sizes
-    ) -> Compiled:
-        check_devices(batch, named, self.plan.device)
-        with self._taken.open() as model:
-            return build(
-                kind, model, self._loss, self.plan, self._rules, self._state.buffers, batch, named, label,
-                number=self.captures + 1, sizes=sizes, hints=hints,
-            )  # fmt: skip
-
-    def _version(self, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
-        """What else a program depends on and ranks may differ in: strides, train or eval, and the rules."""
-        modes = "".join("01"[module.training] for module in self._modules)
-        tensors = batch_tensors(batch, named).items()
-        strides = [f", {name} has strides {t.stride()}" for name, t in tensors if not t.is_contiguous()]
-        training = "" if self.model.training else ", eval mode"
-        detail = "" if len(set(modes)) == 1 else f" of some modules ({hashlib.sha256(modes.encode()).hexdigest()[:8]})"
-        changed = f", hyperparameters changed {self._revision} times" if self._revision else ""
-        return "".join(strides) + training + detail + changed
-
-    def _meet(self, label: str) -> None:
-        """What is rare and collective (to compile, to collect the model): all ranks do it, or none."""
-        self._calls.post(label)
-        self._calls.meet(label, self._labels())
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Compiling makes a million objects that stay: to look through them for garbage, again and again, takes a tenth."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _full(limit: int, new: str, evicted: str, kept: Collection[str], count: int) -> str:
-    """What is said when a program is dropped for another; the cures once."""
-    text = f"compiling {new}: {limit} programs are kept (Policy.programs), so that of {evicted} was dropped"
-    if count > 1:
-        return f"{text} ({count} so far)"
-    shapes = "".join(f"\n  {label}" for label in kept)
-    return (
-        f"{text}. Compiling takes seconds; a call with these shapes would compile again. Kept are{shapes}\n"
-        "Give batches few shapes: drop the last short batch (drop_last=True), pad, or sort lengths into buckets; or "
-        "raise Policy.programs."
-    )

@@ -37,15 +37,15 @@ def make(graphs: bool, policy: Policy = EAGER, optimizer: Callable[..., Any] = a
     model = small(**options)
     sharded = compile_sharded(model, optimizer(model), loss=mse, policy=policy)
     if graphs:
-        sharded._replays.device = StandIn()
+        sharded._programs.replays.device = StandIn()
     else:
-        sharded._replays = Plain()
+        sharded._programs.replays = Plain()
     return sharded
 
 
 def stand_in(sharded: Sharded) -> StandIn:
-    assert isinstance(sharded._replays.device, StandIn)
-    return sharded._replays.device
+    assert isinstance(sharded._programs.replays.device, StandIn)
+    return sharded._programs.replays.device
 
 
 def same(left: Any, right: Any) -> bool:
@@ -160,7 +160,7 @@ def test_a_number_read_on_the_host_breaks_the_capture(caplog: pytest.LogCaptureF
     sharded, plain = make(True), make(False)
     data = batches(6)
     sharded.step(*data[0])
-    compiled = next(iter(sharded._compiled.values()))
+    compiled = sharded._programs.newest
     inner = compiled.runner.runner  # type: ignore[attr-defined]
 
     def reads(*inputs: torch.Tensor) -> Any:
@@ -181,7 +181,7 @@ def test_a_number_read_on_the_host_breaks_the_capture(caplog: pytest.LogCaptureF
 
 def test_where_a_graph_was_asked_for_a_broken_capture_is_an_error() -> None:
     sharded = make(True)
-    sharded._replays.wanted = True
+    sharded._programs.replays.wanted = True
     stand_in(sharded).fail = "the device said no"
     data = batches(WARM + 1)
     for batch in data[:WARM]:
@@ -204,7 +204,7 @@ def test_what_the_device_refuses_is_said_once_and_with_true_an_error(caplog: pyt
     assert caplog.text.count("its segments move") == 1
     strict = make(True)
     stand_in(strict).refuse = "its segments move"
-    strict._replays.wanted = True
+    strict._programs.replays.wanted = True
     before = pytree.tree_map(torch.clone, strict.state)
     with pytest.raises(ValueError, match=r'its segments move\nWith cuda_graph="auto"'):
         strict.step(*batches(1)[0])
@@ -233,7 +233,7 @@ def test_another_state_is_captured_on_its_own_tensors() -> None:
 @pytest.mark.parametrize("wanted", ["auto", True])
 def test_states_that_take_turns_are_not_captured(wanted: Any, caplog: pytest.LogCaptureFixture) -> None:
     graphed, plain = make(True), make(False)
-    graphed._replays.wanted = wanted
+    graphed._programs.replays.wanted = wanted
     states = [[pytree.tree_map(torch.clone, sharded.state) for _ in range(2)] for sharded in (graphed, plain)]
     raised = 0
     for turn, batch in enumerate(batches(8)):
@@ -360,7 +360,7 @@ def test_on_a_cpu_auto_is_no_graph_and_true_is_refused() -> None:
     for choice in ("auto", False):
         fine = build()
         sharded = compile_sharded(fine, adamw(fine), loss=mse, policy=replace(EAGER, cuda_graph=choice))
-        assert sharded._replays.device is None
+        assert sharded._programs.replays.device is None
         for batch in batches(3):
             sharded.step(*batch)
         assert sharded.replays == 0

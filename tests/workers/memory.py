@@ -83,8 +83,8 @@ def measure() -> dict[str, Any]:
         calls = {kind: sharded.accumulate if kind == "accumulate" else sharded.step for kind in kinds}
         for call in calls.values():  # compiles
             call(*batch)
-        for key, made in list(sharded._compiled.items()):
-            found[f"{name} {key[0]}"] = compare(sharded, made.memory, partial(calls[key[0]], *batch))
+        for made in sharded._programs.kept:
+            found[f"{name} {made.kind}"] = compare(sharded, made.memory, partial(calls[made.kind], *batch))
     return found
 
 

@@ -333,9 +333,9 @@ def trained(device: StandIn | None) -> tuple[Sharded, list[float]]:
     """Twelve calls, of two shapes and with microbatches, as graphs on this stand-in or as they are."""
     sharded = shard(Policy(lower="eager", clip=0.5), dropout=0.2)
     if device is None:
-        sharded._replays = Plain()
+        sharded._programs.replays = Plain()
     else:
-        sharded._replays.device = device
+        sharded._programs.replays.device = device
     losses = []
     for step in range(12):
         generator = torch.Generator().manual_seed(10 * step + RANK)
