@@ -15,6 +15,7 @@ from operator import getitem
 import torch
 from torch import fx, nn
 
+from fsdp_compiled import products
 from fsdp_compiled.inductor import Call, compile_all
 from fsdp_compiled.pieces import Piece, segments
 from fsdp_compiled.program import Program, copied, is_collective, origin, role_of
@@ -39,6 +40,8 @@ class Lowering:
 
     def __init__(self, program: Program, groups: Mapping[str, str], how: str, blocks: Collection[str] = ()) -> None:
         self.graph = _bind_groups(program.graph, groups)
+        if how == "inductor":
+            products.choose(self.graph)
         self.segments = segments(self.graph, blocks) if how == "inductor" else None
         self.keys = {part: part.key() for part in self.segments or () if isinstance(part, Piece)}
         self.pieces = {key: piece for piece, key in reversed(self.keys.items())}

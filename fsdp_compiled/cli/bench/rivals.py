@@ -47,6 +47,7 @@ class Rival:
     compiles: bool = False  # needs a compiler on this machine
     ours: bool = False
     alone: bool = False  # rank 0 takes the whole batch, the others wait
+    host: bool = False  # differs from another only on a CPU
 
 
 def _eager_step(setting: Setting, model: nn.Module, parameters: nn.Module) -> Step:
@@ -109,6 +110,20 @@ def ours(lower: str, **policy: Any) -> Callable[[Setting], Step]:
     return build
 
 
+def ours_by_blas(setting: Setting) -> Step:
+    """This package without `fsdp_compiled.products`: what the rest of it gains by itself."""
+    take = ours("inductor")(setting)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        torch.backends.mkldnn.enabled = False  # type: ignore[assignment]  # read when the first call compiles
+        try:
+            return take(tokens, targets)
+        finally:
+            torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
+
+    return step
+
+
 REFERENCE = "ours-eager"  # whose losses every rival must have
 
 RIVALS = {
@@ -129,5 +144,6 @@ RIVALS = {
             compiles=True,
             ours=True,
         ),
+        Rival("ours-blas", "this package, inductor, BLAS only", ours_by_blas, compiles=True, ours=True, host=True),
     )
 }

@@ -93,6 +93,8 @@ def chosen(options: BenchOptions) -> tuple[Preset, list[Rival]]:
     rivals = []
     for name in names:
         rival = RIVALS[name]
+        if rival.host and torch.cuda.is_available() and not options.rivals:
+            continue
         if rival.ours and not rival.compiles and lower == "inductor":
             continue
         if rival.ours and rival.compiles and lower == "eager":
