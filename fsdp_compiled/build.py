@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -135,9 +135,9 @@ def plain(value: Any) -> tuple[type, str]:
     )
 
 
-def rows_of(tensors: Mapping[str, torch.Tensor]) -> int:
+def rows_of(tensors: Iterable[torch.Tensor]) -> int:
     """The length of the batch's first tensor that has one."""
-    rows = next((tensor.shape[0] for tensor in tensors.values() if tensor.dim()), None)
+    rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
     if rows is None:
         raise ValueError('Policy(weigh="rows") counts the rows of the batch, but it has no tensor with rows.')
     return rows

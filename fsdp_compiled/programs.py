@@ -50,7 +50,6 @@ class Request:
     batch: tuple[Any, ...]
     named: dict[str, Any]
     leaves: Sequence[Any]  # of the batch
-    tensors: Mapping[str, torch.Tensor]  # of the batch, where their sizes or rows matter
     sizes: Sizes
     rows: int  # that count, where ranks are weighed by them
     key: tuple[Any, ...]
@@ -105,8 +104,8 @@ class Programs:
         """The call and its program, if it is kept; raises ``ValueError`` for a call that no program can be made for."""
         policy = self._plan.policy
         leaves, spec = flatten(batch, named)
-        tensors = batch_tensors(batch, named) if policy.moving or policy.weigh == "rows" else {}
-        sizes = sizes_of(policy.moving, tensors.values())
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        sizes = sizes_of(policy.moving, tensors)
         described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
         if trainable(self._parameters) != self._trainable:
             raise ValueError(self._changed())
@@ -114,11 +113,11 @@ class Programs:
         key = (kind, described, spec, modes(self._modules))
         why: list[str] = []
         while (compiled := self._kept.get((*key, len(why)))) and sizes:
-            if (reason := self._unfit(compiled, sizes, tensors)) is None:
+            if (reason := self._unfit(compiled, batch, named, sizes)) is None:
                 break
             why.append(reason)
         label = compiled.label if compiled is not None else self._label(kind, batch, named, sizes, why)
-        return Request(kind, batch, named, leaves, tensors, sizes, rows, (*key, len(why)), compiled, why, label)
+        return Request(kind, batch, named, leaves, sizes, rows, (*key, len(why)), compiled, why, label)
 
     def get(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Compiled:
         """The program that was found, or one that is compiled now; ``buffers`` are the model's, as the state has them.
@@ -144,12 +143,12 @@ class Programs:
 
     # Which program it is.
 
-    def _unfit(self, compiled: Compiled, sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    def _unfit(self, compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> str | None:
         """Why this program is not for a batch of these sizes."""
         now = tuple(sizes.values())
         if now in compiled.fitting:
             return None
-        reason = unfit(compiled.program, tensors)
+        reason = unfit(compiled.program, batch_tensors(batch, named))
         if reason is None:
             compiled.fitting.add(now)
         return reason
@@ -230,7 +229,7 @@ class Programs:
 
     def _check_fit(self, compiled: Compiled, request: Request) -> None:
         """After lowering, which may have asked about sizes as well."""
-        if (reason := self._unfit(compiled, request.sizes, request.tensors)) is not None:
+        if (reason := self._unfit(compiled, request.batch, request.named, request.sizes)) is not None:
             raise ValueError(
                 f"The model or the loss asks for certain sizes: the program, traced with rank 0's, is for {reason} on "
                 f"rank {self._mesh.rank}. Give all ranks sizes that agree in it, or leave Policy.dynamic out."
