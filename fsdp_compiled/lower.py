@@ -19,6 +19,7 @@ from fsdp_compiled import products
 from fsdp_compiled.inductor import Call, compile_all
 from fsdp_compiled.pieces import Piece, segments
 from fsdp_compiled.program import Program, copied, is_collective, origin, role_of
+from fsdp_compiled.scatter import copy_exchanged
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 # Inside, operators go past autograd's layers of dispatch, which under no_grad only cost time: a tenth of a small one.
@@ -35,10 +36,19 @@ class Lowering:
     """A program on its way to a callable: cut, and put together again when its pieces are compiled.
 
     ``groups`` gives the name of the process group along each axis; ``how`` is ``Policy.lower``; ``blocks`` names the
-    submodules that may be alike. ``pieces``: what is to be compiled, each distinct piece once, by key.
+    submodules that may be alike; ``gloo``, the axes whose collectives are gloo's. ``pieces``: what is to be compiled,
+    each distinct piece once, by key.
     """
 
-    def __init__(self, program: Program, groups: Mapping[str, str], how: str, blocks: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        program: Program,
+        groups: Mapping[str, str],
+        how: str,
+        blocks: Collection[str] = (),
+        gloo: Collection[str] = (),
+    ) -> None:
+        self.exchanged = {groups[axis] for axis in gloo}
         self.graph = _bind_groups(program.graph, groups)
         if how == "inductor":
             products.choose(self.graph)
@@ -63,7 +73,7 @@ class Lowering:
 
         for segment in self.segments:
             if isinstance(segment, fx.Node):
-                mapping[segment] = result.node_copy(segment, value)
+                mapping[segment] = copy_exchanged(segment, result, value, self.exchanged)
                 continue
             given = result.call_function(boxed, tuple(value(node) for node in segment.inputs))
             call = result.call_function(compiled[self.keys[segment]], (given,))

@@ -219,7 +219,8 @@ class Programs:
     def _lower(self, program: Program) -> Runner:
         """Each distinct piece is compiled by one rank; the others wait, and then find it in the cache on disk."""
         groups, how = self._mesh.groups, self._plan.policy.lower
-        lowering = self._together(lambda: Lowering(program, groups, how, self._plan.blocks))
+        gloo = [axis for axis, backend in backends(self._mesh).items() if backend == "gloo"]
+        lowering = self._together(lambda: Lowering(program, groups, how, self._plan.blocks, gloo))
         made: dict[str, Call] = {}
         if lowering.pieces and self._mesh.world > 1:
             place, count = among(cache_place(), self._mesh)

@@ -50,7 +50,7 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "_c10d_functional" and "wait" not in str(func):
-            self.calls.append((str(func), args[0].numel()))
+            self.calls.append((func.overloadpacket.__name__, args[0].numel()))
         return func(*args, **(kwargs or {}))
 
 
@@ -61,7 +61,7 @@ def order(lower: str) -> dict[str, Any]:
     with Sent() as sent:
         sharded.step(batch())
     planned = [
-        (str(node.target), node.args[0].meta["val"].numel())
+        (node.target.overloadpacket.__name__, node.args[0].meta["val"].numel())
         for node in sharded.program.graph.nodes
         if node.op == "call_function" and is_collective(node)
     ]

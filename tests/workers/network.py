@@ -33,6 +33,9 @@ def issue(kind: str, whole: torch.Tensor, part: torch.Tensor) -> Callable[[], to
         result = {
             "functional all_gather": lambda: functional.all_gather_into_tensor(part, world, name),
             "functional reduce_scatter": lambda: functional.reduce_scatter_tensor(whole, "sum", world, name),
+            "functional all_to_all": lambda: functional.all_to_all_single(
+                whole, [SIZE // world] * world, [SIZE // world] * world, name
+            ),
             "functional all_reduce": lambda: functional.all_reduce(whole, "sum", name),
         }[kind]()
         return lambda: functional.wait_tensor(result)
@@ -53,6 +56,7 @@ def issue(kind: str, whole: torch.Tensor, part: torch.Tensor) -> Callable[[], to
 KINDS = (
     "functional all_gather",
     "functional reduce_scatter",
+    "functional all_to_all",
     "functional all_reduce",
     "all_gather",
     "reduce_scatter",

@@ -12,8 +12,8 @@ it does on a real network, and nothing else does.
 The operators below are what every collective of a process group is dispatched through: those of functional
 collectives, of FSDP2 and of DDP's reducer alike. Inside `slow_network` their CPU kernels are wrapped. The bytes of a
 transfer are those that a rank receives in a ring of W ranks: (W - 1) / W of the gathered buffer, the same of a
-buffer that is reduced and scattered, twice that of one that is all-reduced, all of one that is broadcast. Barriers
-and point-to-point messages are left alone.
+buffer that is reduced and scattered or exchanged, twice that of one that is all-reduced, all of one that is broadcast.
+Barriers and point-to-point messages are left alone.
 """
 
 import threading
@@ -38,6 +38,7 @@ RING: Mapping[str, tuple[int, int]] = {
     "_reduce_scatter_base_": (1, 1),
     "reduce_scatter_": (1, 1),
     "reduce_scatter_tensor_coalesced_": (1, 1),
+    "alltoall_base_": (1, 1),
     "allreduce_": (0, 2),
     "allreduce_coalesced_": (0, 2),
 }
