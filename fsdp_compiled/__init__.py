@@ -1,8 +1,8 @@
 """Fully sharded data parallelism as a compiler: the training step is one program that you can read."""
 
 from fsdp_compiled.api import compile_sharded
-from fsdp_compiled.capture import CaptureError
 from fsdp_compiled.check import ProgramError
+from fsdp_compiled.joint import CaptureError
 from fsdp_compiled.mesh import RankError
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.policy import LossScale, Policy

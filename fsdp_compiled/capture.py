@@ -6,7 +6,7 @@
 program taken is AOTAutograd's joint graph, before any partitioner. The graph is differentiated with respect to the
 loss alone (``aux`` is detached), and the loss's tangent becomes the constant 1.
 
-This is the only file that touches private surfaces of Dynamo and AOTAutograd.
+This is the only file that touches private surfaces of Dynamo, but for its door to AOTAutograd (`joint`).
 """
 
 from __future__ import annotations
@@ -16,22 +16,11 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported, UserError
-from torch._functorch._aot_autograd.descriptors import (
-    BackwardTokenAOTInput,
-    BackwardTokenAOTOutput,
-    ForwardTokenAOTInput,
-    ForwardTokenAOTOutput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    PlainAOTOutput,
-)
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -40,19 +29,14 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.dynamic import Sizes, moving
 from fsdp_compiled.effects import WRAPPED, Attributes, inside, speech, unwrapped
-from fsdp_compiled.origin import cure, is_backward, path_of, reason, user_line
+from fsdp_compiled.joint import CaptureError, unwritable
+from fsdp_compiled.keep import traced
+from fsdp_compiled.origin import cure, reason, user_line
 from fsdp_compiled.plan import Plan, contiguous_stride
-from fsdp_compiled.program import LOSS, Phase, Port, Program
+from fsdp_compiled.program import LOSS, Port, Program, fake_tensor
 from fsdp_compiled.syncnorm import synchronised
 
-DETACH = torch.ops.aten.detach.default  # nothing to detach from in a graph that holds its own backward
-
-
 CURE = "Return one floating-point number that depends on the parameters, such as `errors.mean()`, or (scalar, aux)."
-
-
-class CaptureError(ValueError):
-    """The model or the loss cannot be traced whole, or the loss is not one that can be differentiated."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +198,7 @@ def _output_ports(
         before = named[name]
         port = trace.ports[id(before)]
         if port.kind != "buffer":
-            raise CaptureError(_written(port))
+            raise CaptureError(unwritable(port))
         if before.shape != new.shape or before.dtype != new.dtype:
             raise CaptureError(
                 f"Forward replaces {port}, {before.dtype} {list(before.shape)}, by a tensor of another kind, "
@@ -228,22 +212,6 @@ def _output_ports(
 
 def _open(leaf: Any) -> bool:
     return not isinstance(leaf, torch.Tensor) and hasattr(leaf, "__dict__")
-
-
-def _written(port: Port) -> str:
-    if port.kind == "parameter":
-        return (
-            f"Forward writes {port}. Parameters live in shards, which the optimizer alone updates: compute with a "
-            "changed copy instead (`weight.clamp(-1, 1)`), as torch.nn.utils.parametrize does."
-        )
-    return (
-        f"Forward writes {port} in place. Only buffers (register_buffer) may be updated by forward; "
-        "clone the tensor before changing it."
-    )
-
-
-class _Taken(Exception):
-    """Leaves AOTAutograd as soon as it has handed over the joint graph."""
 
 
 class _Trace:
@@ -290,28 +258,9 @@ class _Trace:
         end.args = (tuple(wanted.values()),)
         self.module.recompile()
         with tracing(self.context):
-            joint = _joint(self.module, self.inputs)
-        self._lift_constants(joint, self.given)
-        return _to_program(joint.graph, self.given, list(wanted))
-
-    def _lift_constants(self, joint: fx.GraphModule, ports: list[Port]) -> None:
-        """Literal tensors of the model's code, such as ``torch.tensor(-1.0)``, become inputs like any other."""
-        places = joint.graph.find_nodes(op="placeholder")
-        for node in joint.graph.find_nodes(op="get_attr"):
-            value = getattr(joint, str(node.target))
-            if not isinstance(value, torch.Tensor):
-                continue  # the body of a higher-order operator; refused where it is used
-            name = f"literal {len(self.constants)}"
-            with joint.graph.inserting_before(places[len(ports)] if len(ports) < len(places) else node):
-                place = joint.graph.placeholder(node.name)
-            place.meta = dict(node.meta)
-            fake = next(v.fake_mode for p in places if isinstance(v := p.meta["val"], torch._subclasses.FakeTensor))
-            place.meta["val"] = fake_tensor(fake, tuple(value.shape), value.stride(), value.dtype, value.device)
-            node.replace_all_uses_with(place)
-            joint.graph.erase_node(node)
-            ports.append(Port("in", "constant", name))
-            places.insert(len(ports) - 1, place)
-            self.constants[name] = value.detach()
+            found = traced(self.module, self.inputs, self.given, list(wanted))
+        self.constants |= found.literals
+        return found.program
 
     def _input_ports(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> list[Port]:
         found = []
@@ -379,152 +328,6 @@ def _check_loss(loss: torch.Tensor) -> None:
         )
 
 
-def _joint(module: fx.GraphModule, inputs: list[torch.Tensor]) -> fx.GraphModule:
-    """AOTAutograd's joint graph of what Dynamo traced; its forward graph where nothing requires a gradient."""
-    taken: list[fx.GraphModule] = []
-
-    def take(graph_module: fx.GraphModule, _inputs: Any, **_options: Any) -> Any:
-        taken.append(graph_module)
-        raise _Taken
-
-    compiler = aot_autograd(
-        fw_compiler=take, inference_compiler=take, partition_fn=take, keep_inference_input_mutations=False
-    )
-    with contextlib.suppress(_Taken):
-        compiler(module, inputs)
-    return taken[0]
-
-
-def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Program:
-    """The joint graph with our ports and marks, its tangent a constant, its unused inputs gone."""
-    graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    placeholders = [
-        node
-        for node in joint.find_nodes(op="placeholder")
-        if not isinstance(node.meta.get("desc"), ForwardTokenAOTInput | BackwardTokenAOTInput)
-    ]
-    forward_inputs = placeholders[: len(inputs)]
-    by_port: dict[Port, fx.Node] = {}
-    for port, node in zip(inputs, forward_inputs, strict=True):
-        # the same size of several tensors comes as several inputs
-        mapping[node] = by_port[port] = by_port.get(port) or graph.node_copy(node)
-    tangents = placeholders[len(inputs) :]
-    phase: Phase = "forward"
-    for node in joint.nodes:
-        if node.op == "call_function":
-            if phase == "forward" and (is_backward(node) or any(source in tangents for source in node.all_input_nodes)):
-                phase = "backward"
-                mapping |= {tangent: _seed(graph, tangent) for tangent in tangents}
-            if node.target is torch.ops.higher_order.with_effects:
-                _effect(graph, node, mapping, phase)
-            elif node not in mapping and not _is_token(node):
-                mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
-        elif node.op not in ("placeholder", "output"):
-            raise CaptureError(
-                f"The model uses a higher-order operator ({node.op} {node.target}) that is not supported yet. "
-                "Write its body out as ordinary operators."
-            )
-    mapping |= {tangent: _seed(graph, tangent) for tangent in tangents}  # no backward: the loss is a parameter
-    end = joint.output_node()
-    values = end.args[0]
-    descriptions = end.meta["desc"]
-    outputs: dict[Port, fx.Node] = {}
-    for value, description in zip(values, descriptions, strict=True):  # type: ignore[arg-type]
-        if isinstance(description, PlainAOTOutput):
-            outputs[results[description.idx]] = mapping[value]  # after a mutation of the same buffer, its last value
-        elif isinstance(description, InputMutationAOTOutput):
-            port = inputs[description.mutated_input.idx]  # type: ignore[attr-defined]
-            if port.kind not in ("buffer", "constant"):
-                raise CaptureError(_written(port))
-            outputs.setdefault(Port("out", port.kind, port.name), mapping[value])
-        elif isinstance(description, GradAOTOutput) and value is not None:
-            port = inputs[description.grad_of.idx]  # type: ignore[attr-defined]
-            if port.kind == "constant":
-                raise CaptureError(
-                    f"The loss differentiates {port.name}, which is not a parameter of the model: its gradient would "
-                    "be lost. Make it a parameter of the model, or detach it."
-                )
-            if value.meta["val"].layout != torch.strided:
-                raise CaptureError(
-                    f"The gradient of {port.name} is sparse, which a flat buffer cannot hold. Build the embedding with "
-                    "sparse=False: during backward its gradient is as large as the parameter."
-                )
-            if port.kind == "parameter":
-                outputs[Port("out", "gradient", port.name)] = mapping[value]
-        elif value is not None and not isinstance(
-            description, GradAOTOutput | ForwardTokenAOTOutput | BackwardTokenAOTOutput
-        ):
-            raise CaptureError(f"The model returns something that cannot be traced yet: {description}.")
-    graph.output(list(outputs.values()))
-    kept = []
-    for port, node in by_port.items():
-        if node.users or port.kind in ("batch", "size") or Port("out", port.kind, port.name) in outputs:
-            kept.append(port)
-        else:
-            graph.erase_node(node)
-    program = Program(graph, (*kept, *outputs), ("capture",))
-    graph.lint()
-    return program
-
-
-def _effect(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], phase: Phase) -> None:
-    """An operator with an effect, such as the check of a matrix's inverse: a program runs in order, without tokens.
-
-    token', result = with_effects(token, operator, x)   ->   result = operator(x)
-    """
-    _token, operator, *args = node.args
-    copy = graph.call_function(operator, *fx.node.map_arg((tuple(args), node.kwargs), mapping.__getitem__))  # type: ignore[arg-type]
-    results = node.meta["val"][1:]
-    single = len(results) < 2
-    copy.meta = {"val": results[0] if results and single else results or None, "phase": phase, "path": path_of(node)}
-    copy.meta["effect"] = True
-    for user in node.users:
-        if user.target is getitem and user.args[1] and single:
-            mapping[user] = copy
-        elif user.target is getitem and user.args[1]:
-            mapping[user] = graph.call_function(getitem, (copy, user.args[1] - 1))  # type: ignore[operator]
-            mapping[user].meta = {"val": user.meta["val"], "phase": phase, "path": path_of(node)}
-
-
-def _is_token(node: fx.Node) -> bool:
-    """Whether the node takes the token out of an effect's results."""
-    source = node.args[0] if node.args else None
-    return (
-        node.target is getitem
-        and isinstance(source, fx.Node)
-        and source.target is torch.ops.higher_order.with_effects
-        and node.args[1] == 0
-    )
-
-
-def _seed(graph: fx.Graph, tangent: fx.Node) -> fx.Node:
-    """The derivative of the loss by one of the results: 1 for itself, 0 for buffers that forward updated."""
-    value = tangent.meta["val"]
-    seed = 1.0 if isinstance(tangent.meta["desc"].output, PlainAOTOutput) else 0.0
-    node = graph.call_function(
-        torch.ops.aten.full.default, (list(value.shape), seed), {"dtype": value.dtype, "device": value.device}
-    )
-    node.meta = {"val": value, "phase": "backward", "path": ""} | ({"seed": True} if seed else {})
-    return node
-
-
-def _copy(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], phase: Phase) -> fx.Node:
-    copy = graph.node_copy(node, mapping.__getitem__)
-    copy.meta = {"val": node.meta.get("val"), "phase": phase, "path": path_of(node)}
-    if phase == "forward" and _recomputes(node):
-        copy.meta["region"] = node.meta.get("ac_graph_id", 0)
-    if "stack_trace" in node.meta:
-        copy.meta["stack_trace"] = node.meta["stack_trace"]
-    return copy
-
-
-def _recomputes(node: fx.Node) -> bool:
-    """Whether the user's `torch.utils.checkpoint` asks to compute this node again in backward."""
-    tag = node.meta.get("recompute")
-    return tag is not None and getattr(tag, "name", "") in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
-
-
 @contextlib.contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
     """Turns what Dynamo raises into one `CaptureError` with the user's line and the cure."""
@@ -545,18 +348,6 @@ def _explained(model: nn.Module) -> Iterator[None]:
         raise CaptureError(
             f"{type(model).__name__} failed while it was traced.\n{user_line(error)}\n  Why: {reason(error)}"
         ) from error
-
-
-def fake_tensor(
-    mode: FakeTensorMode,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """A fake tensor of this description; no memory is taken."""
-    with mode:
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 
 
 def capture_on(

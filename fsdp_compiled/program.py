@@ -322,6 +322,18 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     raise ValueError("The graph has no fake tensors; a Program's nodes carry one each in meta['val'].")
 
 
+def fake_tensor(
+    mode: FakeTensorMode,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A fake tensor of this description; no memory is taken."""
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
 def copied(graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> fx.Graph:
     """A copy of all but the output node; ``mapping`` is filled with each node's copy."""
     result = fx.Graph()

@@ -15,12 +15,18 @@ from typing import Any
 import torch
 from torch import backends
 from torch._functorch import config
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def settings() -> str:
     """Equal where tracing or compiling the same would give the same."""
     found = {**_versions(), **_modes(), **_kernels(), **_machine()}
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
+def others() -> bool:
+    """Whether code of the user's takes part in what is traced here: a dispatch mode, or hooks for saved tensors."""
+    return is_in_torch_dispatch_mode() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @functools.cache

@@ -15,8 +15,8 @@ PACKAGE = ROOT.name
 
 # Surfaces of PyTorch that move from release to release, and the one file that moves with each.
 PRIVATE = {
-    "torch._dynamo": {"capture"},
-    "torch._functorch": {"capture", "settings"},
+    "torch._dynamo": {"capture", "joint"},
+    "torch._functorch": {"joint", "settings"},
     "torch._inductor": {"inductor"},
     "torch.cuda.CUDAGraph": {"replay"},
     "torch.cuda.graph": {"replay"},

@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compiled import Policy, Sharded, compile_sharded, inductor
+from fsdp_compiled import Policy, Sharded, compile_sharded, inductor, keep
 from fsdp_compiled.program import is_collective
 
 
@@ -69,7 +71,7 @@ def order(lower: str) -> dict[str, Any]:
 
 
 def compiled() -> dict[str, Any]:
-    """What this rank compiled, and what it found on disk."""
+    """What this rank traced and compiled, and what it found on disk."""
     made: Counter[str] = Counter()
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,13 +81,14 @@ def compiled() -> dict[str, Any]:
 
         return call
 
-    before = inductor._artifact, inductor._unpack
-    inductor._artifact, inductor._unpack = counted("compiled", before[0]), counted("found", before[1])
-    try:
+    with (
+        mock.patch.object(keep, "differentiate", counted("traced", keep.differentiate)),
+        mock.patch.object(inductor, "_artifact", counted("compiled", inductor._artifact)),
+        mock.patch.object(inductor, "_unpack", counted("found", inductor._unpack)),
+    ):
         sharded = build("inductor")
         losses = [sharded.step(batch()).item() for _ in range(3)]
-    finally:
-        inductor._artifact, inductor._unpack = before
+    made["misses"] = sum(counters["aot_autograd"].values()) + counters["inductor"]["fxgraph_cache_miss"]
     return {**made, "losses": losses}
 
 
