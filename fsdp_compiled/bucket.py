@@ -20,9 +20,9 @@ from fsdp_compiled.machine import Machine
 from fsdp_compiled.units import ROOT
 
 MIB = 2**20
-EFFICIENT = 4.0  # transfer time over latency: at 4, a collective runs at 80% of the bandwidth
+EFFICIENT = 8.0  # transfer time over latency: at 8, a collective runs at 89% of the bandwidth
 DDP_MIB = 25.0  # DistributedDataParallel's default bucket
-MOST_UNITS = 4  # merging by itself never makes a unit larger than this part of the model
+MOST_UNITS = 2  # merging by itself never makes a unit larger than this part of the model
 
 
 def target(
@@ -44,7 +44,7 @@ def target(
     if gathered:
         merge = min(efficient, part)
         bound = "" if merge == efficient else f", but no more than 1/{MOST_UNITS} of the model"
-        return merge, max(8 * efficient, part), f"bucket_mb={merge / MIB:.2g} (auto): {why}{bound}"
+        return merge, max(4 * efficient, part), f"bucket_mb={merge / MIB:.2g} (auto): {why}{bound}"
     merge = min(max(efficient, part), max(efficient, DDP_MIB * MIB))
     return (
         merge,
@@ -89,7 +89,7 @@ def _pack(items: Sequence[Sequence[int]], sizes: Sequence[int], capacity: float)
     """Neighbouring items in runs of at most ``capacity`` bytes, filled from the end, evenly if that takes no more."""
     runs = _fill(items, sizes, capacity)
     total = sum(sizes[index] for item in items for index in item)
-    even = _fill(items, sizes, total / max(len(runs), 1))
+    even = _fill(items, sizes, min(capacity, total / max(len(runs), 1)))
     return even if len(even) == len(runs) else runs
 
 

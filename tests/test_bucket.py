@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsdp_compiled.bucket import MIB, regroup, target
@@ -40,6 +40,7 @@ def test_without_gathers_parameters_are_packed_whatever_their_block_and_the_last
     assert sorted({found.count(name) for name in found}) == [9]
 
 
+@example([("root", 3), ("root", 1), ("root", 0), ("root", 2)], 0, 1, True)  # an even share is no more than may be
 @given(
     st.lists(st.tuples(st.sampled_from(["root", "a.0", "a.1", "a.1.b", "a.2", "c"]), st.integers(0, 50)), min_size=1),
     st.integers(0, 120), st.integers(1, 120), st.booleans(),
@@ -68,8 +69,8 @@ def test_what_auto_chooses_follows_latency_bandwidth_and_the_model() -> None:
         return target("auto", blocks, sizes, machine, 8, gathered)[0] / MIB
 
     fast, slow = machine_of(torch.device("cpu"), 8), machine_of(torch.device("cpu"), 8, bandwidth_gbps=1)
-    assert merge(slow) < merge(fast) <= 4  # a slow network is busy with less; a quarter of the model at most
-    assert merge(CPU, gathered=False) == 4
+    assert merge(slow) < merge(fast) <= 8  # a slow network is busy with less; half of the model at most
+    assert merge(CPU, gathered=False) == 8
     assert target("auto", blocks, sizes, CPU, 1, True)[0] == 0
     assert target(2, blocks, sizes, CPU, 8, True)[:2] == (2 * MIB, 2 * MIB)
     assert target(0, blocks, sizes, CPU, 8, True)[:2] == (0, float("inf"))

@@ -110,7 +110,7 @@ def _objects(steps: int, lower: str, keep: list[torch.Tensor] | None = None) -> 
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_a_thousand_steps_leave_nothing_behind(lower: str) -> None:
     grown, sharded = _objects(1000, lower)
-    assert abs(grown) < 50
+    assert grown < 50  # fewer, where another test's objects go meanwhile
     assert sharded.captures == len(sharded.programs) == 1
     assert sharded.state.step == 1020
     resident = _resident()
