@@ -3,7 +3,7 @@
 What was compiled is kept on disk, under a key that a piece has before it is traced: Inductor's own cache finds a graph
 by what AOTAutograd made of it, which takes a warm start longer than all that comes after.
 
-This is the only file that touches private surfaces of Inductor.
+This is the only file that touches private surfaces of Inductor, but for `probes`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from torch._inductor.standalone_compile import CacheCompiledArtifact, CompiledAr
 from fsdp_compiled import disk
 from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.pieces import Piece
+from fsdp_compiled.probes import remembered
 from fsdp_compiled.program import fake_mode
 from fsdp_compiled.settings import settings
 
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-KNOWN = ("aten", "prims", "_c10d_functional", "fsdp_compiled")  # namespaces of operators that are PyTorch's or ours
+# Namespaces of operators that are PyTorch's or ours.
+KNOWN = ("aten", "prims", "_c10d_functional", "fsdp_compiled", "fsdp_compiled_cpu")
 
 
 class CompiledPiece:
@@ -95,7 +97,8 @@ def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
         made = _compiled.get(full)
         if made is None:
             still = all(isinstance(node.meta["val"], torch.Tensor) for node in piece.inputs)
-            made = CompiledPiece(_kept(piece, full) if still and around else _artifact(piece), key)
+            with remembered(folder()):
+                made = CompiledPiece(_kept(piece, full) if still and around else _artifact(piece), key)
             if still:
                 _compiled[full] = made  # else a size moves, and compiling it asked about this program's sizes
         found[key] = made

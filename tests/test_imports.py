@@ -17,7 +17,7 @@ PACKAGE = ROOT.name
 PRIVATE = {
     "torch._dynamo": {"capture", "joint"},
     "torch._functorch": {"joint", "settings"},
-    "torch._inductor": {"inductor"},
+    "torch._inductor": {"inductor", "probes"},
     "torch.cuda.CUDAGraph": {"replay"},
     "torch.cuda.graph": {"replay"},
     "torch.cuda.graph_pool_handle": {"replay"},
