@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fsdp_compiled import inductor, settings
 from fsdp_compiled.pieces import Piece
+from fsdp_compiled.products import product
 
 Compile = Callable[..., tuple[list[torch.Tensor], int]]
 
@@ -133,6 +134,13 @@ def test_nothing_is_kept_where_a_function_of_the_users_takes_part(compiled: Comp
     with torch._inductor.config.patch(post_grad_custom_post_pass=custom):
         assert compiled()[1] == compiled()[1] == 1
     assert kept(tmp_path) == []
+
+
+def test_products_of_our_choice_are_kept(compiled: Compile) -> None:
+    one = piece()
+    one.nodes[0].target = product
+    assert compiled(one)[1] == 1
+    assert compiled(one)[1] == 0
 
 
 def test_operators_of_the_users_are_not_kept(compiled: Compile, tmp_path: Path) -> None:
