@@ -2,7 +2,7 @@
 
 Before it loads the first piece for a CPU, Inductor compiles a trial for each of the processor's extensions and starts
 a Python process that loads it: half a dozen processes for each rank, at every start. What a compiler of this version
-could do with these flags it can do the next time.
+could do with these flags it can do the next time, on a processor of this capability: hosts may share the folder.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint
 
 from fsdp_compiled import disk
@@ -24,7 +25,8 @@ def remembered(folder: Path | None) -> Iterator[None]:
 
     def asked(isa: VecISA, code: str) -> bool:
         assert folder is not None
-        said = f"{_get_isa_dry_compile_fingerprint(isa.build_arch_flags())} {isa._arch_flags} {code}"
+        compiler = _get_isa_dry_compile_fingerprint(isa.build_arch_flags())
+        said = f"{torch.backends.cpu.get_cpu_capability()} {compiler} {isa._arch_flags} {code}"
         place = folder / "probes" / hashlib.sha256(said.encode()).hexdigest()
         if disk.read(place, lambda content: content) is not None:
             return True
