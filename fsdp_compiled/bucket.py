@@ -6,7 +6,8 @@
 A collective costs a latency besides its bytes, so many small ones waste the network; a large one is waited for as a
 whole and gathered as a whole. What is merged stays in the order of registration, which is the order of use in most
 models. Packing starts at the end, so that a unit that remains small is the first: forward waits for it with nothing to
-hide it, and in backward its reduction is the last.
+hide it, and in backward its reduction is the last. A root of next to nothing (a final norm, a small embedding) goes
+with it.
 
 Where nothing is gathered (``"ddp"``), blocks mean nothing to the network, and parameters are packed into buckets, as
 DistributedDataParallel does it; ``bucket.0`` holds the last of them and is reduced first.
@@ -82,7 +83,23 @@ def regroup(blocks: Sequence[str], sizes: Sequence[int], merge: float, split: fl
         else:
             row.append(name)
     close()
-    return _spread(len(sizes), units)
+    return _spread(len(sizes), _with_slight_root(units, sizes, merge))
+
+
+def _with_slight_root(units: dict[str, list[int]], sizes: Sequence[int], merge: float) -> dict[str, list[int]]:
+    """The units, where a root that weighs less than a collective's latency has joined the first of the others.
+
+    Forward begins with both and backward ends with both. The other then stays gathered as long as the root does, which
+    is until backward is through with the model's end; so it is one that is no larger than ``merge``.
+    """
+    first = next((name for name in units if name != ROOT), None)
+    if ROOT not in units or first is None:
+        return units
+    root, other = (sum(sizes[index] for index in units[name]) for name in (ROOT, first))
+    if root * EFFICIENT > merge or other > merge:
+        return units
+    joined = {_joined([ROOT, first]): sorted([*units[ROOT], *units[first]])}
+    return joined | {name: indices for name, indices in units.items() if name not in (ROOT, first)}
 
 
 def _pack(items: Sequence[Sequence[int]], sizes: Sequence[int], capacity: float) -> list[list[int]]:
