@@ -24,11 +24,11 @@ Value = Callable[[fx.Node], fx.Node]
 
 
 def is_over(node: fx.Node, groups: Collection[str]) -> bool:
-    """Whether the node is the reduce-scatter of a flat buffer, among several ranks of one of these process groups."""
+    """Whether the node is the reduce-scatter of a flat buffer on CPUs, among several ranks of one of these groups."""
     if node.target is not c10d.reduce_scatter_tensor.default:
         return False
-    _flat, how, world, group = node.args
-    return how in ("sum", "avg") and world != 1 and group in groups and node.meta["val"].dim() == 1
+    (_flat, how, world, group), part = node.args, node.meta["val"]
+    return how in ("sum", "avg") and world != 1 and group in groups and part.dim() == 1 and part.device.type == "cpu"
 
 
 def copy_exchanged(node: fx.Node, graph: fx.Graph, value: Value, groups: Collection[str]) -> fx.Node:

@@ -65,10 +65,13 @@ def compared(how: str, dtype: torch.dtype, group: str) -> dict[str, Any]:
     }
 
 
-def rows(group: str) -> bool:
-    """Whether a reduction of rows, which is no flat buffer, would be exchanged."""
-    flat = torch.zeros(2 * dist.get_world_size(), 3)
-    return any(is_over(node, {group}) for node in reduction("sum", flat, group).nodes)
+def others(group: str) -> list[bool]:
+    """Whether a reduction of rows, which is no flat buffer, would be exchanged, one elsewhere, and one as it should."""
+    world = dist.get_world_size()
+    found = []
+    for given in (torch.zeros(2 * world, 3), torch.zeros(2 * world, device="meta"), torch.zeros(2 * world)):
+        found.append(any(is_over(node, {group}) for node in reduction("sum", given, group).nodes))
+    return found
 
 
 if __name__ == "__main__":
@@ -78,7 +81,7 @@ if __name__ == "__main__":
     assert world is not None
     found = {f"{how} {dtype}": compared(how, getattr(torch, dtype), world.group_name) for how, dtype in CASES}
     answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, {"cases": found, "rows": rows(world.group_name)})
+    dist.all_gather_object(answers, {"cases": found, "others": others(world.group_name)})
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(answers))
     dist.barrier()
