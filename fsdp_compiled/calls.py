@@ -19,7 +19,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from fsdp_compiled.board import JOIN, REFUSED, Board, Posted, different, times
-from fsdp_compiled.mesh import Mesh, RankError, backends, exchange
+from fsdp_compiled.mesh import Mesh, RankError, backends, close, exchange
 from fsdp_compiled.watch import Watch
 
 LOST = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "remote process has terminated")
@@ -126,8 +126,7 @@ class Calls:
 
     def leave(self) -> None:
         """Ends this rank's part in the process group, so that ranks that wait for it fail instead of hanging."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        close()
 
 
 def _finish(board: Board, made: list[int], watch: Watch | None = None) -> None:

@@ -9,6 +9,7 @@ import atexit
 import functools
 import hashlib
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+SETTLED = 0.05  # seconds in which a thread frees what it holds, on a machine however busy
 
 
 class RankError(RuntimeError):
@@ -55,7 +58,7 @@ def join(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(_close)
+        atexit.register(close)
     if not dist.is_initialized():
         return Mesh(device or _default_device())
     device = device or _default_device()
@@ -72,9 +75,17 @@ def _default_device() -> torch.device:
     return torch.device("cpu")
 
 
-def _close() -> None:
+def close() -> None:
+    """Ends the process group, if there is one, and lets its threads let go.
+
+    gloo's threads end with the last reference to the group, and something may hold one (a ``DeviceMesh``, FSDP2's and
+    DDP's modules). A thread that is still about to free a collective's tensors, for which it needs the interpreter's
+    lock, would be stopped by Python's shutdown in the middle, and take a process that had done its work down with it:
+    ``terminate called without an active exception``. Here the lock is left to them for a moment.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        time.sleep(SETTLED)
 
 
 _endings: list[Callable[[], None]] = []

@@ -175,3 +175,9 @@ def test_the_process_group_is_started_and_closed_for_the_user() -> None:
     answer = launch(WORKER.parent / "exits.py", 2, timeout=60)
     assert answer["backend"] == "gloo" and answer["world"] == 2
     assert answer["losses"][1] < answer["losses"][0]
+
+
+def test_a_process_leaves_in_peace_while_something_refers_to_its_process_group() -> None:
+    """Closed with PyTorch's own function, as a control, such a run is aborted more often than not."""
+    for _ in range(2):
+        assert launch(WORKER.parent / "held.py", 4, "closed", timeout=100) == "left"

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled import Policy, Sharded, compile_sharded, inductor, keep
+from fsdp_compiled.mesh import close
 from fsdp_compiled.program import is_collective
 
 
@@ -135,4 +136,4 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     dist.barrier()
-    dist.destroy_process_group()
+    close()

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.bench.network import Network, slow_network
+from fsdp_compiled.mesh import close
 
 GIGABITS, LATENCY = 0.08, 0.2  # 10 MB/s: 20 ms for what is sent below; the latency is what a busy machine may lose
 SIZE = 100_000  # elements of four bytes in a whole buffer
@@ -169,7 +170,7 @@ def main() -> None:
     result["not spared"] = [(transfer.name, transfer.size) for transfer in some.take() + some.take()]
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(result))
-    dist.destroy_process_group()
+    close()
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.bench.network import Network, slow_network
+from fsdp_compiled.mesh import close
 from fsdp_compiled.timeline import Span, Timeline
 
 WIDTH, ROWS, STEPS = 256, 512, 3
@@ -54,7 +55,7 @@ def main() -> None:
         found[ahead] = {"losses": losses, **measured(network, began, ended)}
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
-    dist.destroy_process_group()
+    close()
 
 
 def measured(network: Network, began: float, ended: float) -> dict[str, Any]:

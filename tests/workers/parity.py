@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.mesh import close
 
 STEPS = 20
 VOCABULARY, LENGTH, BATCH = 67, 16, 2  # odd, so that slices end inside a row
@@ -295,7 +296,7 @@ def main() -> None:
         dist.barrier()
     if rank == 0:
         result.write_text(json.dumps(results))
-    dist.destroy_process_group()
+    close()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import LossScale, Policy, compile_sharded
+from fsdp_compiled.mesh import close
 from fsdp_compiled.program import is_collective
 
 STEPS, WIDTH, ROWS = 6, 8, 4
@@ -168,7 +169,7 @@ def main() -> None:
         dist.barrier()
     if rank == 0:
         Path(sys.argv[1]).write_text(json.dumps(results))
-    dist.destroy_process_group()
+    close()
 
 
 if __name__ == "__main__":

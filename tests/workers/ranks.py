@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compiled import Policy, Sharded, compile_sharded, watch
+from fsdp_compiled.mesh import close
 from tests.standin import Plain, StandIn
 
 RANK = int(os.environ["RANK"])
@@ -452,8 +453,7 @@ def main(cases: Mapping[str, Any]) -> None:
         dist.init_process_group("gloo", store=dist.PrefixStore(case, store), rank=RANK, world_size=world)
         store.set(f"{case}/{RANK}", json.dumps(run(cases, case)))
         results[case] = [json.loads(store.get(f"{case}/{rank}")) for rank in range(world)]
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        close()
     if RANK == 0:
         with open(path, "w") as file:
             json.dump(results, file)

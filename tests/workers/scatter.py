@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
+from fsdp_compiled.mesh import close
 from fsdp_compiled.scatter import copy_exchanged, is_over
 from tests.workers.lowering import Sent
 
@@ -74,7 +75,7 @@ def others(group: str) -> list[bool]:
     return found
 
 
-if __name__ == "__main__":
+def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = dist.group.WORLD
@@ -85,4 +86,8 @@ if __name__ == "__main__":
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(answers))
     dist.barrier()
-    dist.destroy_process_group()
+    close()
+
+
+if __name__ == "__main__":
+    main()
