@@ -18,11 +18,12 @@ from fsdp_compiled.optim import make_rules
 from fsdp_compiled.program import FACTOR, LOSS, Edit, is_collective
 from tests import models
 from tests.models import BLOCKS, Block, Recipe
-from tests.recipes import built, trained
+from tests.recipes import built, program_of, trained
 from tests.simulate import Rewrite, Simulation
 
 aten = torch.ops.aten
 FLATTEN, ADAM, SGD = operators.flatten.default, operators.adam_.default, operators.sgd_.default
+ACCUMULATE = operators.accumulate_.default
 CLOSE = 1e-6  # relative, by tensor norm: the update's scalars are rounded in another order
 WRONG = 1e-4
 
@@ -114,6 +115,21 @@ def test_with_microbatches() -> None:
     recipe = Recipe((Block("linear"),), policy=policy)
     error = furthest(run(recipe, True, microbatches=2), run(recipe, False, microbatches=2))
     assert error < CLOSE
+
+
+def test_shards_of_a_microbatch_join_their_sums_in_one_call() -> None:
+    policy = Policy(clip=0.05, bucket_mb=0, lower="eager")
+    recipe = Recipe((Block("linear"), Block("transposed")), policy=policy, groups="two")
+    without, with_them = (run(recipe, kernels, microbatches=3) for kernels in (False, True))
+    assert furthest(with_them, without) < CLOSE
+    assert furthest(with_them, run(recipe, True, microbatches=1)) > WRONG
+    plain, joined = (
+        program_of(replace(recipe, policy=replace(policy, kernels=kernels)), "microbatch") for kernels in (False, True)
+    )
+    buffers = sum(port.kind == "sum" for port in joined.ports if port.side == "in") - 2  # the count and the loss
+    assert buffers > 1
+    assert (count(plain, ACCUMULATE), count(plain, aten.add_.Tensor)) == (0, buffers + 2)
+    assert (count(joined, ACCUMULATE), count(joined, aten.add_.Tensor)) == (1, 2)
 
 
 def test_gradients_are_flattened_bit_for_bit() -> None:

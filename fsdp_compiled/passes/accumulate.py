@@ -15,7 +15,8 @@
 
 Holding shards costs one reduction a microbatch and a shard of memory; holding full gradients costs the memory of the
 whole gradient on every rank and one reduction a step (DDP's and FSDP's ``no_sync``). How many microbatches there were
-is counted on the device, so that their number may change from step to step. Where ranks count by rows (see `weigh`),
+is counted on the device, so that their number may change from step to step. With the package's own kernels all shards
+join their sums in one call, ``accumulate_([sum, ...], [gradient, ...])``. Where ranks count by rows (see `weigh`),
 rows are counted in the place of microbatches, and what is left to divide is divided when all ranks' rows are known.
 """
 
@@ -26,6 +27,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.plan import Buffer, Plan
 from fsdp_compiled.program import LOSS, WEIGHT, Edit, Mark, Port, Program, reduction, weighed
 
@@ -37,11 +39,18 @@ Pass = Callable[[Program, Plan], Program]
 def add_up(program: Program, plan: Plan) -> Program:
     """Gradients join the sums, and the loss, this rank's own, joins its sum and leaves as it is."""
     edit = Edit(program)
+    shards: list[tuple[fx.Node, fx.Node]] = []
     for buffer, port, gradient in _gradients(edit, plan):
         start, total = _sum(edit, buffer, gradient, plan)
-        with edit.at(start or edit.end, "backward" if start else "update"):
-            edit.call(aten.add_.Tensor, total, start.all_input_nodes[0] if start else gradient, mark=_mark(buffer))
+        if plan.kernels and start is None:
+            shards.append((total, gradient))
+        else:
+            with edit.at(start or edit.end, "backward" if start else "update"):
+                edit.call(aten.add_.Tensor, total, start.all_input_nodes[0] if start else gradient, mark=_mark(buffer))
         edit.remove_output(port)
+    if shards:
+        with edit.at(edit.end, "update"):
+            edit.call(operators.accumulate_.default, *map(list, zip(*shards, strict=True)), mark=Mark("sum"))
     count, losses = _scalars(edit, plan)
     loss, rows, mark = edit.outputs[LOSS], edit.outputs.get(WEIGHT), Mark("sum")
     assert loss is not None
