@@ -207,7 +207,7 @@ def _shards_are_updated(program: Program, plan: Plan) -> None:
         if port.kind == "shard" and plan.buffer(port.name).updated and node not in targets:
             fail(program, node, f"the shard of {port.name} is never updated.")
     if FACTOR in program.outputs:
-        fail(program, program.outputs[FACTOR], "the clipping factor leaves the step instead of scaling a gradient.")
+        fail(program, program.outputs[FACTOR], "the factor of the gradients leaves the step instead of scaling them.")
     _no_gradient_leaves(program, plan)
 
 

@@ -69,7 +69,8 @@ class Port:
 
 LOSS = Port("out", "loss", "0")
 NORM = Port("out", "norm", "gradient")
-FACTOR = Port("out", "factor", "clip")  # of all gradients, where the update applies it; leaves no step
+FACTOR = Port("out", "factor", "gradient")  # what all gradients are still to be multiplied by; leaves no program
+SQUARES = Port("out", "squares", "gradient")  # the sum over this rank's gradients, float64; inside the pipeline alone
 OVERFLOW = Port("out", "overflow", "gradient")  # how many buffers' gradients are not finite; in the end, whether any
 WEIGHT = Port("out", "weight", "rows")  # how much this rank's batch counts, float64; inside the pipeline alone
 CALL = Port("in", "call", "number")  # which program this rank runs with which rates, float64

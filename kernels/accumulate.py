@@ -1,9 +1,12 @@
-"""Unscale, accumulate and measure: reduced gradients join their sums, in one pass over memory.
+"""Accumulate and measure: reduced gradients join their sums, and are measured, in one pass over memory.
 
     before                                      after
 
-    total: float32[n]; part: bfloat16[n]        total += scale * part
-    scale: float32[]                            squares: float32[n / 4096] = sums of total * total, by block
+    total: float32[n]; part: bfloat16[n]        total += part
+    scale: float32[]                            squares: float32[n / 4096] = sums of (scale * total) ** 2, by block
+
+What is measured is what the update will see: the scale (of the loss, of microbatches) is applied there, not written
+back here. Without sums to join, the parts are measured, and nothing is written.
 
 A norm made of each program's own sum, added up afterwards in one order, is the same in every run; one added up by
 atomics would differ in its last bits from run to run, and with it every clipped weight.
@@ -19,7 +22,7 @@ import triton.language as tl
 
 from fsdp_compiled.kernels.launch import Launch, count_nonfinite, located, of, pick, triton_dtype
 from fsdp_compiled.kernels.layout import by_dtype, ceil_div, list_group
-from fsdp_compiled.kernels.reference import SQUARES, compute_dtype
+from fsdp_compiled.kernels.reference import SQUARES, compute_dtype, squares_of
 
 
 @triton.jit
@@ -30,7 +33,6 @@ def _kernel(
     scale,
     nonfinite,
     GROUPS: tl.constexpr,
-    FRESH: tl.constexpr,
     BLOCK: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
@@ -38,28 +40,29 @@ def _kernel(
     STARTS: tl.constexpr = of(GROUPS, 0, "starts")
     begin, offset, size, _ = located(GROUPS, 0, program, BLOCK)
     index = tl.arange(0, BLOCK)
-    total = pick(totals, STARTS, program, 0, len(totals)) + begin + index
-    part = pick(parts, STARTS, program, 0, len(totals)) + begin + index
+    part = pick(parts, STARTS, program, 0, len(parts)) + begin + index
+    total = None
+    if totals is not None:
+        total = pick(totals, STARTS, program, 0, len(parts)) + begin + index
     if begin + BLOCK <= size:
-        _add(total, part, None, squares + offset + begin // BLOCK, scale, nonfinite, FRESH, COMPUTE)
+        _add(total, part, None, squares + offset + begin // BLOCK, scale, nonfinite, COMPUTE)
     else:
-        _add(total, part, begin + index < size, squares + offset + begin // BLOCK, scale, nonfinite, FRESH, COMPUTE)
+        _add(total, part, begin + index < size, squares + offset + begin // BLOCK, scale, nonfinite, COMPUTE)
 
 
 @triton.jit
-def _add(total, part, inside, square, scale, nonfinite, FRESH: tl.constexpr, COMPUTE: tl.constexpr):
+def _add(total, part, inside, square, scale, nonfinite, COMPUTE: tl.constexpr):
     values = tl.load(part, mask=inside).to(COMPUTE)
-    if scale is not None:
-        values = values * tl.load(scale).to(COMPUTE)
-    if not FRESH:
-        values += tl.load(total, mask=inside).to(COMPUTE)
-    values = values.to(total.dtype.scalar.element_ty)
-    tl.store(total, values, mask=inside)
-    values = values.to(COMPUTE)
+    if total is not None:
+        values = (tl.load(total, mask=inside).to(COMPUTE) + values).to(total.dtype.scalar.element_ty)
+        tl.store(total, values, mask=inside)
+        values = values.to(COMPUTE)
     if inside is not None:
         values = tl.where(inside, values, 0.0)
-    tl.store(square, tl.sum(values * values).to(square.dtype.element_ty))
     count_nonfinite(values, nonfinite)
+    if scale is not None:
+        values = values * tl.load(scale).to(COMPUTE)
+    tl.store(square, tl.sum(values * values).to(square.dtype.element_ty))
 
 
 def launches(
@@ -68,26 +71,24 @@ def launches(
     squares: torch.Tensor,
     scale: torch.Tensor | None = None,
     nonfinite: torch.Tensor | None = None,
-    *,
-    fresh: bool,
 ) -> list[Launch]:
-    """One launch for each pair of dtypes."""
+    """One launch for each pair of dtypes; without ``totals`` the parts are measured."""
     firsts = [0]
-    for total in totals:
-        firsts.append(firsts[-1] + ceil_div(total.numel(), SQUARES))
+    for part in parts:
+        firsts.append(firsts[-1] + ceil_div(part.numel(), SQUARES))
     found = []
     for places in by_dtype(totals, parts):
-        group = list_group([totals[i].numel() for i in places], SQUARES, [firsts[i] for i in places])
+        group = list_group([parts[i].numel() for i in places], SQUARES, [firsts[i] for i in places])
+        first = [tensors[places[0]] for tensors in (totals, parts) if tensors]
         arguments = {
-            "totals": tuple(totals[i] for i in places),
+            "totals": tuple(totals[i] for i in places) if totals else None,
             "parts": tuple(parts[i] for i in places),
             "squares": squares,
             "scale": scale,
             "nonfinite": nonfinite,
             "GROUPS": (group,),
-            "FRESH": fresh,
             "BLOCK": SQUARES,
-            "COMPUTE": triton_dtype(compute_dtype(totals[places[0]], parts[places[0]])),
+            "COMPUTE": triton_dtype(compute_dtype(*first)),
         }
         found.append(Launch(_kernel, group.starts[-1], arguments))
     return found
@@ -98,12 +99,16 @@ def accumulate(
     parts: Sequence[torch.Tensor],
     scale: torch.Tensor | None = None,
     nonfinite: torch.Tensor | None = None,
-    *,
-    fresh: bool = False,
 ) -> torch.Tensor:
     """As `fsdp_compiled.kernels.reference.accumulate`."""
-    size = sum(ceil_div(total.numel(), SQUARES) for total in totals)
-    squares = totals[0].new_empty(size, dtype=compute_dtype(*totals))
-    for launch in launches(totals, parts, squares, scale, nonfinite, fresh=fresh):
+    squares = parts[0].new_empty(squares_of(parts), dtype=compute_dtype(*(totals or parts)))
+    for launch in launches(totals, parts, squares, scale, nonfinite):
         launch.run(squares.device)
     return squares
+
+
+def measure(
+    parts: Sequence[torch.Tensor], scale: torch.Tensor | None = None, nonfinite: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As `fsdp_compiled.kernels.reference.measure`."""
+    return accumulate((), parts, scale, nonfinite)

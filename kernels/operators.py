@@ -1,4 +1,4 @@
-"""The kernels as operators of ``torch.ops.fsdp_compiled``: flatten, accumulate_, adam_ and sgd_.
+"""The kernels as operators of ``torch.ops.fsdp_compiled``: flatten, accumulate_, measure, adam_ and sgd_.
 
 On CUDA they launch Triton kernels; elsewhere they are the plain PyTorch of `reference`, whose signatures they have.
 Compilers see them whole. What they write is in their schemas, they allocate what they return and nothing else, and
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from fsdp_compiled.kernels import reference
-from fsdp_compiled.kernels.layout import ceil_div
 from fsdp_compiled.kernels.options import SGD, Adam
 
 Function = Callable[..., Any]
@@ -27,13 +26,13 @@ _SCHEMAS = {
     "flatten": "(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, Tensor? scale=None) -> Tensor",
     "flatten.counted": "(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, Tensor? scale, "
     "Tensor(a!) nonfinite) -> Tensor",
-    "accumulate_": "(Tensor(a!)[] totals, Tensor[] parts, Tensor? scale=None, Tensor(b!)? nonfinite=None, *, "
-    "bool fresh=False) -> Tensor",
+    "accumulate_": "(Tensor(a!)[] totals, Tensor[] parts, Tensor? scale=None, Tensor(b!)? nonfinite=None) -> Tensor",
+    "measure": "(Tensor[] parts, Tensor? scale=None, Tensor(a!)? nonfinite=None) -> Tensor",
     "adam_": "(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] copies, Tensor lr, Tensor step, Tensor? factor=None, "
-    f"Tensor? scheduled=None, *, {_ADAM}) -> ()",
+    f"Tensor? scheduled=None, Tensor? skipped=None, *, {_ADAM}) -> ()",
     "sgd_": "(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] buffers, Tensor(c!)[] copies, Tensor lr, "
-    f"Tensor? undamped=None, Tensor? factor=None, Tensor? scheduled=None, *, {_SGD}) -> ()",
+    f"Tensor? undamped=None, Tensor? factor=None, Tensor? scheduled=None, Tensor? skipped=None, *, {_SGD}) -> ()",
 }
 
 
@@ -69,9 +68,8 @@ def _flat_shape(gradients: Tensors, offsets: Sequence[int], numel: int, dtype: t
     return gradients[0].new_empty(numel, dtype=dtype)
 
 
-def _squares_shape(totals: Tensors, *_: Any, **__: Any) -> torch.Tensor:
-    size = sum(ceil_div(total.numel(), reference.SQUARES) for total in totals)
-    return totals[0].new_empty(size, dtype=reference.compute_dtype(*totals))
+def _squares_shape(tensors: Tensors, *_: Any) -> torch.Tensor:
+    return tensors[0].new_empty(reference.squares_of(tensors), dtype=reference.compute_dtype(*tensors))
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -108,6 +106,7 @@ def _define(name: str, module: str, check: Function, shape: Function, kind: type
 _define("flatten", "flatten", check_places, _flat_shape)
 _define("flatten.counted", "flatten", check_places, _flat_shape)
 _define("accumulate_", "accumulate", check_lists, _squares_shape)
+_define("measure", "accumulate", check_lists, _squares_shape)
 _define("adam_", "update", check_lists, _nothing, Adam)
 _define("sgd_", "update", check_lists, _nothing, SGD)
 
@@ -116,6 +115,7 @@ KERNELS = (
     operators.flatten.default,
     operators.flatten.counted,
     operators.accumulate_.default,
+    operators.measure.default,
     operators.adam_.default,
     operators.sgd_.default,
 )

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdp_compiled.kernels.layout import ceil_div
 from fsdp_compiled.kernels.options import SGD, Adam
 
-SQUARES = 4096  # elements whose squares `accumulate` adds up into one number
+SQUARES = 4096  # elements whose squares `measure` adds up into one number
 
 
 def compute_dtype(*tensors: torch.Tensor | torch.dtype) -> torch.dtype:
@@ -50,25 +51,37 @@ def accumulate(
     parts: Sequence[torch.Tensor],
     scale: torch.Tensor | None = None,
     nonfinite: torch.Tensor | None = None,
-    *,
-    fresh: bool = False,
 ) -> torch.Tensor:
-    """``total += scale * part``, or ``total = scale * part`` where it is fresh.
-
-    Returns the sum of the squares of each `SQUARES` elements of each total, to be added up by the caller.
-    """
-    dtype = compute_dtype(*totals)
-    squares = [torch.zeros(0, dtype=dtype, device=totals[0].device)]
+    """``total += part``, and then the totals are measured as `measure` does."""
     for total, part in zip(totals, parts, strict=True):
         compute = compute_dtype(total, part)
+        total.copy_(total.to(compute) + part.to(compute))
+    return measure(totals, scale, nonfinite)
+
+
+def measure(
+    parts: Sequence[torch.Tensor], scale: torch.Tensor | None = None, nonfinite: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum of the squares of ``scale * part``, for each `SQUARES` elements of each part, for the caller to add up.
+
+    How many elements, before they are scaled, are not finite is added to ``nonfinite``.
+    """
+    dtype = compute_dtype(*parts)
+    squares = [torch.zeros(0, dtype=dtype, device=parts[0].device)]
+    for part in parts:
+        _count(part, nonfinite)
+        compute = compute_dtype(part)
         values = part.to(compute)
         if scale is not None:
             values = values * scale.to(compute)
-        total.copy_(values if fresh else total.to(compute) + values)
-        _count(total, nonfinite)
-        padded = torch.nn.functional.pad(total.to(compute), (0, -total.numel() % SQUARES)).view(-1, SQUARES)
+        padded = torch.nn.functional.pad(values, (0, -part.numel() % SQUARES)).view(-1, SQUARES)
         squares.append((padded * padded).sum(1).to(dtype))
     return torch.cat(squares)
+
+
+def squares_of(parts: Sequence[torch.Tensor]) -> int:
+    """How many sums of squares `measure` returns."""
+    return sum(ceil_div(part.numel(), SQUARES) for part in parts)
 
 
 def adam(
@@ -82,6 +95,7 @@ def adam(
     step: torch.Tensor,
     factor: torch.Tensor | None = None,
     scheduled: torch.Tensor | None = None,
+    skipped: torch.Tensor | None = None,
     *,
     options: Adam,
 ) -> None:
@@ -89,7 +103,7 @@ def adam(
 
     ``factor`` scales the gradients (clipping), ``scheduled`` takes the place of the options' ``beta1``,
     ``max_exp_avg_sqs`` may be empty (no AMSGrad), and ``copies``, if there are any, receive the parameters in their
-    own dtype.
+    own dtype. Where ``skipped`` is more than 0 nothing is written.
     """
     beta1 = torch.full_like(step, options.beta1, dtype=torch.float64) if scheduled is None else scheduled.double()
     correction1 = 1 - beta1 ** step.double()
@@ -107,15 +121,15 @@ def adam(
         largest = square
         if max_exp_avg_sqs:
             largest = torch.maximum(max_exp_avg_sqs[index].to(compute), square)
-            max_exp_avg_sqs[index].copy_(largest)
+            _write(max_exp_avg_sqs[index], largest, skipped)
         value = value - (lr / correction1).to(compute) * average / (
             largest.sqrt() / correction2.to(compute) + options.eps
         )
-        exp_avgs[index].copy_(average)
-        exp_avg_sqs[index].copy_(square)
-        parameter.copy_(value)
+        _write(exp_avgs[index], average, skipped)
+        _write(exp_avg_sqs[index], square, skipped)
+        _write(parameter, value, skipped)
         if copies:
-            copies[index].copy_(value)
+            _write(copies[index], value, skipped)
 
 
 def sgd(
@@ -127,13 +141,14 @@ def sgd(
     undamped: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
     scheduled: torch.Tensor | None = None,
+    skipped: torch.Tensor | None = None,
     *,
     options: SGD,
 ) -> None:
     """`torch.optim.SGD`; ``buffers`` (of zeros at first) are there exactly if it has momentum.
 
     ``undamped`` is 1 on the first step, which takes the gradient whole, and 0 afterwards; ``scheduled`` takes
-    the place of the options' ``momentum``; ``factor`` and ``copies`` are as in `adam`.
+    the place of the options' ``momentum``; ``factor``, ``copies`` and ``skipped`` are as in `adam`.
     """
     for index, parameter in enumerate(parameters):
         compute = compute_dtype(parameter)
@@ -145,12 +160,16 @@ def sgd(
             rate = scheduled.to(compute) if scheduled is not None else options.momentum
             damp = options.dampening if undamped is None else options.dampening * (1 - undamped.to(compute))
             buffer = rate * buffers[index].to(compute) + (1 - damp) * gradient
-            buffers[index].copy_(buffer)
+            _write(buffers[index], buffer, skipped)
             gradient = gradient + rate * buffer if options.nesterov else buffer
         value = value - lr.to(compute) * gradient
-        parameter.copy_(value)
+        _write(parameter, value, skipped)
         if copies:
-            copies[index].copy_(value)
+            _write(copies[index], value, skipped)
+
+
+def _write(target: torch.Tensor, value: torch.Tensor, skipped: torch.Tensor | None) -> None:
+    target.copy_(value if skipped is None else torch.where(skipped > 0, target, value.to(target.dtype)))
 
 
 def _gradient(

@@ -8,7 +8,7 @@
     copy = parameter.to(bfloat16)
 
 The formulas are those of `torch.optim`'s fused kernels, in float32 (float64 where the parameter is). Clipping's factor,
-rates and the step count are read from 0-d tensors on the device.
+rates, the step count, and whether the step is skipped (it overflowed), are read from 0-d tensors on the device.
 """
 
 from __future__ import annotations
@@ -129,11 +129,15 @@ def _adam_kernel(
     step,
     factor,
     scheduled,
+    skipped,
     GROUPS: tl.constexpr,
     OPTIONS: tl.constexpr,
     BLOCK: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
+    if skipped is not None:
+        if tl.load(skipped) > 0:
+            return
     program = tl.program_id(0)
     STARTS: tl.constexpr = of(GROUPS, 0, "starts")
     begin, _, size, _ = located(GROUPS, 0, program, BLOCK)
@@ -203,11 +207,15 @@ def _sgd_kernel(
     undamped,
     factor,
     scheduled,
+    skipped,
     GROUPS: tl.constexpr,
     OPTIONS: tl.constexpr,
     BLOCK: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
+    if skipped is not None:
+        if tl.load(skipped) > 0:
+            return
     program = tl.program_id(0)
     STARTS: tl.constexpr = of(GROUPS, 0, "starts")
     begin, _, size, _ = located(GROUPS, 0, program, BLOCK)
@@ -257,6 +265,7 @@ def adam_launches(
     step: torch.Tensor,
     factor: torch.Tensor | None = None,
     scheduled: torch.Tensor | None = None,
+    skipped: torch.Tensor | None = None,
     *,
     options: Adam,
 ) -> list[Launch]:
@@ -268,7 +277,7 @@ def adam_launches(
         "largest": max_exp_avg_sqs,
         "copies": copies,
     }
-    scalars = {"lr": lr, "step": step, "factor": factor, "scheduled": scheduled}
+    scalars = {"lr": lr, "step": step, "factor": factor, "scheduled": scheduled, "skipped": skipped}
     return _launches(_adam_kernel, lists, scalars, options)
 
 
@@ -281,11 +290,12 @@ def sgd_launches(
     undamped: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
     scheduled: torch.Tensor | None = None,
+    skipped: torch.Tensor | None = None,
     *,
     options: SGD,
 ) -> list[Launch]:
     lists = {"parameters": parameters, "gradients": gradients, "buffers": buffers, "copies": copies}
-    scalars = {"lr": lr, "undamped": undamped, "factor": factor, "scheduled": scheduled}
+    scalars = {"lr": lr, "undamped": undamped, "factor": factor, "scheduled": scheduled, "skipped": skipped}
     return _launches(_sgd_kernel, lists, scalars, options)
 
 

@@ -78,7 +78,7 @@ accumulates: dict[str, st.SearchStrategy[Any]] = {
     "lengths": sizes,
     "dtypes": st.tuples(st.sampled_from((torch.float32, torch.float64)), st.sampled_from(DTYPES)),
     "scale": st.sampled_from((None, 0.25)),
-    "fresh": st.booleans(),
+    "alone": st.booleans(),
     "specials": st.sampled_from((0, 2)),
 }
 
@@ -138,28 +138,32 @@ def compare_accumulate(
     lengths: Sequence[int],
     dtypes: tuple[torch.dtype, torch.dtype],
     scale: float | None,
-    fresh: bool,
+    alone: bool,
     specials: int,
     device: str,
     *,
     seed: int = 0,
     rounds: bool = True,
 ) -> None:
+    """``alone``: the parts are measured, and there are no sums for them to join."""
     generator = torch.Generator().manual_seed(seed)
     parts = [Gradient((n,), "contiguous", dtypes[1], specials).make(generator, device) for n in lengths]
     starts = [Gradient((n,), "contiguous", dtypes[0], 0).make(generator, device) for n in lengths]
     mine = [poisoned(n, dtypes[0], device) for n in lengths]
-    expected = [torch.empty_like(start) for start in starts]
-    if not fresh:
-        for start, (total, _), other in zip(starts, mine, expected, strict=True):
-            total.copy_(start)
-            other.copy_(start)
+    expected = [start.clone() for start in starts]
+    for start, (total, _) in zip(starts, mine, strict=True):
+        total.copy_(start)
     factor = None if scale is None else torch.tensor(scale, device=device)
     counts = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
     totals = [total for total, _ in mine]
-    squares = accumulate.accumulate(totals, parts, factor, counts[0], fresh=fresh)
+    found = []
+    for module, sums, count in ((accumulate, totals, counts[0]), (reference, expected, counts[1])):
+        if alone:
+            found.append(module.measure(parts, factor, count))
+        else:
+            found.append(module.accumulate(sums, parts, factor, count))
+    squares, expected_squares = found
     again = [total.clone() for total in totals]
-    expected_squares = reference.accumulate(expected, parts, factor, counts[1], fresh=fresh)
     for total, other, (_, whole) in zip(again, expected, mine, strict=True):
         same(total, other, exact=False)
         check_guards(whole)
@@ -181,6 +185,7 @@ def compare_update(
     scheduled: float | None = None,
     undamped: float | None = None,
     buffers: bool = True,
+    skipped: float | None = None,
     seed: int = 0,
     rounds: bool = True,
 ) -> list[torch.Tensor]:
@@ -196,10 +201,10 @@ def compare_update(
 
     if kind is Adam:
         lists = [one(), one(), one(), one(True), one(True) if largest else []]
-        scalars = [scalar(1e-2), scalar(step, False), scalar(factor, False), scalar(scheduled)]
+        scalars = [scalar(1e-2), scalar(step, False), scalar(factor, False), scalar(scheduled), scalar(skipped)]
     else:
         lists = [one(), one(), one() if buffers else []]
-        scalars = [scalar(1e-2), scalar(undamped), scalar(factor, False), scalar(scheduled)]
+        scalars = [scalar(1e-2), scalar(undamped), scalar(factor, False), scalar(scheduled), scalar(skipped)]
     copies = [poisoned(n, copy, device) for n in lengths] if copy is not None else []
     options: Any = kind(**numbers)
     results = []

@@ -143,7 +143,7 @@ class Recorder(TorchDispatchMode):
         for index, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 given = kwargs.get(argument.name, args[index] if index < len(args) else None)
-                for tensor in pytree.tree_leaves(given):
+                for tensor in (leaf for leaf in pytree.tree_leaves(given) if leaf is not None):
                     storage = tensor.untyped_storage()
                     if storage._cdata not in self._made and storage._cdata not in self._before:
                         whole = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]

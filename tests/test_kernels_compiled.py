@@ -56,7 +56,13 @@ def _shards(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def _accumulate(dtype: torch.dtype) -> Launch:
-    (launch,) = accumulate.launches(_shards(), _shards(dtype), _tensor(10_000), _tensor(), None, fresh=False)
+    (launch,) = accumulate.launches(_shards(), _shards(dtype), _tensor(10_000), _tensor(), None)
+    return launch
+
+
+def _measure(dtype: torch.dtype) -> Launch:
+    count = torch.empty((), dtype=torch.int64, device="meta")
+    (launch,) = accumulate.launches((), _shards(dtype), _tensor(10_000), _tensor(dtype=torch.float64), count)
     return launch
 
 
@@ -88,6 +94,7 @@ CASES: dict[str, tuple[Any, int, int]] = {
     "flatten float32": (lambda: _flatten(FP32, FP32), 4 * flatten.BLOCK, 4 * flatten.BLOCK),
     "flatten transposed bfloat16 to float32": (lambda: _flatten(BF16, FP32, True), 2 * 64 * 64, 4 * 64 * 64),
     "accumulate bfloat16": (lambda: _accumulate(BF16), 6 * SQUARES, 4 * SQUARES),
+    "measure float32": (lambda: _measure(FP32), 4 * SQUARES, 0),
     "adamw": (lambda: _adam(False), 16 * update.BLOCK, 12 * update.BLOCK),
     "adamw with bfloat16 copy": (lambda: _adam(True), 16 * update.BLOCK, 14 * update.BLOCK),
     "sgd": (_sgd, 12 * update.BLOCK, 8 * update.BLOCK),
@@ -215,10 +222,13 @@ def _other_forms() -> dict[str, Launch]:
     coupled = Adam(0.9, 0.999, 1e-8, 0.1, decoupled=False, maximize=True)
     double = _shards(torch.float64)
     found = {"strided": [flatten.launch(_tensor(2**32, dtype=torch.float16), gradients, offsets)]}
-    found["unscale"] = accumulate.launches(double, mine, _tensor(10_000, dtype=torch.float64), scalar, None, fresh=True)
-    found["adam"] = update.adam_launches(mine, half, mine, mine, mine, half, wide, scalar, None, wide, options=coupled)
+    count = _tensor(dtype=torch.int64)
+    found["accumulate"] = accumulate.launches(double, mine, _tensor(10_000, dtype=torch.float64), scalar, count)
+    found["adam"] = update.adam_launches(
+        mine, half, mine, mine, mine, half, wide, scalar, None, wide, wide, options=coupled
+    )
     found["adam in float64"] = update.adam_launches(*[double] * 4, [], [], wide, scalar, options=ADAMW)
-    found["sgd"] = update.sgd_launches(mine, mine, mine, half, wide, wide, None, wide, options=every)
+    found["sgd"] = update.sgd_launches(mine, mine, mine, half, wide, wide, None, wide, wide, options=every)
     found["plain sgd"] = update.sgd_launches(mine, mine, [], [], wide, options=plain)
     return {name: launches[0] for name, launches in found.items()}
 

@@ -48,7 +48,7 @@ def test_accumulate(**case: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("step", [1, 500, 10**6])
 def test_adam(dtype: torch.dtype, step: int) -> None:
-    for case in ({}, {"largest": True}, {"scheduled": 0.85}, {"copy": torch.bfloat16}):
+    for case in ({}, {"largest": True}, {"scheduled": 0.85}, {"copy": torch.bfloat16}, {"skipped": 1.0}):
         given: dict[str, Any] = {"copy": None} | case
         compare_update(Adam, ADAM, [1, 0, 1037, 100_000], dtype, factor=0.5, device="cuda", step=step, **given)
 

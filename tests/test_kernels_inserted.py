@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
+from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Plan, Policy, Program, ProgramError, compile_sharded
 from fsdp_compiled.check import check
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.optim import make_rules
-from fsdp_compiled.program import FACTOR, LOSS, Edit, is_collective
+from fsdp_compiled.program import FACTOR, LOSS, Edit, is_collective, role_of
 from tests import models
 from tests.models import BLOCKS, Block, Recipe
 from tests.recipes import built, program_of, trained
@@ -23,7 +24,7 @@ from tests.simulate import Rewrite, Simulation
 
 aten = torch.ops.aten
 FLATTEN, ADAM, SGD = operators.flatten.default, operators.adam_.default, operators.sgd_.default
-ACCUMULATE = operators.accumulate_.default
+ACCUMULATE, MEASURE = operators.accumulate_.default, operators.measure.default
 CLOSE = 1e-6  # relative, by tensor norm: the update's scalars are rounded in another order
 WRONG = 1e-4
 
@@ -33,12 +34,13 @@ def run(recipe: Recipe, kernels: bool, kind: str = "step", steps: int = 3, **how
 
 
 def furthest(mine: Simulation, other: Simulation) -> float:
-    """The largest relative error of a loss or parameter."""
+    """The largest relative error of a loss or parameter, in float32; a half type's is as many units of its own."""
     assert mine.parameters.keys() == other.parameters.keys() and mine.replicas_agree
     pairs = [*zip(mine.losses, other.losses, strict=True)]
     pairs += [(value, other.parameters[name]) for name, value in mine.parameters.items() if value.numel()]
+    units = [min(1.0, torch.finfo(torch.float32).eps / torch.finfo(b.dtype).eps) for _, b in pairs]
     errors = [((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-3)).item() for a, b in pairs]
-    return max(errors)
+    return max(error * unit for error, unit in zip(errors, units, strict=True))
 
 
 def count(program: Program, target: Any) -> int:
@@ -48,7 +50,7 @@ def count(program: Program, target: Any) -> int:
 def acted(simulation: Simulation, recipe: Recipe) -> None:
     """Each buffer with a gradient and an optimizer is flattened by one call, and each group is updated by one.
 
-    Not so under a loss scale, where a step may have to be taken back: buffers are then updated one at a time.
+    All gradients are measured in one, and nothing else reads them, but for a bound on each element.
     """
     program, plan = simulation.program, simulation.plan
     updated = [buffer for buffer in plan.buffers if buffer.updated]
@@ -60,8 +62,19 @@ def acted(simulation: Simulation, recipe: Recipe) -> None:
         and len(node.meta["idle"]) < len(plan.buffer(port.name).slots)
     ]
     assert count(program, FLATTEN) == len(reached)
-    groups = {buffer.group for buffer in updated} if plan.policy.scaling is None else set()
-    assert count(program, ADAM if recipe.optimizer == "adamw" else SGD) == len(groups)
+    target = ADAM if recipe.optimizer == "adamw" else SGD
+    assert count(program, target) == len({buffer.group for buffer in updated})
+    calls = [node for node in program.graph.nodes if node.target is target]
+    assert all((node.kwargs.get("skipped") is not None) == (plan.policy.scaling is not None) for node in calls)
+    assert count(program, MEASURE) + count(program, ACCUMULATE) == bool(reached)
+    if plan.policy.clip_value is None:
+        gradients = {gradient for node in calls for gradient in node.args[1] if is_reduced(gradient)}
+        assert all({user.target for user in gradient.users} <= {target, MEASURE, ACCUMULATE} for gradient in gradients)
+
+
+def is_reduced(gradient: fx.Node) -> bool:
+    """Whether the update sees the gradient as it came from its reduction; else it is one rank's slice of it."""
+    return role_of(gradient) in ("wait", "reduce", "cast")
 
 
 @settings(
@@ -78,7 +91,7 @@ def test_generated_models_train_the_same(recipe: Recipe) -> None:
         run(recipe, kernels, steps=1 if recipe.optimizer == "adamw" else 3) for kernels in (False, True)
     )
     acted(with_them, recipe)
-    assert not any(count(without.program, target) for target in (FLATTEN, ADAM, SGD))
+    assert not any(count(without.program, target) for target in (FLATTEN, MEASURE, ADAM, SGD))
     collectives = [
         [str(node.target) for node in simulation.program.graph.nodes if is_collective(node)]
         for simulation in (without, with_them)
@@ -97,17 +110,57 @@ FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
     [
         ("adamw", {"precision": BF16, "clip": 0.05}),
         ("adamw", {"precision": FP16, "loss_scale": "dynamic", "shard": "zero1"}),
-        ("sgd", {"precision": FP16, "clip_value": 0.01, "shard": "ddp"}),
+        ("adamw", {"precision": FP16, "loss_scale": 2.0**12, "clip": 0.05, "accumulate": "full"}),
+        ("sgd", {"precision": FP16, "loss_scale": 2.0**8, "clip_value": 0.01, "shard": "ddp"}),
+        ("sgd", {"weigh": "rows", "clip": 0.05}),
     ],
-    ids=["bf16 and clipping", "fp16 with a loss scale", "fp16 and clipping by value"],
+    ids=["bf16, clip", "fp16, loss scale, zero1", "fp16, loss scale, clip", "fp16, clip_value, ddp", "rows, clip"],
 )
-def test_with_mixed_precision_loss_scaling_and_clipping(optimizer: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_with_mixed_precision_loss_scaling_and_clipping(
+    optimizer: str, options: dict[str, Any], microbatches: int
+) -> None:
     policy = Policy(**options, bucket_mb=0, lower="eager")
     recipe = Recipe((Block("linear"), Block("transposed")), policy=policy, optimizer=optimizer, groups="two")
-    without, with_them = run(recipe, False), run(recipe, True)
+    without, with_them = (run(recipe, kernels, microbatches=microbatches) for kernels in (False, True))
     acted(with_them, recipe)
     error = furthest(with_them, without)
     assert error < CLOSE
+    for mine, other in zip(with_them.norms, without.norms, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=0, equal_nan=True)
+
+
+def test_a_step_that_overflows_is_not_taken_and_needs_no_copies() -> None:
+    """The first loss scale is too large for fp16; the control's operator is not told."""
+    policy = Policy(precision=FP16, loss_scale="dynamic", bucket_mb=0, lower="eager")
+    recipe = Recipe((Block("linear"),), policy=policy, optimizer="adamw")
+
+    def untold(program: Program, plan: Plan) -> Program:
+        edit = Edit(program)
+        for node in edit.graph.nodes:
+            if node.target is ADAM:
+                node.kwargs = {name: value for name, value in node.kwargs.items() if name != "skipped"}
+        return edit.done("broken")
+
+    without, with_them = run(recipe, False, steps=1), run(recipe, True, steps=1)
+    assert not with_them.norms[0].isfinite() and furthest(with_them, without) == 0
+    broken = run(recipe, True, steps=1, damage=untold)
+    assert not all(parameter.isfinite().all() for parameter in broken.parameters.values())
+    sizes = [
+        sum(node.target is aten.clone.default and node.meta["val"].dim() > 0 for node in each.program.graph.nodes)
+        for each in (without, with_them)
+    ]
+    assert sizes[0] > 0 == sizes[1]
+
+
+def test_gradients_that_are_handed_out_are_those_of_the_loss_itself() -> None:
+    policy = Policy(precision=FP16, loss_scale=2.0**8, bucket_mb=0, lower="eager")
+    recipe = Recipe((Block("linear"), Block("transposed")), policy=policy)
+    without, with_them = (run(recipe, kernels, "gradient", 1) for kernels in (False, True))
+    assert count(with_them.program, MEASURE) == 1 and FACTOR not in with_them.program.outputs
+    for name, shards in without.gradients.items():
+        for mine, other in zip(with_them.gradients[name], shards, strict=True):
+            assert torch.equal(mine, other), name
 
 
 def test_with_microbatches() -> None:
@@ -130,6 +183,11 @@ def test_shards_of_a_microbatch_join_their_sums_in_one_call() -> None:
     assert buffers > 1
     assert (count(plain, ACCUMULATE), count(plain, aten.add_.Tensor)) == (0, buffers + 2)
     assert (count(joined, ACCUMULATE), count(joined, aten.add_.Tensor)) == (1, 2)
+    last = with_them.program
+    assert (count(last, ACCUMULATE), count(last, MEASURE)) == (1, 0)
+    (call,) = [node for node in last.graph.nodes if node.target is ACCUMULATE]
+    assert len(call.args[0]) == buffers and call.args[2] is not None  # divided by three in the norm and the update
+    assert {user.target for gradient in call.args[0] for user in gradient.users} <= {ACCUMULATE, ADAM, SGD}
 
 
 def test_gradients_are_flattened_bit_for_bit() -> None:
@@ -190,7 +248,7 @@ def test_a_factor_that_no_update_applies_is_refused() -> None:
     assert FACTOR in by_name["clip"].outputs and FACTOR not in by_name["update"].outputs
     edit = Edit(by_name["update"])
     edit.set_output(FACTOR, edit.outputs[LOSS])
-    with pytest.raises(ProgramError, match="the clipping factor leaves the step"):
+    with pytest.raises(ProgramError, match="the factor of the gradients leaves the step"):
         check(replace(edit.done("broken"), history=by_name["update"].history), plan)
 
 

@@ -42,11 +42,17 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         "flatten and count": (operators.flatten.counted, (gradients, [3, 64], 128, torch.bfloat16, None, _count()), {}),
         "flatten plainly": (operators.flatten.default, (gradients, [0, 64], 128, torch.float32), {}),
         "accumulate": (operators.accumulate_.default, (*_lists(2), torch.tensor(0.5), _count()), {}),
-        "unscale": (operators.accumulate_.default, (*_lists(2), torch.tensor(0.5)), {"fresh": True}),
+        "measure": (operators.measure.default, (_lists(1)[0], torch.tensor(0.5), _count()), {}),
+        "measure plainly": (operators.measure.default, (_lists(1)[0],), {}),
         "adam": (operators.adam_.default, (*_lists(4), [], [], _rate(), torch.tensor(2.0)), ADAM),
         "adam with all": (
             operators.adam_.default,
             (*_lists(5), *_lists(1, torch.bfloat16), _rate(), torch.tensor(2.0), torch.tensor(0.5), _rate()),
+            ADAM,
+        ),
+        "adam skipped": (
+            operators.adam_.default,
+            (*_lists(4), [], [], _rate(), torch.tensor(2.0), None, None, torch.tensor(1.0)),
             ADAM,
         ),
         "sgd": (operators.sgd_.default, (*_lists(3), [], _rate()), MOMENTUM),
@@ -95,7 +101,7 @@ def test_inside_an_inductor_lowered_program_they_give_the_same_numbers() -> None
         for mine, other in zip(result, found[0], strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
     changed = sum(not torch.equal(after, before) for after, before in zip(found[0][-len(tensors) :], tensors))
-    assert changed == 2 * (1 + 1 + 3 + 5 + 2 + 1) + 1  # two in each list that is written, and a count
+    assert changed == 2 * (1 + 3 + 5 + 2 + 1) + 1  # two in each list that is written, and a count
 
 
 def _program(step: Any, tensors: list[torch.Tensor]) -> Program:

@@ -52,8 +52,9 @@ def same(left: Any, right: Any) -> bool:
     return all(map(torch.equal, pytree.tree_leaves(left), pytree.tree_leaves(right)))
 
 
-def test_200_launches_with_changing_batches_rates_and_dropout_are_the_steps_themselves() -> None:
-    policy = replace(EAGER, clip=0.05, weigh="rows")
+@pytest.mark.parametrize("kernels", [False, True])
+def test_200_launches_with_changing_batches_rates_and_dropout_are_the_steps_themselves(kernels: bool) -> None:
+    policy = replace(EAGER, clip=0.05, weigh="rows", kernels=kernels)
     graphed, plain = (make(graphs, policy, dropout=0.3) for graphs in (True, False))
     handed, values = [], []
     for step, (x, y) in enumerate(batches(200 + WARM)):
@@ -78,9 +79,9 @@ def test_200_launches_with_changing_batches_rates_and_dropout_are_the_steps_them
     assert int(graphed.state.step) == 200 + WARM
 
 
-@pytest.fixture(scope="module")
-def pair() -> tuple[Sharded, Sharded]:
-    policy = replace(EAGER, loss_scale="dynamic")
+@pytest.fixture(scope="module", params=[False, True], ids=["aten", "kernels"])
+def pair(request: pytest.FixtureRequest) -> tuple[Sharded, Sharded]:
+    policy = replace(EAGER, loss_scale="dynamic", clip=1.0, kernels=request.param)
     return make(True, policy, dropout=0.2), make(False, policy, dropout=0.2)
 
 

@@ -258,7 +258,9 @@ def test_an_overflow_on_one_rank_voids_the_step_on_all(shard: str, mesh: tuple[i
 
 @pytest.mark.parametrize("kernels", [False, True])
 def test_copies_of_one_buffer_at_a_time_are_alive(kernels: bool) -> None:
-    """What is copied to be put back is a buffer's shard and state, and is put back before the next one is copied."""
+    """What is copied to be put back is a buffer's shard and state, and is put back before the next one is copied.
+
+    The package's own update leaves everything as it was by itself."""
     model = build()
     program = stages(model, optimizer_of(model), loss, batch(0), policy_of(kernels=kernels, bucket_mb=0))[0][-1]
     copies: set[fx.Node] = set()
@@ -270,7 +272,7 @@ def test_copies_of_one_buffer_at_a_time_are_alive(kernels: bool) -> None:
         copies = {copy for copy in copies if any(order.index(user) >= order.index(node) for user in copy.users)}
         most = max(most, len(copies))
         assert len({copy.meta["mark"].buffer for copy in copies}) <= 1
-    assert most == 3  # the shard and both of AdamW's averages
+    assert most == (0 if kernels else 3)  # the shard and both of AdamW's averages
 
 
 def not_put_back(program: Program, plan: Plan) -> Program:
@@ -280,6 +282,8 @@ def not_put_back(program: Program, plan: Plan) -> Program:
         if node.target is aten.where.self and role_of(node) == "update":
             copied = edit.map[node]
             copied.args = (copied.args[0], copied.args[2], copied.args[2])
+        if "skipped" in node.kwargs:
+            edit.map[node].update_kwarg("skipped", None)
     return edit.done("damage")
 
 

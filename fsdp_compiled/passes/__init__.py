@@ -15,6 +15,7 @@ from fsdp_compiled.passes.accumulate import add_up, average
 from fsdp_compiled.passes.clip import clip
 from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.limit import limit
+from fsdp_compiled.passes.measure import measure, settle
 from fsdp_compiled.passes.offload import offload
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.reduce import reduce
@@ -26,43 +27,44 @@ from fsdp_compiled.passes.store import store
 from fsdp_compiled.passes.update import update
 from fsdp_compiled.passes.weigh import share, weigh
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.policy import Policy
 from fsdp_compiled.program import Program
 
 Pass = Callable[[Program, Plan], Program]
 Observer = Callable[[Program], None]
 
-# Passes that only some policies ask for; for the others they are left out.
-ASKED: Mapping[Pass, Callable[[Policy], bool]] = {
-    **dict.fromkeys((scale, unscale, skip), lambda policy: policy.scaling is not None),
-    remake: lambda policy: policy.remakes,
-    **dict.fromkeys((weigh, share), lambda policy: policy.weigh == "rows"),
-    offload: lambda policy: policy.offload,
+# Passes that only some plans ask for; for the others they are left out.
+ASKED: Mapping[Pass, Callable[[Plan], bool]] = {
+    **dict.fromkeys((scale, unscale, skip), lambda plan: plan.policy.scaling is not None),
+    remake: lambda plan: plan.policy.remakes,
+    **dict.fromkeys((weigh, share), lambda plan: plan.policy.weigh == "rows"),
+    **dict.fromkeys((measure, settle), lambda plan: plan.kernels),
+    offload: lambda plan: plan.policy.offload,
 }
 
 WHEN: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is settled what runs
 END: tuple[Pass, ...] = (store, offload, *WHEN)
 FORWARD: tuple[Pass, ...] = (gather, *END)
-GRADIENT: tuple[Pass, ...] = (scale, gather, reduce, remake, recompute, weigh, unscale, report, share, *END)
-MICROBATCH: tuple[Pass, ...] = (scale, gather, reduce, remake, recompute, weigh, add_up, *END)
+REDUCED: tuple[Pass, ...] = (scale, gather, reduce, remake, recompute, weigh)
+KNOWN: tuple[Pass, ...] = (unscale, measure, report, share)
+GRADIENT: tuple[Pass, ...] = (*REDUCED, *KNOWN, settle, *END)
+MICROBATCH: tuple[Pass, ...] = (*REDUCED, add_up, *END)
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
     means = (average,) if accumulated else ()
-    start = (scale, gather, reduce, remake, recompute, weigh, *means, unscale, report, share)
-    return (*start, clip, update(rules), skip, *END)
+    return (*REDUCED, *means, *KNOWN, clip, update(rules), skip, *END)
 
 
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:
     """Applies the passes in order; what must hold is checked after each, and each result is shown to ``observe``.
 
-    Passes that the plan's policy does not ask for are left out.
+    Passes that the plan does not ask for are left out.
     """
     check(program, plan)
     observe(program)
     for transform in passes:
-        if transform in ASKED and not ASKED[transform](plan.policy):
+        if transform in ASKED and not ASKED[transform](plan):
             continue
         program = transform(program, plan)
         check(program, plan)

@@ -16,7 +16,8 @@
 Holding shards costs one reduction a microbatch and a shard of memory; holding full gradients costs the memory of the
 whole gradient on every rank and one reduction a step (DDP's and FSDP's ``no_sync``). How many microbatches there were
 is counted on the device, so that their number may change from step to step. With the package's own kernels all shards
-join their sums in one call, ``accumulate_([sum, ...], [gradient, ...])``. Where ranks count by rows (see `weigh`),
+join their sums in one call, ``accumulate_([sum, ...], [gradient, ...])``; at the end it is `measure` that joins them,
+and the update that divides. Where ranks count by rows (see `weigh`),
 rows are counted in the place of microbatches, and what is left to divide is divided when all ranks' rows are known.
 """
 
@@ -28,6 +29,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.kernels.operators import operators
+from fsdp_compiled.pending import joined_before, multiply
 from fsdp_compiled.plan import Buffer, Plan
 from fsdp_compiled.program import LOSS, WEIGHT, Edit, Mark, Port, Program, reduction, weighed
 
@@ -72,11 +74,15 @@ def average(program: Program, plan: Plan) -> Program:
     rows, mark = edit.outputs.get(WEIGHT), Mark("sum")
     with edit.at(edit.end, "update"):
         batches = edit.call(aten.add.Tensor, count, rows or 1, mark=mark)
+        if plan.kernels and not rows:
+            multiply(edit, edit.call(aten.reciprocal.default, batches, mark=mark), mark)
         own = weighed(edit, loss, rows, mark) if rows else loss
         mean = edit.call(aten.div.Tensor, edit.call(aten.add.Tensor, losses, own, mark=mark), batches, mark=mark)
         edit.set_output(LOSS, edit.call(aten._to_copy.default, mean, dtype=loss.meta["val"].dtype, mark=mark))
     for buffer, port, gradient in _gradients(edit, plan):
         start, total = _sum(edit, buffer, gradient, plan)
+        if plan.kernels and start is None:
+            continue  # `measure` will join them
         own = start.all_input_nodes[0] if start else gradient
         with edit.at(start or edit.end, "backward" if start else "update"):
             joined = edit.call(aten.add.Tensor, own, total, mark=_mark(buffer))
@@ -84,7 +90,7 @@ def average(program: Program, plan: Plan) -> Program:
             start.replace_input_with(own, joined)
         with edit.at(edit.end, "update"):
             whole = gradient if start else joined
-            divided = whole if rows else edit.call(aten.div.Tensor, whole, batches, mark=_mark(buffer))
+            divided = whole if rows or plan.kernels else edit.call(aten.div.Tensor, whole, batches, mark=_mark(buffer))
             edit.set_output(port, divided)
         totals.append(total)
     if rows:
@@ -114,7 +120,7 @@ def _gradients(edit: Edit, plan: Plan) -> list[tuple[Buffer, Port, fx.Node]]:
 
 def _sum(edit: Edit, buffer: Buffer, gradient: fx.Node, plan: Plan) -> tuple[fx.Node | None, fx.Node]:
     """Where the gradient's reduction starts, if it is to be held whole, and the input that holds its sum."""
-    start = reduction(gradient) if plan.policy.accumulate == "full" else None
+    start = reduction(gradient) if joined_before(gradient, plan) else None
     value = (start.all_input_nodes[0] if start else gradient).meta["val"]
     return start, edit.add_input(Port("in", "sum", buffer.key), edit.fake(value.shape, value.dtype, value.device))
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import torch
 
+from fsdp_compiled.pending import apply, multiply
 from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import FACTOR, NORM, Edit, Mark, Port, Program
+from fsdp_compiled.program import NORM, Edit, Mark, Port, Program
 
 aten = torch.ops.aten
 EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_
@@ -36,12 +37,13 @@ def clip(program: Program, plan: Plan) -> Program:
             factor = edit.call(aten.mul.Tensor, factor, float(plan.policy.clip), mark=mark)
             factor = edit.call(aten.clamp.default, factor, None, 1.0, mark=mark)
             if plan.kernels:
-                edit.set_output(FACTOR, factor)
+                multiply(edit, factor, mark)
             for buffer in plan.buffers if not plan.kernels else ():
                 port = Port("out", "gradient", buffer.key)
                 if buffer.updated and (gradient := edit.outputs.get(port)) is not None:
                     edit.set_output(port, edit.call(aten.mul.Tensor, gradient, factor, mark=mark))
     if (value := plan.policy.clip_value) is not None:
+        apply(edit, plan)
         with edit.at(edit.end, "update"):
             for buffer in plan.buffers:
                 port = Port("out", "gradient", buffer.key)

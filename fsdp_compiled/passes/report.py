@@ -28,6 +28,7 @@ from fsdp_compiled.program import (
     LOSS,
     NORM,
     OVERFLOW,
+    SQUARES,
     WEIGHT,
     Edit,
     Mark,
@@ -58,7 +59,9 @@ def report(program: Program, plan: Plan) -> Program:
         own = edit.call(aten._to_copy.default, loss, dtype=torch.float64, mark=mark)
         mine = [weighed(edit, own, rows, mark) if rows else own]
         if gradients:
-            mine.append(_sum_of_squares(edit, gradients, mark))
+            mine.append(outputs.get(SQUARES) or _sum_of_squares(edit, gradients, mark))
+        if SQUARES in outputs:
+            edit.remove_output(SQUARES)
         overflow = outputs.get(OVERFLOW)
         if overflow is not None:
             mine.append(overflow)

@@ -13,8 +13,10 @@
                                     exp_avg = where(overflow, before, exp_avg)
                                     factor *= backoff or growth or 1
 
-Whether a step overflowed is known when its gradients are reduced: an infinity or a NaN in any term of a sum stays one.
-It is a number on the device, so nothing waits for it. The rule for the factor is that of `torch.amp.GradScaler`.
+An operator that updates all shards of a group is told of the overflow and then writes nothing: what it updates needs no
+copies. Whether a step overflowed is known when its gradients are reduced, for an infinity or a NaN in any term of a sum
+stays one. It is a number on the device, so nothing waits for it. The rule for the factor is that of
+`torch.amp.GradScaler`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import math
 import torch
 from torch import fx
 
+from fsdp_compiled.kernels.operators import KERNELS
+from fsdp_compiled.pending import multiply
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.policy import LossScale
 from fsdp_compiled.program import OVERFLOW, Edit, Mark, Port, Program, first, last, positions, versions
@@ -45,7 +49,10 @@ def scale(program: Program, plan: Plan) -> Program:
 
 
 def unscale(program: Program, plan: Plan) -> Program:
-    """Gradients are divided by the factor; how many of this rank's are not finite joins the outputs."""
+    """Gradients are divided by the factor; how many of this rank's are not finite joins the outputs.
+
+    With the package's own kernels, which count when they measure (see `measure`), the division is left to the update.
+    """
     edit = Edit(program)
     factor = edit.inputs.get(FACTOR)
     if factor is not None:
@@ -53,21 +60,26 @@ def unscale(program: Program, plan: Plan) -> Program:
             inverse = edit.call(aten._to_copy.default, factor, dtype=torch.float64, mark=MARK)
             inverse = edit.call(aten.reciprocal.default, inverse, mark=MARK)
             inverse = edit.call(aten._to_copy.default, inverse, dtype=torch.float32, mark=MARK)
-            largest = []
-            for port, gradient in edit.outputs.items():
-                if port.kind == "gradient" and gradient is not None:
-                    mark = Mark("scale", plan.buffer(port.name).unit, port.name)
-                    if plan.buffer(port.name).updated:
-                        size = edit.call(aten.linalg_vector_norm.default, gradient, math.inf, mark=mark)
-                        largest.append(edit.call(aten._to_copy.default, size, dtype=torch.float64, mark=mark))
-                    edit.set_output(port, edit.call(aten.mul.Tensor, gradient, inverse, mark=mark))
-            if largest:
-                finite = edit.call(
-                    aten.lt.Scalar, edit.call(aten.stack.default, largest, mark=MARK), math.inf, mark=MARK
-                )
-                odd = edit.call(aten.logical_not.default, finite, mark=MARK)
-                edit.set_output(OVERFLOW, edit.call(aten.sum.dim_IntList, odd, None, dtype=torch.float64, mark=MARK))
+            if plan.kernels:
+                multiply(edit, inverse, MARK)
+            else:
+                _divide(edit, plan, inverse)
     return edit.done("unscale")
+
+
+def _divide(edit: Edit, plan: Plan, inverse: fx.Node) -> None:
+    largest = []
+    for port, gradient in edit.outputs.items():
+        if port.kind == "gradient" and gradient is not None:
+            mark = Mark("scale", plan.buffer(port.name).unit, port.name)
+            if plan.buffer(port.name).updated:
+                size = edit.call(aten.linalg_vector_norm.default, gradient, math.inf, mark=mark)
+                largest.append(edit.call(aten._to_copy.default, size, dtype=torch.float64, mark=mark))
+            edit.set_output(port, edit.call(aten.mul.Tensor, gradient, inverse, mark=mark))
+    if largest:
+        finite = edit.call(aten.lt.Scalar, edit.call(aten.stack.default, largest, mark=MARK), math.inf, mark=MARK)
+        odd = edit.call(aten.logical_not.default, finite, mark=MARK)
+        edit.set_output(OVERFLOW, edit.call(aten.sum.dim_IntList, odd, None, dtype=torch.float64, mark=MARK))
 
 
 def skip(program: Program, plan: Plan) -> Program:
@@ -79,12 +91,17 @@ def skip(program: Program, plan: Plan) -> Program:
             overflow = edit.call(aten.gt.Scalar, count, 0, mark=MARK)
         order = positions(edit.graph)
         for port, target in edit.inputs.items():
-            if port.kind in ("shard", "state") and len(chain := versions(target)) > 1:
+            if port.kind in ("shard", "state") and len(chain := versions(target)) > 1 and not _is_told(chain):
                 _put_back(edit, chain, overflow, order)
         with edit.at(edit.end, "update"):
             _move_on(edit, scaling, overflow, plan)
         edit.set_output(OVERFLOW, overflow)
     return edit.done("skip")
+
+
+def _is_told(chain: list[fx.Node]) -> bool:
+    """Whether an operator writes this that leaves it as it was where the step is skipped."""
+    return any(node.target in KERNELS and "skipped" in node.kwargs for node in chain)
 
 
 def _put_back(edit: Edit, chain: list[fx.Node], overflow: fx.Node, order: dict[fx.Node, int]) -> None:

@@ -16,8 +16,9 @@ kernels and for the optimizers that have one (`fsdp_compiled.formula`), one for 
     return gradient, factor     step += 1
                                 adam_([shard, ...], [gradient, ...], [exp_avg, ...], ..., lr, step, factor)
 
-Under ``Policy.loss_scale`` each buffer is updated by itself all the same: one call for all could only be put back with
-copies of everything alive at once. So it is under ``Policy.offload``, where one buffer is on the device at a time. What
+The factor is what the gradients are still to be multiplied by (see `measure`). Under ``Policy.loss_scale`` the call is
+told of an overflow, ``skipped``, and then writes nothing. Under ``Policy.offload`` each buffer is updated by itself all
+the same: one is on the device at a time. What
 depends on the step count and the hyperparameters alone is computed once a group. A parameter that the loss does not
 reach keeps its value and state, as a parameter whose ``grad`` is None does in eager PyTorch: its places are put back
 after the update.
@@ -33,7 +34,7 @@ from torch import fx
 
 from fsdp_compiled.optim import Rule
 from fsdp_compiled.plan import Buffer, Plan
-from fsdp_compiled.program import FACTOR, Edit, Mark, Port, Program
+from fsdp_compiled.program import FACTOR, OVERFLOW, Edit, Mark, Port, Program
 
 aten = torch.ops.aten
 
@@ -47,7 +48,7 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
             factor = edit.outputs.get(FACTOR)
             if factor is not None:
                 edit.remove_output(FACTOR)
-            at_once = plan.kernels and plan.policy.scaling is None and not plan.policy.offload
+            at_once = plan.kernels and not plan.policy.offload
             shared: dict[int, dict[int, fx.Node]] = {rule.group: {} for rule in rules}
             together: dict[int, list[tuple[Buffer, fx.Node]]] = {}
             for buffer in plan.buffers:
@@ -106,6 +107,7 @@ def _call(
         *(scalar("hyper_lr"), own, factor, scheduled),
         mark=mark,
         **dict(formula.numbers),
+        **({"skipped": skipped} if (skipped := edit.outputs.get(OVERFLOW)) else {}),
     )
     if formula.scalar == "undamped":  # the first step is over
         edit.call(aten.zero_.default, own, mark=mark)

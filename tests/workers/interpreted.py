@@ -77,6 +77,7 @@ def test_accumulate(**case: Any) -> None:
     step=st.sampled_from((1, 2, 500, 10**6)),
     largest=st.booleans(),
     scheduled=st.sampled_from((None, 0.85)),
+    skipped=st.sampled_from((None, 0.0, 2.0)),
     decoupled=st.booleans(),
     maximize=st.booleans(),
 )
@@ -94,6 +95,7 @@ def test_adam(lengths: list[int], decoupled: bool, maximize: bool, **case: Any) 
     factor=st.sampled_from((None, 0.5)),
     buffers=st.booleans(),
     scheduled=st.sampled_from((None, 0.85)),
+    skipped=st.sampled_from((None, 0.0, 2.0)),
     undamped=st.sampled_from((None, 0.0, 1.0)),
     dampening=st.sampled_from((0.0, 0.4)),
     nesterov=st.booleans(),
@@ -110,6 +112,15 @@ def test_an_update_with_another_number_is_another(change: dict[str, float]) -> N
     mine = compare_update(Adam, ADAM, [100], torch.float32, None, None, "cpu")
     other = compare_update(Adam, ADAM | change, [100], torch.float32, None, None, "cpu")
     assert not torch.allclose(mine[0], other[0], rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", [Adam, SGD])
+def test_a_skipped_update_writes_nothing(kind: type[Any]) -> None:
+    numbers = ADAM if kind is Adam else MOMENTUM
+    start = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    for skipped, same in ((1.0, True), (0.0, False), (None, False)):
+        (mine,) = compare_update(kind, numbers, [100], torch.float32, None, None, "cpu", skipped=skipped)
+        assert torch.equal(mine, start) == same
 
 
 # More than 2^31 elements: where they lie is arithmetic, which runs here on numbers that no memory backs.
