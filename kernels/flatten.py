@@ -163,26 +163,20 @@ def _kernel(
         _group(sources[g], out, scale, nonfinite, program, GROUPS, g, BLOCK, TILE, COMPUTE)
 
 
-def launch(
+def launches(
     out: torch.Tensor,
     gradients: Sequence[torch.Tensor],
     offsets: Sequence[int],
     scale: torch.Tensor | None = None,
     nonfinite: torch.Tensor | None = None,
-) -> Launch:
-    """Fills all of ``out``."""
-    groups, sources, programs = flat_groups(gradients, offsets, out, BLOCK)
-    arguments = {
-        "sources": sources,
-        "out": out,
-        "scale": scale,
-        "nonfinite": nonfinite,
-        "GROUPS": groups,
-        "BLOCK": BLOCK,
-        "TILE": TILE,
-        "COMPUTE": triton_dtype(compute_dtype(out, *gradients)),
-    }
-    return Launch(_kernel, programs, arguments)
+) -> list[Launch]:
+    """Together they fill all of ``out``."""
+    shared = {"out": out, "scale": scale, "nonfinite": nonfinite, "BLOCK": BLOCK, "TILE": TILE}
+    compute = triton_dtype(compute_dtype(out, *gradients))
+    return [
+        Launch(_kernel, programs, {"sources": sources, **shared, "GROUPS": groups, "COMPUTE": compute})
+        for groups, sources, programs in flat_groups(gradients, offsets, out, BLOCK)
+    ]
 
 
 def flatten(
@@ -195,5 +189,6 @@ def flatten(
 ) -> torch.Tensor:
     """As `fsdp_compiled.kernels.reference.flatten`."""
     out = gradients[0].new_empty(numel, dtype=dtype)
-    launch(out, gradients, offsets, scale, nonfinite).run(out.device)
+    for launch in launches(out, gradients, offsets, scale, nonfinite):
+        launch.run(out.device)
     return out

@@ -2,13 +2,14 @@
 
 One launch covers many tensors. Its programs are numbered through, piece after piece, and all that a program must know
 to find its place is a constant of the compiled kernel; only the tensors' addresses are arguments. So there is no table
-to stage through host memory, and a captured launch can be replayed.
+to stage through host memory, and a captured launch can be replayed. More than `MOST` tensors are several launches: with
+60, every address is held in a register of its own, and 400 take minutes to compile.
 
     pieces      weight [64, 64]      bias [64]   norm [64]
     programs    0    1    2    3     4           5            # 1,024 elements each
 
 A kernel finds its piece by a binary search over each piece's first program: a tree of branches on constants, with one
-body of loads and stores behind it, however many pieces there are.
+body of loads and stores behind it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+T = TypeVar("T")
+
 VECTOR = 16  # bytes that a thread loads or stores at once, at addresses that are a multiple of it
 TILE = 64  # rows and columns that a program transposes: 128 bytes along either of a two-byte type
+MOST = 32  # tensors of a launch
 NARROW = 16  # a transposed matrix with fewer rows or columns is read element by element
 
 
@@ -98,10 +103,12 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % VECTOR == 0
 
 
-def flat_groups(
-    sources: Sequence[torch.Tensor], offsets: Sequence[int], out: torch.Tensor, block: int
-) -> tuple[tuple[Group, ...], tuple[tuple[torch.Tensor, ...], ...], int]:
-    """What fills ``out``: groups, the sources of each, and the number of programs.
+Member = tuple[torch.Tensor, int, int, int]  # a source, where it goes, how much it has, how far it fills
+Part = tuple[tuple[Group, ...], tuple[tuple[torch.Tensor, ...], ...], int]
+
+
+def flat_groups(sources: Sequence[torch.Tensor], offsets: Sequence[int], out: torch.Tensor, block: int) -> list[Part]:
+    """What fills ``out``, by launch: groups, the sources of each, and the number of programs.
 
     ``sources[i]`` goes to ``offsets[i]``, which ascend; everything between and behind is zero. Contiguous sources
     of one dtype share a group, and with it vector loads; a source whose address or place is not aligned goes to
@@ -109,7 +116,7 @@ def flat_groups(
     """
     taken = [(source, offset) for source, offset in zip(sources, offsets, strict=True) if source.numel()]
     bounds = [*(offset for _, offset in taken), out.numel()]
-    pieces: dict[object, list[tuple[torch.Tensor, int, int, int]]] = {}
+    pieces: dict[object, list[Member]] = {}
 
     def add(source: torch.Tensor, offset: int, size: int, stop: int, key: object) -> None:
         if stop > offset:
@@ -125,8 +132,18 @@ def flat_groups(
         add(source, offset, source.numel(), end if tiled else bound, None if plain else index)
         if tiled:
             add(out, end, 0, bound, None)
-    groups, tensors, program = [], [], 0
+    batches: list[list[list[Member]]] = []
     for members in pieces.values():
+        for some in in_turns(members):
+            if not batches or sum(map(len, batches[-1])) + len(some) > MOST:
+                batches.append([])
+            batches[-1].append(some)
+    return [_grouped(batch, block) for batch in batches]
+
+
+def _grouped(batch: Sequence[Sequence[Member]], block: int) -> Part:
+    groups, tensors, program = [], [], 0
+    for members in batch:
         shape, stride = joined(members[0][0].shape, members[0][0].stride()) if members[0][2] else ((), ())
         if stride in ((), (1,)):
             shape, stride = (), ()
@@ -155,9 +172,14 @@ def list_group(sizes: Sequence[int], block: int, offsets: Sequence[int] = ()) ->
 
 
 def by_dtype(*lists: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The places in parallel lists that one launch can work on: not empty, and of the same dtypes."""
+    """The places in parallel lists that one launch can work on: not empty, of the same dtypes, no more than `MOST`."""
     found: dict[tuple[torch.dtype, ...], list[int]] = {}
     for index, row in enumerate(zip(*(tensors for tensors in lists if tensors), strict=True)):
         if row[0].numel():
             found.setdefault(tuple(tensor.dtype for tensor in row), []).append(index)
-    return list(found.values())
+    return [some for places in found.values() for some in in_turns(places)]
+
+
+def in_turns(items: list[T]) -> list[list[T]]:
+    """No more than `MOST` at a time."""
+    return [items[begin : begin + MOST] for begin in range(0, len(items), MOST)]

@@ -127,7 +127,8 @@ def compare_flatten(
     factor = None if scale is None else torch.tensor(scale, device=device)
     counts = [torch.full((), 3, dtype=torch.int64, device=device) for _ in range(2)]
     out, whole = poisoned(numel, dtype, device)
-    flatten.launch(out, damage(tensors), offsets, factor, counts[0]).run(out.device)
+    for launch in flatten.launches(out, damage(tensors), offsets, factor, counts[0]):
+        launch.run(out.device)
     expected = reference.flatten(tensors, offsets, numel, dtype, factor, counts[1])
     same(out, expected, exact=rounds or dtype != torch.bfloat16)
     check_guards(whole)

@@ -23,6 +23,7 @@ from triton.runtime import driver  # noqa: E402
 
 from fsdp_compiled.kernels import accumulate, flatten, update  # noqa: E402
 from fsdp_compiled.kernels.launch import Launch  # noqa: E402
+from fsdp_compiled.kernels.layout import MOST  # noqa: E402
 from fsdp_compiled.kernels.options import SGD, Adam  # noqa: E402
 from fsdp_compiled.kernels.reference import SQUARES  # noqa: E402
 
@@ -48,7 +49,8 @@ def _flatten(dtype: torch.dtype, reduced: torch.dtype, transposed: bool = False)
         offsets.append(end)
         end += -(-gradient.numel() // 64) * 64
     count = torch.empty((), dtype=torch.int64, device="meta")
-    return flatten.launch(_tensor(end, dtype=reduced), gradients, offsets, _tensor(), count)
+    (launch,) = flatten.launches(_tensor(end, dtype=reduced), gradients, offsets, _tensor(), count)
+    return launch
 
 
 def _shards(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -201,9 +203,28 @@ def test_spills_are_noticed() -> None:
 
 def test_one_odd_address_does_not_narrow_the_others() -> None:
     gradients = [torch.empty(40_001)[1:], *(torch.empty(40_000) for _ in range(2))]
-    launch = flatten.launch(torch.empty(120_064), gradients, [0, 40_000, 80_000])
+    (launch,) = flatten.launches(torch.empty(120_064), gradients, [0, 40_000, 80_000])
     assert [group.count for group in launch.arguments["GROUPS"]] == [1, 2]
     assert compiled(launch, 90).wide_loads >= 4 * flatten.BLOCK // (16 * THREADS * launch.warps)
+
+
+@pytest.mark.parametrize("kind", ["flatten", "flatten transposed", "adam"])
+def test_many_tensors_are_launches_that_each_compile_well(kind: str) -> None:
+    many = 3 * MOST + 5
+    if kind == "adam":
+        launches = update.adam_launches(
+            *[[_tensor(16_384) for _ in range(many)] for _ in range(4)], [], [], _tensor(), _tensor(), options=ADAMW
+        )
+    else:
+        sources = [_tensor(128, 128) for _ in range(many)]
+        if kind == "flatten transposed":
+            sources[:MOST] = [source.t() for source in sources[:MOST]]
+        launches = flatten.launches(_tensor(16_384 * many), sources, [16_384 * index for index in range(many)])
+        assert sum(len(group.sizes) for launch in launches for group in launch.arguments["GROUPS"]) == many
+    assert len(launches) == 4
+    for launch in launches[:1]:
+        found = compiled(launch, 90)
+        assert not found.spilled and found.registers <= REGISTERS and found.wide_loads
 
 
 def _other_forms() -> dict[str, Launch]:
@@ -221,7 +242,7 @@ def _other_forms() -> dict[str, Launch]:
     plain = SGD(momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, maximize=False)
     coupled = Adam(0.9, 0.999, 1e-8, 0.1, decoupled=False, maximize=True)
     double = _shards(torch.float64)
-    found = {"strided": [flatten.launch(_tensor(2**32, dtype=torch.float16), gradients, offsets)]}
+    found = {"strided": flatten.launches(_tensor(2**32, dtype=torch.float16), gradients, offsets)}
     count = _tensor(dtype=torch.int64)
     found["accumulate"] = accumulate.launches(double, mine, _tensor(10_000, dtype=torch.float64), scalar, count)
     found["adam"] = update.adam_launches(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from fsdp_compiled.kernels.flatten import strided_offsets, tile_corner
 from fsdp_compiled.kernels.launch import located
-from fsdp_compiled.kernels.layout import TILE, Group, ceil_div, contiguous
+from fsdp_compiled.kernels.layout import MOST, TILE, Group, ceil_div, contiguous
 from fsdp_compiled.kernels.options import SGD, Adam
 from tests.kernel_cases import (
     ADAM,
@@ -48,6 +48,18 @@ def test_flatten(**case: Any) -> None:
 @pytest.mark.parametrize("shape", [(1,), (64, 64), (130, 67), (2, 3, 66, 65), (16, 4097)])
 def test_flatten_of_one(shape: tuple[int, ...], layout: str) -> None:
     compare_flatten([Gradient(shape, layout, torch.float32, 2)], [3, 70], torch.float32, 0.5, "cpu")
+
+
+def test_flatten_of_more_than_a_launch_holds() -> None:
+    kinds = ("contiguous", "permuted", "misaligned", "contiguous", "sliced")
+    unit = [Gradient((3 + index % 7, 20), kinds[index % 5], torch.float32, index % 2) for index in range(2 * MOST + 9)]
+    compare_flatten(unit, [index % 3 for index in range(len(unit))] + [70], torch.float32, 0.5, "cpu")
+
+
+def test_lists_of_more_than_a_launch_holds() -> None:
+    lengths = [1 + 37 * index % 5000 for index in range(MOST + 3)]
+    compare_accumulate(lengths, (torch.float32, torch.bfloat16), 0.5, False, 1, "cpu")
+    compare_update(Adam, ADAM, lengths, torch.float32, None, 0.5, "cpu", rounds=False)
 
 
 def test_a_gradient_read_in_the_wrong_order_is_noticed() -> None:
