@@ -16,13 +16,14 @@ buffer that is reduced and scattered or exchanged, twice that of one that is all
 Barriers and point-to-point messages are left alone.
 """
 
+import glob
 import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -42,7 +43,20 @@ RING: Mapping[str, tuple[int, int]] = {
     "allreduce_": (0, 2),
     "allreduce_coalesced_": (0, 2),
 }
+PATIENCE = 1.0  # seconds for gloo's threads to be through with what they are at
 KEPT = 4096  # transfers whose Python side is kept alive, because C++ may wait for one again
+
+
+@dataclass
+class _Seen:
+    """Gloo's threads, when they were looked up."""
+
+    tasks: int = 0
+    until: float = 0.0
+    gloo: list[str] = field(default_factory=list)
+
+
+_seen = _Seen()
 
 
 @dataclass
@@ -82,14 +96,15 @@ class Network:
             taken, self.transfers = self.transfers, []
         return taken
 
-    def send(self, name: str, size: int, work: dist.Work) -> "_Late":
+    def send(self, name: str, size: int, work: dist.Work, spared: bool) -> "_Late":
         with self._lock:
             issued = time.monotonic()
-            start = max(issued, self._free)
-            self._free = start + self.seconds(size)
-            transfer = Transfer(name, size, issued, start, self._free)
+            start = issued if spared else max(issued, self._free)
+            transfer = Transfer(name, size, issued, start, start if spared else start + self.seconds(size))
             late = _Late(work, transfer, self.linger)
-            self.transfers.append(transfer)
+            if not spared:
+                self._free = transfer.end
+                self.transfers.append(transfer)
             self._alive.append(late)
         return late
 
@@ -111,6 +126,7 @@ class _Late(dist._Work):
             transfer.waited = time.monotonic()
         work.wait()
         time.sleep(max(self._linger, transfer.end - time.monotonic()))
+        _settle()
         self._work = None
         return True
 
@@ -123,12 +139,45 @@ class _Late(dist._Work):
             try:
                 value = inner.wait()
                 time.sleep(max(0.0, self._transfer.end - time.monotonic()))
+                _settle()
                 late.set_result(value)
             except Exception as error:
                 late.set_exception(error)
 
         threading.Thread(target=finish, daemon=True).start()
         return late
+
+
+def _settle() -> None:
+    """Returns when each of gloo's threads has let go of the collective that it had finished (at once, but on Linux).
+
+    If the last reference to a collective were a thread's, it would free the tensors while it holds gloo's queue, for
+    which it needs the interpreter's lock; and the wrapped operators, unlike PyTorch's own, wait for the queue with that
+    lock. A thread that is not yet through is running, or would be, were there a processor for it.
+    """
+    patience = time.monotonic() + PATIENCE
+    while time.monotonic() < patience and any(_is_running(task) for task in _gloo_threads()):
+        time.sleep(1e-4)
+
+
+def _gloo_threads() -> list[str]:
+    """Looked up anew where there are more threads or fewer, and now and then: a thread is named once it runs."""
+    tasks, now = glob.glob("/proc/self/task/*"), time.monotonic()
+    if len(tasks) != _seen.tasks or now > _seen.until:
+        _seen.tasks, _seen.until, _seen.gloo = len(tasks), now + 0.5, [task for task in tasks if _is_gloos(task)]
+    return _seen.gloo
+
+
+def _is_gloos(task: str) -> bool:
+    with suppress(OSError), open(f"{task}/comm") as name:
+        return "gloo_runloop" in name.read()
+    return False
+
+
+def _is_running(task: str) -> bool:
+    with suppress(OSError), open(f"{task}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] == "R"
+    return False
 
 
 @contextmanager
@@ -157,11 +206,9 @@ def _wrap(name: str, kernel: Any, network: Network, exempt: str | None) -> Calla
     def slow(keys: Any, *arguments: Any, **named: Any) -> Any:
         result = kernel.call_boxed(keys, *arguments, **named)
         group = dist.ProcessGroup.unbox(next(value for value in arguments if isinstance(value, torch.ScriptObject)))
-        if group.group_name == exempt:
-            return result
-        work = result[-1] if isinstance(result, tuple) else result
-        size = _bytes(name, arguments, group.size())
-        late = network.send(name.strip("_"), size, dist._Work.unbox(work)).boxed()
+        work = dist._Work.unbox(result[-1] if isinstance(result, tuple) else result)
+        size, spared = _bytes(name, arguments, group.size()), group.group_name == exempt
+        late = network.send(name.strip("_"), size, work, spared).boxed()
         return (*result[:-1], late) if isinstance(result, tuple) else late
 
     return slow
