@@ -21,7 +21,7 @@ PRIVATE = {
     "torch.cuda.CUDAGraph": {"replay"},
     "torch.cuda.graph": {"replay"},
     "torch.cuda.graph_pool_handle": {"replay"},
-    "torch._C": {"capture", "lower", "replay", "settings"},
+    "torch._C": {"capture", "cli.bench.network", "lower", "replay", "settings"},
 }
 # What the rest stands on, and what of ours each may import.
 FOUNDATIONS: dict[str, set[str]] = {

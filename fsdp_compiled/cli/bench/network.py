@@ -10,20 +10,18 @@ transfer is over, and uses no processor for it. So compute that runs between iss
 it does on a real network, and nothing else does.
 
 The operators below are what every collective of a process group is dispatched through: those of functional
-collectives, of FSDP2 and of DDP's reducer alike. Inside `slow_network` their CPU kernels are wrapped. The bytes of a
-transfer are those that a rank receives in a ring of W ranks: (W - 1) / W of the gathered buffer, the same of a
-buffer that is reduced and scattered or exchanged, twice that of one that is all-reduced, all of one that is broadcast.
-Barriers and point-to-point messages are left alone.
+collectives, of FSDP2 and of DDP's reducer alike. Inside `slow_network` they come by here on their way to gloo. The
+bytes of a transfer are those that a rank receives in a ring of W ranks: (W - 1) / W of the gathered buffer, the same of
+a buffer that is reduced and scattered or exchanged, twice that of one that is all-reduced, all of one that is
+broadcast. Barriers and point-to-point messages are left alone.
 """
 
-import glob
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -43,20 +41,8 @@ RING: Mapping[str, tuple[int, int]] = {
     "allreduce_": (0, 2),
     "allreduce_coalesced_": (0, 2),
 }
-PATIENCE = 1.0  # seconds for gloo's threads to be through with what they are at
+BEFORE = torch._C.DispatchKey.ADInplaceOrView  # where operators pass on their way to a device's kernel
 KEPT = 4096  # transfers whose Python side is kept alive, because C++ may wait for one again
-
-
-@dataclass
-class _Seen:
-    """Gloo's threads, when they were looked up."""
-
-    tasks: int = 0
-    until: float = 0.0
-    gloo: list[str] = field(default_factory=list)
-
-
-_seen = _Seen()
 
 
 @dataclass
@@ -126,7 +112,6 @@ class _Late(dist._Work):
             transfer.waited = time.monotonic()
         work.wait()
         time.sleep(max(self._linger, transfer.end - time.monotonic()))
-        _settle()
         self._work = None
         return True
 
@@ -139,45 +124,12 @@ class _Late(dist._Work):
             try:
                 value = inner.wait()
                 time.sleep(max(0.0, self._transfer.end - time.monotonic()))
-                _settle()
                 late.set_result(value)
             except Exception as error:
                 late.set_exception(error)
 
         threading.Thread(target=finish, daemon=True).start()
         return late
-
-
-def _settle() -> None:
-    """Returns when each of gloo's threads has let go of the collective that it had finished (at once, but on Linux).
-
-    If the last reference to a collective were a thread's, it would free the tensors while it holds gloo's queue, for
-    which it needs the interpreter's lock; and the wrapped operators, unlike PyTorch's own, wait for the queue with that
-    lock. A thread that is not yet through is running, or would be, were there a processor for it.
-    """
-    patience = time.monotonic() + PATIENCE
-    while time.monotonic() < patience and any(_is_running(task) for task in _gloo_threads()):
-        time.sleep(1e-4)
-
-
-def _gloo_threads() -> list[str]:
-    """Looked up anew where there are more threads or fewer, and now and then: a thread is named once it runs."""
-    tasks, now = glob.glob("/proc/self/task/*"), time.monotonic()
-    if len(tasks) != _seen.tasks or now > _seen.until:
-        _seen.tasks, _seen.until, _seen.gloo = len(tasks), now + 0.5, [task for task in tasks if _is_gloos(task)]
-    return _seen.gloo
-
-
-def _is_gloos(task: str) -> bool:
-    with suppress(OSError), open(f"{task}/comm") as name:
-        return "gloo_runloop" in name.read()
-    return False
-
-
-def _is_running(task: str) -> bool:
-    with suppress(OSError), open(f"{task}/stat") as stat:
-        return stat.read().rpartition(")")[2].split()[0] == "R"
-    return False
 
 
 @contextmanager
@@ -192,19 +144,24 @@ def slow_network(
     """
     network = Network(gigabits_per_second * 1e9 / 8, latency, linger)
     exempt = spared.group_name if spared is not None else None
-    with torch.library._scoped_library("c10d", "IMPL") as library, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+    with torch.library._scoped_library("c10d", "IMPL") as library:
         for name in (*RING, "broadcast_"):
-            operator = getattr(torch.ops.c10d, name).default
-            kernel = _wrap(name, torch.library.get_kernel(operator, "CPU"), network, exempt)
-            library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
+            library.impl(name, _wrap(name, network, exempt), BEFORE.name)
         yield network
 
 
-def _wrap(name: str, kernel: Any, network: Network, exempt: str | None) -> Callable[..., Any]:
+def _wrap(name: str, network: Network, exempt: str | None) -> Callable[..., Any]:
+    """The operator goes on to gloo without the interpreter's lock, as all calls of operators do.
+
+    With it, it would wait for gloo's queue for ever, where gloo's thread lets go of a collective that nobody else holds
+    any more: to free its tensors that thread needs the interpreter, and does so while it holds the queue.
+    """
+    operator = getattr(torch.ops.c10d, name).default
+
     @torch.compiler.disable
-    def slow(keys: Any, *arguments: Any, **named: Any) -> Any:
-        result = kernel.call_boxed(keys, *arguments, **named)
+    def slow(*arguments: Any, **named: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(BEFORE)):
+            result = operator(*arguments, **named)
         group = dist.ProcessGroup.unbox(next(value for value in arguments if isinstance(value, torch.ScriptObject)))
         work = dist._Work.unbox(result[-1] if isinstance(result, tuple) else result)
         size, spared = _bytes(name, arguments, group.size()), group.group_name == exempt
