@@ -92,7 +92,7 @@ def event(raw: Any) -> Event:
 
 def read(events: Iterable[Event]) -> Seen:
     """Of all that happened since before the rival was built, what its last step did."""
-    ordered = sorted(events, key=lambda event: event.start)
+    ordered = sorted(events, key=lambda event: (event.start, -event.end))
     steps = [event for event in ordered if event.name == MARK]
     if len(steps) < 2:
         raise ValueError(f"A rival is observed over two steps at least; the profiler saw {len(steps)}.")
@@ -108,9 +108,18 @@ def read(events: Iterable[Event]) -> Seen:
         peak_bytes=max(peak, held),
         held_bytes=held,
         grown_bytes=held - _held(ordered, before.start),
-        collectives=sum(one.name.startswith("c10d::") and one.name not in NOT_DATA for one in inside),
+        collectives=_collectives(inside),
         operators=sum(one.name.startswith("aten::") for one in inside),
     )
+
+
+def _collectives(ordered: Iterable[Event]) -> int:
+    """How many there are; one that is called within another is the same, on the simulated network's way to gloo."""
+    count, end = 0, -1
+    for one in ordered:
+        if one.name.startswith("c10d::") and one.name not in NOT_DATA and one.end > end:
+            count, end = count + 1, one.end
+    return count
 
 
 def _held(ordered: Sequence[Event], until: int) -> int:
