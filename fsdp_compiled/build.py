@@ -36,6 +36,7 @@ class Compiled:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     random: bool
+    copied: bool  # whether it reads copies of shards
     idle: tuple[str, ...]  # parameters that the loss does not reach
     kind: Kind
     label: str
@@ -103,6 +104,7 @@ def build(
         inputs=tuple(port for port in program.ports if port.side == "in"),
         outputs=tuple(port for port in program.ports if port.side == "out"),
         random=program.random,
+        copied=any(port.kind == "copy" for port in program.ports),
         idle=tuple(name for node in program.inputs.values() for name in node.meta.get("idle", ())),
         kind=kind,
         label=label,

@@ -204,8 +204,8 @@ def _loss_is_the_mean(program: Program, plan: Plan) -> None:
 def _shards_are_updated(program: Program, plan: Plan) -> None:
     targets = {origin(target) for node in program.graph.nodes for target in written(node)}
     for port, node in program.inputs.items():
-        if port.kind == "shard" and plan.buffer(port.name).updated and node not in targets:
-            fail(program, node, f"the shard of {port.name} is never updated.")
+        if port.kind in ("shard", "copy") and plan.buffer(port.name).updated and node not in targets:
+            fail(program, node, f"the {port.kind} of {port.name} is never updated.")
     if FACTOR in program.outputs:
         fail(program, program.outputs[FACTOR], "the factor of the gradients leaves the step instead of scaling them.")
     _no_gradient_leaves(program, plan)

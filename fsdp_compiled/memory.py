@@ -44,12 +44,13 @@ BLOCK = {"cuda": 512}  # what an allocator rounds up to, where it rounds
 class Persistent:
     """Bytes that a rank holds between steps.
 
-    ``sums``: of microbatches' gradients. ``other``: the generator's state, the step count, the rates, the
-    loss's scale, the rank. ``host``: parameters and optimizer state under ``Policy.offload``, which the device does not
-    hold.
+    ``copies``: of shards, in the compute dtype. ``sums``: of microbatches' gradients. ``other``: the generator's state,
+    the step count, the rates, the loss's scale, the rank. ``host``: parameters and optimizer state under
+    ``Policy.offload``, which the device does not hold.
     """
 
     parameters: int = 0
+    copies: int = 0
     optimizer: int = 0
     buffers: int = 0
     constants: int = 0
@@ -160,6 +161,7 @@ def persistent(
     away = plan.policy.offload
     return Persistent(
         parameters=0 if away else plan.persistent_bytes,
+        copies=plan.copy_bytes,
         optimizer=optimizer if away else optimizer + elementwise,
         buffers=sum(_distinct((buffers or {}).values())),
         constants=sum(_distinct((constants or {}).values())),

@@ -172,6 +172,11 @@ class Plan:
         """Elements of the buffer's parameters that a rank holds between steps."""
         return buffer.numel // self.shard if self.placement.parameter else buffer.numel
 
+    def copied(self, buffer: Buffer) -> bool:
+        """Whether a rank keeps its shard of the buffer in the compute dtype as well."""
+        wanted = self.kernels if self.policy.copies == "auto" else self.policy.copies
+        return wanted and not self.policy.offload and buffer.updated and self.compute_dtype(buffer) != buffer.dtype
+
     def slice_of(self, buffer: Buffer, rank: int) -> tuple[int, int]:
         """``[start, stop)`` of the buffer that the rank at this place of the shard axis owns."""
         size = self.shard_numel(buffer)
@@ -181,6 +186,11 @@ class Plan:
     def persistent_bytes(self) -> int:
         """Bytes of parameters that a rank holds between steps; optimizer state not counted."""
         return sum(self.shard_numel(buffer) * buffer.dtype.itemsize for buffer in self.buffers)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of those shards that a rank keeps in the compute dtype as well."""
+        return sum(self.shard_numel(b) * self.compute_dtype(b).itemsize for b in self.buffers if self.copied(b))
 
     def sum_bytes(self, accumulate: str | None = None) -> int:
         """Bytes of gradients that a rank holds between microbatches, under ``Policy.accumulate`` or the one given."""
@@ -294,6 +304,8 @@ def _describe(plan: Plan) -> list[str]:
                 f"{human(plan.shard_numel(buffer) * buffer.dtype.itemsize):>14}{buffer.padding:>9}"
             )
     lines += [f"chosen: {note}" for note in plan.notes]
+    if held := plan.copy_bytes:
+        lines.append(f"shards in the compute dtype, for gathers without a cast (copies): {human(held)} more a rank")
     if held := plan.sum_bytes():
         kept = plan.policy.accumulate
         other = "full" if kept == "shards" else "shards"

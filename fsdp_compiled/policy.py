@@ -150,6 +150,12 @@ class Policy:
         group in one, clipping included. On a GPU each is one Triton kernel; on a CPU plain PyTorch, for tests. The
         update's arithmetic is that of ``torch.optim``'s fused optimizers, not bit for bit that of the others.
         ``"auto"``: on GPUs.
+    copies
+        Whether a rank keeps its shards in the compute dtype as well (``precision.param_dtype``), written by the update
+        together with the shards, so that gathers cast nothing: for two bytes a parameter of its shard, forward and
+        backward each read four and write two less. ``"auto"``: where ``kernels`` are, whose update writes them on the
+        way. Not with ``offload``. Whoever writes a shard between steps, other than with PyTorch's operators, says so
+        with ``torch.autograd.graph.increment_version``.
     programs
         How many compiled programs are kept: each kind of call (a step, forward, ...) on each shape of batch is one.
         Past it, the program that was used the longest time ago is dropped, which is said. Nothing falls back to
@@ -174,6 +180,7 @@ class Policy:
     cuda_graph: bool | Literal["auto"] = "auto"
     dynamic: bool | tuple[int, ...] = False
     kernels: bool | Literal["auto"] = "auto"
+    copies: bool | Literal["auto"] = "auto"
     programs: int = 16
 
     def __post_init__(self) -> None:
@@ -183,8 +190,10 @@ class Policy:
         _one_of("recompute", self.recompute, (None, "cheap", "unit", "auto"))
         _one_of("lower", self.lower, ("inductor", "eager"))
         _one_of("weigh", self.weigh, ("ranks", "rows"))
-        if not isinstance(self.cuda_graph, bool) and self.cuda_graph != "auto":
-            raise ValueError(f'Policy.cuda_graph is {self.cuda_graph!r}; expected True, False or "auto".')
+        for name in ("cuda_graph", "kernels", "copies"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and value != "auto":
+                raise ValueError(f'Policy.{name} is {value!r}; expected True, False or "auto".')
         if not isinstance(self.dynamic, bool) and not (
             isinstance(self.dynamic, tuple)
             and all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for dim in self.dynamic)
@@ -194,8 +203,6 @@ class Policy:
                 f"Policy.dynamic is {self.dynamic!r}; expected True, False, or dims counted from the front, such as "
                 "(0, 1)."
             )
-        if not isinstance(self.kernels, bool) and self.kernels != "auto":
-            raise ValueError(f'Policy.kernels is {self.kernels!r}; expected True, False or "auto".')
         if not isinstance(self.programs, int) or isinstance(self.programs, bool) or self.programs < 1:
             raise ValueError(f"Policy.programs is {self.programs!r}; expected a whole number, 1 or more.")
         if not isinstance(self.precision, MixedPrecisionPolicy):
@@ -238,6 +245,11 @@ class Policy:
             raise ValueError(
                 "Policy.offload copies from and to host memory in every step, which no CUDA graph of it could do, but "
                 'Policy.cuda_graph is True. Leave cuda_graph at "auto", or take offload out.'
+            )
+        if self.offload and self.copies is True:
+            raise ValueError(
+                "Policy.offload keeps shards in host memory, and Policy.copies=True a copy of them on the device. "
+                'Leave copies at "auto", or take offload out.'
             )
         scale = self.loss_scale
         if not (scale is None or scale == "dynamic" or isinstance(scale, LossScale)) and not (

@@ -52,11 +52,11 @@ class Port:
     """What one placeholder or output is.
 
     ``side`` is ``"in"`` or ``"out"``. ``kind``, for inputs: ``"parameter"`` (full; before `gather`), ``"shard"`` (a
-    buffer's slice), ``"buffer"`` (a module buffer), ``"batch"``, ``"constant"`` (a tensor the model or loss closes
-    over), ``"state"`` (optimizer), ``"hyper"`` (a scheduled hyperparameter), ``"sum"`` (over microbatches),
-    ``"scale"`` (of the loss), ``"rank"``, ``"call"``. For outputs: ``"loss"``, ``"aux"``, ``"result"`` (forward
-    alone), ``"gradient"``, ``"norm"``, ``"overflow"``, ``"buffer"`` or ``"constant"`` (the updated value of the input
-    of that name).
+    buffer's slice), ``"copy"`` (the same in the compute dtype), ``"buffer"`` (a module buffer), ``"batch"``,
+    ``"constant"`` (a tensor the model or loss closes over), ``"state"`` (optimizer), ``"hyper"`` (a scheduled
+    hyperparameter), ``"sum"`` (over microbatches), ``"scale"`` (of the loss), ``"rank"``, ``"call"``. For outputs:
+    ``"loss"``, ``"aux"``, ``"result"`` (forward alone), ``"gradient"``, ``"norm"``, ``"overflow"``, ``"buffer"`` or
+    ``"constant"`` (the updated value of the input of that name).
     """
 
     side: Literal["in", "out"]

@@ -19,6 +19,7 @@ from fsdp_compiled import dump
 from fsdp_compiled.board import different
 from fsdp_compiled.build import Compiled, Kind
 from fsdp_compiled.calls import Calls
+from fsdp_compiled.copies import Copies
 from fsdp_compiled.home import settle
 from fsdp_compiled.join import Announced, Joined
 from fsdp_compiled.lower import below_autograd
@@ -59,6 +60,7 @@ class Sharded:
         # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
         self._numbers = {"call": 0.0, "rows": 0.0}
         self._tensors = {name: torch.zeros((), dtype=torch.float64, device=plan.device) for name in self._numbers}
+        self._copies = Copies(plan)
         self._norm: torch.Tensor | None = None
         self._calls = Calls(mesh)
         self._calls_summed = 0  # the numbers of the microbatches' programs, compared at the next step
@@ -264,6 +266,8 @@ class Sharded:
         self._set_number("call", (compiled.number + before) % 256 * 4096 + self._rates.digest)
         shadows = self._joined is not None and self._joined.shadows is not None
         self._set_number("rows", 0 if shadows else request.rows)
+        if compiled.copied:
+            self._copies.follow(state.parameters)
         given = compiled.binding.inputs(request.leaves, state.held, lambda: self._holders(compiled, state))
         if compiled.updates:
             given.append(state.step)
@@ -278,6 +282,8 @@ class Sharded:
             raise self._explain(compiled, error) from error
         finally:
             self._calls.returned()
+        if compiled.copied:
+            self._copies.written()
         return compiled, dict(zip(compiled.outputs, outputs, strict=True))
 
     def _holders(self, compiled: Compiled, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
@@ -288,6 +294,7 @@ class Sharded:
         """
         return {
             "shard": state.parameters,
+            "copy": self._copies.tensors,
             "buffer": state.buffers,
             "state": state.optimizer,
             "constant": compiled.constants(state),

@@ -129,7 +129,7 @@ def adam(
         _write(exp_avg_sqs[index], square, skipped)
         _write(parameter, value, skipped)
         if copies:
-            _write(copies[index], value, skipped)
+            _write(copies[index], parameter, skipped)
 
 
 def sgd(
@@ -165,7 +165,7 @@ def sgd(
         value = value - lr.to(compute) * gradient
         _write(parameter, value, skipped)
         if copies:
-            _write(copies[index], value, skipped)
+            _write(copies[index], parameter, skipped)
 
 
 def _write(target: torch.Tensor, value: torch.Tensor, skipped: torch.Tensor | None) -> None:

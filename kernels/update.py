@@ -114,7 +114,7 @@ def _adam(
     value -= ratio(ratio(rate, correction1, COMPUTE) * mean, below, COMPUTE)
     _store(parameter, value, inside)
     if copy is not None:
-        _store(copy, value, inside)
+        _store(copy, value.to(parameter.dtype.scalar.element_ty), inside)
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def _sgd(
     value -= tl.load(lr).to(COMPUTE) * slope
     _store(parameter, value, inside)
     if copy is not None:
-        _store(copy, value, inside)
+        _store(copy, value.to(parameter.dtype.scalar.element_ty), inside)
 
 
 @triton.jit

@@ -86,6 +86,9 @@ class Rank:
                 value = hyper(self.optimizer.param_groups[rule.group], name)
                 given[Port("in", "hyper", f"{rule.group}.{name}")] = torch.tensor(value, dtype=torch.float64)
         for port, node in program.inputs.items():
+            if port.kind == "copy" and port not in given:
+                shard = self.values[Port("in", "shard", port.name)]
+                given[port] = self.values[port] = shard.to(node.meta["val"].dtype)
             if port.kind == "sum" and port not in given:
                 value = node.meta["val"]
                 given[port] = self.values[port] = torch.zeros(value.shape, dtype=value.dtype)

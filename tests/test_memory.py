@@ -226,10 +226,13 @@ def test_an_update_holds_one_temporary_of_a_shard_at_a_time() -> None:
 def test_persistent_bytes_are_exact(name: str) -> None:
     options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
     for accumulate in (False, True):
-        model = nn.Sequential(nn.Linear(17, 33), nn.BatchNorm1d(33), nn.Linear(33, 1, dtype=torch.float32))
+        norm = nn.Tanh() if accumulate else nn.BatchNorm1d(33)  # which on a CPU takes no bfloat16
+        model = nn.Sequential(nn.Linear(17, 33), norm, nn.Linear(33, 1, dtype=torch.float32))
         model.register_buffer("unused", torch.zeros(5))
         optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
-        policy = replace(EAGER, loss_scale="dynamic" if accumulate else None)
+        policy = EAGER
+        if accumulate:
+            policy = replace(EAGER, loss_scale="dynamic", precision=MixedPrecisionPolicy(torch.bfloat16), copies=True)
         sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=policy)
         if accumulate:
             sharded.accumulate(torch.randn(4, 17))
@@ -240,7 +243,9 @@ def test_persistent_bytes_are_exact(name: str) -> None:
         assert found.optimizer == held(state.optimizer)
         assert found.buffers == held(state.buffers)
         assert found.sums == held(state.sums) and (found.sums > 0) == accumulate
-        assert found.total == held((state, sharded._rates.tensors, sharded._rank))
+        copies = sharded._copies.tensors
+        assert found.copies == held(copies) == sharded.plan.copy_bytes and (found.copies > 0) == accumulate
+        assert found.total == held((state, sharded._rates.tensors, sharded._rank, copies))
         if accumulate:
             assert sharded.plan.sum_bytes() + 16 == found.sums  # with their count and the loss
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
@@ -55,6 +56,8 @@ def same(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize("kernels", [False, True])
 def test_200_launches_with_changing_batches_rates_and_dropout_are_the_steps_themselves(kernels: bool) -> None:
     policy = replace(EAGER, clip=0.05, weigh="rows", kernels=kernels)
+    if kernels:  # and with copies of the shards, in memory that keeps its place
+        policy = replace(policy, precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     graphed, plain = (make(graphs, policy, dropout=0.3) for graphs in (True, False))
     handed, values = [], []
     for step, (x, y) in enumerate(batches(200 + WARM)):
@@ -68,6 +71,7 @@ def test_200_launches_with_changing_batches_rates_and_dropout_are_the_steps_them
         values.append(float(losses[0]))
         assert same(graphed.state, plain.state), step
     assert graphed.replays == 200
+    assert (graphed.memory.persistent.copies > 0) == kernels
     assert stand_in(graphed).log == ["warm"] * WARM + ["capture"] + ["launch"] * 200
     assert [float(loss) for loss in handed] == values, "a loss that was handed out changed"
     assert len(set(values)) > 150

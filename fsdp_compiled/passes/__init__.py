@@ -13,6 +13,7 @@ from fsdp_compiled.check import check
 from fsdp_compiled.optim import Rule
 from fsdp_compiled.passes.accumulate import add_up, average
 from fsdp_compiled.passes.clip import clip
+from fsdp_compiled.passes.copies import copies
 from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.limit import limit
 from fsdp_compiled.passes.measure import measure, settle
@@ -38,6 +39,7 @@ ASKED: Mapping[Pass, Callable[[Plan], bool]] = {
     remake: lambda plan: plan.policy.remakes,
     **dict.fromkeys((weigh, share), lambda plan: plan.policy.weigh == "rows"),
     **dict.fromkeys((measure, settle), lambda plan: plan.kernels),
+    copies: lambda plan: plan.copy_bytes > 0,
     offload: lambda plan: plan.policy.offload,
 }
 
@@ -47,13 +49,13 @@ FORWARD: tuple[Pass, ...] = (gather, *END)
 REDUCED: tuple[Pass, ...] = (scale, gather, reduce, remake, recompute, weigh)
 KNOWN: tuple[Pass, ...] = (unscale, measure, report, share)
 GRADIENT: tuple[Pass, ...] = (*REDUCED, *KNOWN, settle, *END)
-MICROBATCH: tuple[Pass, ...] = (*REDUCED, add_up, *END)
+MICROBATCH: tuple[Pass, ...] = (*REDUCED, copies, add_up, *END)
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
     means = (average,) if accumulated else ()
-    return (*REDUCED, *means, *KNOWN, clip, update(rules), skip, *END)
+    return (*REDUCED, copies, *means, *KNOWN, clip, update(rules), skip, *END)
 
 
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:

@@ -91,7 +91,7 @@ def skip(program: Program, plan: Plan) -> Program:
             overflow = edit.call(aten.gt.Scalar, count, 0, mark=MARK)
         order = positions(edit.graph)
         for port, target in edit.inputs.items():
-            if port.kind in ("shard", "state") and len(chain := versions(target)) > 1 and not _is_told(chain):
+            if port.kind in ("shard", "copy", "state") and len(chain := versions(target)) > 1 and not _is_told(chain):
                 _put_back(edit, chain, overflow, order)
         with edit.at(edit.end, "update"):
             _move_on(edit, scaling, overflow, plan)

@@ -17,7 +17,8 @@ kernels and for the optimizers that have one (`fsdp_compiled.formula`), one for 
                                 adam_([shard, ...], [gradient, ...], [exp_avg, ...], ..., lr, step, factor)
 
 The factor is what the gradients are still to be multiplied by (see `measure`). Under ``Policy.loss_scale`` the call is
-told of an overflow, ``skipped``, and then writes nothing. Under ``Policy.offload`` each buffer is updated by itself all
+told of an overflow, ``skipped``, and then writes nothing. Shards that are kept in the compute dtype as well (see
+`copies`) are written in that by the same call. Under ``Policy.offload`` each buffer is updated by itself all
 the same: one is on the device at a time. What
 depends on the step count and the hyperparameters alone is computed once a group. A parameter that the loss does not
 reach keeps its value and state, as a parameter whose ``grad`` is None does in eager PyTorch: its places are put back
@@ -70,6 +71,7 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
                 kept = _idle(edit, rule, buffer, plan)
                 _inline(edit, rule, buffer, plan, gradient, shared[buffer.group])
                 _put_back(edit, buffer, plan, kept)
+                _cast(edit, buffer)
             for group, members in together.items():
                 _call(edit, rules[group], members, factor, plan)
         return edit.done("update")
@@ -81,7 +83,7 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
 def _call(
     edit: Edit, rule: Rule, members: Sequence[tuple[Buffer, fx.Node]], factor: fx.Node | None, plan: Plan
 ) -> None:
-    """The rule's formula, for all its buffers at once."""
+    """The rule's formula, for all its buffers at once; those that have copies are another list from the others."""
     formula = rule.formula
     assert formula is not None
     mark = Mark("update", f"optimizer group {rule.group}")
@@ -90,29 +92,52 @@ def _call(
     def bind(name: str, buffer: Buffer, gradient: fx.Node) -> fx.Node:
         return _bind(edit, rule, buffer, plan, name, gradient.meta["val"].numel(), gradient)[0]
 
-    def every(name: str | None) -> list[fx.Node]:
-        return [] if name is None else [bind(name, *member) for member in members]
-
     def scalar(name: str | None) -> fx.Node | None:
         return None if name is None else bind(name, *members[0])
 
-    lists = [every(f"state_{name}" if name else None) for name in formula.lists]
     own = scalar(f"state_{formula.scalar}" if formula.scalar else None)
     scheduled = scalar(f"hyper_{formula.scheduled}" if formula.scheduled else None)
     if formula.scalar == "step":
         edit.call(aten.add_.Tensor, own, 1, mark=mark)
-    edit.call(
-        formula.operator,
-        *(every("parameter"), every("gradient"), *lists, []),
-        *(scalar("hyper_lr"), own, factor, scheduled),
-        mark=mark,
-        **dict(formula.numbers),
-        **({"skipped": skipped} if (skipped := edit.outputs.get(OVERFLOW)) else {}),
-    )
+    names = ("parameter", "gradient", *[f"state_{name}" if name else None for name in formula.lists])
+    scalars = (scalar("hyper_lr"), own, factor, scheduled)
+    skipped = edit.outputs.get(OVERFLOW)
+    for alike in _alike(edit, members):
+        edit.call(
+            formula.operator,
+            *([bind(name, *member) for member in alike] if name else [] for name in names),
+            [copy for buffer, _ in alike if (copy := _copy(edit, buffer))],
+            *scalars,
+            mark=mark,
+            **dict(formula.numbers),
+            **({"skipped": skipped} if skipped else {}),
+        )
     if formula.scalar == "undamped":  # the first step is over
         edit.call(aten.zero_.default, own, mark=mark)
     for buffer, before in kept:
-        _put_back(edit, buffer, plan, before)
+        if before:
+            _put_back(edit, buffer, plan, before)
+            _cast(edit, buffer)
+
+
+def _alike(edit: Edit, members: Sequence[tuple[Buffer, fx.Node]]) -> list[list[tuple[Buffer, fx.Node]]]:
+    """Those without a copy, and those with one."""
+    rows: tuple[list[tuple[Buffer, fx.Node]], ...] = ([], [])
+    for member in members:
+        rows[_copy(edit, member[0]) is not None].append(member)
+    return [row for row in rows if row]
+
+
+def _copy(edit: Edit, buffer: Buffer) -> fx.Node | None:
+    """The shard in the compute dtype, where it is kept in that as well (see `copies`)."""
+    return edit.inputs.get(Port("in", "copy", buffer.key))
+
+
+def _cast(edit: Edit, buffer: Buffer) -> None:
+    """Writes the shard into its copy, if it has one."""
+    if copy := _copy(edit, buffer):
+        shard = edit.inputs[Port("in", "shard", buffer.key)]
+        edit.call(aten.copy_.default, copy, shard, mark=Mark("update", buffer.unit, buffer.key))
 
 
 def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Node, shared: dict[int, fx.Node]) -> None:

@@ -34,6 +34,7 @@ class Case:
     precision: MixedPrecisionPolicy
     control: MixedPrecisionPolicy
     scaled: bool = False
+    copies: bool = False
 
 
 CASES = {
@@ -44,6 +45,8 @@ CASES = {
     "fp16": Case(MixedPrecisionPolicy(FP16), MixedPrecisionPolicy(BF16)),
     "fp16, reduced in fp32": Case(MixedPrecisionPolicy(FP16, FP32), MixedPrecisionPolicy(FP16)),
     "fp16, scaled": Case(MixedPrecisionPolicy(FP16), MixedPrecisionPolicy(BF16), scaled=True),
+    "bf16, copies": Case(MixedPrecisionPolicy(BF16), MixedPrecisionPolicy(BF16, reduce_dtype=FP32), copies=True),
+    "fp16, scaled, copies": Case(MixedPrecisionPolicy(FP16), MixedPrecisionPolicy(BF16), scaled=True, copies=True),
 }
 
 
@@ -103,7 +106,8 @@ SCALE = LossScale(init=2.0**12, interval=2)
 
 def ours(case: Case, rank: int) -> tuple[Run, dict[str, Any]]:
     model = build()
-    policy = Policy(precision=case.precision, loss_scale=SCALE if case.scaled else None, bucket_mb=0, lower="eager")
+    scale = SCALE if case.scaled else None
+    policy = Policy(precision=case.precision, loss_scale=scale, copies=case.copies, bucket_mb=0, lower="eager")
     sharded = compile_sharded(model, optimizer_of(model), loss=loss_of, policy=policy)
     losses, scales = [], []
     for step in range(STEPS):
