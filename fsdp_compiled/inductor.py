@@ -105,6 +105,11 @@ def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
     return found
 
 
+def chooses_products() -> bool:
+    """Whether Inductor is told to try several kernels for each matrix product."""
+    return bool(config.max_autotune or config.max_autotune_gemm)
+
+
 def folder() -> Path | None:
     """Where to keep what was compiled; None if Inductor is told to keep nothing."""
     if config.force_disable_caches or not config.fx_graph_cache:

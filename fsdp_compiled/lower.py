@@ -15,8 +15,8 @@ from operator import getitem
 import torch
 from torch import fx, nn
 
-from fsdp_compiled import products
-from fsdp_compiled.inductor import Call, compile_all
+from fsdp_compiled import direct, products
+from fsdp_compiled.inductor import Call, chooses_products, compile_all
 from fsdp_compiled.pieces import Piece, segments
 from fsdp_compiled.program import Program, copied, is_collective, origin, role_of
 from fsdp_compiled.scatter import copy_exchanged
@@ -52,6 +52,8 @@ class Lowering:
         self.graph = _bind_groups(program.graph, groups)
         if how == "inductor":
             products.choose(self.graph)
+            if not chooses_products():
+                direct.write(self.graph, blocks)
         self.segments = segments(self.graph, blocks) if how == "inductor" else None
         self.keys = {part: part.key() for part in self.segments or () if isinstance(part, Piece)}
         self.pieces = {key: piece for piece, key in reversed(self.keys.items())}

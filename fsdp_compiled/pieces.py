@@ -112,6 +112,11 @@ def is_size(node: fx.Node) -> bool:
     )
 
 
+def _is_room(node: fx.Node) -> bool:
+    """Whether the node makes a flat buffer for gradients that are written where they belong (`direct`)."""
+    return node.target is aten.empty.memory_format and role_of(node) == "flatten"
+
+
 def _sizes_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """The inputs of the program that hold the sizes which these nodes' shapes are made of, such as ``7 * rows``."""
     wanted = {
@@ -248,7 +253,7 @@ class _Cutter:
     def add(self, node: fx.Node) -> None:
         if role_of(node) == "block" or is_borrowed(node):
             return
-        if is_size(node):  # before the run that is being filled, of which it needs nothing
+        if is_size(node) or _is_room(node):  # before the run that is being filled, of which it needs nothing
             self.runs.insert(len(self.runs) - (self.open is not None), node)
         elif node.target is getitem:
             self._join_source(node)

@@ -169,13 +169,14 @@ def launches(
     offsets: Sequence[int],
     scale: torch.Tensor | None = None,
     nonfinite: torch.Tensor | None = None,
+    kept: Sequence[int] = (),
 ) -> list[Launch]:
-    """Together they fill all of ``out``."""
+    """Together they fill all of ``out`` but for the stretches that are ``kept``."""
     shared = {"out": out, "scale": scale, "nonfinite": nonfinite, "BLOCK": BLOCK, "TILE": TILE}
     compute = triton_dtype(compute_dtype(out, *gradients))
     return [
         Launch(_kernel, programs, {"sources": sources, **shared, "GROUPS": groups, "COMPUTE": compute})
-        for groups, sources, programs in flat_groups(gradients, offsets, out, BLOCK)
+        for groups, sources, programs in flat_groups(gradients, offsets, out, BLOCK, kept)
     ]
 
 
@@ -192,3 +193,11 @@ def flatten(
     for launch in launches(out, gradients, offsets, scale, nonfinite):
         launch.run(out.device)
     return out
+
+
+def flatten_into(
+    flat: torch.Tensor, gradients: Sequence[torch.Tensor], offsets: Sequence[int], kept: Sequence[int]
+) -> None:
+    """As `fsdp_compiled.kernels.reference.flatten_into`."""
+    for launch in launches(flat, gradients, offsets, kept=kept):
+        launch.run(flat.device)

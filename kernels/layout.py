@@ -107,15 +107,20 @@ Member = tuple[torch.Tensor, int, int, int]  # a source, where it goes, how much
 Part = tuple[tuple[Group, ...], tuple[tuple[torch.Tensor, ...], ...], int]
 
 
-def flat_groups(sources: Sequence[torch.Tensor], offsets: Sequence[int], out: torch.Tensor, block: int) -> list[Part]:
+def flat_groups(
+    sources: Sequence[torch.Tensor], offsets: Sequence[int], out: torch.Tensor, block: int, kept: Sequence[int] = ()
+) -> list[Part]:
     """What fills ``out``, by launch: groups, the sources of each, and the number of programs.
 
-    ``sources[i]`` goes to ``offsets[i]``, which ascend; everything between and behind is zero. Contiguous sources
+    ``sources[i]`` goes to ``offsets[i]``, which ascend; everything between and behind is zero, but for what is
+    ``kept``: stretches of ``out``, first and last + 1 of each, that hold what they should. Contiguous sources
     of one dtype share a group, and with it vector loads; a source whose address or place is not aligned goes to
     another, so that it does not narrow theirs. Others are a group each, compiled for their strides.
     """
-    taken = [(source, offset) for source, offset in zip(sources, offsets, strict=True) if source.numel()]
-    bounds = [*(offset for _, offset in taken), out.numel()]
+    ends = [offset + source.numel() for source, offset in zip(sources, offsets, strict=True)]
+    known = [*zip(offsets, ends, sources, strict=True), *((*pair, None) for pair in zip(kept[::2], kept[1::2]))]
+    taken = sorted(((start, end, source) for start, end, source in known if end > start), key=lambda one: one[0])
+    bounds = [*(start for start, _, _ in taken), out.numel()]
     pieces: dict[object, list[Member]] = {}
 
     def add(source: torch.Tensor, offset: int, size: int, stop: int, key: object) -> None:
@@ -124,11 +129,13 @@ def flat_groups(sources: Sequence[torch.Tensor], offsets: Sequence[int], out: to
             pieces.setdefault((source.dtype, aligned) if key is None else key, []).append((source, offset, size, stop))
 
     add(out, 0, 0, bounds[0], None)  # nothing is read from a source of size 0: `out` stands in for one
-    for index, ((source, offset), bound) in enumerate(zip(taken, bounds[1:], strict=True)):
+    for index, ((offset, end, source), bound) in enumerate(zip(taken, bounds[1:], strict=True)):
+        if source is None:
+            add(out, end, 0, bound, None)
+            continue
         shape, stride = joined(source.shape, source.stride())
         plain = stride in ((), (1,))
         tiled = tile_dim(shape, stride) >= 0
-        end = offset + source.numel()
         add(source, offset, source.numel(), end if tiled else bound, None if plain else index)
         if tiled:
             add(out, end, 0, bound, None)

@@ -1,4 +1,4 @@
-"""The kernels as operators of ``torch.ops.fsdp_compiled``: flatten, accumulate_, measure, adam_ and sgd_.
+"""The kernels as operators of ``torch.ops.fsdp_compiled``: flatten, flatten_, accumulate_, measure, adam_ and sgd_.
 
 On CUDA they launch Triton kernels; elsewhere they are the plain PyTorch of `reference`, whose signatures they have.
 Compilers see them whole. What they write is in their schemas, they allocate what they return and nothing else, and
@@ -26,6 +26,7 @@ _SCHEMAS = {
     "flatten": "(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, Tensor? scale=None) -> Tensor",
     "flatten.counted": "(Tensor[] gradients, int[] offsets, int numel, ScalarType dtype, Tensor? scale, "
     "Tensor(a!) nonfinite) -> Tensor",
+    "flatten_": "(Tensor(a!) flat, Tensor[] gradients, int[] offsets, int[] kept) -> ()",
     "accumulate_": "(Tensor(a!)[] totals, Tensor[] parts, Tensor? scale=None, Tensor(b!)? nonfinite=None) -> Tensor",
     "measure": "(Tensor[] parts, Tensor? scale=None, Tensor(a!)? nonfinite=None) -> Tensor",
     "adam_": "(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
@@ -50,6 +51,21 @@ def check_places(gradients: Tensors, offsets: Sequence[int], numel: int, *_: Any
         end = offset + gradient.numel()
     if end > numel:
         raise ValueError(f"flatten: the last gradient ends at {end}, but the buffer has {numel} elements.")
+
+
+def check_stretches(flat: torch.Tensor, gradients: Tensors, offsets: Sequence[int], kept: Sequence[int]) -> None:
+    """Raises ``ValueError`` unless the gradients and what is kept fit into ``flat``, each at a place of its own."""
+    check_places(gradients, offsets, flat.numel())
+    if len(kept) % 2:
+        raise ValueError(f"flatten_: {len(kept)} bounds of what is kept; expected two for each stretch.")
+    own = [(offset, offset + gradient.numel()) for gradient, offset in zip(gradients, offsets, strict=True)]
+    taken = sorted([*own, *zip(kept[::2], kept[1::2], strict=True)])
+    for (start, end), (following, _) in zip(taken, [*taken[1:], (flat.numel(), 0)], strict=True):
+        if not 0 <= start <= end <= following:
+            raise ValueError(
+                f"flatten_: what lies at [{start}, {end}) reaches over {following}, where the next begins, or the "
+                "buffer ends; expected a place of its own for each gradient and for what is kept."
+            )
 
 
 def check_lists(*arguments: Any) -> None:
@@ -95,8 +111,10 @@ def _checked(check: Function, run: Function, kind: type | None) -> Function:
     return checked
 
 
-def _define(name: str, module: str, check: Function, shape: Function, kind: type | None = None) -> None:
-    function = name.partition(".")[0].rstrip("_")
+def _define(
+    name: str, module: str, check: Function, shape: Function, kind: type | None = None, function: str = ""
+) -> None:
+    function = function or name.partition(".")[0].rstrip("_")
     _LIBRARY.define(f"{name}{_SCHEMAS[name]}", tags=(torch.Tag.flexible_layout,) if function == "flatten" else ())
     _LIBRARY.impl(name, _checked(check, getattr(reference, function), kind), "CPU")
     _LIBRARY.impl(name, _checked(check, _kernel(module, function), kind), "CUDA")
@@ -105,6 +123,7 @@ def _define(name: str, module: str, check: Function, shape: Function, kind: type
 
 _define("flatten", "flatten", check_places, _flat_shape)
 _define("flatten.counted", "flatten", check_places, _flat_shape)
+_define("flatten_", "flatten", check_stretches, _nothing, function="flatten_into")
 _define("accumulate_", "accumulate", check_lists, _squares_shape)
 _define("measure", "accumulate", check_lists, _squares_shape)
 _define("adam_", "update", check_lists, _nothing, Adam)
@@ -114,6 +133,7 @@ operators = torch.ops.fsdp_compiled
 KERNELS = (
     operators.flatten.default,
     operators.flatten.counted,
+    operators.flatten_.default,
     operators.accumulate_.default,
     operators.measure.default,
     operators.adam_.default,

@@ -46,6 +46,21 @@ def flatten(
     return flat
 
 
+def flatten_into(
+    flat: torch.Tensor, gradients: Sequence[torch.Tensor], offsets: Sequence[int], kept: Sequence[int]
+) -> None:
+    """``flat[offset : offset + n] = gradient``, zero elsewhere, but for the stretches of ``flat`` that are ``kept``.
+
+    ``kept``: the first and the last + 1 of each stretch.
+    """
+    taken = [(offset, offset + gradient.numel()) for gradient, offset in zip(gradients, offsets, strict=True)]
+    taken = sorted([*taken, *zip(kept[::2], kept[1::2], strict=True)])
+    for (_, end), (start, _) in zip([(0, 0), *taken], [*taken, (flat.numel(), 0)], strict=True):
+        flat[end:start].zero_()
+    for gradient, offset in zip(gradients, offsets, strict=True):
+        flat[offset : offset + gradient.numel()].copy_(gradient.reshape(-1))
+
+
 def accumulate(
     totals: Sequence[torch.Tensor],
     parts: Sequence[torch.Tensor],

@@ -74,6 +74,9 @@ flattens: dict[str, st.SearchStrategy[Any]] = {
     "dtype": st.sampled_from(DTYPES),
     "scale": st.sampled_from((None, 1.0, 0.3, float("inf"))),
 }
+flattens_into = {name: flattens[name] for name in ("unit", "gaps", "dtype")} | {
+    "there": st.lists(st.booleans(), min_size=5, max_size=5)
+}
 accumulates: dict[str, st.SearchStrategy[Any]] = {
     "lengths": sizes,
     "dtypes": st.tuples(st.sampled_from((torch.float32, torch.float64)), st.sampled_from(DTYPES)),
@@ -133,6 +136,37 @@ def compare_flatten(
     same(out, expected, exact=rounds or dtype != torch.bfloat16)
     check_guards(whole)
     assert counts[0] == counts[1], f"{counts[0]} values counted as not finite, expected {counts[1]}"
+
+
+def compare_flatten_into(
+    unit: Sequence[Gradient], gaps: Sequence[int], dtype: torch.dtype, there: Sequence[bool], device: str,
+    *, seed: int = 0, rounds: bool = True, wiped: bool = False,
+) -> None:  # fmt: skip
+    """As `compare_flatten`, where the gradients that are ``there`` are in the buffer already. ``wiped``: it is not said
+    that they are, as a control."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = [gradient.make(generator, device) for gradient in unit]
+    places, end = [], 0
+    for tensor, gap in zip(tensors, gaps, strict=False):
+        places.append((end + gap, end + gap + tensor.numel()))
+        end += gap + tensor.numel()
+    expected = reference.flatten(tensors, [start for start, _ in places], end + gaps[-1], dtype)
+    out, whole = poisoned(end + gaps[-1], dtype, device)
+    own = out.clone()
+    rest, kept = [], []
+    for tensor, (start, stop), known in zip(tensors, places, there, strict=False):
+        if known:
+            out[start:stop] = own[start:stop] = expected[start:stop]
+            kept += [start, stop]
+        else:
+            rest.append((tensor, start))
+    arguments = [tensor for tensor, _ in rest], [start for _, start in rest]
+    for launch in flatten.launches(out, *arguments, kept=[] if wiped else kept):
+        launch.run(out.device)
+    reference.flatten_into(own, *arguments, kept)
+    same(own, expected, exact=True)
+    same(out, expected, exact=rounds or dtype != torch.bfloat16)
+    check_guards(whole)
 
 
 def compare_accumulate(

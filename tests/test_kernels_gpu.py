@@ -20,8 +20,10 @@ from tests.kernel_cases import (
     accumulates,
     compare_accumulate,
     compare_flatten,
+    compare_flatten_into,
     compare_update,
     flattens,
+    flattens_into,
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -37,6 +39,12 @@ def test_flatten(**case: Any) -> None:
 @pytest.mark.parametrize("shape", [(1,), (64, 64), (1000, 3000), (2, 3, 66, 65), (16, 40_970)])
 def test_flatten_of_one(shape: tuple[int, ...], layout: str) -> None:
     compare_flatten([Gradient(shape, layout, torch.bfloat16, 2)], [3, 70], torch.float32, 0.5, "cuda")
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(**flattens_into)
+def test_flatten_the_rest(**case: Any) -> None:
+    compare_flatten_into(**case, device="cuda")
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

@@ -41,6 +41,7 @@ def calls() -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         "flatten": (operators.flatten.default, (gradients, [0, 64], 128, torch.bfloat16, torch.tensor(0.5)), {}),
         "flatten and count": (operators.flatten.counted, (gradients, [3, 64], 128, torch.bfloat16, None, _count()), {}),
         "flatten plainly": (operators.flatten.default, (gradients, [0, 64], 128, torch.float32), {}),
+        "flatten the rest": (operators.flatten_.default, (torch.ones(90), gradients, [0, 70], [16, 40, 80, 80]), {}),
         "accumulate": (operators.accumulate_.default, (*_lists(2), torch.tensor(0.5), _count()), {}),
         "measure": (operators.measure.default, (_lists(1)[0], torch.tensor(0.5), _count()), {}),
         "measure plainly": (operators.measure.default, (_lists(1)[0],), {}),
@@ -87,7 +88,7 @@ def test_inside_an_inductor_lowered_program_they_give_the_same_numbers() -> None
         for (operator, *_), (arguments, numbers) in zip(
             wanted.values(), torch.utils._pytree.tree_unflatten(mine, spec), strict=True
         ):
-            if operator.name().startswith("fsdp_compiled::flatten"):
+            if operator.name().startswith("fsdp_compiled::flatten") and operator is not operators.flatten_.default:
                 arguments = ([gradient * 2 for gradient in arguments[0]], *arguments[1:])
             result = operator(*arguments, **numbers)
             results += [result + 1] if result is not None else []
@@ -101,7 +102,7 @@ def test_inside_an_inductor_lowered_program_they_give_the_same_numbers() -> None
         for mine, other in zip(result, found[0], strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
     changed = sum(not torch.equal(after, before) for after, before in zip(found[0][-len(tensors) :], tensors))
-    assert changed == 2 * (1 + 3 + 5 + 2 + 1) + 1  # two in each list that is written, and a count
+    assert changed == 2 * (1 + 3 + 5 + 2 + 1) + 2  # two in each list that is written, a flat buffer, and a count
 
 
 def _program(step: Any, tensors: list[torch.Tensor]) -> Program:
@@ -162,6 +163,9 @@ def test_they_are_torch_optims_formulas(kind: type[Any], options: dict[str, Any]
         (lambda r: operators.flatten([r(3), r(3)], [0, 2], 64, torch.float32), "begin at 2.*ends at 3"),
         (lambda r: operators.flatten([r(3), r(3)], [0], 64, torch.float32), "2 gradients for 1 offsets"),
         (lambda r: operators.flatten([r(3)], [62], 64, torch.float32), "ends at 65, but the buffer has 64"),
+        (lambda r: operators.flatten_(r(9), [r(3)], [4], [5, 8]), r"\[4, 7\) reaches over 5"),
+        (lambda r: operators.flatten_(r(9), [r(3)], [0], [5, 10]), r"\[5, 10\) reaches over 9"),
+        (lambda r: operators.flatten_(r(9), [r(3)], [0], [5]), "1 bounds of what is kept"),
         (lambda r: operators.accumulate_([r(3)], [r(4)]), r"list 1 .*\[4\] elements; expected \[3\]"),
         (lambda r: operators.accumulate_([r(3)], [r(6)[::2]]), "tensor 0 of list 1 is not contiguous"),
         (lambda r: operators.sgd_([r(3)], [r(3)], [r(3), r(3)], [], r(()), **MOMENTUM), "list 2 holds"),

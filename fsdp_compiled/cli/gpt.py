@@ -25,6 +25,7 @@ class GPTConfig:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions on x [batch, heads, time, head]; cos and sin [time, head / 2]."""
     left, right = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     return torch.cat((left * cos - right * sin, left * sin + right * cos), dim=-1)
 
 

@@ -7,6 +7,7 @@ TRITON_INTERPRET=1: tests/test_kernels_interpreted.py starts it.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -28,8 +29,10 @@ from tests.kernel_cases import (
     accumulates,
     compare_accumulate,
     compare_flatten,
+    compare_flatten_into,
     compare_update,
     flattens,
+    flattens_into,
     gradients,
     sizes,
 )
@@ -42,6 +45,19 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @given(**flattens, seed=st.integers(0, 99))
 def test_flatten(**case: Any) -> None:
     compare_flatten(**case, device="cpu", rounds=False)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(**flattens_into, seed=st.integers(0, 99))
+def test_flatten_the_rest(**case: Any) -> None:
+    compare_flatten_into(**case, device="cpu", rounds=False)
+
+
+def test_what_is_there_would_be_wiped_if_it_were_not_said() -> None:
+    unit = [Gradient((64,), "contiguous", torch.float32, 0), Gradient((8, 8), "contiguous", torch.float32, 0)]
+    for wiped in (False, True):
+        with pytest.raises(AssertionError) if wiped else nullcontext():
+            compare_flatten_into(unit, [0, 5, 70], torch.float32, [False, True], "cpu", wiped=wiped)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
