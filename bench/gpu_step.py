@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ from fsdp_compiled.cli.gpt import GPT, GPTConfig
 from fsdp_compiled.cli.machine import hardware, versions
 
 Step = Callable[[Tensor], Tensor]
-OURS, REFERENCE = "ours", "fsdp2"
+OURS, REFERENCE, CASTS = "ours", "fsdp2", "ours-casts"
 CHECKED = 6  # steps whose losses are compared; ours captures on the third
 BOUND = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative, on those losses
 PROFILED = 10  # steps
@@ -133,12 +133,12 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 # Rivals: each builds its own copy of the model and gives one step on a batch.
 
 
-def ours(graph: bool) -> Callable[[Setting], Step]:
+def ours(graph: bool, copies: bool | Literal["auto"] = "auto") -> Callable[[Setting], Step]:
     def build(setting: Setting) -> Step:
         model = setting.model()
         lower = "eager" if setting.tiny else "inductor"
         graphed = graph if setting.device.type == "cuda" else "auto"
-        policy = Policy(precision=setting.precision, lower=lower, cuda_graph=graphed)
+        policy = Policy(precision=setting.precision, lower=lower, cuda_graph=graphed, copies=copies)
         return compile_sharded(model, AdamW(model.parameters(), **ADAMW), loss=loss_of, policy=policy).step
 
     return build
@@ -244,6 +244,7 @@ RIVALS: dict[str, tuple[str, Callable[[Setting], Step], bool]] = {  # title, bui
     "fsdp2-compile": ("FSDP2 + torch.compile per block", fsdp2(True), True),
     "fsdp2-graph": ("FSDP2, its eager step in a CUDA graph", fsdp2_graph, True),
     "reduce-overhead": ("unsharded, torch.compile(reduce-overhead)", reduce_overhead, True),
+    CASTS: ("this package, one CUDA graph, no copies in the compute dtype", ours(True, copies=False), False),
 }
 
 
@@ -354,7 +355,7 @@ def contest(setting: Setting, names: Sequence[str], rounds: int, steps: int, kee
     results[OURS]["milliseconds"] = statistics.median(turn(mine, setting, steps) for _ in range(rounds))
     keep(results)
     for name in names:
-        if name == OURS:
+        if name == OURS or (name == CASTS and setting.preset.dtype == torch.float32):  # nothing is cast: the same
             continue
         if RIVALS[name][2] and setting.device.type != "cuda":
             results[name] = {"title": RIVALS[name][0], "error": "needs a GPU"}

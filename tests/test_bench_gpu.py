@@ -54,12 +54,13 @@ def test_parts_that_fail_are_named_at_the_end_and_the_others_run(tmp_path: Path)
 def test_a_tiny_run_checks_losses_and_writes_what_it_has(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "bench/gpu_step.py", str(tmp_path), "--preset", "thin", "--tiny"]
     subprocess.run(
-        [*command, "--rounds", "1", "--steps", "1", "--rivals", "ours", "fsdp2", "fsdp2-graph"],
+        [*command, "--rounds", "1", "--steps", "1", "--rivals", "ours", "fsdp2", "fsdp2-graph", "ours-casts"],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}, check=True, timeout=200,
         capture_output=True,
     )  # fmt: skip
     record = json.loads((tmp_path / "thin.json").read_text())
     assert (tmp_path / "thin.svg").exists()
+    assert "ours-casts" not in record["results"], "nothing is cast in float32"
     assert record["results"]["fsdp2-graph"]["error"] == "needs a GPU"
     for name in ("ours", "fsdp2"):
         found = record["results"][name]
@@ -83,6 +84,15 @@ def test_the_presets_of_transformers_train(preset: str) -> None:
     step = gpu_step.eager_step(model)
     losses = [float(step(tokens)) for tokens in setting.batches(5)]
     assert losses[4] < losses[0] and len(setting.blocks(model)) == 2
+
+
+@pytest.mark.parametrize("name", ["ours", "ours-casts"])
+def test_in_bfloat16_losses_are_near_those_in_float32(name: str) -> None:
+    pytest.importorskip("transformers")
+    setting = gpu_step.Setting(gpu_step.PRESETS["llama"], torch.device("cpu"), tiny=True)
+    losses = gpu_step.first_losses(gpu_step.RIVALS[name][1](setting), setting)
+    reference = gpu_step.first_losses(gpu_step.eager_step(setting.model()), setting)
+    assert 0 < gpu_step.distance(losses, reference) <= gpu_step.BOUND[torch.bfloat16]
 
 
 def test_a_rival_with_other_losses_is_found_out() -> None:
