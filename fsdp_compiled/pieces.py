@@ -216,10 +216,13 @@ def _whole(cutter: _Cutter) -> list[fx.Node | list[fx.Node]]:
             kept.append(run)
             continue
         if before is not None and cutter.places[before[0]] == cutter.places[run[0]]:
-            if _is_movable(run) and not any(_reads(node, set(between)) for node in run):
+            changed = {origin(target) for node in between for target in written(node)}
+            if _is_movable(run) and not any(_reads(node, changed.union(between)) for node in run):
                 before += run
                 continue
-            if _is_movable(before) and not any(_reads(node, set(before)) for node in between):
+            if _is_movable(before) and not (
+                any(_reads(node, set(before)) for node in between) or any(_reads(node, changed) for node in before)
+            ):
                 kept.remove(before)
                 run[:0] = before
         kept.append(run)

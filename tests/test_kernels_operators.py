@@ -105,6 +105,34 @@ def test_inside_an_inductor_lowered_program_they_give_the_same_numbers() -> None
     assert changed == 2 * (1 + 3 + 5 + 2 + 1) + 2  # two in each list that is written, a flat buffer, and a count
 
 
+def test_what_reads_a_buffer_stays_behind_the_call_that_writes_it() -> None:
+    """A short row of operators may join an earlier one of its block, across calls that it does not depend on."""
+
+    def step(x: torch.Tensor, flat: torch.Tensor) -> list[torch.Tensor]:
+        operators.flatten_(flat, [x.sin().cos().exp() + 1], [0], [])
+        return [flat.neg()]
+
+    found = []
+    for how in ("eager", "inductor"):
+        x, flat = torch.linspace(-1, 1, 100), torch.zeros(128)
+        found += lower(_program(step, [x, flat]), {}, how)(x, flat)
+    torch.testing.assert_close(found[0], found[1])
+    assert (found[1][:100] < -1).all()
+
+
+def test_what_reads_a_buffer_stays_before_the_call_that_writes_it() -> None:
+    def step(x: torch.Tensor, flat: torch.Tensor) -> list[torch.Tensor]:
+        before = flat.neg()
+        operators.flatten_(flat, [x], [0], [])
+        return [before + x.sin().cos().exp().sum()]
+
+    found = []
+    for how in ("eager", "inductor"):
+        x, flat = torch.linspace(-1, 1, 100), torch.full((128,), 3.0)
+        found += lower(_program(step, [x, flat]), {}, how)(x, flat)
+    torch.testing.assert_close(found[0], found[1])
+
+
 def _program(step: Any, tensors: list[torch.Tensor]) -> Program:
     mode = FakeTensorMode()
     graph: fx.Graph = make_fx(step)(*(mode.from_tensor(tensor) for tensor in tensors)).graph
