@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,8 +96,23 @@ def held(values: Any) -> int:
     return sum(storages.values())
 
 
+def settle(least: float = 0.0) -> None:
+    """Returns when no thread of gloo runs, or would, were there a processor for it; on Linux, within five seconds."""
+    time.sleep(least)
+    until = time.monotonic() + 5
+    while time.monotonic() < until and any(map(_is_gloo_at_work, Path("/proc/self/task").glob("*"))):
+        time.sleep(1e-3)
+
+
+def _is_gloo_at_work(thread: Path) -> bool:
+    with suppress(OSError):  # it has ended
+        if "gloo_runloop" in (thread / "comm").read_text():
+            return (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    return False
+
+
 class Settled(TorchDispatchMode):
-    """While active, a collective has come to its end before it is waited for.
+    """While active, a collective has come to its end before it is waited for, and gloo has let go of it after that.
 
     Else a thread of gloo may be the last to drop a buffer, and what it frees then is not told to the profiler.
     """
@@ -104,9 +120,12 @@ class Settled(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Callable[..., Any], types: Any, args: Iterable[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if function is torch.ops._c10d_functional.wait_tensor.default:
-            time.sleep(0.005)
-        return function(*args, **(kwargs or {}))
+        if function is not torch.ops._c10d_functional.wait_tensor.default:
+            return function(*args, **(kwargs or {}))
+        settle(0.005)
+        result = function(*args, **(kwargs or {}))
+        settle()
+        return result
 
 
 class Gathers(TorchDispatchMode):
