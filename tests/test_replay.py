@@ -57,7 +57,7 @@ def same(left: Any, right: Any) -> bool:
 def test_200_launches_with_changing_batches_rates_and_dropout_are_the_steps_themselves(kernels: bool) -> None:
     policy = replace(EAGER, clip=0.05, weigh="rows", kernels=kernels)
     if kernels:  # and with copies of the shards, in memory that keeps its place
-        policy = replace(policy, precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        policy = replace(policy, precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))
     graphed, plain = (make(graphs, policy, dropout=0.3) for graphs in (True, False))
     handed, values = [], []
     for step, (x, y) in enumerate(batches(200 + WARM)):
