@@ -9,7 +9,7 @@
 | `recompute` | no gathered value of a resharded unit crosses from forward to backward, aliases included            |
 | `report`    | the loss that leaves is the mean over the ranks                                                     |
 | `add_up`    | no gradient leaves                                                                                  |
-| `update`    | every trainable shard with an optimizer is written, and no gradient leaves                          |
+| `update`    | every trainable shard with an optimizer is written, and its copy, and no gradient leaves            |
 | `store`     | no new value of a module buffer leaves: it is written back                                          |
 | `offload`   | what lives in host memory is only copied from and to it, and what changed goes back                 |
 | `limit`     | at most `Policy.limit` units are gathered at every node                                             |

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.program import Mark, fake_mode, is_view
+from fsdp_compiled.program import Mark, fake_mode, first, is_view, positions
 from fsdp_compiled.units import innermost
 
 aten = torch.ops.aten
@@ -101,17 +101,17 @@ def _made_by(gradient: fx.Node, dtype: Any) -> tuple[fx.Node, tuple[fx.Node, ...
 def _rewrite(graph: fx.Graph, flat: fx.Node, found: Sequence[Direct]) -> None:
     gradients, offsets, numel, dtype, *_ = flat.args
     meta = {key: value for key, value in flat.meta.items() if key != "val"}
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    begin = min((one.node for one in found), key=order.__getitem__)
+    begin = first((one.node for one in found), positions(graph))
     with graph.inserting_before(begin), fake_mode(graph):
         device = flat.meta["val"].device
         whole = graph.call_function(aten.empty.memory_format, ([numel],), {"dtype": dtype, "device": device})
         whole.meta = {**meta, "val": torch.empty(numel, dtype=dtype, device=device)}  # type: ignore[arg-type]
         bases = {}
         for block, start, stop in _stretches(found):
-            part = bases[block] = graph.call_function(aten.slice.Tensor, (whole, 0, start, stop)), start
+            part = graph.call_function(aten.slice.Tensor, (whole, 0, start, stop))
             mark = Mark("block", flat.meta["mark"].unit, flat.meta["mark"].buffer)
-            part[0].meta = {**meta, "mark": mark, "val": aten.slice.Tensor(whole.meta["val"], 0, start, stop)}
+            part.meta = {**meta, "mark": mark, "val": aten.slice.Tensor(whole.meta["val"], 0, start, stop)}
+            bases[block] = part, start
     with graph.inserting_before(flat):
         direct = {view for one in found for view in (one.node, *one.views)}
         rest = [(node, offset) for node, offset in zip(gradients, offsets, strict=True) if node not in direct]  # type: ignore[arg-type]

@@ -147,9 +147,10 @@ class Policy:
     kernels
         Whether the package's own operators take the place of ATen's where they have one: a unit's gradients are
         flattened, cast and scaled in one pass over memory, and AdamW, Adam and SGD update all shards of a parameter
-        group in one, clipping included. On a GPU each is one Triton kernel; on a CPU plain PyTorch, for tests. The
-        update's arithmetic is that of ``torch.optim``'s fused optimizers, not bit for bit that of the others.
-        ``"auto"``: on GPUs.
+        group in one, clipping included; under ``lower="inductor"`` a matrix product writes a weight's gradient to its
+        place by itself, where nothing is cast or scaled on the way. On a GPU each is one Triton kernel; on a CPU plain
+        PyTorch, for tests. The update's arithmetic is that of ``torch.optim``'s fused optimizers, not bit for bit that
+        of the others. ``"auto"``: on GPUs.
     copies
         Whether a rank keeps its shards in the compute dtype as well (``precision.param_dtype``), written by the update
         together with the shards, so that gathers cast nothing: for two bytes a parameter of its shard, forward and

@@ -107,6 +107,15 @@ def same(mine: torch.Tensor, expected: torch.Tensor, exact: bool, rtol: float = 
     )
 
 
+def laid_out(tensors: Sequence[torch.Tensor], gaps: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+    """Where each begins and ends in a flat buffer, with a gap before each and the last one behind, and its size."""
+    places, end = [], 0
+    for tensor, gap in zip(tensors, gaps, strict=False):
+        places.append((end + gap, end + gap + tensor.numel()))
+        end = places[-1][1]
+    return places, end + gaps[-1]
+
+
 def compare_flatten(
     unit: Sequence[Gradient],
     gaps: Sequence[int],
@@ -122,11 +131,8 @@ def compare_flatten(
     device rounds to the nearest bfloat16. ``damage``: what the kernel gets instead of the gradients, as a control."""
     generator = torch.Generator().manual_seed(seed)
     tensors = [gradient.make(generator, device) for gradient in unit]
-    offsets, end = [], 0
-    for tensor, gap in zip(tensors, gaps, strict=False):
-        offsets.append(end + gap)
-        end += gap + tensor.numel()
-    numel = end + gaps[-1]
+    places, numel = laid_out(tensors, gaps)
+    offsets = [start for start, _ in places]
     factor = None if scale is None else torch.tensor(scale, device=device)
     counts = [torch.full((), 3, dtype=torch.int64, device=device) for _ in range(2)]
     out, whole = poisoned(numel, dtype, device)
@@ -146,12 +152,9 @@ def compare_flatten_into(
     that they are, as a control."""
     generator = torch.Generator().manual_seed(seed)
     tensors = [gradient.make(generator, device) for gradient in unit]
-    places, end = [], 0
-    for tensor, gap in zip(tensors, gaps, strict=False):
-        places.append((end + gap, end + gap + tensor.numel()))
-        end += gap + tensor.numel()
-    expected = reference.flatten(tensors, [start for start, _ in places], end + gaps[-1], dtype)
-    out, whole = poisoned(end + gaps[-1], dtype, device)
+    places, numel = laid_out(tensors, gaps)
+    expected = reference.flatten(tensors, [start for start, _ in places], numel, dtype)
+    out, whole = poisoned(numel, dtype, device)
     own = out.clone()
     rest, kept = [], []
     for tensor, (start, stop), known in zip(tensors, places, there, strict=False):

@@ -17,8 +17,8 @@ Holding shards costs one reduction a microbatch and a shard of memory; holding f
 whole gradient on every rank and one reduction a step (DDP's and FSDP's ``no_sync``). How many microbatches there were
 is counted on the device, so that their number may change from step to step. With the package's own kernels all shards
 join their sums in one call, ``accumulate_([sum, ...], [gradient, ...])``; at the end it is `measure` that joins them,
-and the update that divides. Where ranks count by rows (see `weigh`),
-rows are counted in the place of microbatches, and what is left to divide is divided when all ranks' rows are known.
+and the update that divides. Where ranks count by rows (see `weigh`), rows are counted in the place of microbatches, and
+what is left to divide is divided when all ranks' rows are known.
 """
 
 from __future__ import annotations

@@ -18,11 +18,10 @@ kernels and for the optimizers that have one (`fsdp_compiled.formula`), one for 
 
 The factor is what the gradients are still to be multiplied by (see `measure`). Under ``Policy.loss_scale`` the call is
 told of an overflow, ``skipped``, and then writes nothing. Shards that are kept in the compute dtype as well (see
-`copies`) are written in that by the same call. Under ``Policy.offload`` each buffer is updated by itself all
-the same: one is on the device at a time. What
-depends on the step count and the hyperparameters alone is computed once a group. A parameter that the loss does not
-reach keeps its value and state, as a parameter whose ``grad`` is None does in eager PyTorch: its places are put back
-after the update.
+`copies`) are written in that by the same call. Under ``Policy.offload`` each buffer is updated by itself all the same:
+one is on the device at a time. What depends on the step count and the hyperparameters alone is computed once a group. A
+parameter that the loss does not reach keeps its value and state, as a parameter whose ``grad`` is None does in eager
+PyTorch: its places are put back after the update.
 """
 
 from __future__ import annotations

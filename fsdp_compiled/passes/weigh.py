@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_compiled.pending import multiply
+from fsdp_compiled.pending import apply, multiply
 from fsdp_compiled.plan import Plan
 from fsdp_compiled.program import NORM, WEIGHT, Edit, Mark, Port, Program, reduction, weighed
 
@@ -58,12 +58,9 @@ def share(program: Program, plan: Plan) -> Program:
         one = edit.call(aten.reciprocal.default, mean, mark=Mark("norm"))
         any_rows = edit.call(aten.gt.Scalar, mean, 0, mark=Mark("norm"))
         factor = edit.call(aten.where.ScalarOther, any_rows, one, 0.0, mark=Mark("norm"))
-        if plan.kernels:
-            multiply(edit, factor, Mark("norm"))
-        for port, value in edit.outputs.items() if not plan.kernels else ():
-            if port.kind == "gradient" and value is not None:
-                mark = Mark("norm", plan.buffer(port.name).unit, port.name)
-                edit.set_output(port, edit.call(aten.mul.Tensor, value, factor, mark=mark))
+        multiply(edit, factor, Mark("norm"))
+        if not plan.kernels:
+            apply(edit, plan)
         if (norm := edit.outputs.get(NORM)) is not None:
             exact = edit.call(aten.mul.Tensor, norm, factor, mark=Mark("norm"))
             edit.set_output(NORM, edit.call(aten._to_copy.default, exact, dtype=torch.float32, mark=Mark("norm")))

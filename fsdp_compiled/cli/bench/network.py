@@ -82,15 +82,14 @@ class Network:
             taken, self.transfers = self.transfers, []
         return taken
 
-    def send(self, name: str, size: int, work: dist.Work, spared: bool) -> "_Late":
+    def send(self, name: str, size: int, work: dist.Work) -> "_Late":
         with self._lock:
             issued = time.monotonic()
-            start = issued if spared else max(issued, self._free)
-            transfer = Transfer(name, size, issued, start, start if spared else start + self.seconds(size))
+            start = max(issued, self._free)
+            self._free = start + self.seconds(size)
+            transfer = Transfer(name, size, issued, start, self._free)
             late = _Late(work, transfer, self.linger)
-            if not spared:
-                self._free = transfer.end
-                self.transfers.append(transfer)
+            self.transfers.append(transfer)
             self._alive.append(late)
         return late
 
@@ -163,9 +162,10 @@ def _wrap(name: str, network: Network, exempt: str | None) -> Callable[..., Any]
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(BEFORE)):
             result = operator(*arguments, **named)
         group = dist.ProcessGroup.unbox(next(value for value in arguments if isinstance(value, torch.ScriptObject)))
+        if group.group_name == exempt:
+            return result
         work = dist._Work.unbox(result[-1] if isinstance(result, tuple) else result)
-        size, spared = _bytes(name, arguments, group.size()), group.group_name == exempt
-        late = network.send(name.strip("_"), size, work, spared).boxed()
+        late = network.send(name.strip("_"), _bytes(name, arguments, group.size()), work).boxed()
         return (*result[:-1], late) if isinstance(result, tuple) else late
 
     return slow
