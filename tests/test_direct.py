@@ -253,6 +253,47 @@ def test_at_another_place_the_steps_are_others(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(right[0], wrong[0]) and not torch.equal(right[1], wrong[1])
 
 
+class Lender(nn.Module):
+    """Three products, the second with a weight of another block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lent, self.last = (nn.Parameter(torch.randn(24, 24) / 5) for _ in range(3))
+
+    def forward(self, x: Tensor, other: Lender) -> Tensor:
+        for weight in (self.first, other.lent, self.last):
+            x = torch.tanh(x @ weight)
+        return x
+
+
+class Lenders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Lender() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = self.layers
+        return right(left(x, right), left)
+
+
+def test_blocks_that_multiply_with_each_others_weights(written: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block's stretch of the buffer then lies within another's; each product still writes its own place alone."""
+    found = []
+    for on in (True, False):
+        if not on:
+            monkeypatch.setattr(lower.direct, "write", lambda graph, blocks: None)
+        torch.manual_seed(0)
+        model = Lenders()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        policy = Policy(kernels=True, bucket_mb=0)
+        sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=policy)
+        rows = torch.randn(8, 24)
+        found.append([*(sharded.step(rows + step) for step in range(3)), *sharded.full_state_dict().values()])
+    assert written == [6]
+    for left, right in zip(*found, strict=True):
+        assert torch.equal(left, right)
+
+
 def test_equal_blocks_stay_one_piece(written: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = []
 
