@@ -3,7 +3,7 @@
     model + loss + optimizer -> capture -> plan -> passes -> lower -> step
 
 The plan is made here, from the model alone. Capture, passes and lowering run when the first batch is seen, in
-`fsdp_compiled.step`.
+`fsdp_compiled.runtime.sharded`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from fsdp_compiled.mesh import Mesh, agree, join
-from fsdp_compiled.optim import Rule, make_rules
-from fsdp_compiled.plan import Plan, make_plan
+from fsdp_compiled.capture.sync_batchnorm import check_norms
+from fsdp_compiled.distributed.mesh import Mesh, agree, join
+from fsdp_compiled.optim.tracing import Rule, make_rules
+from fsdp_compiled.plan.plan import Plan, make_plan
+from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
-from fsdp_compiled.random import initial_state
-from fsdp_compiled.state import State, initial_scale, optimizer_state
-from fsdp_compiled.step import Sharded
-from fsdp_compiled.syncnorm import check_norms
-from fsdp_compiled.takeover import check_initializable, is_taken, read_leaves, take_over
-from fsdp_compiled.units import Choice, find_units
+from fsdp_compiled.runtime.rng import initial_state
+from fsdp_compiled.runtime.shard_model import check_initializable, is_taken, read_leaves, take_over
+from fsdp_compiled.runtime.sharded import Sharded
+from fsdp_compiled.runtime.state import State, optimizer_state
 
 
 def compile_sharded(
@@ -86,7 +86,7 @@ def compile_sharded(
         optimizer=optimizer_state(plan, rules, adopted),
         constants={},
         sums={},
-        scale=initial_scale(plan),
+        scale=plan.policy.initial_scale(plan.device),
         random=initial_state(plan.device, place.rank),
         step=torch.zeros((), dtype=torch.int64, device=plan.device),
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
@@ -268,6 +269,16 @@ class Policy:
         if isinstance(self.loss_scale, str):
             return LossScale()
         return LossScale(float(self.loss_scale), growth=1.0, backoff=1.0)
+
+    def initial_scale(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The tensors that loss scaling reads and writes, as training starts; none without ``loss_scale``."""
+        if self.scaling is None:
+            return {}
+        return {
+            "factor": torch.full((), self.scaling.init, dtype=torch.float32, device=device),
+            "good": torch.zeros((), dtype=torch.int32, device=device),
+            "overflows": torch.zeros((), dtype=torch.int64, device=device),
+        }
 
     @property
     def moving(self) -> tuple[int, ...]:

@@ -65,7 +65,7 @@ ROWS = (
         '`shard="ddp"`, `bucket_mb`',
         (
             "test_parity::test_two_ranks_are_bitwise_ddp",
-            "test_bucket::test_without_gathers_parameters_are_packed_whatever_their_block_and_the_last_are_first",
+            "test_buckets::test_without_gathers_parameters_are_packed_whatever_their_block_and_the_last_are_first",
         ),
     ),
     Row(
@@ -104,9 +104,9 @@ ROWS = (
         "`GradScaler`, which asks the device every step",
         "`loss_scale`, inside the program",
         (
-            "test_scale::test_one_process_is_bit_for_bit_the_grad_scaler",
-            "test_scale::test_an_overflow_on_one_rank_voids_the_step_on_all",
-            "test_scale::test_scaling_sends_no_message_more_and_a_number_at_most",
+            "test_loss_scale::test_one_process_is_bit_for_bit_the_grad_scaler",
+            "test_loss_scale::test_an_overflow_on_one_rank_voids_the_step_on_all",
+            "test_loss_scale::test_scaling_sends_no_message_more_and_a_number_at_most",
         ),
     ),
     Row(
@@ -141,7 +141,7 @@ ROWS = (
         "`clip_grad_value_`",
         "`clip_grad_value_`",
         "`clip_value`",
-        ("test_scale::test_gradients_are_clipped_after_they_are_unscaled",),
+        ("test_loss_scale::test_gradients_are_clipped_after_they_are_unscaled",),
     ),
     Row(
         "The model's own `torch.utils.checkpoint`, dropout included",
@@ -169,8 +169,8 @@ ROWS = (
         NO,
         "`offload=True` (not run on a GPU yet)",
         (
-            "test_offload::test_each_gather_and_each_update_fetches_and_what_was_written_goes_back",
-            "test_offload::test_three_steps_are_bit_for_bit_those_without_copies",
+            "test_host_offload::test_each_gather_and_each_update_fetches_and_what_was_written_goes_back",
+            "test_host_offload::test_three_steps_are_bit_for_bit_those_without_copies",
         ),
     ),
     Row(
@@ -179,8 +179,8 @@ ROWS = (
         "yes, on GPUs",
         "yes, inside the program",
         (
-            "test_syncnorm::test_statistics_are_those_of_the_joined_batch",
-            "test_syncnorm::test_a_norm_adds_one_collective_an_axis_to_each_phase",
+            "test_sync_batchnorm::test_statistics_are_those_of_the_joined_batch",
+            "test_sync_batchnorm::test_a_norm_adds_one_collective_an_axis_to_each_phase",
         ),
     ),
     Row(
@@ -189,8 +189,8 @@ ROWS = (
         NO,
         "`cuda_graph` (not run on a GPU yet)",
         (
-            "test_replay::test_200_launches_with_changing_batches_rates_and_dropout_are_the_steps_themselves",
-            "test_replay::test_a_step_is_one_copy_in_one_launch_and_one_copy_out",
+            "test_cuda_graph::test_200_launches_with_changing_batches_rates_and_dropout_are_the_steps_themselves",
+            "test_cuda_graph::test_a_step_is_one_copy_in_one_launch_and_one_copy_out",
         ),
     ),
     Row(
@@ -214,7 +214,7 @@ ROWS = (
         "yes, named once",
         (
             "test_meaning::test_a_parameter_that_the_loss_never_reaches_stays_as_it_is_under_weight_decay",
-            "test_programs::test_an_idle_parameter_is_named_once",
+            "test_program_cache::test_an_idle_parameter_is_named_once",
         ),
     ),
     Row(
@@ -223,9 +223,9 @@ ROWS = (
         "`join`, each rank counts the same",
         '`weigh="rows"`, `join`: each row counts the same',
         (
-            "test_weigh::test_a_step_is_that_of_one_process_on_all_rows",
-            "test_uneven::test_five_batches_and_three_are_one_process_on_all_rows",
-            "test_weigh::test_no_collective_is_added",
+            "test_row_weights::test_a_step_is_that_of_one_process_on_all_rows",
+            "test_uneven_inputs::test_five_batches_and_three_are_one_process_on_all_rows",
+            "test_row_weights::test_no_collective_is_added",
         ),
     ),
     Row(
@@ -234,8 +234,8 @@ ROWS = (
         "yes (eager)",
         "`dynamic`; at most `programs` are kept",
         (
-            "test_dynamic::test_one_capture_serves_every_number_of_rows_bit_for_bit",
-            "test_programs::test_the_least_recently_used_program_is_dropped_and_the_numbers_stay",
+            "test_dynamic_shapes::test_one_capture_serves_every_number_of_rows_bit_for_bit",
+            "test_program_cache::test_the_least_recently_used_program_is_dropped_and_the_numbers_stay",
         ),
     ),
     Row(

@@ -22,18 +22,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compiled.capture import batch_tensors, capture_on
-from fsdp_compiled.lower import lower
-from fsdp_compiled.mesh import Mesh, join
-from fsdp_compiled.optim import Rule, hyper, make_rules
+from fsdp_compiled.capture.dynamo import batch_tensors, capture_on
+from fsdp_compiled.distributed.mesh import Mesh, join
+from fsdp_compiled.ir.program import LOSS, NORM, Port, Program
+from fsdp_compiled.lower.lowering import lower
+from fsdp_compiled.optim.tracing import Rule, hyper, make_rules
 from fsdp_compiled.passes import FORWARD, GRADIENT, MICROBATCH, Pass, run, step
-from fsdp_compiled.plan import Plan, make_plan
+from fsdp_compiled.plan.plan import Plan, make_plan
+from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
-from fsdp_compiled.program import LOSS, NORM, Port, Program
-from fsdp_compiled.random import initial_state
-from fsdp_compiled.state import initial_scale, optimizer_state
-from fsdp_compiled.takeover import Taken, read_leaves, read_slot, take_over
-from fsdp_compiled.units import Choice, find_units
+from fsdp_compiled.runtime.rng import initial_state
+from fsdp_compiled.runtime.shard_model import Taken, read_leaves, read_slot, take_over
+from fsdp_compiled.runtime.state import optimizer_state
 
 CPU = torch.device("cpu")
 
@@ -108,7 +108,7 @@ def enlist(
     values |= {Port("in", "buffer", name): value for name, value in buffers.items()}
     state = optimizer_state(plan, rules, adopted)
     values |= {Port("in", "state", name): value for name, value in state.items()}
-    values |= {Port("in", "scale", name): value for name, value in initial_scale(plan).items()}
+    values |= {Port("in", "scale", name): value for name, value in plan.policy.initial_scale(plan.device).items()}
     values[Port("in", "rank", "shard")] = torch.tensor([mesh.shard_rank])
     values[Port("in", "call", "number")] = torch.ones((), dtype=torch.float64)
     return Rank(mesh, plan, taken, optimizer, rules, values, initial_state(mesh.device, mesh.rank))

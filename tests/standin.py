@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fsdp_compiled.kernels.scaled import TENSOR_FORMS
-from fsdp_compiled.replay import Replays
+from fsdp_compiled.lower.cuda_graph import Replays
 
 aten = torch.ops.aten
 COLLECTIVES = ("_c10d_functional", "c10d")
@@ -46,7 +46,7 @@ class AsOnGpu(TorchDispatchMode):
 
 
 class StandIn:
-    """`fsdp_compiled.replay.Device` on a CPU; ``log`` says what was asked of it, in order."""
+    """`fsdp_compiled.lower.cuda_graph.Device` on a CPU; ``log`` says what was asked of it, in order."""
 
     capturable = frozenset({"gloo"})
 
@@ -164,7 +164,7 @@ class _Place(int):
 
 
 class Recorded:
-    """`fsdp_compiled.replay.Graph`: a list of operators, run again on the same memory."""
+    """`fsdp_compiled.lower.cuda_graph.Graph`: a list of operators, run again on the same memory."""
 
     def __init__(self, log: list[str]) -> None:
         self.recorder = Recorder()

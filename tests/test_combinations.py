@@ -25,8 +25,9 @@ from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Policy, Program, compile_sharded
+from fsdp_compiled.ir.nodes import gathered, is_collective, role_of
+from fsdp_compiled.ir.program import Port
 from fsdp_compiled.passes import run
-from fsdp_compiled.program import Port, gathered, is_collective, role_of
 from tests.simulate import Batch, Simulation, captured, enlist, lockstep, passes, ranks
 
 PLACEMENTS = ("zero3", "zero2", "zero1", "ddp")

@@ -16,9 +16,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fsdp_compiled import inductor, settings
-from fsdp_compiled.pieces import Piece
-from fsdp_compiled.products import product
+from fsdp_compiled.capture import cache_key
+from fsdp_compiled.lower import inductor
+from fsdp_compiled.lower.onednn_products import product
+from fsdp_compiled.lower.partition import Piece
 
 Compile = Callable[..., tuple[list[torch.Tensor], int]]
 
@@ -108,7 +109,7 @@ CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "threads": lambda: changed(torch.set_num_threads, THREADS + 1, THREADS),
     "inductor": lambda: torch._inductor.config.patch(epilogue_fusion=False),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "version": lambda: mock.patch.object(settings, "_versions", lambda: {"torch": "3.0"}),
+    "version": lambda: mock.patch.object(cache_key, "_versions", lambda: {"torch": "3.0"}),
 }
 
 

@@ -13,10 +13,12 @@ from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Plan, Policy, Program, ProgramError, compile_sharded
-from fsdp_compiled.check import check
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import is_collective, role_of
+from fsdp_compiled.ir.program import FACTOR, LOSS
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.optim import make_rules
-from fsdp_compiled.program import FACTOR, LOSS, Edit, is_collective, role_of
+from fsdp_compiled.optim.tracing import make_rules
+from fsdp_compiled.passes.check import check
 from tests import models
 from tests.models import BLOCKS, Block, Recipe
 from tests.recipes import built, program_of, trained

@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fsdp_compiled.kernels
+from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.lower import lower
-from fsdp_compiled.program import Port, Program
+from fsdp_compiled.lower.lowering import lower
 
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}
 MOMENTUM = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "maximize": False}

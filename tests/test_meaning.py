@@ -16,8 +16,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from torch import fx, nn
 
 from fsdp_compiled import Plan, Policy, Program
-from fsdp_compiled.program import LOSS, Edit, Mark, Port, is_random, is_wait, role_of
-from fsdp_compiled.random import initial_state
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import Mark, is_random, is_wait, role_of
+from fsdp_compiled.ir.program import LOSS, Port
+from fsdp_compiled.runtime.rng import initial_state
 from tests import models
 from tests.models import BLOCKS, Block, Recipe
 from tests.recipes import built, program_of, trained

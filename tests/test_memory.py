@@ -21,13 +21,14 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.analysis.memory import Memory, persistent, predict
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
-from fsdp_compiled.lower import lower
-from fsdp_compiled.memory import Memory, persistent, predict
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.lower.lowering import lower
 from fsdp_compiled.passes import run
-from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import Edit, Port, Program
-from fsdp_compiled.random import Generator
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.rng import Generator
 from tests import models
 from tests.allocator import Gathers, Recording, held, record
 from tests.launch import launch

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn, optim
 
-from fsdp_compiled.optim import hyper, make_rules, scheduled, signature
+from fsdp_compiled.optim.tracing import hyper, make_rules, scheduled, signature
 
 CPU = torch.device("cpu")
 

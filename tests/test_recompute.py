@@ -12,8 +12,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, Program, compile_sharded
+from fsdp_compiled.ir.nodes import gathered, is_random, is_view
+from fsdp_compiled.ir.program import LOSS
 from fsdp_compiled.passes import run
-from fsdp_compiled.program import LOSS, gathered, is_random, is_view
 from tests import models
 from tests.models import Block, Recipe
 from tests.recipes import built, program_of

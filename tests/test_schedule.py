@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import fx
 
 from fsdp_compiled import Policy, Program
-from fsdp_compiled.program import is_collective, is_view, role_of
+from fsdp_compiled.ir.nodes import is_collective, is_view, role_of
 from tests import models
 from tests.models import Block, Recipe
 from tests.recipes import program_of, trained

@@ -18,9 +18,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, Program
-from fsdp_compiled.check import check
-from fsdp_compiled.plan import Unit
-from fsdp_compiled.program import Edit, Port, is_collective, is_random, is_wait, role_of
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import is_collective, is_random, is_wait, role_of
+from fsdp_compiled.ir.program import Port
+from fsdp_compiled.passes.check import check
+from fsdp_compiled.plan.plan import Unit
 from tests import models
 from tests.models import Block, Recipe
 from tests.recipes import built, program_of

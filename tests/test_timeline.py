@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fsdp_compiled import Policy
-from fsdp_compiled.timeline import Span, Timeline, estimate
+from fsdp_compiled.analysis.timeline import Span, Timeline, estimate
 from tests.launch import launch
 from tests.models import Stack
 from tests.simulate import stages

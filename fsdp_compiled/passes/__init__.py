@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from fsdp_compiled.check import check
-from fsdp_compiled.optim import Rule
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.optim.tracing import Rule
 from fsdp_compiled.passes.accumulate import add_up, average
+from fsdp_compiled.passes.check import check
 from fsdp_compiled.passes.clip import clip
 from fsdp_compiled.passes.copies import copies
 from fsdp_compiled.passes.gather import gather
+from fsdp_compiled.passes.host_offload import offload
 from fsdp_compiled.passes.limit import limit
+from fsdp_compiled.passes.loss_scale import scale, skip, unscale
 from fsdp_compiled.passes.measure import measure, settle
-from fsdp_compiled.passes.offload import offload
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.reduce import reduce
-from fsdp_compiled.passes.remake import remake
+from fsdp_compiled.passes.rematerialize import remake
 from fsdp_compiled.passes.report import report
-from fsdp_compiled.passes.scale import scale, skip, unscale
+from fsdp_compiled.passes.row_weights import share, weigh
 from fsdp_compiled.passes.schedule import schedule
-from fsdp_compiled.passes.store import store
 from fsdp_compiled.passes.update import update
-from fsdp_compiled.passes.weigh import share, weigh
-from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import Program
+from fsdp_compiled.passes.write_back import store
+from fsdp_compiled.plan.plan import Plan
 
 Pass = Callable[[Program, Plan], Program]
 Observer = Callable[[Program], None]

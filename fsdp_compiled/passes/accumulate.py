@@ -17,8 +17,8 @@ Holding shards costs one reduction a microbatch and a shard of memory; holding f
 whole gradient on every rank and one reduction a step (DDP's and FSDP's ``no_sync``). How many microbatches there were
 is counted on the device, so that their number may change from step to step. With the package's own kernels all shards
 join their sums in one call, ``accumulate_([sum, ...], [gradient, ...])``; at the end it is `measure` that joins them,
-and the update that divides. Where ranks count by rows (see `weigh`), rows are counted in the place of microbatches, and
-what is left to divide is divided when all ranks' rows are known.
+and the update that divides. Where ranks count by rows (see `row_weights`), rows are counted in the place of
+microbatches, and what is left to divide is divided when all ranks' rows are known.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from fsdp_compiled.ir.edit import Edit, weighed
+from fsdp_compiled.ir.nodes import Mark, reduction
+from fsdp_compiled.ir.program import LOSS, WEIGHT, Port, Program
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.pending import joined_before, multiply
-from fsdp_compiled.plan import Buffer, Plan
-from fsdp_compiled.program import LOSS, WEIGHT, Edit, Mark, Port, Program, reduction, weighed
+from fsdp_compiled.passes.pending import joined_before, multiply
+from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
 COUNT, TOTAL = Port("in", "sum", "(count)"), Port("in", "sum", "(loss)")

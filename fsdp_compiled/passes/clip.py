@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_compiled.pending import apply, multiply
-from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import NORM, Edit, Mark, Port, Program
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import Mark
+from fsdp_compiled.ir.program import NORM, Port, Program
+from fsdp_compiled.passes.pending import apply, multiply
+from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
 EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_

@@ -9,14 +9,16 @@
     full' = all_gather(half')
 
 The update writes the copy while it has the new values at hand, see `update`; whoever else writes a shard is followed by
-`fsdp_compiled.copies`. Only the programs that train read copies: to run forward alone, or to differentiate, is not
-worth relying on them.
+`fsdp_compiled.runtime.compute_copies`. Only the programs that train read copies: to run forward alone, or to
+differentiate, is not worth relying on them.
 """
 
 from __future__ import annotations
 
-from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import Edit, Port, Program, role_of
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import role_of
+from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.plan.plan import Plan
 
 
 def copies(program: Program, plan: Plan) -> Program:

@@ -21,8 +21,10 @@ from operator import getitem
 import torch
 from torch import fx
 
-from fsdp_compiled.plan import Buffer, Plan, Slot
-from fsdp_compiled.program import Edit, Mark, Port, Program, Role, first, positions
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import Mark, Role, first, positions
+from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -18,9 +18,11 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from fsdp_compiled.holdings import Holding, holdings
-from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import Edit, Phase, Program, positions, role_of
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.liveness import Holding, holdings
+from fsdp_compiled.ir.nodes import Phase, positions, role_of
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.plan.plan import Plan
 
 GATHER_CHAIN = ("fetch", "cast", "gather", "part", "wait", "block", "view")
 

@@ -6,9 +6,9 @@
                                             return gradient, factor, squares = sum(squares), overflow = nonfinite
 
 The factor is what every gradient is still to be multiplied by: 1 / microbatches (see `accumulate`), 1 / the loss's
-scale (see `scale`), the rows' share (see `weigh`), and after this pass the clipping's. The squares are of the gradients
-as they will then be; the update applies it, and nothing else reads or writes the gradients. At the end of microbatches
-whose shards were added up, they join their sums in the same call:
+scale (see `loss_scale`), the rows' share (see `row_weights`), and after this pass the clipping's. The squares are of
+the gradients as they will then be; the update applies it, and nothing else reads or writes the gradients. At the end of
+microbatches whose shards were added up, they join their sums in the same call:
 
     return gradient, factor                 squares = accumulate_([gradient, ...], [sum, ...], factor, nonfinite)
                                             sum = 0
@@ -21,10 +21,12 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import Mark
+from fsdp_compiled.ir.program import FACTOR, OVERFLOW, SQUARES, Port, Program
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.pending import apply, joined_before
-from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import FACTOR, OVERFLOW, SQUARES, Edit, Mark, Port, Program
+from fsdp_compiled.passes.pending import apply, joined_before
+from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
 

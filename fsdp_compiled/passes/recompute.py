@@ -24,9 +24,11 @@ from operator import getitem
 
 from torch import fx
 
-from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import Edit, Program, gathered, is_random, positions
-from fsdp_compiled.units import innermost
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import gathered, is_random, positions
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.plan.units import innermost
 
 
 def recompute(program: Program, plan: Plan) -> Program:

@@ -22,9 +22,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import Mark, Role, last, positions
+from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.plan import Buffer, Plan, Slot
-from fsdp_compiled.program import Edit, Mark, Port, Program, Role, last, positions
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

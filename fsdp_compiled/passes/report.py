@@ -12,7 +12,7 @@ assertion holds exactly when all ranks have the same one, so that ranks that cal
 before anything is updated, at no cost. The squared norm of a sum is not the sum of squared norms, so the norm is taken
 after the reduction, on the shards, each element once: padding is zero, and copies on a replicate axis are divided out.
 How many gradients were found not to be finite, under ``Policy.loss_scale``, is one more number of the same message; and
-so is how many rows this rank has, where ranks count by them (see `weigh`).
+so is how many rows this rank has, where ranks count by them (see `row_weights`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import (
-    ASSERT,
-    CALL,
-    DISAGREE,
-    LOSS,
-    NORM,
-    OVERFLOW,
-    SQUARES,
-    WEIGHT,
-    Edit,
-    Mark,
-    Port,
-    Program,
-    weighed,
-)
+from fsdp_compiled.ir.edit import Edit, weighed
+from fsdp_compiled.ir.nodes import ASSERT, DISAGREE, Mark
+from fsdp_compiled.ir.program import CALL, LOSS, NORM, OVERFLOW, SQUARES, WEIGHT, Port, Program
+from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

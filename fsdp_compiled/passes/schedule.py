@@ -24,10 +24,12 @@ from __future__ import annotations
 
 from torch import fx
 
-from fsdp_compiled.cost import seconds
-from fsdp_compiled.holdings import Holding, holdings, most_alive
-from fsdp_compiled.plan import Plan
-from fsdp_compiled.program import Edit, Program, positions, role_of
+from fsdp_compiled.analysis.roofline import seconds
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.liveness import Holding, holdings, most_alive
+from fsdp_compiled.ir.nodes import positions, role_of
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.plan.plan import Plan
 
 MOST_AHEAD = 4  # what "auto" tries
 WORTH = 0.05  # of the time on the wire: what one more unit ahead must hide besides

@@ -10,8 +10,8 @@
 A parameter that the loss never reaches has no gradient, and its optimizer would leave it alone, weight decay included;
 in a flat buffer it has a gradient of zeros, and is put back afterwards, with its state.
 
-The operators are those of the optimizer's own code, traced by `fsdp_compiled.optim`, or, with the package's own
-kernels and for the optimizers that have one (`fsdp_compiled.formula`), one for all shards of a group:
+The operators are those of the optimizer's own code, traced by `fsdp_compiled.optim.tracing`, or, with the package's own
+kernels and for the optimizers that have one (`fsdp_compiled.optim.fused`), one for all shards of a group:
 
     return gradient, factor     step += 1
                                 adam_([shard, ...], [gradient, ...], [exp_avg, ...], ..., lr, step, factor)
@@ -32,9 +32,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compiled.optim import Rule
-from fsdp_compiled.plan import Buffer, Plan
-from fsdp_compiled.program import FACTOR, OVERFLOW, Edit, Mark, Port, Program
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import Mark
+from fsdp_compiled.ir.program import FACTOR, OVERFLOW, Port, Program
+from fsdp_compiled.optim.tracing import Rule
+from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
 

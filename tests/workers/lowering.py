@@ -16,9 +16,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compiled import Policy, Sharded, compile_sharded, inductor, keep
-from fsdp_compiled.mesh import close
-from fsdp_compiled.program import is_collective
+from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled.capture import aot_cache
+from fsdp_compiled.distributed.mesh import close
+from fsdp_compiled.ir.nodes import is_collective
+from fsdp_compiled.lower import inductor
 
 
 class Model(nn.Module):
@@ -83,7 +85,7 @@ def compiled() -> dict[str, Any]:
         return call
 
     with (
-        mock.patch.object(keep, "differentiate", counted("traced", keep.differentiate)),
+        mock.patch.object(aot_cache, "differentiate", counted("traced", aot_cache.differentiate)),
         mock.patch.object(inductor, "_artifact", counted("compiled", inductor._artifact)),
         mock.patch.object(inductor, "_unpack", counted("found", inductor._unpack)),
     ):

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
-from fsdp_compiled.memory import Memory
-from fsdp_compiled.step import Sharded
+from fsdp_compiled.runtime.sharded import Sharded
 from tests.allocator import Gathers, Recording, Settled, held, record
 
 LOST = 256  # bytes that a step may leave behind: its loss and norm

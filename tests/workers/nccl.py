@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.program import Port, c10d
-from fsdp_compiled.replay import CudaGraphs, Replays
+from fsdp_compiled.ir.program import Port, c10d
+from fsdp_compiled.lower.cuda_graph import CudaGraphs, Replays
 
 STEPS, WIDTH = 60, 512
 device = torch.device("cuda", 0)

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import LossScale, Policy, compile_sharded
-from fsdp_compiled.mesh import close
-from fsdp_compiled.program import is_collective
+from fsdp_compiled.distributed.mesh import close
+from fsdp_compiled.ir.nodes import is_collective
 
 STEPS, WIDTH, ROWS = 6, 8, 4
 OVERFLOWS = 2  # the step in which the last rank's loss is too large for fp16, where the loss is scaled

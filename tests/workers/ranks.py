@@ -20,13 +20,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_compiled import Policy, Sharded, compile_sharded, watch
-from fsdp_compiled.mesh import close
+from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled.distributed import watchdog
+from fsdp_compiled.distributed.mesh import close
 from tests.standin import Plain, StandIn
 
 RANK = int(os.environ["RANK"])
 PATIENT = 3.0
-watch.PATIENCE = 1.0
+watchdog.PATIENCE = 1.0
 EAGER = Policy(lower="eager")
 
 
@@ -275,8 +276,8 @@ def late() -> Any:
 
 def unstoppable() -> Any:
     """Ranks on whose connections the watch has no hold, as under NCCL."""
-    watch.cut = lambda theirs: 0
-    watch.GRACE = 0.5
+    watchdog.cut = lambda theirs: 0
+    watchdog.GRACE = 0.5
     return evaluates_alone()
 
 

@@ -27,7 +27,7 @@ from fsdp_compiled.cli.launch import launch, refuse_used
 from fsdp_compiled.cli.machine import hardware, versions
 from fsdp_compiled.cli.rank import STOPPED, Place, joined, own_launcher, place, tell_failure
 from fsdp_compiled.cli.toolchain import choose_lower
-from fsdp_compiled.mesh import join
+from fsdp_compiled.distributed.mesh import join
 
 RESULT = "result.json"
 CACHES = ("cold", "warm")

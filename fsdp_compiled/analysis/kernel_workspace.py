@@ -1,0 +1,180 @@
+"""What kernels and collectives allocate besides their results, and free again.
+
+*Kernels*, on a CPU; each of these was read in PyTorch's code or off the allocator's events:
+
+- a pointwise operator copies each operand that is not in the dtype that it computes in, a reduction its input;
+- dropout's mask is such an operand, and its backward makes a product that is scaled into another;
+- norms, softmaxes and losses copy what is not contiguous, a matrix product what is neither that nor transposed;
+- a layer norm's backward adds up its weights' gradients in rows of two a thread;
+- a batch norm's backward makes one intermediate of the input's size;
+- flash attention keeps blocks of scores a thread;
+- a convolution (oneDNN) works on copies of its tensors in blocked layouts.
+
+In bfloat16 and float16 oneDNN also reorders the operands of matrix products, by rules of its own, which are not here;
+nor are the workspaces of cuBLAS and cuDNN.
+
+*Collectives*: gloo gathers into a second copy of the result, and several buffers through a copy of them; it
+reduce-scatters a copy of its input in place. NCCL copies nothing. A gather keeps its input until it is waited for, and
+under NCCL a reduce-scatter does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from fsdp_compiled.ir.nodes import as_traced
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+
+Backend = Literal["gloo", "nccl", "fake"]  # fake: gives shapes only
+GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default)
+
+
+def backend_of(device: torch.device) -> Backend:
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def keeps_input(node: fx.Node, backend: Backend) -> bool:
+    """Whether the collective holds on to what it reads until it is waited for."""
+    if node.target in GATHERS:
+        return backend != "fake"
+    return node.target is c10d.reduce_scatter_tensor.default and backend == "nccl"
+
+
+def on_wire(node: fx.Node, backend: Backend) -> int:
+    """Bytes that the collective allocates besides its results, from its start until it is waited for."""
+    if backend != "gloo":
+        return 0
+    read = sum(source.meta["val"].nbytes for source in node.all_input_nodes)
+    if node.target is c10d.all_gather_into_tensor.default:
+        return node.meta["val"].nbytes
+    if node.target is c10d.all_gather_into_tensor_coalesced.default:
+        return read + sum(value.nbytes for value in node.meta["val"])
+    return read if node.target is c10d.reduce_scatter_tensor.default else 0
+
+
+def in_kernel(node: fx.Node) -> int:
+    """Bytes that the node's kernel allocates besides its results, at its height."""
+    read = [source.meta["val"] for source in node.all_input_nodes]
+    read = [value for value in read if isinstance(value, torch.Tensor)]
+    if not isinstance(node.target, torch._ops.OpOverload) or not read or read[0].device.type != "cpu":
+        return 0
+    operands, result = as_traced((read, node.meta["val"]))
+    results = [value for value in (result if isinstance(result, tuple | list) else [result]) if value is not None]
+    scratch = sum(operand.nbytes for operand in operands if _copied(node.target, operand))
+    if node.target in _KERNELS:
+        return scratch + _KERNELS[node.target](node, operands, results)
+    if torch.Tag.pointwise in node.target.tags:
+        return scratch + _casts(operands, results)
+    if torch.Tag.reduction in node.target.tags and results and operands[0].dtype != results[0].dtype:
+        return scratch + operands[0].numel() * results[0].dtype.itemsize
+    return scratch
+
+
+Tensors = Sequence[torch.Tensor]
+
+CONTIGUOUS = {
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax_backward_data.default,
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+    aten.embedding_dense_backward.default,
+}
+PRODUCTS = {aten.mm.default, aten.addmm.default}
+
+
+def _copied(target: Any, operand: torch.Tensor) -> bool:
+    """Whether the kernel starts by copying this operand into a layout that it can read."""
+    if target in CONTIGUOUS:
+        return not operand.is_contiguous()
+    if target in PRODUCTS and operand.dim() == 2:
+        rows, columns = operand.stride()
+        by_row = columns == 1 and rows >= operand.shape[1]
+        return not (by_row or (rows == 1 and columns >= operand.shape[0])) and min(operand.shape) > 1
+    return False
+
+
+def _casts(operands: Tensors, results: Tensors) -> int:
+    """Copies of the operands that are not in the dtype in which the operator computes."""
+    whole = [operand for operand in operands if operand.dim() > 0]
+    if not whole or not results:
+        return 0
+    dtype = results[0].dtype
+    if dtype == torch.bool:  # comparisons compute in the dtype of what they compare
+        dtype = whole[0].dtype
+        for operand in whole:
+            dtype = torch.promote_types(dtype, operand.dtype)
+    return sum(operand.numel() * dtype.itemsize for operand in whole if operand.dtype != dtype)
+
+
+def _where(node: fx.Node, operands: Tensors, results: Tensors) -> int:
+    return _casts([operand for operand in operands if operand.dtype != torch.bool], results)
+
+
+def _dropout(node: fx.Node, operands: Tensors, results: Tensors) -> int:
+    return operands[0].nbytes  # the mask in the input's dtype; in backward, the product before it is scaled
+
+
+def _safe_softmax(node: fx.Node, operands: Tensors, results: Tensors) -> int:
+    return operands[0].numel()  # which scores are minus infinity
+
+
+def _layer_norm_backward(node: fx.Node, operands: Tensors, results: Tensors) -> int:
+    return 2 * torch.get_num_threads() * math.prod(as_traced(node.args[2])) * operands[0].dtype.itemsize
+
+
+def _batch_norm_backward(node: fx.Node, operands: Tensors, results: Tensors) -> int:
+    return operands[1].nbytes
+
+
+def _blocks(operands: Tensors) -> tuple[int, int, int]:
+    """Rows of queries, of keys, and the size of a head, in a block of flash attention."""
+    query, key = operands[0], operands[1]
+    length = query.shape[-2]
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return min(rows, length), min(512, key.shape[-2]), query.shape[-1]
+
+
+def _attention(node: fx.Node, operands: Tensors, results: Tensors) -> int:
+    rows, columns, head = _blocks(operands)
+    return 4 * torch.get_num_threads() * (rows * columns + 2 * rows + rows * head)
+
+
+def _attention_backward(node: fx.Node, operands: Tensors, results: Tensors) -> int:
+    rows, columns, _ = _blocks(operands[1:])
+    return 4 * torch.get_num_threads() * (2 * rows * columns + rows)
+
+
+def _convolution(node: fx.Node, operands: Tensors, results: Tensors) -> int:
+    """Blocked copies of input and weight, then the blocked result beside the plain one."""
+    return max(operands[0].nbytes + operands[1].nbytes, results[0].nbytes)
+
+
+def _convolution_backward(node: fx.Node, operands: Tensors, results: Tensors) -> int:
+    """Blocked copies of the gradient and of the input; an input of few channels (the image) is read as it is."""
+    gradient, value = operands[0], operands[1]
+    return gradient.nbytes + (value.nbytes if value.shape[1] >= 16 else 0)
+
+
+_KERNELS: dict[Any, Callable[[fx.Node, Tensors, Tensors], int]] = {
+    aten.where.self: _where,
+    aten.native_dropout.default: _dropout,
+    aten.native_dropout_backward.default: _dropout,
+    aten._safe_softmax.default: _safe_softmax,
+    aten.native_layer_norm_backward.default: _layer_norm_backward,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+}

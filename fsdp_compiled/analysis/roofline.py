@@ -1,0 +1,43 @@
+"""What a node of a program is estimated to take, from shapes alone: a roofline model of compute, a ring of transfers.
+
+Rough on purpose: it is asked whether a gather fits behind the compute before it, not how long a step takes. The flops
+are those that PyTorch's own `FlopCounterMode` counts (matrix products, convolutions, attention).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait
+from fsdp_compiled.plan.hardware import Machine
+
+
+def seconds(node: fx.Node, machine: Machine) -> float:
+    """Of computing a node; nothing for views, placeholders, waits and for starting a collective."""
+    if node.op != "call_function" or is_view(node) or is_collective(node) or is_wait(node):
+        return 0.0
+    return machine.compute(flops(node), traffic(node))
+
+
+def flops(node: fx.Node) -> int:
+    """Multiplications and additions; 0 for an operator that moves or maps elements."""
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 0
+    args, kwargs = pytree.tree_map_only(fx.Node, lambda source: as_traced(source.meta["val"]), (node.args, node.kwargs))
+    return int(count(*args, **kwargs, out_val=as_traced(node.meta["val"])))
+
+
+def traffic(node: fx.Node) -> int:
+    """Bytes read and written, each tensor once."""
+    read = [source.meta.get("val") for source in node.all_input_nodes]
+    return sum(nbytes(value) for value in [*read, node.meta.get("val")])
+
+
+def nbytes(value: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(as_traced(value)) if isinstance(leaf, torch.Tensor))

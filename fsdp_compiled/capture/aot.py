@@ -1,0 +1,240 @@
+"""What Dynamo traced -> Program: AOTAutograd differentiates it, and its graph gets our ports and marks.
+
+This is the only file that touches private surfaces of AOTAutograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTOutput,
+)
+
+from fsdp_compiled.capture.source_lines import is_backward, path_of
+from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
+from fsdp_compiled.ir.program import Port, Program
+
+DETACH = torch.ops.aten.detach.default  # nothing to detach from in a graph that holds its own backward
+
+
+class CaptureError(ValueError):
+    """The model or the loss cannot be traced whole, or the loss is not one that can be differentiated."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A captured program, and the literal tensors of the model's code, which are inputs of it."""
+
+    program: Program
+    literals: Mapping[str, torch.Tensor]
+
+
+def differentiate(
+    module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], results: Sequence[Port]
+) -> Traced:
+    """The program of a module that Dynamo traced, on inputs and with results that are these ports, and its gradient."""
+    joint = _joint(module, inputs)
+    ports = list(given)
+    literals = _lift_literals(joint, ports)
+    return Traced(_to_program(joint.graph, ports, list(results)), literals)
+
+
+class _Taken(Exception):
+    """Leaves AOTAutograd as soon as it has handed over the joint graph."""
+
+
+def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """AOTAutograd's joint graph of what Dynamo traced; its forward graph where nothing requires a gradient."""
+    taken: list[fx.GraphModule] = []
+
+    def take(graph_module: fx.GraphModule, _inputs: Any, **_options: Any) -> Any:
+        taken.append(graph_module)
+        raise _Taken
+
+    compiler = aot_autograd(
+        fw_compiler=take, inference_compiler=take, partition_fn=take, keep_inference_input_mutations=False
+    )
+    with contextlib.suppress(_Taken):
+        compiler(module, list(inputs))
+    return taken[0]
+
+
+def _lift_literals(joint: fx.GraphModule, ports: list[Port]) -> dict[str, torch.Tensor]:
+    """Literal tensors of the model's code, such as ``torch.tensor(-1.0)``, become inputs like any other."""
+    literals: dict[str, torch.Tensor] = {}
+    closed = len({port.name for port in ports if port.kind == "constant"})
+    places = joint.graph.find_nodes(op="placeholder")
+    for node in joint.graph.find_nodes(op="get_attr"):
+        value = getattr(joint, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            continue  # the body of a higher-order operator; refused where it is used
+        name = f"literal {closed + len(literals)}"
+        with joint.graph.inserting_before(places[len(ports)] if len(ports) < len(places) else node):
+            place = joint.graph.placeholder(node.name)
+        place.meta = dict(node.meta)
+        mode = fake_mode(joint.graph)
+        place.meta["val"] = fake_tensor(mode, tuple(value.shape), value.stride(), value.dtype, value.device)
+        node.replace_all_uses_with(place)
+        joint.graph.erase_node(node)
+        ports.append(Port("in", "constant", name))
+        places.insert(len(ports) - 1, place)
+        literals[name] = value.detach()
+    return literals
+
+
+def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Program:
+    """The joint graph with our ports and marks, its tangent a constant, its unused inputs gone."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    placeholders = [
+        node
+        for node in joint.find_nodes(op="placeholder")
+        if not isinstance(node.meta.get("desc"), ForwardTokenAOTInput | BackwardTokenAOTInput)
+    ]
+    forward_inputs = placeholders[: len(inputs)]
+    by_port: dict[Port, fx.Node] = {}
+    for port, node in zip(inputs, forward_inputs, strict=True):
+        # the same size of several tensors comes as several inputs
+        mapping[node] = by_port[port] = by_port.get(port) or graph.node_copy(node)
+        mapping[node].meta = {"val": node.meta["val"]}
+    tangents = placeholders[len(inputs) :]
+    phase: Phase = "forward"
+    for node in joint.nodes:
+        if node.op == "call_function":
+            if phase == "forward" and (is_backward(node) or any(source in tangents for source in node.all_input_nodes)):
+                phase = "backward"
+                mapping |= {tangent: _seed(graph, tangent) for tangent in tangents}
+            if node.target is torch.ops.higher_order.with_effects:
+                _effect(graph, node, mapping, phase)
+            elif node not in mapping and not _is_token(node):
+                mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
+        elif node.op not in ("placeholder", "output"):
+            raise CaptureError(
+                f"The model uses a higher-order operator ({node.op} {node.target}) that is not supported yet. "
+                "Write its body out as ordinary operators."
+            )
+    mapping |= {tangent: _seed(graph, tangent) for tangent in tangents}  # no backward: the loss is a parameter
+    end = joint.output_node()
+    values = end.args[0]
+    descriptions = end.meta["desc"]
+    outputs: dict[Port, fx.Node] = {}
+    for value, description in zip(values, descriptions, strict=True):  # type: ignore[arg-type]
+        if isinstance(description, PlainAOTOutput):
+            outputs[results[description.idx]] = mapping[value]  # after a mutation of the same buffer, its last value
+        elif isinstance(description, InputMutationAOTOutput):
+            port = inputs[description.mutated_input.idx]  # type: ignore[attr-defined]
+            if port.kind not in ("buffer", "constant"):
+                raise CaptureError(unwritable(port))
+            outputs.setdefault(Port("out", port.kind, port.name), mapping[value])
+        elif isinstance(description, GradAOTOutput) and value is not None:
+            port = inputs[description.grad_of.idx]  # type: ignore[attr-defined]
+            if port.kind == "constant":
+                raise CaptureError(
+                    f"The loss differentiates {port.name}, which is not a parameter of the model: its gradient would "
+                    "be lost. Make it a parameter of the model, or detach it."
+                )
+            if value.meta["val"].layout != torch.strided:
+                raise CaptureError(
+                    f"The gradient of {port.name} is sparse, which a flat buffer cannot hold. Build the embedding with "
+                    "sparse=False: during backward its gradient is as large as the parameter."
+                )
+            if port.kind == "parameter":
+                outputs[Port("out", "gradient", port.name)] = mapping[value]
+        elif value is not None and not isinstance(
+            description, GradAOTOutput | ForwardTokenAOTOutput | BackwardTokenAOTOutput
+        ):
+            raise CaptureError(f"The model returns something that cannot be traced yet: {description}.")
+    graph.output(list(outputs.values()))
+    kept = []
+    for port, node in by_port.items():
+        if node.users or port.kind in ("batch", "size") or Port("out", port.kind, port.name) in outputs:
+            kept.append(port)
+        else:
+            graph.erase_node(node)
+    program = Program(graph, (*kept, *outputs), ("capture",))
+    graph.lint()
+    return program
+
+
+def _effect(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], phase: Phase) -> None:
+    """An operator with an effect, such as the check of a matrix's inverse: a program runs in order, without tokens.
+
+    token', result = with_effects(token, operator, x)   ->   result = operator(x)
+    """
+    _token, operator, *args = node.args
+    copy = graph.call_function(operator, *fx.node.map_arg((tuple(args), node.kwargs), mapping.__getitem__))  # type: ignore[arg-type]
+    results = node.meta["val"][1:]
+    single = len(results) < 2
+    copy.meta = {"val": results[0] if results and single else results or None, "phase": phase, "path": path_of(node)}
+    copy.meta["effect"] = True
+    for user in node.users:
+        if user.target is getitem and user.args[1] and single:
+            mapping[user] = copy
+        elif user.target is getitem and user.args[1]:
+            mapping[user] = graph.call_function(getitem, (copy, user.args[1] - 1))  # type: ignore[operator]
+            mapping[user].meta = {"val": user.meta["val"], "phase": phase, "path": path_of(node)}
+
+
+def _is_token(node: fx.Node) -> bool:
+    """Whether the node takes the token out of an effect's results."""
+    source = node.args[0] if node.args else None
+    return (
+        node.target is getitem
+        and isinstance(source, fx.Node)
+        and source.target is torch.ops.higher_order.with_effects
+        and node.args[1] == 0
+    )
+
+
+def _seed(graph: fx.Graph, tangent: fx.Node) -> fx.Node:
+    """The derivative of the loss by one of the results: 1 for itself, 0 for buffers that forward updated."""
+    value = tangent.meta["val"]
+    seed = 1.0 if isinstance(tangent.meta["desc"].output, PlainAOTOutput) else 0.0
+    node = graph.call_function(
+        torch.ops.aten.full.default, (list(value.shape), seed), {"dtype": value.dtype, "device": value.device}
+    )
+    node.meta = {"val": value, "phase": "backward", "path": ""} | ({"seed": True} if seed else {})
+    return node
+
+
+def _copy(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], phase: Phase) -> fx.Node:
+    copy = graph.node_copy(node, mapping.__getitem__)
+    copy.meta = {"val": node.meta.get("val"), "phase": phase, "path": path_of(node)}
+    if phase == "forward" and _recomputes(node):
+        copy.meta["region"] = node.meta.get("ac_graph_id", 0)
+    if "stack_trace" in node.meta:
+        copy.meta["stack_trace"] = node.meta["stack_trace"]
+    return copy
+
+
+def _recomputes(node: fx.Node) -> bool:
+    """Whether the user's `torch.utils.checkpoint` asks to compute this node again in backward."""
+    tag = node.meta.get("recompute")
+    return tag is not None and getattr(tag, "name", "") in ("MUST_RECOMPUTE", "PREFER_RECOMPUTE")
+
+
+def unwritable(port: Port) -> str:
+    """Why forward may not write this input, and the cure."""
+    if port.kind == "parameter":
+        return (
+            f"Forward writes {port}. Parameters live in shards, which the optimizer alone updates: compute with a "
+            "changed copy instead (`weight.clamp(-1, 1)`), as torch.nn.utils.parametrize does."
+        )
+    return (
+        f"Forward writes {port} in place. Only buffers (register_buffer) may be updated by forward; "
+        "clone the tensor before changing it."
+    )

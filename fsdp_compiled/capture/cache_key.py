@@ -1,0 +1,93 @@
+"""What decides of traced and compiled code besides the code itself: versions, global settings, the machine.
+
+Whatever is kept on disk is kept under these too. A setting too many costs a compilation that was not needed; one too
+few runs the wrong code.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import backends
+from torch._functorch import config
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+
+def settings() -> str:
+    """Equal where tracing or compiling the same would give the same."""
+    found = {**_versions(), **_modes(), **_kernels(), **_machine()}
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
+def others() -> bool:
+    """Whether code of the user's takes part in what is traced here: a dispatch mode, or hooks for saved tensors."""
+    return is_in_torch_dispatch_mode() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+@functools.cache
+def _versions() -> dict[str, Any]:
+    root = Path(__file__).parent.parent  # the package
+    sources = hashlib.sha256()
+    for path in sorted([*root.rglob("*.py"), *(root / "kernels").glob("*.py")]):  # rglob does not follow the link
+        sources.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return {
+        "sources": sources.hexdigest(),
+        "torch": (torch.__version__, torch.version.git_version),
+        "python": sys.version_info[:2],
+    }
+
+
+def _modes() -> dict[str, Any]:
+    """How operators are dispatched, differentiated and typed."""
+    devices = torch._C._autocast_supported_devices()
+    return {
+        "autocast": [(name, torch.get_autocast_dtype(name)) for name in devices if torch.is_autocast_enabled(name)],
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        ),
+        "default": (torch.get_default_dtype(), torch.get_default_device()),
+        "functorch": config.get_hash(),
+    }
+
+
+def _kernels() -> dict[str, Any]:
+    """Which of several operators or kernels PyTorch chooses."""
+    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
+    return {
+        "attention": (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+            cuda.fp16_bf16_reduction_math_sdp_allowed(),
+            torch._C._get_sdp_priority_order(),
+            backends.mha.get_fastpath_enabled(),
+        ),
+        "matmul": (
+            torch.get_float32_matmul_precision(),
+            cuda.matmul.allow_fp16_reduced_precision_reduction,
+            cuda.matmul.allow_bf16_reduced_precision_reduction,
+            cuda.matmul.allow_fp16_accumulation,
+        ),
+        "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision),  # type: ignore[attr-defined]
+        "mkldnn": (mkldnn.enabled, mkldnn.deterministic, mkldnn.matmul.fp32_precision),  # type: ignore[attr-defined]
+        "einsum": (backends.opt_einsum.is_available(), backends.opt_einsum.enabled, backends.opt_einsum.strategy),  # type: ignore[attr-defined]
+        "quantized": backends.quantized.engine,
+    }
+
+
+def _machine() -> dict[str, Any]:
+    index = torch.cuda.current_device() if torch.cuda.is_available() else None
+    return {
+        "cpu": (backends.cpu.get_cpu_capability(), torch.get_num_threads()),
+        "gpu": None if index is None else (torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)),
+    }

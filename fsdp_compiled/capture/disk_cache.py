@@ -1,0 +1,69 @@
+"""Files that outlive the process: bytes under a key, in a folder that processes share.
+
+A reader finds a whole file or none: files are written beside their place and then moved there, so that two ranks may
+write the same one at once, and each begins with the hash of its content. One that is damaged, or that cannot be read
+any more, counts as missing and is replaced; a folder that cannot be written keeps nothing. Neither is an error, since
+everything that is kept can be made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from torch._inductor import config
+from torch._inductor.codecache import cache_dir
+
+T = TypeVar("T")
+# Namespaces of operators that are PyTorch's or ours.
+KNOWN = ("aten", "prims", "_c10d_functional", "fsdp_compiled", "fsdp_compiled_cpu")
+log = logging.getLogger("fsdp_compiled")
+
+
+def folder() -> Path | None:
+    """Where to keep what was compiled; None if Inductor is told to keep nothing."""
+    if config.force_disable_caches or not config.fx_graph_cache:
+        return None
+    return Path(cache_dir()) / "fsdp_compiled"
+
+
+def read(place: Path, load: Callable[[bytes], T]) -> T | None:
+    """What ``load`` makes of the bytes that `write` put there; None if there are none that it can read."""
+    try:
+        content = place.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        log.warning("%s cannot be read (%s): it is made anew", place, error)
+        return None
+    hashed, rest = content[: hashlib.sha256().digest_size], content[hashlib.sha256().digest_size :]
+    if hashlib.sha256(rest).digest() != hashed:
+        log.warning("%s is damaged: it is made anew", place)
+        return None
+    try:
+        return load(rest)
+    except Exception as error:  # whatever a reader of another day's file may raise
+        log.warning("%s cannot be used (%s: %s): it is made anew", place, type(error).__name__, error)
+        return None
+
+
+def write(place: Path, content: bytes) -> None:
+    """Puts the bytes there, in the place of what was there before."""
+    beside = None
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=place.parent, prefix=".", delete=False) as file:
+            beside = file.name
+            file.write(hashlib.sha256(content).digest() + content)
+        os.replace(beside, place)
+    except OSError as error:
+        log.warning("%s cannot be written (%s): the next start makes it anew", place, error)
+        if beside is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)

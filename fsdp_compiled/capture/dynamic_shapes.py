@@ -1,0 +1,98 @@
+"""Sizes that may change from call to call without another program: `Policy.dynamic`.
+
+    batch                 with dynamic=True                one program for
+
+    tokens int64[8, 64]   tokens int64[rows, 64]           every number of rows from 2 on
+    lengths int64[8]      lengths int64[rows]
+
+A dim moves in every tensor of the batch that has the size there that the first one has. Sizes 0 and 1 stay as they are
+and have programs of their own: PyTorch treats them apart (broadcasting, contiguity), and so would one program for all.
+
+What the code asked of a size when it was traced (``if len(x) % 2``) is remembered, and asked again of each new size: a
+program runs on no size it was not traced for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from fsdp_compiled.ir.nodes import fake_mode
+from fsdp_compiled.ir.program import Program
+
+Sizes = Mapping[int, int]  # dim -> the size that it has now, for the dims that move
+
+
+def sizes_of(dims: Iterable[int], tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """The dims among ``dims`` that move in this batch, with their sizes."""
+    tensors = list(tensors)
+    found = {}
+    for dim in dims:
+        size = next((tensor.shape[dim] for tensor in tensors if tensor.dim() > dim), 0)
+        if size > 1:
+            found[dim] = size
+    return found
+
+
+def moving(tensor: torch.Tensor, sizes: Sizes) -> tuple[int, ...]:
+    """The dims of this tensor that move."""
+    return tuple(
+        dim
+        for dim, size in sizes.items()
+        if tensor.dim() > dim and tensor.shape[dim] == size and (dim == 0 or tensor.is_contiguous())
+    )
+
+
+def layout(tensor: torch.Tensor, sizes: Sizes) -> tuple[object, ...]:
+    """What a program depends on of this tensor of a batch."""
+    dims = moving(tensor, sizes) if sizes else ()
+    if not dims:
+        return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    shape = tuple("moves" if dim in dims else size for dim, size in enumerate(tensor.shape))
+    return shape, None if tensor.is_contiguous() else tensor.stride(), tensor.dtype, tensor.device
+
+
+def name_of(dim: int) -> str:
+    return "rows" if dim == 0 else f"size{dim}"
+
+
+def shape_text(tensor: torch.Tensor, sizes: Sizes) -> str:
+    """``[rows, 64]``."""
+    dims = moving(tensor, sizes)
+    return f"[{', '.join(name_of(dim) if dim in dims else str(size) for dim, size in enumerate(tensor.shape))}]"
+
+
+def traced_with(sizes: Sizes) -> dict[int, int]:
+    """The sizes to trace with: no two the same, since a tracer takes equal sizes for one and the same."""
+    found: dict[int, int] = {}
+    for dim, size in sizes.items():
+        while size in found.values():
+            size += 1
+        found[dim] = size
+    return found
+
+
+def unfit(program: Program, tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """What the program was traced to rely on and this batch does not hold, such as ``Eq(Mod(s0, 2), 0)``."""
+    values = {}
+    for port, node in program.inputs.items():
+        if port.kind == "batch":
+            for given, size in zip(node.meta["val"].shape, tensors[port.name].shape, strict=True):
+                if isinstance(given, torch.SymInt):
+                    values[given.node.expr] = size
+                elif given != size:
+                    return f"{given} in the place of {size}"
+    env = fake_mode(program.graph).shape_env
+    if not values or env is None:
+        return None
+    for symbol, size in values.items():
+        if symbol in env.var_to_range and size not in env.var_to_range[symbol]:
+            return f"{symbol} in {env.var_to_range[symbol]}, got {size}"
+    now = ", ".join(f"{symbol} = {size}" for symbol, size in values.items())
+    for symbol, same in env.replacements.items():
+        values.setdefault(symbol, same.xreplace(values))
+    for guard in env.guards:
+        if guard.expr.xreplace(values) == False:  # noqa: E712, sympy's own false
+            return f"{guard.expr}, got {now}"
+    return None

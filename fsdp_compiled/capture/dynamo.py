@@ -1,0 +1,436 @@
+"""Model + loss + batch -> Program: the joint forward-and-backward ATen graph of a pure objective.
+
+    objective(tensors, args, kwargs) = functional_call(loss of model, tensors, args, kwargs)
+
+`torch.compile` traces the objective whole, on fake tensors, so that capturing costs no memory for the weights; the
+program taken is AOTAutograd's joint graph, before any partitioner. The graph is differentiated with respect to the
+loss alone (``aux`` is detached), and the loss's tangent becomes the constant 1.
+
+This is the only file that touches private surfaces of Dynamo, but for its door to AOTAutograd (`aot`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported, UserError
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.capture.aot import CaptureError, unwritable
+from fsdp_compiled.capture.aot_cache import traced
+from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
+from fsdp_compiled.capture.side_effects import WRAPPED, Attributes, inside, speech, unwrapped
+from fsdp_compiled.capture.source_lines import cure, reason, user_line
+from fsdp_compiled.capture.sync_batchnorm import synchronised
+from fsdp_compiled.ir.nodes import fake_tensor
+from fsdp_compiled.ir.program import LOSS, Port, Program
+from fsdp_compiled.plan.plan import Plan, contiguous_stride
+
+CURE = "Return one floating-point number that depends on the parameters, such as `errors.mean()`, or (scalar, aux)."
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What the objective is a function of, as real or fake tensors, by the model's own names.
+
+    Tied parameters appear under each of their names with the same tensor.
+    """
+
+    parameters: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A captured program, the tensors it closes over, and how its outputs make what the user's function returned."""
+
+    program: Program
+    constants: Mapping[str, torch.Tensor]
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]  # a `Port` for each tensor that the function returned, other values as they are
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """The names of the constants that the function updates."""
+        return tuple(port.name for port in self.program.ports if port.side == "out" and port.kind == "constant")
+
+    def rebuild(self, outputs: Mapping[Port, torch.Tensor]) -> Any:
+        """The structure that the user's function returned, with these tensors in it."""
+        filled = [outputs[leaf] if isinstance(leaf, Port) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(filled, self.spec)
+
+
+class _Objective(nn.Module):
+    """Calls the user's loss on the model, so that `functional_call` can put tensors in the model's place."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs) if self.loss is None else self.loss(self.model, *args, **kwargs)
+
+
+def _find_loss(result: Any, first: bool) -> Any:
+    """The loss in what was returned: itself, ``.loss``, ``["loss"]`` or, of a model, the ``first`` of a tuple."""
+    if isinstance(result, torch.Tensor):
+        return result
+    if isinstance(result, Mapping) and "loss" in result:
+        return result["loss"]
+    if getattr(result, "loss", None) is not None:
+        return result.loss
+    return result[0] if first and isinstance(result, tuple | list) and result else result
+
+
+def _own(value: Any) -> Any:
+    """Copies of the tensors, so that no output shares memory with an input or another output."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+
+
+def _apart(value: Any) -> Any:
+    """The same tensors as nodes of the trace: `requires_grad_` is traced for those alone, not for its inputs."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.detach() if tensor.is_floating_point() else tensor, value
+    )
+
+
+def batch_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a batch by their place in it, such as ``"[0]"`` and ``"['labels']"``."""
+    leaves = [*pytree.tree_flatten_with_path(args)[0], *pytree.tree_flatten_with_path(dict(kwargs))[0]]
+    return {pytree.keystr(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def capture(
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    tensors: Tensors,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    gradient: bool,
+) -> Capture:
+    """Traces ``loss(model, *args, **kwargs)`` with its gradient, or, without, the model's forward alone.
+
+    ``tensors`` and the tensors of the batch are fake tensors of one mode; which parameters require gradients is read
+    off them. Raises `CaptureError` with the user's line and the cure.
+    """
+    objective = _Objective(model, loss)
+
+    def function(named: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        now = dict(named)
+        result = torch.func.functional_call(objective, now, _apart(args), _apart(kwargs), tie_weights=False)
+        replaced = {name: _own(now[name]) for name in named if now[name] is not named[name]}
+        if not gradient:
+            return _own(result), None, False, replaced
+        pair = loss is not None and isinstance(result, tuple) and len(result) == 2
+        value, aux = result if pair else (_find_loss(result, first=loss is None), None)
+        if isinstance(value, torch.Tensor):
+            value = value.clone().detach()  # `_Trace.program` differentiates what is detached here
+        return value, _own(aux), pair, replaced
+
+    trace = _Trace(tensors, batch_tensors(args, kwargs))
+    # Dynamo keeps its cache, and counts recompilations, by code object: each capture brings one of its own.
+    function = types.FunctionType(
+        function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
+    )
+    compiled = torch.compile(function, backend=trace.backend, fullgraph=True, dynamic=False)
+    with _explained(model), torch.set_grad_enabled(gradient), _dynamo(), unwrapped(objective):
+        attributes = Attributes(objective.model)
+        named = {f"model.{name}": trace.tensors[name] for name in _places(objective.model) if name in trace.tensors}
+        value, aux, pair, replaced = compiled(named, args, dict(kwargs))
+        kept = attributes.restore(trace.results, trace.closed)
+        flat, spec = pytree.tree_flatten((value, aux) if gradient and pair else value)
+        ports = _output_ports(trace, named, value, flat, replaced, kept, gradient)
+        if gradient and LOSS not in ports.values():
+            raise CaptureError(f"The loss returned a {type(value).__name__} in the place of a scalar. {CURE}")
+        if not ports:
+            raise CaptureError(f"{type(model).__name__} returned no tensor. {CURE}")
+        program = trace.program(ports)
+    leaves = tuple(ports.get(id(leaf), leaf) for leaf in flat)
+    return Capture(program, trace.constants, spec, leaves)
+
+
+def _places(model: nn.Module) -> Iterator[str]:
+    """Where the model's parameters and buffers stand, by name: a module that is in several places, once."""
+    for path, module in model.named_modules():
+        for name in (*module._parameters, *module._buffers):
+            yield f"{path}.{name}".lstrip(".")
+
+
+def _output_ports(
+    trace: _Trace,
+    named: Mapping[str, torch.Tensor],
+    value: Any,
+    flat: list[Any],
+    replaced: Mapping[str, torch.Tensor],
+    kept: Mapping[str, Any],
+    gradient: bool,
+) -> dict[int, Port]:
+    """What each result of the traced function is, by its identity; the rest of them are left out of the program."""
+    results = {id(result) for result in trace.results}
+    kind = "aux" if gradient else "result"
+    ports: dict[int, Port] = {}
+    for index, leaf in enumerate(flat):
+        if id(leaf) in results:
+            ports[id(leaf)] = LOSS if gradient and leaf is value else Port("out", kind, str(index))
+        elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise CaptureError(
+                "What is returned holds a number that was worked out from a size that moves (Policy.dynamic). Return "
+                "it as a tensor, torch.tensor(number), or work it out outside."
+            )
+        elif inside := [name for name, value in vars(leaf).items() if id(value) in results] if _open(leaf) else []:
+            raise CaptureError(
+                f"A {type(leaf).__qualname__} was returned, which hides its tensors ({', '.join(inside)}). Return "
+                "tensors in tuples, lists and dictionaries, or register the class with torch.utils._pytree."
+            )
+    for name, new in replaced.items():
+        before = named[name]
+        port = trace.ports[id(before)]
+        if port.kind != "buffer":
+            raise CaptureError(unwritable(port))
+        if before.shape != new.shape or before.dtype != new.dtype:
+            raise CaptureError(
+                f"Forward replaces {port}, {before.dtype} {list(before.shape)}, by a tensor of another kind, "
+                f"{new.dtype} {list(new.shape)}. A buffer keeps its shape and dtype."
+            )
+        ports[id(new)] = Port("out", "buffer", port.name)
+    for name, new in kept.items():
+        ports[id(new)] = Port("out", "constant", name)
+    return ports
+
+
+def _open(leaf: Any) -> bool:
+    return not isinstance(leaf, torch.Tensor) and hasattr(leaf, "__dict__")
+
+
+class _Trace:
+    """One run of Dynamo, and then of AOTAutograd on what is kept of it."""
+
+    def __init__(self, tensors: Tensors, batch: Mapping[str, torch.Tensor]) -> None:
+        # By their names in the model as it is traced, without the wrappers of `unwrapped`.
+        values = {**tensors.parameters, **tensors.buffers}
+        self.tensors = {WRAPPED.sub("", name): tensor for name, tensor in values.items()}
+        self.ports: dict[int, Port] = {}
+        for kind, group in (("parameter", tensors.parameters), ("buffer", tensors.buffers), ("batch", batch)):
+            for name, tensor in group.items():
+                self.ports.setdefault(id(tensor), Port("in", kind, name))
+        self.constants: dict[str, torch.Tensor] = {}
+        self.closed: dict[int, str] = {}  # the tensors that the function closes over, by identity
+        self.results: list[Any] = []
+        self.module: fx.GraphModule | None = None
+
+    def backend(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        """What `torch.compile` calls with the traced function; its results come back as they are."""
+        results = [node.meta["example_value"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+        self.module, self.inputs, self.results = module, inputs, results
+        self.context = TracingContext.try_get()
+        self.given = self._input_ports(module, inputs)
+        return lambda *_: tuple(results)
+
+    def program(self, ports: Mapping[int, Port]) -> Program:
+        """The joint program of the results that have a port; of these, the loss alone is differentiated."""
+        assert self.module is not None
+        end = self.module.graph.output_node()
+        wanted: dict[Port, fx.Node] = {}
+        for node, result in zip(end.args[0], self.results, strict=True):  # type: ignore[arg-type]
+            port = ports.get(id(result))
+            if port is None:
+                continue
+            if port == LOSS:
+                node = node.args[0]  # what the objective detached
+                _check_loss(node.meta["example_value"])
+            elif isinstance(result, torch.Tensor) and result.requires_grad:
+                with self.module.graph.inserting_before(end):
+                    node = self.module.graph.call_method("detach", (node,))
+                node.meta["example_value"] = result.detach()
+            wanted[port] = node
+        end.args = (tuple(wanted.values()),)
+        self.module.recompile()
+        with tracing(self.context):
+            found = traced(self.module, self.inputs, self.given, list(wanted))
+        self.constants |= found.literals
+        return found.program
+
+    def _input_ports(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> list[Port]:
+        found = []
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            port = self.ports.get(id(value))
+            if port is None:
+                if isinstance(value, torch.SymInt):
+                    port = self._size_port(module, inputs, value)
+                elif isinstance(value, torch.Tensor):
+                    port = Port("in", "constant", _source(node))
+                    self.constants[port.name] = value.detach()
+                    self.closed[id(value)] = port.name
+                else:
+                    raise CaptureError(
+                        f"{node.name} is a {type(value).__name__} that varies from call to call. Pass numbers that "
+                        "change as tensors."
+                    )
+            found.append(port)
+        return found
+
+    def _size_port(self, module: fx.GraphModule, inputs: list[Any], size: torch.SymInt) -> Port:
+        """``size [0] dim 0``: the first tensor of the batch that has this size, and where."""
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            port = self.ports.get(id(value))
+            if port is not None and port.kind == "batch":
+                for dim, own in enumerate(node.meta["example_value"].shape):
+                    if isinstance(own, torch.SymInt) and own.node.expr == size.node.expr:
+                        return Port("in", "size", f"{port.name} dim {dim}")
+        raise CaptureError(f"{size} is a size that varies from call to call, and of no tensor of the batch.")
+
+
+@contextlib.contextmanager
+def _dynamo() -> Iterator[None]:
+    """Dynamo as capturing needs it.
+
+    nn.LSTM and its kin are traced: Dynamo steps aside for them unless told not to, and the fused CPU operator that
+    they would become cannot be traced with its gradient. `torch.autograd.grad` inside the loss is traced too.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with torch._dynamo.config.patch(allow_rnn=True, trace_autograd_ops=True, ignore_logging_functions=speech()):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+def _source(node: fx.Node) -> str:
+    """Where Dynamo found a closed-over tensor, as the user would write it."""
+    source = node.meta["grapharg"].source.name
+    text = source() if callable(source) else source
+    text = text.replace("L['objective']", "objective").replace("._modules['model']", ".model")
+    return re.sub(r"\._modules\['([^']+)'\]", r".\1", text).replace("objective.model.", "model.")
+
+
+def _check_loss(loss: torch.Tensor) -> None:
+    if loss.numel() != 1 or loss.dim() != 0:
+        raise CaptureError(f"The loss has shape {list(loss.shape)}; expected a scalar, shape []. {CURE}")
+    if not loss.dtype.is_floating_point:
+        raise CaptureError(f"The loss has dtype {loss.dtype}; expected a floating-point dtype. {CURE}")
+    if not loss.requires_grad:
+        raise CaptureError(
+            "The loss does not depend on any parameter that requires a gradient (it was detached, computed under "
+            f"no_grad, or every parameter is frozen). {CURE}"
+        )
+
+
+@contextlib.contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Turns what Dynamo raises into one `CaptureError` with the user's line and the cure."""
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, CaptureError):
+            raise error.inner_exception from None
+        raise
+    except (Unsupported, UserError) as error:
+        why = reason(error)
+        raise CaptureError(
+            f"{type(model).__name__} cannot be traced whole.\n{user_line(error)}\n  Why: {why}\n  Cure: {cure(why)}"
+        ) from error
+    except CaptureError:
+        raise
+    except (TorchDynamoException, RuntimeError, AssertionError, TypeError, AttributeError) as error:
+        raise CaptureError(
+            f"{type(model).__name__} failed while it was traced.\n{user_line(error)}\n  Why: {reason(error)}"
+        ) from error
+
+
+def capture_on(
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    plan: Plan,
+    buffers: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    gradient: bool,
+    sizes: Sizes | None = None,
+    hints: Sizes | None = None,
+) -> Capture:
+    """`capture` on fake tensors of the plan's parameters, the model's buffers and a real batch.
+
+    ``sizes``: the dims of the batch's tensors that may change (see `dynamic_shapes`), and
+    ``hints``, the sizes to trace them with.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    seen: dict[int, torch.Tensor] = {}
+
+    def twin(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in seen:
+            seen[id(tensor)] = fake_tensor(mode, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        return seen[id(tensor)]
+
+    parameters: dict[str, torch.Tensor] = {}
+    for buffer in plan.buffers:
+        for slot in buffer.slots:
+            leaf = slot.leaf
+            fake = fake_tensor(mode, leaf.shape, leaf.stride, plan.compute_dtype(buffer), plan.device)
+            fake = nn.Parameter(fake, requires_grad=gradient and leaf.trainable)  # models ask with isinstance
+            parameters |= dict.fromkeys(leaf.names, fake)
+    for place, tensor in {**batch_tensors(args, kwargs), **buffers}.items():
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise CaptureError(
+                f"{'batch' if place.startswith('[') else 'buffer '}{place} is a {kind} tensor, which cannot be traced. "
+                "Pass the dense tensors that it is made of (values, indices, lengths)."
+            )
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda tensor: _example(mode, tensor, sizes or {}, hints or {}), (args, dict(kwargs))
+    )
+    tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()})
+    with _casting(inside(model), plan.policy.precision), synchronised(plan.axes):
+        return capture(model, loss, tensors, fake_args, fake_kwargs, gradient=gradient)
+
+
+def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Sizes) -> torch.Tensor:
+    """A fake tensor like this one of the batch; the dims that move have a size to trace with, and are marked."""
+    dims = moving(tensor, sizes)
+    shape = tuple(hints[dim] if dim in dims else size for dim, size in enumerate(tensor.shape))
+    stride = contiguous_stride(shape) if dims and tensor.is_contiguous() else tensor.stride()
+    fake = fake_tensor(mode, shape, stride, tensor.dtype, tensor.device)
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(fake, dim)
+    return fake
+
+
+@contextlib.contextmanager
+def _casting(model: nn.Module, precision: MixedPrecisionPolicy) -> Iterator[None]:
+    """Casts what goes into the model and what comes out of it, as FSDP2 does at its root."""
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        return pytree.tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
+        )
+
+    handles = []
+    if precision.param_dtype is not None and precision.cast_forward_inputs:
+        dtype = precision.param_dtype
+        handles.append(
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: (cast(args, dtype), cast(kwargs, dtype)), with_kwargs=True
+            )
+        )
+    if precision.output_dtype is not None:
+        output = precision.output_dtype
+        handles.append(model.register_forward_hook(lambda _, args, result: cast(result, output)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,115 @@
+"""Where things came from: the submodule behind a node, and the user's line behind an error.
+
+AOTAutograd and Dynamo leave these in the metadata of nodes and in the attributes and text of exceptions.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+import traceback
+
+import torch
+from torch import fx
+
+OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package
+
+
+def is_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def path_of(node: fx.Node) -> str:
+    """The innermost submodule that the node came from: ``layers.0.attention``, ``(model)``; empty for the loss.
+
+    What autograd adds of its own accord, to sum two gradients, counts to the node before it.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack and is_backward(node) and node.prev.op == "call_function":
+        return path_of(node.prev)
+    entries = [entry[0] for entry in stack.values()]
+    for text in reversed(entries):
+        found = re.sub(r"getattr\((.*), '([^']+)'\)", r"\1.\2", _flatten_getattr(text))
+        match = re.search(r"\.model\.?(.*)$", found)
+        if match:
+            path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", match[1].replace("_modules", "")).strip(".")
+            return path or "(model)"
+    return ""
+
+
+def _flatten_getattr(text: str) -> str:
+    """``getattr(L['obj'].model.layers, '0').attn`` -> ``L['obj'].model.layers.0.attn``."""
+    pattern = re.compile(r"getattr\(([^()]*), '([^']+)'\)")
+    while pattern.search(text):
+        text = pattern.sub(r"\1.\2", text)
+    return text
+
+
+def reason(error: BaseException) -> str:
+    """What Dynamo says, without its hints to report an issue and its own stack."""
+    lines = str(error).split("\n\n")[0].strip().splitlines()
+    return "\n  ".join(line.strip() for line in lines if not line.strip().startswith("Hint:"))
+
+
+CURES = (
+    (
+        "data-dependent branching",
+        "a program has no branches on tensor values: use torch.where; check values before they go in; set the rate of "
+        "layers that are skipped at random (layerdrop) to 0.",
+    ),
+    (
+        "data-dependent expression",
+        "keep as a tensor what is computed from a tensor; .item() and float() make it a number that a program cannot "
+        "hold (BatchNorm with momentum=None does so: give it a momentum).",
+    ),
+    (
+        "dynamic shape operator",
+        "the shape of its result is in the data: give sizes as Python numbers (lengths of ctc_loss as tuples), or pad.",
+    ),
+    (
+        "requires_grad",
+        "set it on parameters before compile_sharded. To differentiate by inputs, use torch.func.grad or vjp; with "
+        "torch 2.13, x.requires_grad_() on the batch and torch.autograd.grad too.",
+    ),
+    ("backwards hooks", "put hooks on tensors (tensor.register_hook), or scale gradients with an autograd.Function."),
+    ("fake impl", "register one with torch.library.register_fake: it says what shape the operator returns."),
+    (
+        "random.",
+        "draw random numbers with torch, whose generator a step carries; or pass them in with the batch.",
+    ),
+    ("manual_seed", "seed before compile_sharded; a step carries its own generator."),
+    ("torch.jit", "pass the original module: TorchScript cannot be read."),
+    ("TracedModule", "pass the original module: TorchScript cannot be read."),
+    ("compiler.disable", "remove torch.compiler.disable from what forward calls."),
+    ("nn.Parameter", "build modules and parameters in __init__, where the optimizer finds them."),
+)
+CURE = (
+    "move the line out of forward and the loss, to where the batch is made or the result is used; or write it with "
+    "operators of torch."
+)
+
+
+def cure(reason: str) -> str:
+    """What to do about what Dynamo says."""
+    return next((text for key, text in CURES if key.lower() in reason.lower()), CURE)
+
+
+def _is_users(path: str) -> bool:
+    """Whether a file is neither of PyTorch, of this package, nor of Python itself."""
+    if "site-packages" not in path and path.startswith(sysconfig.get_path("stdlib")):
+        return False
+    return not path.startswith((os.path.dirname(torch.__file__) + os.sep, OURS))
+
+
+def user_line(error: BaseException) -> str:
+    """The innermost line of the user's code that Dynamo was reading: ``File "model.py", line 3, in forward``."""
+    stack = getattr(error, "real_stack", None)
+    if stack:
+        own = [frame for frame in stack if _is_users(frame.filename)]
+        frame = (own or stack)[-1]
+        line = f"\n    {frame.line}" if frame.line else ""
+        return f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}{line}'
+    match = re.findall(r'File "[^"]+", line \d+, in [^\n]+\n[^\n]+', str(error))
+    match = [text for text in match if _is_users(text.split('"')[1])] or match
+    return "  " + match[-1] if match else "  " + "".join(traceback.format_exception_only(error)).splitlines()[0]

@@ -1,0 +1,142 @@
+"""What each rank is doing, said before it does it.
+
+A collective that one rank never joins would keep the others waiting. So before every call a rank posts it on the board,
+in one short message to the store; nobody waits for an answer. A rank that is about to do something rare (compile,
+refuse a batch, collect the whole model) reads the board first, and waits there for the others; a rank whose collective
+failed reads it afterwards, to say which rank did something else; and for a rank whose collective does not return, a
+thread reads it meanwhile (`watchdog`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+import uuid
+import weakref
+from collections.abc import Container
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from fsdp_compiled.distributed.call_store import JOIN, REFUSED, Board, Posted, different, times
+from fsdp_compiled.distributed.mesh import Mesh, RankError, backends, close, exchange
+from fsdp_compiled.distributed.watchdog import Watch
+
+LOST = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "remote process has terminated")
+
+
+class Calls:
+    """This rank's place on the board."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._made = [0]  # shared with what runs when Python exits
+        self._waits = mesh.device.type == "cpu"  # until its collectives are done, before a call returns
+        self.board: Board | None = None
+        self.watch: Watch | None = None
+        if mesh.world > 1:
+            store = dist.distributed_c10d._get_default_store()
+            store = dist.PrefixStore(f"fsdp_compiled/{exchange(uuid.uuid4().hex, mesh)[0]}", store)
+            self.board = Board(store, mesh.rank, mesh.world)
+            self.watch = Watch(self.board, cuts=set(backends(mesh).values()) == {"gloo"})
+            weakref.finalize(self, self.watch.stop)
+            atexit.register(_finish, self.board, self._made, self.watch)
+
+    @property
+    def count(self) -> int:
+        """How many calls this rank has made."""
+        return self._made[0]
+
+    def post(self, label: str, wire: str = "") -> None:
+        """This rank's next call; with its wire, if it goes on without meeting the others."""
+        self._made[0] += 1
+        if self.board is not None:
+            call = Posted(self.count, wire, label)
+            self.board.post(call)
+            if self.watch is not None:
+                self.watch.begin(call)
+
+    def returned(self) -> None:
+        """The call is over. A GPU may still be at it, and is watched until the next."""
+        if self.watch is not None and self._waits:
+            self.watch.end()
+
+    def meet(self, label: str, known: Container[str] = ()) -> None:
+        """Returns when every rank has posted this call with this label; raises `RankError` where one has another.
+
+        A rank whose label is ``known`` runs that program now and waits for this one: so that it fails too, this rank
+        leaves the process group.
+        """
+        if self.board is None:
+            return
+        labels = [self._wait_for(self.board, rank) for rank in range(self.mesh.world)]
+        if all(other == label for other in labels):
+            return
+        message = different(labels)
+        if any(other in known for other in labels):
+            self.board.fail(message)
+            self.leave()
+        raise RankError(message)
+
+    def refuse(self, reason: str, known: Container[str]) -> None:
+        """Returns where every rank refuses its call for this reason; else raises `RankError`, as on the others."""
+        self.post(REFUSED + reason)
+        self.meet(REFUSED + reason, known)
+
+    def _wait_for(self, board: Board, rank: int) -> str:
+        """What the rank posted for this call, or that it ended before."""
+        while True:
+            posted = board.read(rank, self.count)
+            if posted.number >= self.count:
+                return posted.label
+            if (ended := board.ended(rank)) is not None and ended < self.count:
+                return f"gone after {times(ended)}"
+            if (message := board.error()) is not None:  # from a call before this one, which that rank will not survive
+                self.leave()
+                raise RankError(message)
+            time.sleep(0.005)
+
+    def reason(self, error: Exception) -> str | None:
+        """Why this rank's collective failed with this error, if it is for what another rank did."""
+        if self.board is None:
+            return None
+        if self.watch is not None:
+            self.watch.end()
+        lost = any(text in str(error) for text in LOST)
+        try:
+            message = self.board.error()
+            if message is None:
+                found = [self._now(self.board, rank, lost) for rank in range(self.mesh.world)]
+                if len(set(found)) == 1:
+                    return None
+                message = different(found)
+                self.board.fail(message)
+        except (RuntimeError, dist.DistError):  # the store went with the rank that held it
+            return f"Rank 0 is gone, while this rank makes its {_th(self.count)} call. {JOIN}" if lost else None
+        self.leave()
+        return message
+
+    def _now(self, board: Board, rank: int, lost: bool) -> str:
+        posted = board.read(rank, self.count)
+        if posted.number == self.count:
+            return posted.label
+        if not lost or posted.number > self.count:  # it may be slow, or ahead: that made no call fail
+            return board.read(self.mesh.rank, self.count).label
+        return f"gone after {times(board.newest(rank))}"
+
+    def leave(self) -> None:
+        """Ends this rank's part in the process group, so that ranks that wait for it fail instead of hanging."""
+        close()
+
+
+def _finish(board: Board, made: list[int], watch: Watch | None = None) -> None:
+    """Says on the board that this process ends."""
+    if watch is not None:
+        watch.stop()
+        watch.join()
+    with suppress(RuntimeError, dist.DistError):  # the store goes with the rank that holds it
+        board.end(made[0])
+
+
+def _th(count: int) -> str:
+    return f"{count}{'th' if 10 < count % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(count % 10, 'th')}"

@@ -1,0 +1,83 @@
+"""Ranks with uneven numbers of batches: one that has run out goes on with weight zero until all have.
+
+    rank 0: with sharded.join():          rank 1: with sharded.join():
+                for batch in five:                    for batch in three:
+                    sharded.step(batch)                   sharded.step(batch)
+                                                      # here it makes two more steps, on zeros that count nothing
+
+Every rank holds shards that the others need, so that it cannot leave: it *shadows* the calls of those that have
+batches. Before each call inside `join` ranks tell each other what they are about to run (one small exchange between
+hosts, as in DDP's `Join`); the programs are those of ``Policy(weigh="rows")``, with no collective more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.distributed.call_store import REFUSED, different
+from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
+
+OUT = "has run out of batches"
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What a rank is about to run, for those that shadow it."""
+
+    kind: str
+    label: str
+    example: Any  # the batch, its tensors on the meta device
+    rates: Mapping[str, float]
+
+    def batch(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A batch of the same form, of zeros."""
+        return pytree.tree_map_only(
+            torch.Tensor,
+            lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).zero_(),
+            self.example,
+        )
+
+
+class Joined:
+    """What `Sharded.join` gives: ``shadowed``, how many steps this rank made after it had run out."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.shadows: Announced | None = None  # the call that this rank makes for another
+        self.shadowed = 0
+
+    def announce(self, kind: str, label: str, batch: Any, rates: Mapping[str, float]) -> None:
+        """Tells those that have run out what to run; `RankError` where ranks are about to do different things."""
+        if self.shadows is None:
+            example = pytree.tree_map_only(
+                torch.Tensor,
+                lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
+                batch,
+            )
+            self._agree(Announced(kind, label, example, dict(rates)))
+
+    def refuse(self, reason: str) -> None:
+        """An error on every rank: this one refuses its call."""
+        self._agree(Announced("", REFUSED + reason, None, {}))
+
+    def shadow(self, run: Callable[[Announced], None]) -> None:
+        """Runs what the others run, until all have run out."""
+        while (call := self._agree(None)) is not None:
+            self.shadows = call
+            try:
+                run(call)
+            finally:
+                self.shadows = None
+            self.shadowed += call.kind in ("step", "last")
+
+    def _agree(self, mine: Announced | None) -> Announced | None:
+        calls = exchange(mine, self._mesh)
+        labels = {call.label for call in calls if call is not None}
+        if len(labels) > 1 or any(label.startswith(REFUSED) for label in labels):
+            raise RankError(different([call.label if call is not None else OUT for call in calls]))
+        return next((call for call in calls if call is not None), None)

@@ -1,0 +1,125 @@
+"""A rank whose call does not return looks up what the others call.
+
+    rank 0: call 7, step      gather  gather  reduce-scatter ...      waits, and would until the process group's timeout
+    rank 1: call 7, forward   gather  gather                          is done, and does something else
+
+Nobody fails here: both calls were compiled before, so neither rank met the other. But both are on the board. A thread
+that sleeps beside the rank looks there once a call has lasted longer than `PATIENCE`. Where another rank posted the
+same call with another wire, their collectives can never pair up; that is the only reason to act. A rank that is late,
+slow or gone has posted the same or nothing, and is waited for as before.
+
+The thread leaves the reason on the board and closes the connections to the other ranks (`connections`): what waits for
+them fails, on all of them, as if a rank had died, and the error that each raises is the reason. Where that does not end
+the call (NCCL's kernels wait on the device), it does what NCCL's watchdog does: says why, and ends the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from fsdp_compiled.distributed.call_store import Board, Posted, different
+from fsdp_compiled.distributed.connections import connections, cut, read, store_port
+
+PATIENCE = 10.0  # seconds that a call lasts before anybody wonders
+GRACE = 5.0  # seconds for an error to come out of a call whose connections are closed
+
+
+@dataclass(eq=False)
+class Running:
+    """The call that this rank is in."""
+
+    call: Posted
+    since: float = field(default_factory=time.monotonic)
+    looked: int = 0  # at how many ranks
+    agree: set[int] = field(default_factory=set)  # ranks that made the same call
+
+    @property
+    def lasts(self) -> float:
+        return time.monotonic() - self.since
+
+
+class Watch:
+    """The thread of one rank; sleeps until a call lasts too long."""
+
+    def __init__(self, board: Board, cuts: bool) -> None:
+        self._board, self._cuts = board, cuts
+        self._running: Running | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, call: Posted) -> None:
+        """This rank's call starts; one without a wire is not watched."""
+        self._running = Running(call) if call.wire else None
+        if call.wire and self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="fsdp_compiled watch", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        self._running = None
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def join(self) -> None:
+        """Before Python ends: a thread that comes back from the store after that would crash it."""
+        if self._thread is not None:
+            self._thread.join(5.0)
+
+    def _watch(self) -> None:
+        with suppress(RuntimeError, dist.DistError):  # the store went with the rank that holds it
+            if self._cuts:
+                self._board.set(f"{self._board.rank}/connections", connections(store_port(self._board.store)))
+            while not self._stop.wait(min(1.0, PATIENCE / 4)):
+                running = self._running
+                if running is None or running.lasts < PATIENCE:
+                    continue
+                if (reason := self._reason(running)) is not None:
+                    self._break(running, reason)
+
+    def _reason(self, running: Running) -> str | None:
+        """Why this call will never return, if one other rank, or the board, says so.
+
+        One rank at a time, the next one first: where any two differ, two neighbours do, and thousands of ranks that
+        wait for a late one ask the store little.
+        """
+        board, call = self._board, running.call
+        if len(running.agree) == board.world - 1:
+            return None
+        if (message := board.error()) is not None:
+            return message
+        rank = (board.rank + 1 + running.looked % (board.world - 1)) % board.world
+        running.looked += 1
+        other = board.read(rank, call.number)
+        if other.number != call.number or not other.wire:
+            return None
+        if other.wire == call.wire:
+            running.agree.add(rank)
+            return None
+        posted = [board.read(rank, call.number) for rank in range(board.world)]
+        message = different([one.label if one.number == call.number else "is not there yet" for one in posted])
+        board.fail(message)
+        return message
+
+    def _break(self, running: Running, reason: str) -> None:
+        """Makes the call fail, or else the process end."""
+        board, until, offset = self._board, time.monotonic() + GRACE, 0
+        while time.monotonic() < until:
+            if self._cuts:
+                offset = offset % (board.world - 1) + 1
+                theirs = board.get(f"{(board.rank + offset) % board.world}/connections")
+                cut(read(theirs or "[]"))
+            if self._stop.wait(0.02) or self._running is not running:
+                return
+        board.end(running.call.number)
+        place = sys._current_frames().get(threading.main_thread().ident or 0)
+        stack = "".join(traceback.format_stack(place)) if place is not None else ""
+        print(f"Rank {board.rank} waits here:\n{stack}RankError: {reason}", file=sys.stderr, flush=True)
+        os._exit(1)

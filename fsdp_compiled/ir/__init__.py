@@ -1,0 +1,1 @@
+"""Programs: what they are, what their nodes do, how they are changed, how they read."""

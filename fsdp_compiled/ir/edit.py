@@ -1,0 +1,204 @@
+"""`Edit`: the only place where a graph is copied or changed; a pass makes one, changes it, and is `done`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, positions, written
+from fsdp_compiled.ir.program import Port, Program
+
+c10d = torch.ops._c10d_functional
+
+
+def copied(graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> fx.Graph:
+    """A copy of all but the output node; ``mapping`` is filled with each node's copy."""
+    result = fx.Graph()
+    for node in graph.nodes:
+        if node.op != "output":
+            # Its arguments follow: `create_node` looks through those it is given, longer than all the rest takes.
+            copy = mapping[node] = result.create_node(node.op, node.target, (), {}, node.name, node.type)
+            copy.args = fx.node.map_arg(node.args, mapping.__getitem__)  # type: ignore[assignment]
+            if node.kwargs:
+                copy.kwargs = fx.node.map_arg(node.kwargs, mapping.__getitem__)  # type: ignore[assignment]
+            copy.meta.update(node.meta)
+    return result
+
+
+class Edit:
+    """A copy of a program that may be changed; `done` turns it into the next program.
+
+    Lives inside one pass. ``self.map`` leads from the old program's nodes to the copy's.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.map: dict[fx.Node, fx.Node] = {}
+        self.graph = copied(program.graph, self.map)
+        outputs = fx.node.map_arg(program.graph.output_node().args[0], self.map.__getitem__)
+        self.mode = fake_mode(program.graph)
+        self._before = program
+        self._inputs = {port: self.map[node] for port, node in program.inputs.items()}
+        old = program.graph.output_node()
+        self._end = self.graph.output(outputs)
+        self._end.meta = dict(old.meta)
+        self._outputs: dict[Port, fx.Node | None] = dict(
+            zip((port for port in program.ports if port.side == "out"), outputs, strict=True)  # type: ignore[arg-type]
+        )
+        self._phase: Phase = "forward"
+        self._mark: Mark | None = None
+
+    @property
+    def inputs(self) -> dict[Port, fx.Node]:
+        return dict(self._inputs)
+
+    @property
+    def outputs(self) -> dict[Port, fx.Node | None]:
+        return dict(self._outputs)
+
+    @property
+    def end(self) -> fx.Node:
+        """The output node: insert before it to append to the program."""
+        return self._end
+
+    @contextmanager
+    def at(self, before: fx.Node, phase: Phase) -> Iterator[None]:
+        """Calls inside go before this node, in this phase."""
+        previous = self._phase
+        self._phase = phase
+        with self.graph.inserting_before(before):
+            yield
+        self._phase = previous
+
+    def call(self, target: Callable[..., Any], *args: Any, mark: Mark | None = None, **kwargs: Any) -> fx.Node:
+        """Inserts a call and works out its ``val`` by running it on fake tensors."""
+        name = _identifier(f"{mark.buffer or mark.unit}_{mark.role}".lstrip("_")) if mark is not None else None
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node.meta["phase"] = self._phase
+        if mark is not None:
+            node.meta["mark"] = mark
+        self.infer(node)
+        return node
+
+    def infer(self, node: fx.Node) -> None:
+        args, kwargs = pytree.tree_map_only(fx.Node, lambda source: source.meta["val"], (node.args, node.kwargs))
+        with self.mode, torch.no_grad():
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def clone(self, node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Repeats a node on other inputs at the point and in the phase that `at` set."""
+        copy = self.graph.node_copy(node, lambda source: mapping.get(source, source))
+        copy.meta["phase"] = self._phase
+        return copy
+
+    def add_input(self, port: Port, value: torch.Tensor) -> fx.Node:
+        """A new placeholder, after those there are; ``value`` is a fake tensor."""
+        last = self.graph.find_nodes(op="placeholder")[-1]
+        with self.graph.inserting_after(last):
+            node = self.graph.placeholder(_identifier(f"{port.kind}_{port.name}"))
+        node.meta["val"] = value
+        self._inputs[port] = node
+        return node
+
+    def fake(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        with self.mode:
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def remove_input(self, port: Port) -> None:
+        self.graph.erase_node(self._inputs.pop(port))
+
+    def set_output(self, port: Port, node: fx.Node | None) -> None:
+        self._outputs[port] = node
+        self._sync()
+
+    def remove_output(self, port: Port) -> None:
+        del self._outputs[port]
+        self._sync()
+
+    def _sync(self) -> None:
+        self._end.args = (list(self._outputs.values()),)
+
+    def sweep(self) -> None:
+        """Erases calls whose results nothing uses; writes in place and collectives' waits stay if used."""
+        for node in reversed(list(self.graph.nodes)):
+            kept = node.users or written(node) or node.target is ASSERT or node.meta.get("effect")
+            if node.op == "call_function" and not kept:
+                self.graph.erase_node(node)
+
+    def rebuild(self, nodes: Collection[fx.Node]) -> None:
+        """Makes backward read clones of these forward nodes, made just before the first node that needs them."""
+        order = positions(self.graph)
+        clones: dict[fx.Node, fx.Node] = {}
+        for node in list(self.graph.nodes):
+            if node.op != "call_function" or node.meta["phase"] != "backward":
+                continue
+            needed = [source for source in node.all_input_nodes if source in nodes]
+            if not needed:
+                continue
+            with self.at(node, "backward"):
+                for source in sorted(_missing(needed, nodes, clones), key=order.__getitem__):
+                    clones[source] = self.clone(source, clones)
+            for source in needed:
+                node.replace_input_with(source, clones[source])
+
+    def drop_unused_parts(self) -> None:
+        """Makes collectives of several buffers carry only those that are used: what is sent is awaited."""
+        self.sweep()
+        for node in self.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor_coalesced.default):
+            parts = {part.args[1]: part for part in node.users}
+            buffers, world, axis = node.args
+            if len(parts) == len(buffers):  # type: ignore[arg-type]
+                continue
+            used = [buffers[index] for index in sorted(parts)]  # type: ignore[index, type-var]
+            with self.at(node, node.meta["phase"]):
+                mark = node.meta["mark"]
+                if len(used) == 1:
+                    (part,) = parts.values()
+                    single = replace(part.meta["mark"], role="gather")
+                    full = self.call(c10d.all_gather_into_tensor.default, used[0], world, axis, mark=single)
+                    part.replace_all_uses_with(full)
+                else:
+                    fewer = self.call(c10d.all_gather_into_tensor_coalesced.default, used, world, axis, mark=mark)
+                    for place, index in enumerate(sorted(parts)):  # type: ignore[type-var]
+                        parts[index].args = (fewer, place)
+        self.sweep()
+
+    def move(self, nodes: Iterable[fx.Node], before: fx.Node) -> None:
+        """Moves nodes, in this order, to just before another."""
+        for node in nodes:
+            before.prepend(node)
+
+    def done(self, name: str, *notes: str) -> Program:
+        """The next program: swept, checked for form, with this pass in its history and what it chose in its notes."""
+        self.sweep()
+        self.graph.lint()
+        ports = (*self._inputs, *self._outputs)
+        return Program(self.graph, ports, (*self._before.history, name), (*self._before.notes, *notes))
+
+
+def _missing(wanted: list[fx.Node], nodes: Collection[fx.Node], made: Collection[fx.Node]) -> set[fx.Node]:
+    """The wanted nodes and all that they are made of, as far as it is among these nodes and not yet made."""
+    found: set[fx.Node] = set()
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node in nodes and node not in made and node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def _identifier(text: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in text)
+
+
+def weighed(edit: Edit, value: fx.Node, weight: fx.Node, mark: Mark) -> fx.Node:
+    """``value * weight``, and zero where the weight is, even if the value is not finite."""
+    counts = edit.call(torch.ops.aten.gt.Scalar, weight, 0, mark=mark)
+    product = edit.call(torch.ops.aten.mul.Tensor, value, weight, mark=mark)
+    return edit.call(torch.ops.aten.where.ScalarOther, counts, product, 0.0, mark=mark)

@@ -1,0 +1,94 @@
+"""How long each unit stays gathered: an analysis of a program, read off its graph.
+
+    root       |=====================================|      a holding: from the first of the unit's all-gathers
+    layers.0     |====|                      |====|         to the last use of what they brought, aliases included
+    layers.1          |====|            |====|
+               forward                 backward
+
+A unit that is gathered again has several holdings. A unit whose all-gathers overlap (one a dtype) has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.ir.nodes import Phase, is_view, positions, role_of
+
+CHAIN = ("part", "wait", "block", "view")
+
+
+@dataclass
+class Holding:
+    """One stretch of a program in which a unit is gathered. Positions are places in the order of execution."""
+
+    unit: str
+    gathers: list[fx.Node] = field(default_factory=list)  # the collectives
+    aliases: set[fx.Node] = field(default_factory=set)  # every node that shares memory with what they bring
+    uses: list[fx.Node] = field(default_factory=list)  # the nodes that read it, in order; the output node may be one
+    start: int = 0  # of the first collective
+    stop: int = 0  # of the last use
+
+    @property
+    def nbytes(self) -> int:
+        """Of the gathered buffers."""
+        values = [leaf for node in self.gathers for leaf in pytree.tree_leaves(node.meta["val"])]
+        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+    def first_use(self, phase: Phase) -> fx.Node | None:
+        return next((node for node in self.uses if node.op == "call_function" and node.meta["phase"] == phase), None)
+
+    def overlaps(self, other: Holding) -> bool:
+        return self.start <= other.stop and other.start <= self.stop
+
+
+def holdings(graph: fx.Graph) -> list[Holding]:
+    """In the order in which their gathers start."""
+    order = positions(graph)
+    found: list[Holding] = []
+    for node in graph.nodes:
+        if role_of(node) == "gather":
+            mine = _holding(node, order)
+            same = next((one for one in found if one.unit == mine.unit and one.overlaps(mine)), None)
+            if same is None:
+                found.append(mine)
+            else:
+                _join(same, mine, order)
+    return found
+
+
+def alive(found: list[Holding], position: int) -> set[str]:
+    """The units that are gathered, or on their way, at this place of the program."""
+    return {holding.unit for holding in found if holding.start <= position <= holding.stop}
+
+
+def most_alive(found: list[Holding]) -> int:
+    """The largest number of units gathered at once; it is reached where one of them starts."""
+    return max((len(alive(found, holding.start)) for holding in found), default=0)
+
+
+def _holding(gather: fx.Node, order: dict[fx.Node, int]) -> Holding:
+    aliases: set[fx.Node] = set()
+    uses: set[fx.Node] = set()
+    stack = [gather]
+    while stack:
+        for user in stack.pop().users:
+            if role_of(user) in CHAIN or is_view(user):
+                if user not in aliases:
+                    aliases.add(user)
+                    stack.append(user)
+            else:
+                uses.add(user)
+    in_order = sorted(uses, key=order.__getitem__)
+    stop = max(order[node] for node in {gather, *aliases, *uses})
+    return Holding(gather.meta["mark"].unit, [gather], aliases, in_order, order[gather], stop)
+
+
+def _join(one: Holding, other: Holding, order: dict[fx.Node, int]) -> None:
+    one.gathers += other.gathers
+    one.aliases |= other.aliases
+    one.uses = sorted({*one.uses, *other.uses}, key=order.__getitem__)
+    one.start, one.stop = min(one.start, other.start), max(one.stop, other.stop)

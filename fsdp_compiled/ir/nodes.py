@@ -1,0 +1,261 @@
+"""What a node of a program is and does, asked of its operator and its marks; nothing here changes a graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+c10d = torch.ops._c10d_functional
+Phase = Literal["forward", "backward", "update"]
+Role = Literal[
+    "cast",
+    "gather",
+    "part",
+    "wait",
+    "block",
+    "view",
+    "flatten",
+    "reduce",
+    "norm",
+    "agree",
+    "weigh",
+    "scale",
+    "sum",
+    "update",
+    "fetch",
+    "return",
+]
+ASSERT = torch.ops.aten._assert_async.msg
+DISAGREE = "the ranks run different programs"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The role of an inserted node."""
+
+    role: Role
+    unit: str = ""
+    buffer: str = ""
+
+
+def role_of(node: fx.Node) -> str | None:
+    mark = node.meta.get("mark")
+    return mark.role if mark else None
+
+
+def owner(node: fx.Node) -> str:
+    """The unit or submodule that the node belongs to, for people; empty where it is of none, or of all."""
+    mark: Mark | None = node.meta.get("mark")
+    if mark is not None:
+        return mark.unit
+    # layers.0.attention.query -> layers.0: up to the first index, which is where a block begins
+    parts: list[str] = node.meta.get("path", "").split(".")
+    return ".".join(parts[: next((index + 1 for index, part in enumerate(parts) if part.isdigit()), 1)])
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the node draws random numbers, and so gives other ones when it is run again.
+
+    Attention may, says its operator; where its ``dropout_p`` is 0 it does not.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for index, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = node.args[index] if index < len(node.args) else argument.default_value
+            return node.kwargs.get("dropout_p", given) != 0
+    return True
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether the node starts a collective; waiting for one does not."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "_c10d_functional"
+        and not is_wait(node)
+    )
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.target is c10d.wait_tensor.default
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the node's result shares memory with one of its inputs, which it leaves as it is."""
+    if node.target is operator.getitem:
+        return bool(node.args) and is_view(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    infos = [argument.alias_info for argument in node.target._schema.arguments if argument.alias_info is not None]
+    return bool(infos) and not any(info.is_write for info in infos)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that the node writes in place."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    found: list[fx.Node] = []
+    for index, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = node.kwargs.get(argument.name, node.args[index] if index < len(node.args) else None)
+            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
+    return found
+
+
+def origin(node: fx.Node, known: Collection[fx.Node] = ()) -> fx.Node:
+    """The node that holds the value: an operator that writes in place returns what it wrote, if its schema says so.
+
+    Nodes that are ``known`` are taken for holders.
+    """
+    while node not in known and (targets := written(node)) and _returns_its_own(node):
+        node = targets[0]
+    return node
+
+
+def _returns_its_own(node: fx.Node) -> bool:
+    returns = node.target._schema.returns  # type: ignore[union-attr]
+    return not returns or returns[0].alias_info is not None
+
+
+def versions(node: fx.Node) -> list[fx.Node]:
+    """The node and the results of in-place operators on it, one after the other: one memory."""
+    chain = [node]
+    for version in chain:
+        chain += [user for user in version.users if version in written(user) and user not in chain]
+    return chain
+
+
+def call_text(node: fx.Node) -> str:
+    """``aten.mm(a, b)``, with the overload left out where it is the default."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        name = str(target).removesuffix(".default")
+    else:
+        name = getattr(target, "__name__", str(target))
+    arguments = [_value_text(value) for value in node.args]
+    arguments += [f"{key}={_value_text(value)}" for key, value in node.kwargs.items()]
+    return f"{name}({', '.join(arguments)})"
+
+
+class Bare(str):
+    """Prints without quotes, so that a node's name never looks like a string argument."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _value_text(value: Any) -> str:
+    """Devices without their index, in which the ranks of one machine differ."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return Bare(leaf.name)
+        return torch.device(leaf.type) if isinstance(leaf, torch.device) else leaf
+
+    return repr(fx.node.map_aggregate(value, one))
+
+
+def describe(node: fx.Node) -> str:
+    """``float32[4, 8]``."""
+
+    def one(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype)[6:]}{list(value.shape)}"
+        return "-" if value is None else str(value)
+
+    value = node.meta.get("val")
+    return f"({', '.join(map(one, value))})" if isinstance(value, tuple | list) else one(value)
+
+
+def as_traced(value: Any) -> Any:
+    """A node's ``val`` with the sizes that move (`Policy.dynamic`) as they were when it was traced, to be counted with.
+
+    Sizes that are in the data (``x[mask]``) nobody knows before the step: they count as nothing. Asking a moving size
+    itself, ``int(size)`` or ``size > 8``, would tie the program to the answer.
+    """
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.SymInt):
+            return leaf.node.hint if leaf.node.has_hint() else 0
+        if isinstance(leaf, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in (*leaf.shape, *leaf.stride())):
+            shape, stride = pytree.tree_map(one, (tuple(leaf.shape), leaf.stride()))
+            return torch.empty_strided(shape, stride, dtype=leaf.dtype, device="meta")
+        return leaf
+
+    return one(value) if isinstance(value, torch.Tensor) else pytree.tree_map(one, value)
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """The mode that the graph's fake tensors belong to."""
+    for node in graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch._subclasses.FakeTensor):
+                return value.fake_mode
+    raise ValueError("The graph has no fake tensors; a Program's nodes carry one each in meta['val'].")
+
+
+def fake_tensor(
+    mode: FakeTensorMode,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A fake tensor of this description; no memory is taken."""
+    with mode:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Each node's place in the order of execution."""
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def first(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
+    return min(nodes, key=order.__getitem__)
+
+
+def last(nodes: Iterable[fx.Node], order: dict[fx.Node, int]) -> fx.Node:
+    return max(nodes, key=order.__getitem__)
+
+
+def reduction(gradient: fx.Node) -> fx.Node | None:
+    """The first collective that this gradient went through, if any."""
+    found, node = None, gradient
+    while role_of(node) in ("cast", "scale", "wait", "reduce"):
+        found = node if is_collective(node) else found
+        node = node.all_input_nodes[0]
+    return found
+
+
+GATHERED = ("fetch", "cast", "gather", "part", "wait", "block", "view")
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
+
+
+def gathered(graph: fx.Graph) -> dict[str, set[fx.Node]]:
+    """By unit, the forward nodes that hold its gathered parameters: gathers, views of them, casts and copies."""
+    found: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or node.meta["phase"] != "forward":
+            continue
+        if role_of(node) in GATHERED:
+            found[node] = node.meta["mark"].unit
+        elif (is_view(node) or node.target in COPIES) and node.all_input_nodes:
+            units = {found.get(source) for source in node.all_input_nodes}
+            unit = units.pop()
+            if unit is not None and not units:
+                found[node] = unit
+    chains: dict[str, set[fx.Node]] = {}
+    for node, unit in found.items():
+        chains.setdefault(unit, set()).add(node)
+    return chains

@@ -1,0 +1,116 @@
+"""Programs as people read them: by unit, in the order they run; and what changed between two of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.ir.nodes import is_collective, owner, role_of, written
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.plan.plan import human
+
+
+def summary(program: Program) -> str:
+    """The program by unit: what is computed, gathered, reduced and updated, in the order it runs, with sizes.
+
+    Consecutive nodes of one unit and phase are one line; collectives have lines of their own.
+    """
+    lines = [f"program: {' -> '.join(program.history)}, {len(program.graph.nodes)} nodes, {_collectives(program)}"]
+    lines += program.needs
+    phase = None
+    run: list[fx.Node] = []
+
+    def close() -> None:
+        if run:
+            lines.append(f"    {where(run[0]):<28}{_what(run)}")
+            run.clear()
+
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.meta["phase"] != phase:
+            close()
+            phase = node.meta["phase"]
+            lines.append(f"  {phase}")
+        if role_of(node) == "part":
+            continue
+        if is_collective(node) or role_of(node) == "wait":
+            close()
+            lines.append(f"    {where(node):<28}{_communication(node)}")
+            continue
+        if run and (where(run[0]), _copies(run[0])) != (where(node), _copies(node)):
+            close()
+        run.append(node)
+    close()
+    lines += [f"chosen: {note}" for note in program.notes]
+    return "\n".join(lines)
+
+
+def where(node: fx.Node) -> str:
+    """The unit or submodule that the node belongs to, for people."""
+    return owner(node) or ("(all units)" if role_of(node) else "(loss)")
+
+
+def _copies(node: fx.Node) -> str | None:
+    """The role of a copy from or to host memory."""
+    role = role_of(node)
+    return role if role in ("fetch", "return") else None
+
+
+def _what(nodes: Iterable[fx.Node]) -> str:
+    nodes = list(nodes)
+    if (role := _copies(nodes[0])) is not None:
+        size = human(sum(node.meta["val"].nbytes for node in nodes))
+        return f"fetch: {size} from the host" if role == "fetch" else f"return: {size} to the host"
+    roles = {"view" if role_of(node) == "block" else role_of(node) for node in nodes}
+    if roles == {"update"}:
+        writes = sum(1 for node in nodes if written(node))
+        return f"update: {_count(writes, 'write')} in place"
+    names = {"view": "views", "flatten": "flatten", "cast": "cast", "scale": "scaling", "norm": "norm and loss"}
+    done = [names[role] for role in ("cast", "view", "flatten", "scale", "norm") if role in roles]
+    compute = sum(1 for node in nodes if role_of(node) is None)
+    return ", ".join(done + ["compute: " + _count(compute, "operator")] * bool(compute))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _communication(node: fx.Node) -> str:
+    if role_of(node) == "wait" and not is_collective(node):
+        source = node.all_input_nodes[0]
+        return f"wait for {(source.all_input_nodes[0] if role_of(source) == 'part' else source).name}"
+    sent = sum(source.meta["val"].nbytes for source in node.all_input_nodes)
+    got = sum(value.nbytes for value in pytree.tree_leaves(node.meta["val"]))
+    name = _collective_name(node)
+    sizes = f"{human(sent)} -> {human(got)}"
+    operator = next((argument for argument in node.args if argument in ("avg", "sum")), None)
+    return f"{name}: {sizes}" + (f", {operator}" if operator else "") + f", along {node.args[-1]} ({node.name})"
+
+
+def _collective_name(node: fx.Node) -> str:
+    """``_c10d_functional.all_gather_into_tensor.default`` -> ``all_gather``."""
+    return (
+        str(node.target).split(".")[1].removesuffix("_coalesced").removesuffix("_into_tensor").removesuffix("_tensor")
+    )
+
+
+def _collectives(program: Program) -> str:
+    counts: dict[str, int] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and is_collective(node):
+            name = _collective_name(node)
+            counts[name] = counts.get(name, 0) + 1
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no collectives"
+
+
+def difference(before: Program, after: Program) -> list[str]:
+    """What a pass changed, as a unified diff of the two texts."""
+    return list(
+        difflib.unified_diff(
+            list(before.lines()), list(after.lines()), before.history[-1], after.history[-1], lineterm="", n=1
+        )
+    )

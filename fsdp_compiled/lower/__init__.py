@@ -1,0 +1,1 @@
+"""Program -> callable: cut into pieces, compiled, captured as a CUDA graph."""

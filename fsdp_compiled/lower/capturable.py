@@ -1,0 +1,159 @@
+"""What in a program cannot become part of a CUDA graph, in sentences that say where, why and the cure.
+
+A graph holds device work with its addresses. What the host reads, decides or copies while the program runs is frozen
+or forbidden in it: numbers read back from the device, shapes that depend on values, tensors on the CPU, generators that
+live on the host, and collectives that the CPU carries out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, is_wait
+from fsdp_compiled.ir.program import Program
+
+aten = torch.ops.aten
+READS = (aten.is_nonzero.default, aten._assert_scalar.default)  # and whatever is tagged
+INDEXING = (
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._unsafe_index_put.default,
+    aten._index_put_impl_.default,
+)
+SHOWN = 3
+
+
+def obstacles(
+    program: Program, device: torch.device, backends: Mapping[str, str], capturable: Collection[str]
+) -> list[str]:
+    """Why the program cannot be captured on this device; nothing where it can.
+
+    ``backends`` gives the kind of process group along each axis, of which ``capturable`` are those whose collectives
+    may be part of a graph.
+    """
+    found = [*_inputs(program, device)]
+    for axis in dict.fromkeys(str(node.args[-1]) for node in program.graph.nodes if _is_collective(node)):
+        if backends.get(axis, "no") not in capturable:
+            found.append(
+                f"collectives along {axis!r} go through {backends.get(axis, 'no')}, on the host. Start the process "
+                f"group with {' or '.join(sorted(capturable))}."
+            )
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            for reason in _reasons(node, device):
+                found.append(f"{_place(node)}: {reason}")
+    return found
+
+
+def sentence(found: list[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = [f"and {len(found) - SHOWN} more"] if len(found) > SHOWN else []
+    return "\n".join(f"  {line}" for line in [*found[:SHOWN], *more])
+
+
+def _inputs(program: Program, device: torch.device) -> Iterator[str]:
+    if any(port.kind == "size" for port in program.inputs):
+        yield (
+            "sizes of the batch move (Policy.dynamic), and may differ between ranks; a graph has one size on all. "
+            "Give batches few shapes (pad, drop_last=True) and leave dynamic at False."
+        )
+    for port, node in program.inputs.items():
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor) and value.device.type != device.type:
+            yield (
+                f"{port} is on the {value.device.type}, and would be copied while the graph is made. Move it to the "
+                "model's device, or make it a buffer of the model (register_buffer)."
+            )
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return node.op == "call_function" and is_collective(node)
+
+
+def _reasons(node: fx.Node, device: torch.device) -> Iterator[str]:
+    for applies, reason in RULES:
+        if applies(node, device):
+            yield reason
+            return
+
+
+def _reads(node: fx.Node, _: torch.device) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return node.target in READS or torch.Tag.data_dependent_output in tags
+
+
+def _masks(node: fx.Node, _: torch.device) -> bool:
+    if node.target not in INDEXING:
+        return False
+    indices = (leaf for leaf in pytree.tree_leaves(node.args[1]) if isinstance(leaf, fx.Node))
+    return any(index.meta["val"].dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def _sized_by_values(node: fx.Node, _: torch.device) -> bool:
+    return torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) and node.target not in INDEXING
+
+
+def _elsewhere(node: fx.Node, device: torch.device) -> bool:
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return any(isinstance(value, torch.Tensor) and value.device.type not in (device.type, "meta") for value in values)
+
+
+def _own_generator(node: fx.Node, _: torch.device) -> bool:
+    given = pytree.tree_leaves((node.args, dict(node.kwargs)))
+    return is_random(node) and (node.kwargs.get("generator") is not None or any(map(_is_generator, given)))
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, torch.Generator)
+
+
+def _saves_random_state(node: fx.Node, _: torch.device) -> bool:
+    return "rng_state" in getattr(node.target, "__name__", "")
+
+
+def _unawaited(node: fx.Node, _: torch.device) -> bool:
+    """A collective that the program starts and does not wait for, all its parts counted."""
+    if not is_collective(node):
+        return False
+    parts = [user for user in node.users if not is_wait(user)]
+    return not node.users or any(part.op != "output" and not any(map(is_wait, part.users)) for part in parts)
+
+
+def _awaits_outside(node: fx.Node, _: torch.device) -> bool:
+    """A wait for what was started before the program."""
+    if not is_wait(node):
+        return False
+    source = node.args[0]
+    while isinstance(source, fx.Node) and source.op == "call_function":
+        if is_collective(source):
+            return False
+        source = source.args[0] if source.args else None
+    return True
+
+
+RULES: tuple[tuple[Callable[[fx.Node, torch.device], bool], str], ...] = (
+    (_reads, "the host reads a number from the device here. Keep it a tensor (no .item(), int(), if on a tensor)."),
+    (_masks, "a mask picks elements, and the host must count them. Use torch.where or masked_fill."),
+    (_sized_by_values, "the size of the result depends on values, which the host must read. Use a fixed size."),
+    (_elsewhere, "a value is made on the CPU. Make it on the model's device: torch.tensor(..., device=x.device)."),
+    (_own_generator, "it draws from a generator of its own, whose state the host holds. Use the default generator."),
+    (
+        _saves_random_state,
+        "the generator's state is saved on the host here. Give checkpoint(preserve_rng_state=False).",
+    ),
+    (_unawaited, "a collective is started and not waited for, which leaves its stream out of the graph."),
+    (_awaits_outside, "a collective is waited for that was started outside of the graph."),
+)
+
+
+def _place(node: fx.Node) -> str:
+    path = node.meta.get("path")
+    text = call_text(node)
+    return (f"{path}: " if path else "") + (text if len(text) < 100 else text[:97] + "...")

@@ -1,0 +1,401 @@
+"""Runner -> runner that is one launch: the step as a CUDA graph over fixed addresses.
+
+    calls 1, 2                        call 3                              calls 4, 5, ...
+
+    on the graph's stream, with       held = memory like the batch's
+    memory of the graph's pool:       capture: runner(shards, ..., held)  held <- batch
+    runner(shards, ..., batch)        as on every call after it  -------> launch
+    copies of the results                                                 copies of the results
+
+Every call is a step of the training, the first ones too: they load kernels, choose algorithms and connect the ranks,
+which may not happen while a graph is captured. To capture runs nothing, so there is no state to put back.
+
+What a graph holds are addresses. The state's tensors, the scheduled rates and the call's number are tensors that keep
+theirs, and are written in place; the batch is copied into tensors that are held for it; results are handed out as
+copies, the small ones with one launch. torch writes the generator's seed and offset where the graph's random operators
+read them, before each launch, and advances the generator by what the graph draws; so a graph draws the numbers that
+the program would.
+
+A graph belongs to the tensors that it was captured on. Called with another `State`, the program is captured anew on
+that one's tensors: their identity is asked, not their address, because whether a collective is captured must be the
+same on all ranks (so NCCL), and identity is.
+
+All graphs of a `Sharded` take their memory from one pool: what a graph works with is dead when it ends, so that
+several shapes, and `accumulate` beside `step`, need no more than the largest.
+
+This is the only file that touches CUDA graphs. It was written against torch 2.11; the pool is kept alive and warmed up
+in the way of `torch._inductor.cudagraph_trees`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from operator import is_
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.distributed.mesh import before_end
+from fsdp_compiled.ir.nodes import is_collective
+from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.lower.capturable import obstacles, sentence
+
+Runner = Callable[..., Sequence[torch.Tensor]]
+Wanted = bool | Literal["auto"]
+Everywhere = Callable[[str], list[str]]
+
+WARM = 2  # calls before the one that captures: the first compiles, the second finds everything in place
+SMALL = 256  # bytes; results up to this are handed out with one copy
+ALIGN = 16
+RESTARTS = 3  # other states in a row, none of which stayed long enough to be captured on
+log = logging.getLogger("fsdp_compiled")
+
+
+class Graph(Protocol):
+    """A captured run."""
+
+    def replay(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class Device(Protocol):
+    """What capturing asks of a device; tests put one in its place that runs on the CPU."""
+
+    capturable: frozenset[str]  # kinds of process groups whose collectives may be captured
+
+    def obstacle(self, collectives: bool) -> str:
+        """Why nothing can be captured on this device as it is set up; empty where it can."""
+
+    def warm(self, run: Callable[[], Any]) -> Any:
+        """Runs it as a capture would, on its stream with its memory, and for real."""
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Any, Graph]:
+        """Runs it, doing nothing: what it would have done is the graph."""
+
+
+class CudaGraphs:
+    """`Device`: one stream and one pool of memory for all graphs on a GPU."""
+
+    capturable = frozenset({"nccl"})
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._made: tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph] | None = None
+        self._broken: list[torch.cuda.CUDAGraph] = []
+
+    def obstacle(self, collectives: bool) -> str:
+        if collectives and os.environ.get("NCCL_GRAPH_REGISTER") != "0" and _expandable():
+            return (
+                "the allocator has expandable segments, whose addresses NCCL cannot register with a graph. Start with "
+                "NCCL_GRAPH_REGISTER=0, or without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF."
+            )
+        return ""
+
+    def warm(self, run: Callable[[], Any]) -> Any:
+        stream, pool, _ = self._stream_and_pool()
+        current = torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, pool)
+            try:
+                results = run()
+            finally:
+                self._leave(pool)
+        current.wait_stream(stream)
+        return results
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Any, Graph]:
+        stream, pool, _ = self._stream_and_pool()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # The outer context puts the stream back where the inner one, on an error, leaves it.
+            with (
+                torch.cuda.device(self.device),
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),
+                self._capturing(graph, pool, stream),
+            ):
+                results = run()
+        except BaseException as error:
+            self._recover(graph, pool, stream)
+            # What ends a broken capture complains of the end; what broke it is the error before.
+            if isinstance(error, RuntimeError) and isinstance(error.__context__, RuntimeError):
+                raise error.__context__ from None
+            raise
+        return results, graph
+
+    @property
+    def _index(self) -> int:
+        return self.device.index if self.device.index is not None else torch.cuda.current_device()
+
+    def _leave(self, pool: Any) -> None:
+        """Ends that memory is taken from the pool."""
+        torch._C._cuda_endAllocateToPool(self._index, pool)
+        torch._C._cuda_releasePool(self._index, pool)
+
+    def _recover(self, graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Undoes what a capture leaves behind that CUDA broke off.
+
+        torch then stops before it has told the allocator and the generator of the end: memory would still be taken
+        from the pool, and random operators would be refused. A capture of nothing tells the generator. The allocator
+        may go on asking the graph whether it is being captured, so the object stays.
+        """
+        graph.reset()
+        self._broken.append(graph)
+        with suppress(RuntimeError):  # it was told, where what broke was not CUDA
+            self._leave(pool)
+        with suppress(RuntimeError), warnings.catch_warnings(), torch.cuda.device(self.device):
+            warnings.simplefilter("ignore")  # that it is empty
+            with torch.cuda.stream(torch.cuda.current_stream()), self._capturing(torch.cuda.CUDAGraph(), pool, stream):
+                pass
+
+    @staticmethod
+    def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.graph:
+        # Other threads (a loader that pins memory, NCCL's watchdog) go on with calls that a capture forbids its own.
+        return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+
+    def _stream_and_pool(self) -> tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph]:
+        """Made once. A pool lives as long as a graph uses it, so an empty graph does before there is another."""
+        if self._made is None:
+            with torch.cuda.device(self.device), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it is empty
+                torch.cuda.synchronize()
+                stream, pool, keeper = torch.cuda.Stream(), torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+                stream.wait_stream(torch.cuda.current_stream())
+                with self._capturing(keeper, pool, stream):
+                    pass
+            self._made = stream, pool, keeper
+        return self._made
+
+
+def make_device(device: torch.device, wanted: Wanted) -> Device | None:
+    """What captures on this device; None where nothing is to be captured."""
+    return CudaGraphs(device) if device.type == "cuda" and wanted is not False else None
+
+
+def _expandable() -> bool:
+    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    if any("expandable_segments:true" in setting.replace(" ", "").lower() for setting in settings):
+        return True
+    return any(segment.get("is_expandable", False) for segment in torch.cuda.memory_snapshot())
+
+
+class Replays:
+    """The graphs of one `Sharded`: what they share, and how often they were launched."""
+
+    def __init__(self, device: Device | None, wanted: Wanted) -> None:
+        self.device = device
+        self.wanted = wanted
+        self.launches = 0
+        self._replays: weakref.WeakSet[Replay] = weakref.WeakSet()
+
+    def obstacles(self, program: Program, device: torch.device, backends: Mapping[str, str]) -> str:
+        """Why this program cannot be captured; raises ``ValueError`` with it where a graph was asked for."""
+        if self.device is None:
+            return ""
+        found = obstacles(program, device, backends, self.device.capturable)
+        if obstacle := self.device.obstacle(_communicates(program)):
+            found.append(obstacle)
+        if found and self.wanted is True:
+            raise ValueError(
+                f"Policy.cuda_graph is True, but the program cannot be captured:\n{sentence(found)}\n"
+                'With cuda_graph="auto" it runs without a graph.'
+            )
+        return sentence(found) if found else ""
+
+    def wrap(self, runner: Runner, inputs: Sequence[Port], label: str, everywhere: Everywhere) -> Replay:
+        """The runner, launched as a graph from its third call on. ``everywhere`` exchanges a text among the ranks."""
+        replay = Replay(self, runner, inputs, label, everywhere)
+        if not self._replays:
+            # Before Python ends, and before process groups do: the end of one waits for the graphs that use it.
+            close = _Weakly(self)
+            atexit.register(close)
+            before_end(close)
+        self._replays.add(replay)
+        return replay
+
+    def close(self) -> None:
+        """Destroys the graphs; calls after this warm up and capture again."""
+        for replay in list(self._replays):
+            replay.drop()
+
+
+class _Weakly:
+    """Closes the graphs if they are still there."""
+
+    def __init__(self, replays: Replays) -> None:
+        self._replays = weakref.ref(replays)
+
+    def __call__(self) -> None:
+        replays = self._replays()
+        if replays is not None:
+            replays.close()
+
+
+def _communicates(program: Program) -> bool:
+    return any(node.op == "call_function" and is_collective(node) for node in program.graph.nodes)
+
+
+class Replay:
+    """A runner that captures the one that it is given, and from then on launches what it captured."""
+
+    def __init__(
+        self, shared: Replays, runner: Runner, inputs: Sequence[Port], label: str, everywhere: Everywhere
+    ) -> None:
+        self.runner, self.label = runner, label
+        self._shared, self._everywhere = shared, everywhere
+        self._fed = [index for index, port in enumerate(inputs) if port.kind == "batch"]
+        self._kept = [index for index, port in enumerate(inputs) if port.kind != "batch"]
+        self._tensors: list[torch.Tensor] | None = None  # that it was called with last, but for the batch
+        self._calls = 0  # on these
+        self._restarts = 0
+        self._graph: Graph | None = None
+        self._held: list[Held] = []
+        self._results = Results([])
+        self._refused = False
+
+    def __call__(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
+        kept = [given[index] for index in self._kept]
+        if self._tensors is None or not all(map(is_, kept, self._tensors)):
+            self._move(kept)
+        if self._refused:
+            return self.runner(*given)
+        if self._graph is None:
+            self._calls += 1
+            if self._calls <= WARM:
+                return self._warm(given)
+            self._capture(given)
+            if self._graph is None:
+                return self.runner(*given)
+        if self._fed:  # one launch where all are of one dtype
+            torch._foreach_copy_(
+                [held.target for held in self._held],
+                [held.source(given[index]) for held, index in zip(self._held, self._fed, strict=True)],
+                non_blocking=True,
+            )
+        self._graph.replay()
+        self._shared.launches += 1
+        self._restarts = 0
+        return self._results.copies()
+
+    def drop(self) -> None:
+        """Back to before the first call."""
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph, self._held, self._results, self._tensors, self._calls = None, [], Results([]), None, 0
+
+    def _move(self, kept: list[torch.Tensor]) -> None:
+        """From now on on these tensors."""
+        if self._tensors is not None and not self._refused:
+            self._restarts += self._graph is None
+            log.info("%s: another state; a graph is captured on its tensors", self.label)
+        self.drop()
+        self._tensors = kept
+        if self._restarts >= RESTARTS:
+            self._restarts = 0
+            self._refuse(
+                "each call comes with another State, and a graph belongs to the tensors that it was captured on. Keep "
+                "to one State, and copy the numbers of the others into its tensors."
+            )
+
+    def _warm(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        assert self._shared.device is not None
+        results = self._shared.device.warm(lambda: self.runner(*given))
+        return [result.clone() if isinstance(result, torch.Tensor) else result for result in results]
+
+    def _capture(self, given: Sequence[torch.Tensor]) -> None:
+        """Captures on all ranks, or on none."""
+        assert self._shared.device is not None
+        inputs = list(given)
+        self._held = [Held(given[index]) for index in self._fed]
+        for held, index in zip(self._held, self._fed, strict=True):
+            inputs[index] = held.tensor
+        reason, graph = "", None
+        try:
+            self._results, graph = self._shared.device.capture(lambda: Results(self.runner(*inputs)))
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".strip()
+        reasons = self._everywhere(reason)
+        if any(reasons):
+            rank = next(rank for rank, text in enumerate(reasons) if text)
+            if graph is not None:
+                graph.reset()
+            self._held, self._results = [], Results([])
+            where = f" on rank {rank}" if len(reasons) > 1 else ""
+            self._refuse(f"to capture it failed{where}: {reasons[rank].splitlines()[0]}")
+            return
+        self._graph = graph
+        log.info("captured %s as a CUDA graph", self.label)
+
+    def _refuse(self, reason: str) -> None:
+        if self._shared.wanted is True:
+            raise ValueError(
+                f"Policy.cuda_graph is True, but {self.label} cannot run as a graph: {reason}\n"
+                'With cuda_graph="auto" it runs without a graph.'
+            )
+        self._refused = True
+        log.warning("%s runs without a CUDA graph: %s", self.label, reason)
+
+
+class Held:
+    """Memory that keeps its address, laid out as one tensor of the batch; each call's is copied in.
+
+    What is copied is the stretch of memory that the tensor's elements lie in, so that any strides will do: gaps,
+    transposed, or one element shown many times.
+    """
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self.plain = like.is_contiguous()
+        self.extent = sum((size - 1) * step for size, step in zip(like.shape, like.stride(), strict=True)) + 1
+        self.extent = self.extent if like.numel() else 0
+        memory = torch.empty(self.extent, dtype=like.dtype, device=like.device)
+        self.tensor = memory.as_strided(like.shape, like.stride())
+        self.target = self.tensor if self.plain else memory
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What of the tensor is copied to ``target``."""
+        return tensor if self.plain else tensor.as_strided((self.extent,), (1,))
+
+
+class Results:
+    """A graph's results, laid out inside of it so that copies of all the small ones cost one launch."""
+
+    def __init__(self, results: Sequence[Any]) -> None:
+        self.results = list(results)
+        self.places: dict[int, tuple[int, int]] = {}
+        end = 0
+        for index, value in enumerate(self.results):
+            if isinstance(value, torch.Tensor) and value.nbytes <= SMALL:
+                self.places[index] = end, value.nbytes
+                end += -(-value.nbytes // ALIGN) * ALIGN
+        self.packed: torch.Tensor | None = None
+        if self.places:
+            device = self.results[next(iter(self.places))].device
+            self.packed = torch.empty(end, dtype=torch.uint8, device=device)
+            for index, like in enumerate(self.results):
+                if index in self.places:
+                    self._view(self.packed, index, like).copy_(like)
+                    self.results[index] = torch.empty_like(like, device="meta")  # the shape is all that is needed
+
+    def copies(self) -> list[Any]:
+        """Tensors that nobody else holds."""
+        packed = self.packed.clone() if self.packed is not None else None
+        found: list[Any] = []
+        for index, value in enumerate(self.results):
+            if index in self.places:
+                assert packed is not None
+                found.append(self._view(packed, index, value))
+            else:
+                found.append(pytree.tree_map_only(torch.Tensor, torch.clone, value))
+        return found
+
+    def _view(self, packed: torch.Tensor, index: int, like: torch.Tensor) -> torch.Tensor:
+        start, size = self.places[index]
+        return packed[start : start + size].view(like.dtype).view(like.shape)

@@ -1,0 +1,203 @@
+"""Piece -> compiled function.
+
+What was compiled is kept on disk, under a key that a piece has before it is traced: Inductor's own cache finds a graph
+by what AOTAutograd made of it, which takes a warm start longer than all that comes after.
+
+This is the only file that touches private surfaces of Inductor, but for `isa_probes` and the cache folder
+(`disk_cache`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from operator import getitem, is_
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import fx
+from torch._inductor import config
+from torch._inductor.codecache import CacheBase, cache_dir, torch_key
+from torch._inductor.codegen.common import custom_backend_passes
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.standalone_compile import CacheCompiledArtifact, CompiledArtifact
+
+from fsdp_compiled.capture import disk_cache
+from fsdp_compiled.capture.cache_key import settings
+from fsdp_compiled.capture.disk_cache import KNOWN, folder
+from fsdp_compiled.ir.nodes import fake_mode
+from fsdp_compiled.kernels.scaled import TENSOR_FORMS
+from fsdp_compiled.lower.isa_probes import remembered
+from fsdp_compiled.lower.partition import Piece
+
+Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+class CompiledPiece:
+    """Calls compiled code with a list of inputs, which it empties."""
+
+    def __init__(self, artifact: Callable[..., Any], key: str) -> None:
+        self.__name__ = f"piece_{key[:16]}"
+        self._artifact = artifact
+        self._call: Call = self._first
+
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return self._call(inputs)
+
+    def _first(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs with AOTAutograd's wrappers around the compiled code, and drops them if they pass everything through.
+
+        They are for aliases, subclasses and autograd, none of which a piece has, and cost more than a small kernel.
+        """
+        seen: list[tuple[Any, list[Any], Sequence[Any]]] = []
+        run = CompiledFxGraph.__call__
+
+        def watch(graph: Any, given: Any) -> Any:
+            before = list(given)
+            results = run(graph, given)
+            seen.append((graph, before, results))
+            return results
+
+        CompiledFxGraph.__call__ = watch  # type: ignore[method-assign, assignment]
+        try:
+            results = self._artifact(*inputs)
+        finally:
+            CompiledFxGraph.__call__ = run  # type: ignore[method-assign]
+        self._call = self._wrapped
+        if len(seen) == 1:
+            graph, before, inner = seen[0]
+            if _same(before, inputs) and _same(inner, results):
+                self._call = graph.current_callable
+        inputs.clear()
+        return results
+
+    def _wrapped(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        given = tuple(inputs)
+        inputs.clear()
+        return self._artifact(*given)
+
+
+def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+_compiled: WeakValueDictionary[str, CompiledPiece] = WeakValueDictionary()  # as long as a program uses them
+
+
+def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
+    """Each piece, by its key: from this process, from Inductor's cache on disk, or compiled now."""
+    found: dict[str, Call] = {}
+    around = _around()
+    for key, piece in pieces.items():
+        full = hashlib.sha256(f"{around} {key}".encode()).hexdigest()
+        made = _compiled.get(full)
+        if made is None:
+            still = all(isinstance(node.meta["val"], torch.Tensor) for node in piece.inputs)
+            with remembered(folder()):
+                made = CompiledPiece(_kept(piece, full) if still and around else _artifact(piece), key)
+            if still:
+                _compiled[full] = made  # else a size moves, and compiling it asked about this program's sizes
+        found[key] = made
+    return found
+
+
+def chooses_products() -> bool:
+    """Whether Inductor is told to try several kernels for each matrix product."""
+    return bool(config.max_autotune or config.max_autotune_gemm)
+
+
+def cache_place() -> tuple[str, str]:
+    """Equal on ranks that share Inductor's cache on disk."""
+    return socket.gethostname(), cache_dir()
+
+
+def share(pieces: Mapping[str, Piece], count: int) -> list[dict[str, Piece]]:
+    """The pieces dealt out to so many ranks, each to one, the largest first."""
+    parts: list[dict[str, Piece]] = [{} for _ in range(count)]
+    load = [0] * count
+    for key in sorted(pieces, key=lambda key: -len(pieces[key].nodes)):
+        least = load.index(min(load))
+        parts[least][key] = pieces[key]
+        load[least] += len(pieces[key].nodes)
+    return parts
+
+
+def _around() -> str:
+    """What the code that is made of a piece depends on besides the piece; empty if that cannot be said."""
+    options = repr(sorted(config.get_config_copy().items()))
+    if " at 0x" in options or any(custom_backend_passes.values()):  # a function of the user's takes part
+        return ""
+    system = CacheBase.get_system() if torch.cuda.is_available() else None  # which reads the whole of Triton
+    return f"{torch_key().hex()} {system} {options} {settings()}"
+
+
+def _kept(piece: Piece, key: str) -> Callable[..., Any]:
+    """The piece's code from disk, or compiled and put there."""
+    place = folder()
+    if place is None or not all(_is_known(node.target) for node in piece.nodes):
+        return _artifact(piece)
+    place = place / "pieces" / key
+    found = disk_cache.read(place, _unpack)
+    if found is not None:
+        return found
+    made = _artifact(piece)
+    if isinstance(made, CacheCompiledArtifact) and made.is_saveable():
+        disk_cache.write(place, _pack(made))
+    return made
+
+
+def _is_known(target: Any) -> bool:
+    """Whether a key says what the operator does; the user may change the code of others."""
+    return target is getitem or getattr(target, "namespace", "") in KNOWN
+
+
+def _pack(artifact: CompiledArtifact) -> bytes:
+    with tempfile.TemporaryDirectory() as place:
+        artifact.save(path=f"{place}/artifact", format="binary")
+        return Path(place, "artifact").read_bytes()
+
+
+def _unpack(content: bytes) -> CompiledArtifact:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
+        file.flush()
+        return CompiledArtifact.load(path=file.name, format="binary")
+
+
+def _artifact(piece: Piece) -> Callable[..., Any]:
+    module = _expand(piece.graph_module(_without_host_reads))
+    return torch._inductor.standalone_compile(module, examples(piece), dynamic_shapes="from_graph")
+
+
+def examples(piece: Piece) -> list[Any]:
+    """Inputs like the piece's, but for their place in memory, which equal pieces do not share."""
+
+    def fresh(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        with fake_mode(piece.nodes[0].graph):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+    return [fresh(node.meta["val"]) for node in piece.inputs]
+
+
+def _without_host_reads(node: fx.Node) -> None:
+    """Replaces operators that read a scalar on the host by their tensor forms."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == "fsdp_compiled":
+        node.target = TENSOR_FORMS.get(target._schema.name.removeprefix("fsdp_compiled::"), target)
+
+
+def _expand(module: fx.GraphModule) -> fx.GraphModule:
+    """Traces through the Python functions that `_without_host_reads` put in."""
+    if not any(node.target in TENSOR_FORMS.values() for node in module.graph.nodes):
+        return module
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with fake_mode(module.graph):
+        return make_fx(module)(*examples)

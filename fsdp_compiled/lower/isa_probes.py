@@ -1,0 +1,44 @@
+"""Whether the compiler here makes code for this processor: Inductor's question, answered once and kept on disk.
+
+Before it loads the first piece for a CPU, Inductor compiles a trial for each of the processor's extensions and starts
+a Python process that loads it: half a dozen processes for each rank, at every start. What a compiler of this version
+could do with these flags it can do the next time, on a processor of this capability: hosts may share the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint
+
+from fsdp_compiled.capture import disk_cache
+
+
+@contextmanager
+def remembered(folder: Path | None) -> Iterator[None]:
+    """Inside, trials that once succeeded are taken as done; those that failed are made again. None: all are made."""
+    check = VecISA.check_build
+
+    def asked(isa: VecISA, code: str) -> bool:
+        assert folder is not None
+        compiler = _get_isa_dry_compile_fingerprint(isa.build_arch_flags())
+        said = f"{torch.backends.cpu.get_cpu_capability()} {compiler} {isa._arch_flags} {code}"
+        place = folder / "probes" / hashlib.sha256(said.encode()).hexdigest()
+        if disk_cache.read(place, lambda content: content) is not None:
+            return True
+        if succeeded := check(isa, code):
+            disk_cache.write(place, said.encode())
+        return succeeded
+
+    if folder is None:
+        yield
+        return
+    VecISA.check_build = asked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        VecISA.check_build = check  # type: ignore[method-assign]

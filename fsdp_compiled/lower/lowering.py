@@ -1,0 +1,114 @@
+"""Program -> callable.
+
+``"eager"`` runs the graph's own code: the ATen kernels of eager PyTorch, in the program's order.
+
+``"inductor"`` compiles the compute between the collectives in pieces (`partition`), each distinct one once
+(`inductor`): the blocks of a model share one forward and one backward piece, and equal buffers share one update, so
+that compile time does not grow with depth and the order that the passes chose is the order that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import getitem
+
+import torch
+from torch import fx, nn
+
+from fsdp_compiled.ir.edit import copied
+from fsdp_compiled.ir.nodes import is_collective, origin, role_of
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.lower import direct_gradients, onednn_products
+from fsdp_compiled.lower.exchange import copy_exchanged
+from fsdp_compiled.lower.inductor import Call, chooses_products, compile_all
+from fsdp_compiled.lower.partition import Piece, segments
+
+Runner = Callable[..., Sequence[torch.Tensor]]
+# Inside, operators go past autograd's layers of dispatch, which under no_grad only cost time: a tenth of a small one.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def lower(program: Program, groups: Mapping[str, str], how: str, blocks: Collection[str] = ()) -> Runner:
+    """A function of the program's inputs, in the order of its ports, that returns its outputs in order."""
+    lowering = Lowering(program, groups, how, blocks)
+    return lowering.runner(compile_all(lowering.pieces))
+
+
+class Lowering:
+    """A program on its way to a callable: cut, and put together again when its pieces are compiled.
+
+    ``groups`` gives the name of the process group along each axis; ``how`` is ``Policy.lower``; ``blocks`` names the
+    submodules that may be alike; ``gloo``, the axes whose collectives are gloo's. ``pieces``: what is to be compiled,
+    each distinct piece once, by key.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        groups: Mapping[str, str],
+        how: str,
+        blocks: Collection[str] = (),
+        gloo: Collection[str] = (),
+    ) -> None:
+        self.exchanged = {groups[axis] for axis in gloo}
+        self.graph = _bind_groups(program.graph, groups)
+        if how == "inductor":
+            onednn_products.choose(self.graph)
+            if not chooses_products():
+                direct_gradients.write(self.graph, blocks)
+        self.segments = segments(self.graph, blocks) if how == "inductor" else None
+        self.keys = {part: part.key() for part in self.segments or () if isinstance(part, Piece)}
+        self.pieces = {key: piece for piece, key in reversed(self.keys.items())}
+
+    def runner(self, compiled: Mapping[str, Call]) -> Runner:
+        """The program with a call of a compiled function in the place of each piece."""
+        if self.segments is None:
+            _views_that_fit(self.graph)
+            return fx.GraphModule(nn.Module(), self.graph).forward
+        result = fx.Graph()
+        mapping = {node: result.node_copy(node) for node in self.graph.find_nodes(op="placeholder")}
+
+        def value(node: fx.Node) -> fx.Node:
+            """What holds the node's value here; views that only pieces repeated are made where they are missing."""
+            node = origin(node, mapping)
+            if node not in mapping:
+                mapping[node] = result.node_copy(node, value)
+            return mapping[node]
+
+        for segment in self.segments:
+            if isinstance(segment, fx.Node):
+                mapping[segment] = copy_exchanged(segment, result, value, self.exchanged)
+                continue
+            given = result.call_function(boxed, tuple(value(node) for node in segment.inputs))
+            call = result.call_function(compiled[self.keys[segment]], (given,))
+            for index, node in enumerate(segment.outputs):
+                mapping[node] = result.call_function(getitem, (call, index))
+        result.output([value(node) for node in self.graph.output_node().args[0]])  # type: ignore[union-attr, misc]
+        return fx.GraphModule(nn.Module(), result).forward
+
+
+def boxed(*values: torch.Tensor) -> list[torch.Tensor]:
+    """The only reference to a piece's inputs, so that the piece can free each after its last use."""
+    return list(values)
+
+
+def _views_that_fit(graph: fx.Graph) -> None:
+    """Views of values become reshapes, which copy where they must.
+
+    Kernels do not always lay their results out as the fake ones say (softplus_backward, for one, on a gradient that is
+    transposed), and a view that was traced on those may not exist of these.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        if role_of(node) is None:
+            node.target = torch.ops.aten.reshape.default
+
+
+def _bind_groups(source: fx.Graph, groups: Mapping[str, str]) -> fx.Graph:
+    """A copy in which collectives name process groups instead of axes."""
+    mapping: dict[fx.Node, fx.Node] = {}
+    graph = copied(source, mapping)
+    graph.output(fx.node.map_arg(source.output_node().args[0], mapping.__getitem__))
+    for node in graph.nodes:
+        if node.op == "call_function" and is_collective(node):
+            node.args = (*node.args[:-1], groups[str(node.args[-1])])
+    return graph

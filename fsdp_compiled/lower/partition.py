@@ -1,0 +1,342 @@
+"""Cutting a program at its collectives and blocks: what is compiled, and what runs as it stands.
+
+    program                                        segments
+
+    full = all_gather(shard); wait                 full = all_gather(shard); wait
+    weight = view(slice(full))                     block = slice(full)
+    y = gelu(mm(x, t(weight)))       # layers.0    y = piece_a(block, x)
+    other = view(slice(full))                      block' = slice(full)
+    z = gelu(mm(y, t(other)))        # layers.1    z = piece_a(block', y)
+
+A *piece* is compute between two cuts, with the views that it reads repeated inside, so that it takes and returns whole
+tensors and no aliases. Cuts are where the order must be kept (collectives, waits, random operators), and where equal
+blocks and buffers begin and end, so that they make equal pieces; equal pieces have equal keys. What reads or makes no
+more than a few numbers is not worth a compilation and runs as it stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fsdp_compiled.ir.nodes import ASSERT, Bare, is_collective, is_random, is_view, is_wait, origin, role_of, written
+from fsdp_compiled.kernels.operators import KERNELS
+from fsdp_compiled.plan.units import innermost
+
+aten = torch.ops.aten
+FEW = 64  # numbers; arithmetic on no more than these is not compiled
+SHORT = 2  # operators; a piece of no more than these is not compiled
+
+
+class Piece:
+    """Compute that is compiled as one: nodes of a program in order, with the views that they read."""
+
+    def __init__(self, nodes: list[fx.Node]) -> None:
+        own = set(nodes)
+        self.nodes = _with_borrowed(nodes, own)
+        body = set(self.nodes)
+        sources = (origin(source, body) for node in self.nodes for source in node.all_input_nodes)
+        inputs = dict.fromkeys(source for source in sources if source not in body)
+        self.inputs = list(dict.fromkeys([*_sizes_of(inputs), *inputs]))
+        self.outputs = [node for node in nodes if not written(node) and any(_outside(node, own))]
+
+    @property
+    def writes(self) -> bool:
+        return any(written(node) for node in self.nodes)
+
+    def graph_module(self, prepare: Callable[[fx.Node], None] = lambda node: None) -> fx.GraphModule:
+        """The piece as a module of its own; ``prepare`` may change its nodes."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        for index, node in enumerate(self.inputs):
+            mapping[node] = graph.placeholder(f"input_{index}")
+            mapping[node].meta["val"] = node.meta["val"]
+        for node in self.nodes:
+            copy = mapping[node] = graph.node_copy(node, lambda source: mapping[origin(source, mapping)])
+            copy.meta = {"val": node.meta["val"], "example_value": node.meta["val"]}
+            prepare(copy)
+        graph.output(tuple(mapping[node] for node in self.outputs))
+        return fx.GraphModule(nn.Module(), graph)
+
+    def key(self) -> str:
+        """Equal for pieces that compute the same from inputs of the same shapes, strides and dtypes."""
+        names: dict[fx.Node, str] = {node: f"i{index}" for index, node in enumerate(self.inputs)}
+        names |= {node: f"n{index}" for index, node in enumerate(self.nodes)}
+        lines = [_layout(node.meta["val"]) for node in self.inputs]
+        for node in self.nodes:
+            args = fx.node.map_arg((node.args, node.kwargs), lambda source: Bare(names[origin(source, names)]))
+            lines.append(f"{node.target} {args}")
+        lines.append(" ".join(names[node] for node in self.outputs))
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def segments(graph: fx.Graph, blocks: Collection[str] = ()) -> list[fx.Node | Piece]:
+    """The graph's calls in order: nodes that run as they stand, and pieces; views that pieces repeat are left out."""
+    cutter = _Cutter(graph, blocks)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            cutter.add(node)
+    found: list[fx.Node | Piece] = []
+    for run in _whole(cutter):
+        if isinstance(run, fx.Node):
+            found.append(run)
+        elif _is_slight(run):
+            found += run
+        else:
+            piece = Piece(run)
+            if piece.outputs or piece.writes:
+                found.append(piece)
+    return found
+
+
+def is_borrowed(node: fx.Node) -> bool:
+    """Whether pieces repeat the node instead of passing its value on.
+
+    Views of all kinds, but for a block's slice of a gathered buffer, which is at another place in every block; and a
+    gradient's scaling by the clip factor, which is better done where the gradient is read.
+    """
+    return (is_view(node) and role_of(node) not in ("block", "part")) or (
+        role_of(node) == "norm" and node.target is aten.mul.Tensor and _numel(node) > FEW
+    )
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether the node is a number made of sizes of the batch alone, to be worked out by Python."""
+    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat) and all(
+        source.op == "placeholder" or is_size(source) for source in node.all_input_nodes
+    )
+
+
+def _is_room(node: fx.Node) -> bool:
+    """Whether the node makes a flat buffer for gradients that are written where they belong (`direct_gradients`)."""
+    return node.target is aten.empty.memory_format and role_of(node) == "flatten"
+
+
+def _sizes_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The inputs of the program that hold the sizes which these nodes' shapes are made of, such as ``7 * rows``."""
+    wanted = {
+        symbol
+        for node in nodes
+        if isinstance(value := node.meta["val"], torch.Tensor)
+        for size in (*value.shape, *value.stride())
+        if isinstance(size, torch.SymInt)
+        for symbol in size.node.expr.free_symbols
+    }
+    if not wanted:
+        return []
+    places = next(iter(nodes)).graph.find_nodes(op="placeholder")
+    return [
+        node for node in places if isinstance(value := node.meta["val"], torch.SymInt) and value.node.expr in wanted
+    ]
+
+
+def _with_borrowed(nodes: list[fx.Node], own: Collection[fx.Node]) -> list[fx.Node]:
+    found: dict[fx.Node, None] = {}
+
+    def add(node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source not in found and source not in own and is_borrowed(source):
+                add(source)
+                found[source] = None
+
+    for node in nodes:
+        add(node)
+        found[node] = None
+    return list(found)
+
+
+def _outside(node: fx.Node, own: Collection[fx.Node]) -> Iterator[fx.Node]:
+    """Who reads the node, itself or through views, outside of these nodes."""
+    for user in node.users:
+        if user.op == "call_function" and is_borrowed(user):
+            yield from _outside(user, own)
+        elif user not in own:
+            yield user
+
+
+def _numel(node: fx.Node) -> int:
+    """The most elements that one result has; more than `FEW` where that is not known before the run."""
+    value = node.meta["val"]
+    sizes = [leaf.numel() for leaf in (value if isinstance(value, tuple | list) else [value]) if _is_tensor(leaf)]
+    return max((size if isinstance(size, int) else FEW + 1 for size in sizes), default=0)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _layout(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+    return repr(value)
+
+
+def _is_slight(nodes: list[fx.Node]) -> bool:
+    """Whether compiling would gain nothing: arithmetic on a few numbers, or a lone operator or two."""
+    if all(_numel(node) <= FEW for node in nodes):
+        return all(_numel(source) <= FEW for node in nodes for source in node.all_input_nodes)
+    fused = any(getattr(node.target, "namespace", "") == "fsdp_compiled" for node in nodes)
+    return len(nodes) <= SHORT and not fused
+
+
+def _stands_alone(node: fx.Node) -> bool:
+    role = role_of(node)
+    return (
+        is_collective(node)
+        or is_wait(node)
+        or is_random(node)
+        or node.target in (ASSERT, aten.linalg_vector_norm.default, *KERNELS)
+        or role in ("part", "cast", "fetch", "return")
+        or (role == "update" and not node.meta["mark"].unit)  # module buffers, each written back by a copy
+    )
+
+
+def _whole(cutter: _Cutter) -> list[fx.Node | list[fx.Node]]:
+    """The runs, where the first and last operators of a block that a collective cut off have joined the block again.
+
+        mm            # layers.1: needs no weight               full = gather; wait
+        full = gather; wait                                     mm, ..., mm, add
+        ..., mm       # the last gradient              ->       part = reduce_scatter(cat(...))
+        part = reduce_scatter(cat(...))
+        add           # what is left of layers.1
+
+    So that a block makes the same piece whether or not a unit begins or ends with it.
+    """
+    kept: list[fx.Node | list[fx.Node]] = []
+    between: list[fx.Node] = []
+    before: list[fx.Node] | None = None
+    for run in cutter.runs:
+        if isinstance(run, fx.Node):
+            between.append(run)
+            kept.append(run)
+            continue
+        if before is not None and cutter.places[before[0]] == cutter.places[run[0]]:
+            changed = {origin(target) for node in between for target in written(node)}
+            if _is_movable(run) and not any(_reads(node, changed.union(between)) for node in run):
+                before += run
+                continue
+            if _is_movable(before) and not (
+                any(_reads(node, set(before)) for node in between) or any(_reads(node, changed) for node in before)
+            ):
+                kept.remove(before)
+                run[:0] = before
+        kept.append(run)
+        before, between = run, []
+    return kept
+
+
+def _is_movable(run: list[fx.Node]) -> bool:
+    return len(run) <= SHORT and not any(written(node) for node in run)
+
+
+def _reads(node: fx.Node, others: Collection[fx.Node]) -> bool:
+    """Whether the node reads one of these nodes, itself or through views."""
+    return any(source in others or (is_borrowed(source) and _reads(source, others)) for source in node.all_input_nodes)
+
+
+class _Cutter:
+    """Takes a program's nodes in order and lays them into runs, each to become a piece or to stand alone."""
+
+    def __init__(self, graph: fx.Graph, blocks: Collection[str]) -> None:
+        self.blocks = tuple(blocks)
+        self.runs: list[fx.Node | list[fx.Node]] = []
+        self.open: list[fx.Node] | None = None
+        self.place: tuple[Any, ...] = ("",)  # of the open run
+        self.block = self.left = ""  # where the program is, and where it was before that
+        self.home: dict[fx.Node, list[fx.Node]] = {}  # the run of each node
+        self.known: dict[str, str | None] = {}
+        self.places: dict[fx.Node, tuple[Any, ...]] = {}
+        self.joint = self._joint(graph)
+
+    def add(self, node: fx.Node) -> None:
+        if role_of(node) == "block" or is_borrowed(node):
+            return
+        if is_size(node) or _is_room(node):  # before the run that is being filled, of which it needs nothing
+            self.runs.insert(len(self.runs) - (self.open is not None), node)
+        elif node.target is getitem:
+            self._join_source(node)
+        elif _stands_alone(node) or (role_of(node) == "flatten" and node.meta["mark"].buffer in self.joint):
+            self.runs.append(node)
+            self.open = None
+        elif not self._joins_group(node):
+            place = self._place(node)
+            if self.open is None or place != self.place:
+                self.open, self.place = [], place
+                self.runs.append(self.open)
+                self.places[node] = place
+            self._lay(node, self.open)
+
+    def _lay(self, node: fx.Node, run: list[fx.Node]) -> None:
+        run.append(node)
+        self.home[node] = run
+
+    def _join_source(self, node: fx.Node) -> None:
+        """One of several results stays with what made them."""
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        if source in self.home:
+            self._lay(node, self.home[source])
+        else:
+            self.runs.insert(self.runs.index(source) + 1, node)
+
+    def _place(self, node: fx.Node) -> tuple[Any, ...]:
+        """Equal for nodes of one piece: the phase, and the buffer or block."""
+        mark, phase = node.meta.get("mark"), node.meta["phase"]
+        if mark and mark.role in ("update", "sum"):
+            return phase, mark.role, mark.unit, mark.buffer
+        if self.place[0] != phase:
+            self.left = self.block
+        block = None if mark else self._block(node)
+        # Not back to where it came from: the operators of two neighbours alternate at the seam.
+        if block is not None and block not in (self.block, self.left):
+            self.block, self.left = block, self.block
+        return phase, self.block
+
+    def _block(self, node: fx.Node) -> str | None:
+        """The block that the node is of; empty for the rest of the model; None where it may count to either."""
+        path = node.meta.get("path", "")
+        if path not in self.known:
+            inside = innermost([path], self.blocks)
+            around = path in ("", "(model)") or any(block.startswith(f"{path}.") for block in self.blocks)
+            self.known[path] = inside if inside is not None or around else ""
+        return self.known[path]
+
+    def _joint(self, graph: fx.Graph) -> set[str]:
+        """The buffers that lay gradients of several blocks together: apart, so that the blocks' pieces stay equal."""
+        found = set()
+        for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+            if role_of(node) == "flatten":
+                gradients = [near for source in node.all_input_nodes for near in _before_flatten(source)]
+                if len({self._block(gradient) for gradient in gradients} - {None}) > 1:
+                    found.add(node.meta["mark"].buffer)
+        return found
+
+    def _joins_group(self, node: fx.Node) -> bool:
+        """Lays a pure operator on an optimizer group's numbers with those that ran before the buffers' updates."""
+        mark = node.meta.get("mark")
+        if not mark or mark.role != "update" or mark.buffer or written(node):
+            return False
+        sources = [origin(source) for source in node.all_input_nodes]
+        for run in reversed(self.runs):
+            if isinstance(run, fx.Node) and role_of(run) in ("fetch", "return"):  # of elements, not of these numbers
+                continue
+            other = run[0].meta.get("mark") if isinstance(run, list) else None
+            if not isinstance(run, list) or not other or other.role != "update":
+                return False
+            if other.unit == mark.unit and not other.buffer:
+                self._lay(node, run)
+                return True
+            if any(self.home.get(source) is run or source in written(place) for source in sources for place in run):
+                return False
+        return False
+
+
+def _before_flatten(node: fx.Node) -> list[fx.Node]:
+    """The gradient behind its flat form; none behind padding."""
+    while role_of(node) == "flatten" and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return [] if role_of(node) == "flatten" else [node]

@@ -1,0 +1,84 @@
+"""The optimizer's hyperparameters: scheduled ones as tensors on the device, a change of any other one noticed.
+
+Reading them is part of every step, so it costs one comparison while nothing changes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fsdp_compiled.optim.tracing import Rule, hyper, options_of, signature
+
+PLAIN = (bool, int, float, str, type(None))  # a list or a tensor may be changed in place
+
+
+class Rates:
+    """What the optimizer's param groups say, and the tensors that programs read it from."""
+
+    def __init__(self, optimizer: Optimizer | None, device: torch.device) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}  # by ``"<group>.<name>"``
+        self.values: dict[str, float] = {}
+        self.digest = 0  # of the values, below 4096
+        self._optimizer, self._device = optimizer, device
+        self._fixed: list[Any] = []  # what is not scheduled
+        self.traced()
+        self._seen: list[tuple[Any, ...]] | None = None
+
+    def unchanged(self) -> bool:
+        """Whether the groups say what they said at the last `write`."""
+        return self._seen is not None and self._look() == self._seen
+
+    def outdated(self) -> bool:
+        """Whether something that is not scheduled changed, so that rules have to be traced again."""
+        if len(self._groups()) != len(self._fixed):
+            raise ValueError("A param group was added after compile_sharded; add it before.")
+        return [signature(group) for group in self._groups()] != self._fixed
+
+    def traced(self) -> None:
+        """Remembers that rules were traced with what the groups say now."""
+        self._fixed = [signature(group) for group in self._groups()]
+
+    def write(self, rules: Iterable[Rule]) -> None:
+        """Brings the tensors up to date, without waiting for the device."""
+        groups = self._groups()
+        for rule in rules:
+            for name in rule.hypers:
+                key, value = f"{rule.group}.{name}", hyper(groups[rule.group], name)
+                if key not in self.tensors:
+                    self.tensors[key] = torch.tensor(value, dtype=torch.float64, device=self._device)
+                elif self.values[key] != value:
+                    self.tensors[key].fill_(value)
+                self.values[key] = value
+        self._digest()
+        values = (value for group in groups for value in options_of(group).values())
+        self._seen = self._look() if all(map(_is_plain, values)) else None
+
+    def adopt(self, values: Mapping[str, float]) -> None:
+        """Another rank's values, until the next `write`."""
+        for key, value in values.items():
+            self.tensors[key].fill_(value)
+            self.values[key] = value
+        self._digest()
+        self._seen = None
+
+    def _digest(self) -> None:
+        self.digest = zlib.crc32(repr(sorted(self.values.items())).encode()) % 4096
+
+    def __str__(self) -> str:
+        return "".join(f", {name} = {value}" for name, value in self.values.items())
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups if self._optimizer is not None else []
+
+    def _look(self) -> list[tuple[Any, ...]]:
+        """Every value but the parameters, in the groups' order."""
+        return [tuple(value for name, value in group.items() if name != "params") for group in self._groups()]
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))

@@ -1,0 +1,95 @@
+"""Shards and the optimizer's state live in host memory, and are on the device only while they are used.
+
+    before                                     after
+
+    full = all_gather(shard); wait             on = _to_copy(shard, device="cuda", non_blocking=True)    # fetch
+    use(full)                                  full = all_gather(on); wait
+                                               use(full)
+    exp_avg.lerp_(gradient, 0.1)               on, avg = _to_copy(shard, ...), _to_copy(exp_avg, ...)    # fetch
+    shard.addcdiv_(exp_avg, ...)               avg.lerp_(gradient, 0.1)
+                                               on.addcdiv_(avg, ...)
+                                               copy_(shard, on, non_blocking=True)                       # return
+                                               copy_(exp_avg, avg, non_blocking=True)
+
+Each gather fetches its shard again, so that nothing stays for it; the update goes buffer by buffer, and has one
+buffer's shard and state on the device at a time. Copies are on the stream of the compute that needs them: their order
+is the program's, and the host never waits. With one rank there is no gather, and views of a shard share one fetch.
+Numbers of a whole optimizer group, the model's own buffers and the sums of microbatches stay on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import Mark, Phase, first, last, positions, role_of, versions
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.plan.plan import Buffer, Plan
+
+aten = torch.ops.aten
+ALONE = ("cast", "gather")  # readers that have a fetch of their own; views share one
+
+
+def offload(program: Program, plan: Plan) -> Program:
+    """Moves shards and per-element state to the plan's home, and has the program fetch and return them."""
+    edit = Edit(program)
+    for buffer in plan.buffers:
+        held = _held(edit, buffer)
+        for home in held:
+            value = home.meta["val"]
+            home.meta["val"] = edit.fake(value.shape, value.dtype, plan.home)
+            _fetch_for_reading(edit, home, buffer, plan)
+        _fetch_for_update(edit, held, buffer, plan)
+    return edit.done("offload")
+
+
+def _held(edit: Edit, buffer: Buffer) -> list[fx.Node]:
+    """The buffer's shard, and what the optimizer keeps for each of its elements."""
+    found = []
+    for port, node in edit.inputs.items():
+        mine = port.name if port.kind == "shard" else port.name.rpartition(".")[0] if port.kind == "state" else None
+        if mine == buffer.key:
+            found.append(node)
+    return found
+
+
+def _fetch(edit: Edit, home: fx.Node, buffer: Buffer, plan: Plan, before: fx.Node, phase: Phase) -> fx.Node:
+    with edit.at(before, phase):
+        mark = Mark("fetch", buffer.unit, buffer.key)
+        return edit.call(aten._to_copy.default, home, device=plan.device, non_blocking=True, mark=mark)
+
+
+def _fetch_for_reading(edit: Edit, home: fx.Node, buffer: Buffer, plan: Plan) -> None:
+    """Forward and backward: once for each gather, just before it."""
+    readers = [user for user in home.users if user.meta["phase"] != "update"]
+    groups = [[user] for user in readers if role_of(user) in ALONE]
+    if shared := [user for user in readers if role_of(user) not in ALONE]:
+        groups.append(shared)
+    order = positions(edit.graph) if groups else {}
+    for group in groups:
+        start = first(group, order)
+        fetched = _fetch(edit, home, buffer, plan, start, start.meta["phase"])
+        for user in group:
+            user.replace_input_with(home, fetched)
+
+
+def _fetch_for_update(edit: Edit, held: list[fx.Node], buffer: Buffer, plan: Plan) -> None:
+    """All that the buffer's update works on, before the first node that does; what it wrote, back after the last."""
+    readers = {home: [user for user in home.users if user.meta["phase"] == "update"] for home in held}
+    chains = {home: versions(home) for home in held if readers[home]}
+    if not chains:
+        return
+    order = positions(edit.graph)
+    start = first((user for home in chains for user in readers[home]), order)
+    end = last({user for chain in chains.values() for node in chain for user in node.users}, order).next
+    changed = [home for home, chain in chains.items() if len(chain) > 1]
+    fetched = {}
+    for home in chains:
+        fetched[home] = _fetch(edit, home, buffer, plan, start, "update")
+        for user in readers[home]:
+            user.replace_input_with(home, fetched[home])
+    with edit.at(end, "update"):
+        for home in changed:
+            mark = Mark("return", buffer.unit, buffer.key)
+            edit.call(aten.copy_.default, home, fetched[home], True, mark=mark)

@@ -1,0 +1,138 @@
+"""Values that are cheap to make again are not kept for backward; what they are made from is kept anyway.
+
+    before                              after
+
+    u = mm(x, up)                       u = mm(x, up)
+    a = gelu(u)                         a = gelu(u)               # freed after its last use in forward
+    y = mm(a, down)                     y = mm(a, down)
+    ...                                 ...
+    d_down = mm(t(a), d_y)              a' = gelu(u)
+    d_u = gelu_backward(d_a, u)         d_down = mm(t(a'), d_y)
+                                        d_u = gelu_backward(d_a, u)
+
+Autograd keeps both ``u`` and ``a``. What is cheap: operators that map elements, copies, views, and normalisations, all
+bound by memory traffic; under Inductor they fuse with what reads them. A matrix product, a convolution, an attention or
+a random number is never made again. The idea, without its minimum cut, is that of AOTAutograd's
+min_cut_rematerialization_partition.
+"""
+
+from __future__ import annotations
+
+from operator import getitem
+
+import torch
+from torch import fx
+
+from fsdp_compiled.analysis.roofline import nbytes
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import gathered, is_collective, is_random, is_view, role_of, written
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.plan.plan import Plan
+
+aten = torch.ops.aten
+SMALL = 1024  # bytes: not worth an operator
+CHEAP = (
+    aten.native_layer_norm.default,
+    aten.mean.dim,
+    aten.var_mean.correction,
+    aten.cat.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._unsafe_view.default,
+    aten.stack.default,
+)
+
+
+def remake(program: Program, plan: Plan) -> Program:
+    """Makes backward read repetitions of forward's cheap values, each just before its first use there."""
+    edit = Edit(program)
+    edit.rebuild(_Choice(edit.graph).nodes)
+    return edit.done("remake")
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """Whether the node is its argument's memory, or one of its argument's results."""
+    return is_view(node) or node.target in (getitem, aten._unsafe_view.default)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return not isinstance(node.meta["val"], int | torch.SymInt)
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    if node.meta["phase"] != "forward" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if role_of(node) is not None or is_collective(node) or is_random(node) or written(node):
+        return False
+    return node.target in CHEAP or torch.Tag.pointwise in node.target.tags
+
+
+class _Choice:
+    """Which forward nodes backward is to make again, chosen in forward's order.
+
+    *Kept*: what backward reads and does not make again, parameters and inputs. Something is made again if all that it
+    is made of is kept, or is cheap and made of what is kept.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.parameters = set().union(*gathered(graph).values())
+        self.leaving = {self._base(node) for node in graph.output_node().all_input_nodes}
+        forward = [node for node in graph.nodes if node.op == "call_function" and node.meta["phase"] == "forward"]
+        crossing = [node for node in forward if any(user.meta.get("phase") == "backward" for user in node.users)]
+        self.read = {self._base(node) for node in crossing}
+        self.again: set[fx.Node] = set()  # bases that are not kept
+        self.nodes: set[fx.Node] = set()
+        for node in forward:
+            if (
+                node in self.read
+                and not _is_alias(node)
+                and node not in self.leaving
+                and nbytes(node.meta["val"]) > SMALL
+            ):
+                made = self._made_of(node)
+                if made is not None:
+                    self.again.add(node)
+                    self.nodes |= made
+        self.nodes |= {node for node in crossing if _is_alias(node) and self._base(node) in self.again}
+        self._complete()
+
+    def _base(self, node: fx.Node) -> fx.Node:
+        while node.op == "call_function" and _is_alias(node) and node not in self.parameters:
+            node = node.all_input_nodes[0]
+        return node
+
+    def _made_of(self, node: fx.Node) -> set[fx.Node] | None:
+        """The nodes to repeat for this one, itself among them; None where that takes more than cheap ones."""
+        if not _is_cheap(node):
+            return None
+        found = {node}
+        for source in node.all_input_nodes:
+            more = self._available(source)
+            if more is None:
+                return None
+            found |= more
+        return found
+
+    def _available(self, node: fx.Node) -> set[fx.Node] | None:
+        """What has to be repeated so that backward can read this node: nothing, where it is there."""
+        if node.op != "call_function" or node in self.parameters or not _is_tensor(node):
+            return set()
+        base = self._base(node)
+        if base in self.leaving or base in self.parameters or (base in self.read and base not in self.again):
+            return set()
+        if base.op != "call_function":
+            return set()
+        made = self._made_of(base)
+        return None if made is None else made | self._aliases(node)
+
+    def _aliases(self, node: fx.Node) -> set[fx.Node]:
+        found = set()
+        while node.op == "call_function" and _is_alias(node) and node not in self.parameters:
+            found.add(node)
+            node = node.all_input_nodes[0]
+        return found
+
+    def _complete(self) -> None:
+        """The views between what is made again and what reads it."""
+        for node in list(self.nodes):
+            self.nodes |= {alias for alias in self._aliases(node) if self._base(alias) in self.nodes}

@@ -1,0 +1,146 @@
+"""Units of a sensible size: small neighbours are merged, large ones are cut between parameters.
+
+    blocks     root 6.0 | layers.0 0.2 | layers.1 0.2 | ... | layers.23 0.2        MiB, bucket_mb=1.2
+    units      root/0 1.0 | root/1 5.0 | layers.0-5 1.2 | ... | layers.18-23 1.2
+
+A collective costs a latency besides its bytes, so many small ones waste the network; a large one is waited for as a
+whole and gathered as a whole. What is merged stays in the order of registration, which is the order of use in most
+models. Packing starts at the end, so that a unit that remains small is the first: forward waits for it with nothing to
+hide it, and in backward its reduction is the last. A root of next to nothing (a final norm, a small embedding) goes
+with it.
+
+Where nothing is gathered (``"ddp"``), blocks mean nothing to the network, and parameters are packed into buckets, as
+DistributedDataParallel does it; ``bucket.0`` holds the last of them and is reduced first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp_compiled.plan.hardware import Machine
+from fsdp_compiled.plan.units import ROOT
+
+MIB = 2**20
+EFFICIENT = 8.0  # transfer time over latency: at 8, a collective runs at 89% of the bandwidth
+DDP_MIB = 25.0  # DistributedDataParallel's default bucket
+MOST_UNITS = 2  # merging by itself never makes a unit larger than this part of the model
+
+
+def target(
+    wanted: float | str, blocks: Sequence[str], sizes: Sequence[int], machine: Machine, world: int, gathered: bool
+) -> tuple[float, float, str]:
+    """``(merge, split, reason)``: neighbours are merged up to ``merge`` bytes, units over ``split`` bytes are cut.
+
+    ``blocks`` and ``sizes``: of each parameter, its block and its bytes on the wire.
+    """
+    total = sum(sizes)
+    if world == 1:
+        return 0.0, float("inf"), "one rank: nothing is sent"
+    if wanted != "auto":
+        given = float(wanted) * MIB
+        return given, given or float("inf"), f"bucket_mb={wanted:g}, as given"
+    efficient = EFFICIENT * machine.latency * machine.network
+    why = f"{efficient / MIB:.2g} MiB take {EFFICIENT:g} times a collective's latency of {machine.latency * 1e6:g} us"
+    part = total / MOST_UNITS
+    if gathered:
+        merge = min(efficient, part)
+        bound = "" if merge == efficient else f", but no more than 1/{MOST_UNITS} of the model"
+        return merge, max(4 * efficient, part), f"bucket_mb={merge / MIB:.2g} (auto): {why}{bound}"
+    merge = min(max(efficient, part), max(efficient, DDP_MIB * MIB))
+    return (
+        merge,
+        merge,
+        f"bucket_mb={merge / MIB:.2g} (auto): at least {why}, 1/{MOST_UNITS} of the model at most 25 MiB",
+    )
+
+
+def regroup(blocks: Sequence[str], sizes: Sequence[int], merge: float, split: float, gathered: bool) -> list[str]:
+    """The unit of each parameter. ``blocks``, ``sizes``: as `target` has them, in registration order."""
+    if not gathered:
+        if merge == 0:
+            return list(blocks)
+        packed = _pack([[index] for index in range(len(sizes))], sizes, merge)
+        return _spread(len(sizes), {f"bucket.{len(packed) - 1 - place}": run for place, run in enumerate(packed)})
+    members: dict[str, list[int]] = {}
+    for index, block in enumerate(blocks):
+        members.setdefault(block, []).append(index)
+    names = list(members)
+    units: dict[str, list[int]] = {}
+    row: list[str] = []
+
+    def close() -> None:
+        for packed in _pack([members[name] for name in row], sizes, merge):
+            among = list(dict.fromkeys(blocks[index] for index in packed))
+            units[_joined(among)] = packed
+        row.clear()
+
+    for name in names:
+        size = sum(sizes[index] for index in members[name])
+        around = name == ROOT or any(other.startswith(f"{name}.") for other in names)
+        if around or size > merge:
+            close()
+            units |= _cut(name, members[name], sizes, split) if size > split else {name: members[name]}
+        else:
+            row.append(name)
+    close()
+    return _spread(len(sizes), _with_slight_root(units, sizes, merge))
+
+
+def _with_slight_root(units: dict[str, list[int]], sizes: Sequence[int], merge: float) -> dict[str, list[int]]:
+    """The units, where a root that weighs less than a collective's latency has joined the first of the others.
+
+    Forward begins with both and backward ends with both. The other then stays gathered as long as the root does, which
+    is until backward is through with the model's end; so it is one that is no larger than ``merge``.
+    """
+    first = next((name for name in units if name != ROOT), None)
+    if ROOT not in units or first is None:
+        return units
+    root, other = (sum(sizes[index] for index in units[name]) for name in (ROOT, first))
+    if root * EFFICIENT > merge or other > merge:
+        return units
+    joined = {_joined([ROOT, first]): sorted([*units[ROOT], *units[first]])}
+    return joined | {name: indices for name, indices in units.items() if name not in (ROOT, first)}
+
+
+def _pack(items: Sequence[Sequence[int]], sizes: Sequence[int], capacity: float) -> list[list[int]]:
+    """Neighbouring items in runs of at most ``capacity`` bytes, filled from the end, evenly if that takes no more."""
+    runs = _fill(items, sizes, capacity)
+    total = sum(sizes[index] for item in items for index in item)
+    even = _fill(items, sizes, min(capacity, total / max(len(runs), 1)))
+    return even if len(even) == len(runs) else runs
+
+
+def _fill(items: Sequence[Sequence[int]], sizes: Sequence[int], capacity: float) -> list[list[int]]:
+    runs: list[list[int]] = []
+    room = 0.0
+    for item in reversed(items):
+        size = sum(sizes[index] for index in item)
+        if not runs or size > room:
+            runs.insert(0, [])
+            room = capacity
+        runs[0] = [*item, *runs[0]]
+        room -= size
+    return runs
+
+
+def _cut(name: str, indices: Sequence[int], sizes: Sequence[int], capacity: float) -> dict[str, list[int]]:
+    runs = _pack([[index] for index in indices], sizes, capacity)
+    return {f"{name}/{place}" if len(runs) > 1 else name: run for place, run in enumerate(runs)}
+
+
+def _joined(names: Sequence[str]) -> str:
+    """``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
+    if len(names) == 1:
+        return names[0]
+    first, last = names[0], names[-1]
+    around, _, end = last.rpartition(".")
+    return f"{first}-{end}" if around and first.startswith(f"{around}.") else f"{first}-{last}"
+
+
+def _spread(count: int, units: dict[str, list[int]]) -> list[str]:
+    """The unit of each parameter, from the parameters of each unit."""
+    found = [""] * count
+    for name, indices in units.items():
+        for index in indices:
+            found[index] = name
+    return found

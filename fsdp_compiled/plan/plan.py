@@ -1,0 +1,315 @@
+"""Who is gathered with whom, and where every element lives: arithmetic, no graphs.
+
+Terms, used with these meanings everywhere in the package:
+
+- *block*: a submodule that was named, or found, to be gathered by itself; ``root`` is the rest of the model.
+- *unit*: parameters that are gathered together: a block, small neighbours merged, or a part of a large one (`buckets`).
+- *buffer*: a unit's parameters that share dtype, trainability and optimizer group, laid end to end in one flat
+  tensor. Gathered, the buffer *is* the parameters: each is a view of it and nothing is copied out.
+- *slot*: one parameter's place in its buffer.
+- *shard*: the slice of a buffer that one rank owns. Rank ``r`` owns elements ``[r * n, (r + 1) * n)``.
+- *axis*: one dimension of the device mesh: ``"shard"`` (a buffer is cut along it) or ``"replicate"`` (it is repeated).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from fsdp_compiled.plan.buckets import regroup, target
+from fsdp_compiled.plan.hardware import CPU, Machine, machine_of
+from fsdp_compiled.policy import Placement, Policy
+
+ALIGNMENT = 128  # bytes: where a parameter may start, so that vector loads of any width are aligned
+SLICE = 16  # bytes: what a rank's slice is a multiple of
+
+Axis = Literal["shard", "replicate"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What the plan needs to know of one parameter; tied parameters are one leaf with several names."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    group: int | None  # optimizer group; None: no optimizer updates it
+    block: str
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dims from slowest to fastest in memory; ``(0, 1, ...)`` for a contiguous tensor."""
+        contiguous = tuple(range(len(self.shape)))
+        if self.stride == contiguous_stride(self.shape):
+            return contiguous
+        return tuple(sorted(contiguous, key=lambda dim: -self.stride[dim]))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in its buffer; offset and size in elements."""
+
+    leaf: Leaf
+    offset: int
+
+    @property
+    def name(self) -> str:
+        return self.leaf.names[0]
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.leaf.numel
+
+    def within(self, start: int, stop: int) -> tuple[int, int]:
+        """The part of this parameter in ``[start, stop)`` of the buffer, as ``(first, last + 1)`` in the buffer."""
+        return max(self.offset, start), max(min(self.end, stop), max(self.offset, start))
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Parameters of one unit that share dtype, trainability and optimizer group, end to end."""
+
+    key: str
+    unit: str
+    dtype: torch.dtype
+    trainable: bool
+    group: int | None
+    slots: tuple[Slot, ...]
+    numel: int  # padded to a multiple of the shard axis
+
+    @property
+    def updated(self) -> bool:
+        return self.trainable and self.group is not None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter; they are zero and stay zero."""
+        return self.numel - sum(slot.leaf.numel for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class Unit:
+    name: str
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The blocks whose parameters it holds, in registration order."""
+        return tuple(dict.fromkeys(slot.leaf.block for buffer in self.buffers for slot in buffer.slots))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is sharded how: the units, in the order of the model's registration, the mesh and the policy."""
+
+    units: tuple[Unit, ...]
+    policy: Policy
+    device: torch.device
+    shard: int = 1  # ranks along the shard axis
+    replicate: int = 1  # ranks along the replicate axis
+    machine: Machine = CPU
+    notes: tuple[str, ...] = ()  # what was chosen, and why
+
+    @property
+    def placement(self) -> Placement:
+        return self.policy.placement
+
+    @property
+    def buffers(self) -> tuple[Buffer, ...]:
+        return tuple(buffer for unit in self.units for buffer in unit.buffers)
+
+    @property
+    def blocks(self) -> tuple[str, ...]:
+        """The submodules that are gathered by themselves or with others; ``root`` is the rest of the model."""
+        return tuple(dict.fromkeys(block for unit in self.units for block in unit.members))
+
+    @property
+    def kernels(self) -> bool:
+        """Whether the package's own operators are inserted."""
+        return self.device.type == "cuda" if self.policy.kernels == "auto" else self.policy.kernels
+
+    @property
+    def home(self) -> torch.device:
+        """Where shards and the optimizer's state live between steps."""
+        return torch.device("cpu") if self.policy.offload else self.device
+
+    @property
+    def world(self) -> int:
+        return self.shard * self.replicate
+
+    @property
+    def axes(self) -> tuple[tuple[Axis, int], ...]:
+        """The axes with more than one rank: over the others nothing needs to be sent."""
+        axes: tuple[tuple[Axis, int], ...] = (("shard", self.shard), ("replicate", self.replicate))
+        return tuple((name, size) for name, size in axes if size > 1)
+
+    def buffer(self, key: str) -> Buffer:
+        return next(buffer for buffer in self.buffers if buffer.key == key)
+
+    def compute_dtype(self, buffer: Buffer) -> torch.dtype:
+        """The dtype in which forward and backward see the buffer, and in which it crosses the wire."""
+        dtype = self.policy.precision.param_dtype
+        return dtype if dtype is not None and buffer.dtype.is_floating_point else buffer.dtype
+
+    def reduce_dtype(self, buffer: Buffer) -> torch.dtype:
+        return self.policy.precision.reduce_dtype or self.compute_dtype(buffer)
+
+    def shard_numel(self, buffer: Buffer) -> int:
+        """Elements of the buffer's parameters that a rank holds between steps."""
+        return buffer.numel // self.shard if self.placement.parameter else buffer.numel
+
+    def copied(self, buffer: Buffer) -> bool:
+        """Whether a rank keeps its shard of the buffer in the compute dtype as well."""
+        wanted = self.kernels if self.policy.copies == "auto" else self.policy.copies
+        return wanted and not self.policy.offload and buffer.updated and self.compute_dtype(buffer) != buffer.dtype
+
+    def slice_of(self, buffer: Buffer, rank: int) -> tuple[int, int]:
+        """``[start, stop)`` of the buffer that the rank at this place of the shard axis owns."""
+        size = self.shard_numel(buffer)
+        return (rank * size, (rank + 1) * size) if self.placement.parameter else (0, size)
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Bytes of parameters that a rank holds between steps; optimizer state not counted."""
+        return sum(self.shard_numel(buffer) * buffer.dtype.itemsize for buffer in self.buffers)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of those shards that a rank keeps in the compute dtype as well."""
+        return sum(self.shard_numel(b) * self.compute_dtype(b).itemsize for b in self.buffers if self.copied(b))
+
+    def sum_bytes(self, accumulate: str | None = None) -> int:
+        """Bytes of gradients that a rank holds between microbatches, under ``Policy.accumulate`` or the one given."""
+        whole = (accumulate or self.policy.accumulate) == "full" and self.world > 1
+        held = 0
+        for buffer in self.buffers:
+            if buffer.updated:
+                cut = self.shard if self.placement.gradient and not whole else 1
+                dtype = self.reduce_dtype(buffer) if whole else buffer.dtype
+                held += buffer.numel // cut * dtype.itemsize
+        return held
+
+    def __str__(self) -> str:
+        return "\n".join(_describe(self))
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """As `torch.empty(shape).stride()`: ``(2, 3)`` -> ``(3, 1)``."""
+    strides, size = [], 1
+    for length in reversed(shape):
+        strides.append(size)
+        size *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """These strides where they are a permutation of contiguous ones without gaps, contiguous ones where not."""
+    size = 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], shape[dim])):
+        if shape[dim] > 1 and stride[dim] != size:
+            return contiguous_stride(shape)
+        size *= max(shape[dim], 1)
+    return tuple(stride)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
+    first = leaves[0]
+    itemsize = first.dtype.itemsize
+    slots, offset = [], 0
+    for leaf in leaves:
+        offset = _round_up(offset, max(ALIGNMENT // itemsize, 1))
+        slots.append(Slot(leaf, offset))
+        offset += leaf.numel
+    numel = _round_up(max(offset, 1), world * max(SLICE // itemsize, 1))  # nothing is a collective of nothing
+    return Buffer(key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel)
+
+
+def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
+    dtype = policy.precision.param_dtype if leaf.dtype.is_floating_point else None
+    return leaf.numel * (dtype or leaf.dtype).itemsize
+
+
+def make_plan(leaves: Sequence[Leaf], policy: Policy, device: torch.device, shard: int = 1, replicate: int = 1) -> Plan:
+    """Groups the leaves, given in registration order, into units and lays their buffers out.
+
+    Which blocks make a unit is chosen by `Policy.bucket_mb`, and said in the plan's notes.
+
+    Registration order is kept inside a buffer, because the place of an element decides the order in which a ring
+    reduction sums it, and so its last bits.
+    """
+    machine = machine_of(device, shard * replicate, policy.bandwidth_gbps)
+    gathered = policy.placement.parameter and shard > 1
+    blocks, sizes = [leaf.block for leaf in leaves], [_wire_bytes(leaf, policy) for leaf in leaves]
+    merge, split, reason = target(policy.bucket_mb, blocks, sizes, machine, shard * replicate, gathered)
+    by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None], list[Leaf]]] = {}
+    for leaf, unit in zip(leaves, regroup(blocks, sizes, merge, split, gathered), strict=True):
+        kind = (leaf.dtype, leaf.trainable, leaf.group if leaf.trainable else None)
+        by_unit.setdefault(unit, {}).setdefault(kind, []).append(leaf)
+    units = []
+    for name, kinds in by_unit.items():
+        buffers = tuple(
+            _lay_out(name, name if len(kinds) == 1 else f"{name}#{index}", members, shard)
+            for index, members in enumerate(kinds.values())
+        )
+        units.append(Unit(name, buffers))
+    return Plan(tuple(units), policy, device, shard, replicate, machine, (reason,))
+
+
+def human(nbytes: float) -> str:
+    """``1536`` -> ``'1.5 KiB'``."""
+    for suffix in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or suffix == "GiB":
+            return f"{nbytes:.0f} B" if suffix == "B" else f"{nbytes:.1f} {suffix}"
+        nbytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def _kind(buffer: Buffer) -> str:
+    if not buffer.trainable:
+        return "frozen"
+    return "no optimizer" if buffer.group is None else f"group {buffer.group}"
+
+
+def _describe(plan: Plan) -> list[str]:
+    total = sum(slot.leaf.numel for buffer in plan.buffers for slot in buffer.slots)
+    lines = [
+        f"plan: {plan.policy.shard} on {plan.shard} rank{'s' * (plan.shard > 1)}"
+        + (f" x {plan.replicate} replicas" if plan.replicate > 1 else "")
+        + f", {len(plan.units)} units, {total:,} parameters, of which a rank holds {human(plan.persistent_bytes)}",
+        f"{'unit':<24}{'buffer':<20}{'parameters':>12}{'gathered':>12}{'a rank holds':>14}{'padding':>9}",
+    ]
+    for unit in plan.units:
+        for index, buffer in enumerate(unit.buffers):
+            lines.append(
+                f"{unit.name if index == 0 else '':<24}{str(buffer.dtype)[6:] + ', ' + _kind(buffer):<20}"
+                f"{len(buffer.slots):>12}{human(buffer.nbytes):>12}"
+                f"{human(plan.shard_numel(buffer) * buffer.dtype.itemsize):>14}{buffer.padding:>9}"
+            )
+    lines += [f"chosen: {note}" for note in plan.notes]
+    if held := plan.copy_bytes:
+        lines.append(f"shards in the compute dtype, for gathers without a cast (copies): {human(held)} more a rank")
+    if held := plan.sum_bytes():
+        kept = plan.policy.accumulate
+        other = "full" if kept == "shards" else "shards"
+        instead = plan.sum_bytes(other)
+        note = f"; under {other!r} it would be {human(instead)}" if instead != held else ""
+        lines.append(f"while microbatches are added up (accumulate={kept!r}): {human(held)} more a rank{note}")
+    return lines

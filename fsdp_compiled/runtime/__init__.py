@@ -1,0 +1,1 @@
+"""What a person holds: a sharded model, its programs and its state."""

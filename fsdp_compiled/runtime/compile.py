@@ -1,0 +1,170 @@
+"""One kind of program for one shape of batch: captured, and taken through its passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled import passes
+from fsdp_compiled.analysis import memory
+from fsdp_compiled.analysis.memory import Memory
+from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
+from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
+from fsdp_compiled.ir.program import OVERFLOW, Port, Program
+from fsdp_compiled.lower.lowering import Runner
+from fsdp_compiled.optim.tracing import Rule
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime import memory_budget
+from fsdp_compiled.runtime.input_binding import Binding
+from fsdp_compiled.runtime.state import State
+
+# "accumulate" is a microbatch that is not the last, "last" the one that ends a row and updates.
+Kind = Literal["step", "last", "accumulate", "gradient", "forward"]
+
+
+@dataclass
+class Compiled:
+    """A program and what it takes to run it on a state and a batch."""
+
+    program: Program
+    capture: Capture
+    stages: tuple[Program, ...]
+    memory: Memory
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    random: bool
+    copied: bool  # whether it reads copies of shards
+    idle: tuple[str, ...]  # parameters that the loss does not reach
+    kind: Kind
+    label: str
+    number: int  # the same on every rank for the same program
+    wire: str
+    binding: Binding
+    runner: Runner = lambda *_: ()  # until it is lowered
+    fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
+
+    @property
+    def updates(self) -> bool:
+        return self.kind in ("step", "last")
+
+    def zeros(self) -> dict[str, torch.Tensor]:
+        """The sums that the program adds to, at nothing."""
+        wanted = {port.name: node.meta["val"] for port, node in self.program.inputs.items() if port.kind == "sum"}
+        return {
+            name: torch.zeros(value.shape, dtype=value.dtype, device=value.device) for name, value in wanted.items()
+        }
+
+    def constants(self, state: State) -> Mapping[str, torch.Tensor]:
+        """The tensors that the program closes over; those that it writes live in the state from then on."""
+        written = self.capture.written
+        for name in written:
+            state.constants.setdefault(name, self.capture.constants[name])
+        return {**self.capture.constants, **{name: state.constants[name] for name in written}}
+
+
+def build(
+    kind: Kind,
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    plan: Plan,
+    rules: Sequence[Rule],
+    buffers: Mapping[str, torch.Tensor],
+    batch: tuple[Any, ...],
+    named: dict[str, Any],
+    label: str,
+    number: int,
+    sizes: Sizes,
+    hints: Sizes,
+) -> Compiled:
+    """Captures the model and loss on a batch like this one and runs the passes of this kind of program."""
+    wanted = {
+        "step": passes.step(rules),
+        "last": passes.step(rules, accumulated=True),
+        "accumulate": passes.MICROBATCH,
+        "gradient": passes.GRADIENT,
+        "forward": passes.FORWARD,
+    }[kind]
+    forward = kind == "forward"
+    captured = capture_on(
+        model, None if forward else loss, plan, buffers, batch, named, gradient=not forward, sizes=sizes, hints=hints
+    )
+    stages: list[Program] = []
+    program = passes.run(captured.program, plan, wanted, stages.append)
+    held = memory.persistent(plan, rules, buffers, captured.constants, program)
+    stages, needed = memory_budget.fit(stages, plan, lambda one: memory.predict(one, plan, held))
+    stages[-1] = program = replace(stages[-1], needs=needed.lines())
+    return Compiled(
+        program,
+        captured,
+        tuple(stages),
+        needed,
+        inputs=tuple(port for port in program.ports if port.side == "in"),
+        outputs=tuple(port for port in program.ports if port.side == "out"),
+        random=program.random,
+        copied=any(port.kind == "copy" for port in program.ports),
+        idle=tuple(name for node in program.inputs.values() for name in node.meta.get("idle", ())),
+        kind=kind,
+        label=label,
+        number=number,
+        wire=program.wire,
+        binding=Binding([port for port in program.ports if port.side == "in"], batch, named),
+    )
+
+
+def counting(runner: Runner, outputs: Sequence[Port]) -> Runner:
+    """The runner with one input more, the number of updates, which it advances unless the step was void."""
+    place = outputs.index(OVERFLOW) if OVERFLOW in outputs else None
+
+    def run(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
+        *given, count = inputs
+        results = runner(*given)
+        count.add_(1 if place is None else ~results[place])
+        return results
+
+    return run
+
+
+def plain(value: Any) -> tuple[type, str]:
+    """What a program depends on of an entry of the batch that is not a tensor; 1, 1.0 and True are three programs."""
+    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
+        return type(value), repr(value)
+    raise ValueError(
+        f"The batch holds a {type(value).__module__}.{type(value).__qualname__}. Pass tensors, numbers and strings, in "
+        "tuples, lists and dictionaries (a batch that is a mapping: as **batch), or register the class with pytree."
+    )
+
+
+def rows_of(tensors: Iterable[torch.Tensor]) -> int:
+    """The length of the batch's first tensor that has one."""
+    rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
+    if rows is None:
+        raise ValueError('Policy(weigh="rows") counts the rows of the batch, but it has no tensor with rows.')
+    return rows
+
+
+def check_devices(batch: tuple[Any, ...], named: Mapping[str, Any], device: torch.device) -> None:
+    """Raises ``ValueError`` for a tensor of the batch that is not where the shards are."""
+    for place, tensor in batch_tensors(batch, named).items():
+        if tensor.device != device:
+            raise ValueError(
+                f"batch{place} is on {tensor.device}, but the model's shards are on {device}. "
+                f"Move the whole batch: tensor.to({str(device)!r})."
+            )
+
+
+def label_of(kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> str:
+    """``step (float32[4, 8], labels=int64[4])``: what a rank calls, for people and for the other ranks."""
+
+    def one(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype)[6:]}{shape_text(value, sizes)}"
+        return repr(value)
+
+    args = [str(pytree.tree_map(one, value)) for value in batch]
+    args += [f"{name}={pytree.tree_map(one, value)}" for name, value in named.items()]
+    return f"{kind} ({', '.join(args)})".replace("'", "")

@@ -1,0 +1,312 @@
+"""The programs of a sharded model: which one a call runs, found by what the call looks like, or compiled by all ranks.
+
+    step (float32[8, 6])          program 1, compiled
+    step (float32[8, 6])          program 1, found
+    accumulate (float32[8, 6])    program 2, compiled
+    step (float32[3, 6])          program 3, compiled; when `Policy.programs` are kept, the one used the longest time
+                                  ago goes
+
+To find a program is each rank's own affair. To compile one is collective: every rank builds it, all compare its text,
+and every rank lowers it; where one of them fails, all do.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar, get_args
+
+import torch
+
+from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traced_with, unfit
+from fsdp_compiled.capture.dynamo import batch_tensors
+from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchange
+from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.lower.cuda_graph import Replays, make_device
+from fsdp_compiled.lower.inductor import Call, cache_place, compile_all, share
+from fsdp_compiled.lower.lowering import Lowering, Runner
+from fsdp_compiled.optim.tracing import Rule
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.compile import Compiled, Kind, build, check_devices, counting, label_of, plain, rows_of
+from fsdp_compiled.runtime.input_binding import flatten, modes, trainable
+from fsdp_compiled.runtime.shard_model import Taken
+
+T = TypeVar("T")
+COUNT = Port("in", "count", "updates")  # the number of updates, which is no part of the program
+log = logging.getLogger("fsdp_compiled")
+
+
+@dataclass
+class Request:
+    """A call, with what it takes to find its program, and the program if there is one."""
+
+    kind: Kind
+    batch: tuple[Any, ...]
+    named: dict[str, Any]
+    leaves: Sequence[Any]  # of the batch
+    sizes: Sizes
+    rows: int  # that count, where ranks are weighed by them
+    key: tuple[Any, ...]
+    compiled: Compiled | None
+    unfit: Sequence[str]  # why the programs of this shape that there are will not do
+    label: str
+
+
+class Programs:
+    """What was compiled for one model, and is kept."""
+
+    def __init__(
+        self, taken: Taken, loss: Callable[..., Any] | None, plan: Plan, mesh: Mesh, rules: Sequence[Rule], calls: Calls
+    ) -> None:
+        self.rules = tuple(rules)  # of the optimizer
+        self.captures = 0
+        graphs = plan.policy.cuda_graph if not plan.policy.offload else False
+        self.replays = Replays(make_device(plan.device, graphs), graphs)
+        self._taken, self._loss, self._plan, self._mesh, self._calls = taken, loss, plan, mesh, calls
+        self._modules = list(taken.model.modules())
+        self._parameters = list(taken.model.parameters())
+        self._trainable = trainable(self._parameters)
+        self._kept: dict[tuple[Any, ...], Compiled] = {}  # the last is the one used last
+        self._revision = 0  # of the rules
+        self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
+        self._evicted = 0
+
+    @property
+    def kept(self) -> list[Compiled]:
+        """Oldest first."""
+        return sorted(self._kept.values(), key=lambda compiled: compiled.number)
+
+    @property
+    def labels(self) -> set[str]:
+        return {compiled.label for compiled in self._kept.values()}
+
+    @property
+    def newest(self) -> Compiled:
+        """The newest that trains; before there is one, the newest that differentiates or runs forward."""
+        for kind in get_args(Kind):
+            if found := [compiled for compiled in self.kept if compiled.kind == kind]:
+                return found[-1]
+        raise RuntimeError("Nothing was compiled yet. The first call captures: sharded.step(*batch).")
+
+    def retrace(self, rules: Sequence[Rule]) -> None:
+        """Drops the programs that update: the optimizer has other rules."""
+        self.rules = tuple(rules)
+        self._revision += 1
+        self._kept = {key: compiled for key, compiled in self._kept.items() if not compiled.updates}
+
+    def find(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Request:
+        """The call and its program, if it is kept; raises ``ValueError`` for a call that no program can be made for."""
+        policy = self._plan.policy
+        leaves, spec = flatten(batch, named)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        sizes = sizes_of(policy.moving, tensors)
+        described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
+        if trainable(self._parameters) != self._trainable:
+            raise ValueError(self._changed())
+        rows = rows_of(tensors) if policy.weigh == "rows" else 0
+        key = (kind, described, spec, modes(self._modules))
+        why: list[str] = []
+        while (compiled := self._kept.get((*key, len(why)))) and sizes:
+            if (reason := self._unfit(compiled, batch, named, sizes)) is None:
+                break
+            why.append(reason)
+        label = compiled.label if compiled is not None else self._label(kind, batch, named, sizes, why)
+        return Request(kind, batch, named, leaves, sizes, rows, (*key, len(why)), compiled, why, label)
+
+    def get(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Compiled:
+        """The program that was found, or one that is compiled now; ``buffers`` are the model's, as the state has them.
+
+        Collective: the other ranks are told which.
+        """
+        compiled = request.compiled
+        if compiled is None:
+            if request.unfit and self._mesh.rank == 0:
+                log.warning("Policy.dynamic: the model or the loss asks for certain sizes; compiling %s", request.label)
+            with _no_collection():
+                compiled = self._compile(request, buffers)
+        else:
+            self._calls.post(compiled.label, compiled.wire)
+            del self._kept[request.key]
+        self._kept[request.key] = compiled
+        return compiled
+
+    def meet(self, label: str) -> None:
+        """What is rare and collective (to compile, to collect the model): all ranks do it, or none."""
+        self._calls.post(label)
+        self._calls.meet(label, self.labels)
+
+    # Which program it is.
+
+    def _unfit(self, compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> str | None:
+        """Why this program is not for a batch of these sizes."""
+        now = tuple(sizes.values())
+        if now in compiled.fitting:
+            return None
+        reason = unfit(compiled.program, batch_tensors(batch, named))
+        if reason is None:
+            compiled.fitting.add(now)
+        return reason
+
+    def _changed(self) -> str:
+        """What became of requires_grad, and the cure."""
+        named = {id(parameter): name for name, parameter in self._taken.model.named_parameters()}
+        lines = [
+            f"{named[id(parameter)]}, which was {'trainable' if before else 'frozen'}"
+            for parameter, before in zip(self._parameters, self._trainable, strict=True)
+            if parameter.requires_grad != before
+        ]
+        rest = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
+        return (
+            f"requires_grad was changed after compile_sharded, of {', '.join(lines[:3])}{rest}. Shards and optimizer "
+            "state are laid out by it. Set it back; or load sharded.full_state_dict() into a new model, set "
+            "requires_grad there, and call compile_sharded on that."
+        )
+
+    def _label(
+        self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes, why: Sequence[str]
+    ) -> str:
+        label = label_of(kind, batch, named, sizes) + self._version(batch, named)
+        return label + "".join(f", instead of {reason}" for reason in why)
+
+    def _version(self, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
+        """What else a program depends on and ranks may differ in: strides, train or eval, and the rules."""
+        modes = "".join("01"[module.training] for module in self._modules)
+        tensors = batch_tensors(batch, named).items()
+        strides = [f", {name} has strides {t.stride()}" for name, t in tensors if not t.is_contiguous()]
+        training = "" if self._taken.model.training else ", eval mode"
+        detail = "" if len(set(modes)) == 1 else f" of some modules ({hashlib.sha256(modes.encode()).hexdigest()[:8]})"
+        changed = f", hyperparameters changed {self._revision} times" if self._revision else ""
+        return "".join(strides) + training + detail + changed
+
+    # How it is made.
+
+    def _compile(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Compiled:
+        begun = time.perf_counter()
+        label = request.label
+        self.meet(label)
+        # Ranks may have other sizes; all trace with rank 0's.
+        hints = traced_with(exchange(request.sizes, self._mesh)[0]) if request.sizes else {}
+        compiled = self._together(lambda: self._build(request, buffers, hints), lambda made: made.program.text())
+        replayed = self._can_replay(compiled)
+        self._make_room(label)
+        compiled.runner = self._lower(compiled.program)
+        if request.sizes:
+            self._together(lambda: self._check_fit(compiled, request))
+        if compiled.updates:
+            compiled.runner = counting(compiled.runner, compiled.outputs)
+        if replayed:
+            ports = (*compiled.inputs, *[COUNT] * compiled.updates)
+            compiled.runner = self.replays.wrap(compiled.runner, ports, label, self._all_say(label))
+        self.captures += 1
+        self._say_idle(compiled)
+        log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
+        return compiled
+
+    def _build(self, request: Request, buffers: Mapping[str, torch.Tensor], hints: Sizes) -> Compiled:
+        check_devices(request.batch, request.named, self._plan.device)
+        with self._taken.open() as model:
+            return build(
+                request.kind, model, self._loss, self._plan, self.rules, buffers, request.batch, request.named,
+                request.label, number=self.captures + 1, sizes=request.sizes, hints=hints,
+            )  # fmt: skip
+
+    def _lower(self, program: Program) -> Runner:
+        """Each distinct piece is compiled by one rank; the others wait, and then find it in the cache on disk."""
+        groups, how = self._mesh.groups, self._plan.policy.lower
+        gloo = [axis for axis, backend in backends(self._mesh).items() if backend == "gloo"]
+        lowering = self._together(lambda: Lowering(program, groups, how, self._plan.blocks, gloo))
+        made: dict[str, Call] = {}
+        if lowering.pieces and self._mesh.world > 1:
+            place, count = among(cache_place(), self._mesh)
+            made = self._together(lambda: compile_all(share(lowering.pieces, count)[place]))
+        made |= self._together(lambda: compile_all(lowering.pieces))
+        return lowering.runner(made)
+
+    def _check_fit(self, compiled: Compiled, request: Request) -> None:
+        """After lowering, which may have asked about sizes as well."""
+        if (reason := self._unfit(compiled, request.batch, request.named, request.sizes)) is not None:
+            raise ValueError(
+                f"The model or the loss asks for certain sizes: the program, traced with rank 0's, is for {reason} on "
+                f"rank {self._mesh.rank}. Give all ranks sizes that agree in it, or leave Policy.dynamic out."
+            )
+
+    def _can_replay(self, compiled: Compiled) -> bool:
+        """Whether every rank can launch this program as a graph; if not, rank 0 says why."""
+        if self.replays.device is None or compiled.kind not in ("step", "last", "accumulate"):
+            return False
+        program, device = compiled.program, self._plan.device
+        found = self._together(lambda: self.replays.obstacles(program, device, backends(self._mesh)))
+        reason = next(filter(None, exchange(found, self._mesh)), "")
+        if reason and self._mesh.rank == 0:
+            log.warning("%s runs without a CUDA graph:\n%s", compiled.label, reason)
+        return not reason
+
+    def _all_say(self, label: str) -> Callable[[str], list[str]]:
+        """What each rank has to say about a call that all of them make, by rank."""
+
+        def exchange_texts(text: str) -> list[str]:
+            self._calls.meet(label, self.labels)
+            return exchange(text, self._mesh)
+
+        return exchange_texts
+
+    def _make_room(self, label: str) -> None:
+        """Drops the program that rank 0 used the longest time ago, if `Policy.programs` are kept already."""
+        if len(self._kept) < self._plan.policy.programs:
+            return
+        # Ranks that had a failed call in between may have another order of use, but they have the same programs.
+        number = exchange(next(iter(self._kept.values())).number, self._mesh)[0]
+        key = next(key for key, compiled in self._kept.items() if compiled.number == number)
+        evicted = self._kept.pop(key)
+        self._evicted += 1
+        if self._mesh.rank == 0:
+            log.warning("%s", _full(self._plan.policy.programs, label, evicted.label, self.labels, self._evicted))
+
+    def _say_idle(self, compiled: Compiled) -> None:
+        """Names the parameters that the loss does not reach, each once."""
+        found = [name for name in compiled.idle if name not in self._idle]
+        self._idle.update(found)
+        if found and self._mesh.rank == 0:
+            log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(found))
+
+    def _together(self, make: Callable[[], T], text: Callable[[T], str] = lambda made: "") -> T:
+        """What ``make`` makes, if every rank could make it and all made the same; else an error on every rank."""
+        made: list[T] = []
+        failure: Exception | None = None
+        try:
+            made.append(make())
+        except Exception as error:
+            failure = error
+        agree(self._mesh, "The program", text(made[0]) if made else "", failure)
+        return made[0]
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Compiling makes a million objects that stay: to look through them for garbage, again and again, takes a tenth."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _full(limit: int, new: str, evicted: str, kept: Collection[str], count: int) -> str:
+    """What is said when a program is dropped for another; the cures once."""
+    text = f"compiling {new}: {limit} programs are kept (Policy.programs), so that of {evicted} was dropped"
+    if count > 1:
+        return f"{text} ({count} so far)"
+    shapes = "".join(f"\n  {label}" for label in kept)
+    return (
+        f"{text}. Compiling takes seconds; a call with these shapes would compile again. Kept are{shapes}\n"
+        "Give batches few shapes: drop the last short batch (drop_last=True), pad, or sort lengths into buckets; or "
+        "raise Policy.programs."
+    )

@@ -1,0 +1,361 @@
+"""A model's parameters become this rank's shards, one unit at a time.
+
+At no time does a rank hold more than the model it was given plus one unit's buffer; of a model on the meta device it
+holds its shards plus one unit. Rank 0's values are broadcast, so that all ranks agree whatever their seeds were.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_shards
+from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, dense_stride
+from fsdp_compiled.plan.units import unit_of
+from fsdp_compiled.runtime.host_memory import at_home, settle
+
+Initializer = Callable[[nn.Module], Any]
+_TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def read_leaves(model: nn.Module, optimizer: Optimizer | None, units: Sequence[str]) -> list[Leaf]:
+    """The model's parameters in registration order, tied ones once, with their optimizer group and unit."""
+    groups = _groups(model, optimizer)
+    names: dict[int, list[str]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        parameters[id(parameter)] = parameter
+    return [
+        Leaf(
+            names=tuple(names[key]),
+            shape=tuple(parameter.shape),
+            stride=dense_stride(parameter.shape, parameter.stride()),
+            dtype=parameter.dtype,
+            trainable=parameter.requires_grad,
+            group=groups.get(key),
+            block=unit_of(names[key], units),
+        )
+        for key, parameter in parameters.items()
+    ]
+
+
+def _groups(model: nn.Module, optimizer: Optimizer | None) -> dict[int, int]:
+    if optimizer is None:
+        return {}
+    known = {id(parameter) for parameter in model.parameters()}
+    found: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in known:
+                raise ValueError(
+                    f"The optimizer holds a parameter that is not the model's: group {index}, position {position}, "
+                    f"shape {list(parameter.shape)}. Build it over this very model: "
+                    f"{type(optimizer).__name__}(model.parameters(), ...)."
+                )
+            found[id(parameter)] = index
+    if not any(parameter.requires_grad and id(parameter) in found for parameter in model.parameters()):
+        raise ValueError("The optimizer holds no parameter of the model that requires a gradient.")
+    return found
+
+
+def is_taken(model: nn.Module) -> bool:
+    return any(module in _TAKEN for module in model.modules())
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A model whose parameters live in shards, and the guard that says so to whoever calls it."""
+
+    model: nn.Module
+    guards: list[Any]
+
+    @contextmanager
+    def open(self) -> Iterator[nn.Module]:
+        """Inside, the model may be traced."""
+        for guard in self.guards:
+            guard.remove()
+        self.guards.clear()
+        try:
+            yield self.model
+        finally:
+            self.guards.append(self.model.register_forward_pre_hook(_refuse_call))
+
+
+def _refuse_call(module: nn.Module, _inputs: Any) -> None:
+    raise RuntimeError(
+        f"This {type(module).__name__} was taken over by compile_sharded: its parameters live in shards. Call the "
+        "Sharded object instead: sharded(*inputs), sharded.step(*batch), or sharded.full_state_dict() for the weights."
+    )
+
+
+def _refuse_load(*_args: Any) -> None:
+    raise RuntimeError(
+        "This model was taken over by compile_sharded: its weights live in shards, and nothing can be loaded into it. "
+        "Load weights before compile_sharded."
+    )
+
+
+def _refuse_state(*_args: Any, **_kwargs: Any) -> None:
+    raise RuntimeError(
+        "This optimizer was taken over by compile_sharded: its state lives in sharded.state.optimizer. Load a state "
+        "before compile_sharded, which brings it along."
+    )
+
+
+def _refuse_step(*_args: Any, **_kwargs: Any) -> None:
+    raise RuntimeError(
+        "This optimizer was taken over by compile_sharded: sharded.step(*batch) updates the parameters. It stays the "
+        "place where learning-rate schedulers set the rate."
+    )
+
+
+_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else schedulers warn that step was replaced
+
+
+def check_initializable(model: nn.Module, init: Initializer | None) -> None:
+    """Refuses a meta model with a module that nobody can fill, before anything is changed."""
+    if init is not None:
+        return
+    for name, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in own) and not callable(getattr(module, "reset_parameters", None)):
+            tensors = [
+                key for key, tensor in [*module._parameters.items(), *module._buffers.items()] if tensor is not None
+            ]
+            raise ValueError(
+                f"{name or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters() "
+                f"to fill {', '.join(tensors)}. Pass init=, a function that fills the parameters and buffers of the "
+                "module it is given."
+            )
+
+
+def take_over(
+    model: nn.Module, optimizer: Optimizer | None, plan: Plan, mesh: Mesh, init: Initializer | None
+) -> tuple[Taken, dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Moves every parameter into shards and leaves meta parameters in its place.
+
+    Returns the taken model, the shards by buffer key, the module buffers by name, and the shards of optimizer state
+    that the optimizer already had, by ``"<buffer key>.<name>"`` (per element) or ``"group <g>.<name>"`` (scalars).
+    """
+    homes = _homes(model)
+    shards: dict[str, torch.Tensor] = {}
+    adopted = _adopt_scalars(optimizer)
+    for unit in plan.units:
+        for buffer in unit.buffers:
+            owners = {slot: homes[slot.name] for slot in buffer.slots}
+            _materialize({home for owner in owners.values() for home in owner}, model, plan.device, init)
+            parameters = {slot: _get(owner[0]) for slot, owner in owners.items()}
+            flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
+            for slot, parameter in parameters.items():
+                write_slot(flat, slot, parameter.detach())
+            broadcast(flat, mesh)
+            shards[buffer.key] = _own_slice(flat, buffer, plan, mesh)
+            del flat
+            if optimizer is not None:
+                adopted |= _adopt(optimizer, buffer, parameters, plan, mesh)
+            for slot, owner in owners.items():
+                _replace(owner, _meta_twin(slot.leaf), optimizer)
+    _materialize_buffers(model, plan.device, init)
+    buffers = _take_buffers(model, plan.device, mesh)
+    taken = Taken(model, [model.register_forward_pre_hook(_refuse_call)])
+    model.register_load_state_dict_pre_hook(_refuse_load)
+    _TAKEN.update(model.modules())
+    if optimizer is not None:
+        optimizer.state.clear()
+        optimizer.step = _refuse_step  # type: ignore[method-assign]
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # with the mark below, what schedulers look for
+        optimizer.state_dict = optimizer.load_state_dict = _refuse_state  # type: ignore[assignment, method-assign]
+    return taken, shards, buffers, adopted
+
+
+Home = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
+
+
+def _homes(model: nn.Module) -> dict[str, list[Home]]:
+    """By first name, every place in the model where a parameter hangs."""
+    first: dict[int, str] = {}
+    found: dict[str, list[Home]] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            key = first.setdefault(id(parameter), f"{path}.{name}" if path else name)
+            found.setdefault(key, []).append((module, name))
+    return found
+
+
+def _get(home: Home) -> nn.Parameter:
+    module, name = home
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+def _materialize(homes: Iterable[Home], model: nn.Module, device: torch.device, init: Initializer | None) -> None:
+    """Fills the meta parameters that hang here, by the modules that own them; tied ones stay tied."""
+    modules = list(dict.fromkeys(module for module, name in homes if _get((module, name)).is_meta))
+    replaced: dict[int, nn.Parameter] = {}
+    order = {module: index for index, module in enumerate(model.modules())}
+    for module in sorted(modules, key=order.__getitem__):
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in replaced:
+                    real = torch.empty_like(parameter, device=device)
+                    replaced[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
+                module._parameters[name] = replaced[id(parameter)]
+        for name, tensor in module._buffers.items():
+            if tensor is not None and tensor.is_meta:
+                module._buffers[name] = torch.empty_like(tensor, device=device)
+        _fill(module, init)
+
+
+def _materialize_buffers(model: nn.Module, device: torch.device, init: Initializer | None) -> None:
+    """Fills the meta buffers of modules that own no parameters, such as rotary tables."""
+    for module in model.modules():
+        meta = [name for name, tensor in module._buffers.items() if tensor is not None and tensor.is_meta]
+        for name in meta:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)  # type: ignore[arg-type]
+        if meta:
+            _fill(module, init)
+
+
+def _fill(module: nn.Module, init: Initializer | None) -> None:
+    with torch.no_grad():
+        if init is not None:
+            init(module)
+        else:
+            module.reset_parameters()  # type: ignore[operator]
+
+
+def write_slot(flat: torch.Tensor, slot: Slot, value: torch.Tensor) -> None:
+    """Copies a parameter-shaped tensor into its place, in the parameter's memory order."""
+    flat[slot.offset : slot.end].copy_(value.permute(slot.leaf.order).reshape(-1))
+
+
+def read_slot(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The parameter-shaped view of its place."""
+    order = slot.leaf.order
+    view = flat[slot.offset : slot.end].view([slot.leaf.shape[dim] for dim in order])
+    return view.permute([order.index(dim) for dim in range(len(order))])
+
+
+def _own_slice(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch.Tensor:
+    start, stop = plan.slice_of(buffer, mesh.shard_rank)
+    return at_home(flat[start:stop].clone(), plan)
+
+
+def _meta_twin(leaf: Leaf) -> nn.Parameter:
+    empty = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=leaf.trainable)
+
+
+def _replace(homes: Sequence[Home], twin: nn.Parameter, optimizer: Optimizer | None) -> None:
+    old = _get(homes[0])
+    for module, name in homes:
+        module._parameters[name] = twin
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group["params"] = [twin if parameter is old else parameter for parameter in group["params"]]
+
+
+def _adopt(
+    optimizer: Optimizer, buffer: Buffer, parameters: Mapping[Slot, nn.Parameter], plan: Plan, mesh: Mesh
+) -> dict[str, torch.Tensor]:
+    """State per element that an optimizer brings along, such as Adagrad's sums or a resumed run's moments."""
+    states = {slot: optimizer.state.get(parameter, {}) for slot, parameter in parameters.items()}
+    names = {
+        name
+        for slot, state in states.items()
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == slot.leaf.shape and not value.is_meta
+    }
+    found = {}
+    for name in sorted(names):
+        flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
+        for slot, state in states.items():
+            if name in state:
+                write_slot(flat, slot, state[name].detach())
+        broadcast(flat, mesh)
+        found[f"{buffer.key}.{name}"] = _own_slice(flat, buffer, plan, mesh)
+    return found
+
+
+def _adopt_scalars(optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
+    """State that is one number, such as the step count; one for each group, so it must agree inside a group."""
+    found: dict[str, torch.Tensor] = {}
+    if optimizer is None:
+        return found
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            for name, value in optimizer.state.get(parameter, {}).items():
+                scalar = value if isinstance(value, torch.Tensor) else torch.tensor(value or 0.0)
+                if parameter.dim() == 0 and name != "step":
+                    continue
+                if scalar.dim() == 0 and not scalar.is_meta:
+                    key = f"group {index}.{name}"
+                    if key in found and not torch.equal(found[key].double(), scalar.double()):
+                        raise ValueError(
+                            f"The optimizer's state {name!r} differs between parameters of group {index}: "
+                            f"{found[key].item()} and {scalar.item()}. Put parameters of different age into groups "
+                            "of their own."
+                        )
+                    found[key] = scalar
+    return found
+
+
+def _take_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """The module buffers, on the device, with rank 0's values; they stay on the model as well."""
+    moved: dict[int, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in module._buffers.items():
+            if tensor is None:
+                continue
+            if id(tensor) not in moved:
+                own = tensor.detach().to(device)
+                own = own.clone() if own.is_contiguous() is False else own
+                broadcast(own, mesh)
+                moved[id(tensor)] = own
+                moved[id(own)] = own
+            module._buffers[name] = moved[id(tensor)]
+            found[f"{path}.{name}" if path else name] = moved[id(tensor)]
+    return found
+
+
+def full_state_dict(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    shards: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> dict[str, Any]:
+    """The ordinary ``model.state_dict()``, on rank 0 and on the CPU; an empty dictionary elsewhere. Collective."""
+    settle(plan)
+    whole: dict[str, torch.Tensor] = {}
+    for buffer in plan.buffers:
+        own = shards[buffer.key].to(plan.device)
+        full = gather_shards(own, mesh) if plan.placement.parameter else own
+        if mesh.rank == 0:
+            for slot in buffer.slots:
+                value = read_slot(full, slot).detach().cpu().clone()
+                whole |= dict.fromkeys(slot.leaf.names, value)
+        del own, full
+    if mesh.rank != 0:
+        return {}
+    # By identity: hooks of wrappers rename what state_dict returns.
+    names = {id(tensor): name for name, tensor in model.named_parameters(remove_duplicate=False)}
+    names |= {id(tensor): name for name, tensor in model.named_buffers(remove_duplicate=False)}
+    found: dict[str, Any] = {}
+    for key, value in model.state_dict(keep_vars=True).items():
+        name = names.get(id(value), key)
+        found[key] = whole.get(name, value)
+        if name in buffers:
+            found[key] = buffers[name].detach().cpu().clone()
+    return found

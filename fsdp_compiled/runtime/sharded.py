@@ -1,0 +1,352 @@
+"""Sharded: what a person holds and calls.
+
+A step is a pure function of a `State` and a batch. The state's tensors are written in place (donated, as `jax.jit`
+says): `Sharded.apply` consumes the state it is given, and `Sharded.step` keeps one state and applies to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fsdp_compiled.analysis import dump
+from fsdp_compiled.analysis.memory import Memory
+from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.call_store import different
+from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
+from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
+from fsdp_compiled.ir.nodes import DISAGREE
+from fsdp_compiled.ir.program import NORM, Port, Program
+from fsdp_compiled.lower.lowering import below_autograd
+from fsdp_compiled.optim.hyperparameters import Rates
+from fsdp_compiled.optim.tracing import Rule, make_rules
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.compile import Compiled, Kind
+from fsdp_compiled.runtime.compute_copies import Copies
+from fsdp_compiled.runtime.host_memory import settle
+from fsdp_compiled.runtime.program_cache import Programs
+from fsdp_compiled.runtime.rng import Generator
+from fsdp_compiled.runtime.shard_model import Taken, full_state_dict
+from fsdp_compiled.runtime.state import State, optimizer_state
+
+log = logging.getLogger("fsdp_compiled")
+
+
+class Sharded:
+    """A sharded model, its optimizer, and the compiled programs that train it; made by `compile_sharded`."""
+
+    def __init__(
+        self,
+        taken: Taken,
+        optimizer: Optimizer | None,
+        loss: Callable[..., Any] | None,
+        plan: Plan,
+        mesh: Mesh,
+        state: State,
+        rules: Sequence[Rule],
+    ) -> None:
+        self.plan = plan
+        self.model = taken.model
+        self.optimizer = optimizer
+        self._mesh = mesh
+        self._state = state
+        self._rates = Rates(optimizer, plan.device)
+        self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
+        # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
+        self._numbers = {"call": 0.0, "rows": 0.0}
+        self._tensors = {name: torch.zeros((), dtype=torch.float64, device=plan.device) for name in self._numbers}
+        self._copies = Copies(plan)
+        self._norm: torch.Tensor | None = None
+        self._calls = Calls(mesh)
+        self._calls_summed = 0  # the numbers of the microbatches' programs, compared at the next step
+        self._joined: Joined | None = None  # inside `join`
+        self._programs = Programs(taken, loss, plan, mesh, rules, self._calls)
+
+    # What a person calls.
+
+    def step(self, *batch: Any, **named: Any) -> Any:
+        """One optimizer step on this rank's batch.
+
+        Returns the loss averaged over the ranks, a 0-d tensor of the loss's dtype; with ``aux``, ``(loss, aux)``,
+        where ``aux`` is this rank's own. Collective: every rank calls it with a batch of the same shapes.
+        """
+        self._need_optimizer("step")
+        result, self._state = self._run_step(self._state, batch, named)
+        return result
+
+    def accumulate(self, *batch: Any, **named: Any) -> Any:
+        """Adds one microbatch's gradient, without an update; the next `step` uses the mean over all of them.
+
+        With a loss that is a mean over the batch, n - 1 calls and a `step` on equal parts are one step on the whole.
+        Returns this rank's own loss, not averaged over ranks; the next `step` returns the mean over microbatches and
+        ranks. ``Policy.accumulate`` says what is held in between. Collective.
+        """
+        self._need_optimizer("accumulate")
+        compiled, outputs = self._run("accumulate", self._state, batch, named)
+        self._calls_summed += compiled.number
+        return compiled.capture.rebuild(outputs)
+
+    def apply(self, state: State, *batch: Any, **named: Any) -> tuple[State, Any]:
+        """The functional form of `step`: ``(state, loss)``; consumes the state it is given. Collective."""
+        self._need_optimizer("apply")
+        result, new = self._run_step(state, batch, named)
+        if state is self._state:
+            self._state = new
+        settle(self.plan)
+        return new, result
+
+    def value_and_grad(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+        """``(loss, gradients)``, and nothing is updated but module buffers and the random state. Collective.
+
+        ``gradients``: by parameter name, this rank's shard of the gradient's mean over the ranks: the 1-d part, in
+        the parameter's memory order, that lies in this rank's slice; often empty. Under ``"ddp"`` and ``"zero1"``,
+        the whole. With ``aux``, the first element is ``(loss, aux)``.
+        """
+        compiled, outputs = self._run("gradient", self._state, batch, named)
+        gradients: dict[str, torch.Tensor] = {}
+        for buffer in self.plan.buffers:
+            port = Port("out", "gradient", buffer.key)
+            if port in outputs:
+                size = outputs[port].numel()
+                start = self._mesh.shard_rank * size if self.plan.placement.gradient else 0
+                for slot in buffer.slots:
+                    first, last = slot.within(start, start + size)
+                    gradients[slot.name] = outputs[port][first - start : last - start]
+        return compiled.capture.rebuild(outputs), gradients
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Forward with gathered parameters and without gradient, in train or eval mode as the model is. Collective."""
+        compiled, outputs = self._run("forward", self._state, inputs, named)
+        return compiled.capture.rebuild(outputs)
+
+    @contextmanager
+    def join(self) -> Iterator[Joined]:
+        """For ranks with uneven numbers of batches, as DDP's ``join``. Collective; needs ``Policy(weigh="rows")``.
+
+        ``with sharded.join(): for batch in loader: sharded.step(*batch)``: a rank that comes to the end of the block
+        goes on in the steps of those that have not, with weight zero, until all have. So each step is one on all rows
+        that there are, and no rank waits for one that left. Before each call ranks exchange a few bytes between hosts,
+        for which the host waits for the device.
+
+        A scheduler that the loop steps stands still meanwhile on a rank that has run out: its steps are made with the
+        others' rates. Step it as often as ``shadowed``, of what ``join`` gives, says.
+        """
+        if self.plan.policy.weigh != "rows":
+            raise ValueError(
+                "join lets ranks without a batch take part with weight zero, but Policy.weigh is "
+                f'{self.plan.policy.weigh!r}. Pass Policy(weigh="rows") to compile_sharded.'
+            )
+        if self._joined is not None:
+            raise RuntimeError("join inside join: one block is for all the calls in it.")
+        self._joined = Joined(self._mesh)
+        try:
+            yield self._joined
+            self._joined.shadow(self._shadow)
+        finally:
+            self._joined = None
+
+    @property
+    def grad_norm(self) -> torch.Tensor:
+        """The last step's global gradient norm before clipping, a 0-d float32 tensor."""
+        if self._norm is None:
+            raise RuntimeError("No step was taken yet, so there is no gradient norm. Call sharded.step(*batch) first.")
+        return self._norm
+
+    @property
+    def loss_scale(self) -> torch.Tensor:
+        """What the next step multiplies its loss by, a 0-d float32 tensor."""
+        return self._scale("factor").clone()
+
+    @property
+    def overflows(self) -> torch.Tensor:
+        """How many steps updated nothing, because a gradient was not finite on some rank; a 0-d int64 tensor."""
+        return self._scale("overflows").clone()
+
+    @property
+    def captures(self) -> int:
+        """How many programs were compiled."""
+        return self._programs.captures
+
+    @property
+    def replays(self) -> int:
+        """How many calls were one launch of a CUDA graph."""
+        return self._programs.replays.launches
+
+    def close(self) -> None:
+        """Destroys the CUDA graphs; calls after it warm up and capture again. On every rank, or on none.
+
+        A script that ends, or ends its process group with ``dist.destroy_process_group``, has this done for it.
+        """
+        self._programs.replays.close()
+
+    @property
+    def state(self) -> State:
+        """This rank's state, to be handed to `apply`."""
+        settle(self.plan)
+        return self._state
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The ordinary ``model.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
+        state = self._state
+        if self._joined is not None:
+            raise RuntimeError("full_state_dict inside join: the other ranks may still train. Call it after the block.")
+        self._programs.meet("full_state_dict")
+        return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
+
+    @property
+    def program(self) -> Program:
+        """The newest program that trains; before there is one, the newest that differentiates or runs forward."""
+        return self._programs.newest.program
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        """The compiled programs that are kept, oldest first."""
+        return tuple(compiled.program for compiled in self._programs.kept)
+
+    @property
+    def memory(self) -> Memory:
+        """What a rank holds between steps and while `program` runs, predicted, in bytes."""
+        return self._programs.newest.memory
+
+    def dump(self, folder: str | Path) -> Path:
+        """Writes the plan, every stage of `program` with the differences, and its memory. Returns the folder."""
+        newest = self._programs.newest
+        root = dump.write(folder, self.plan, newest.stages)
+        (root / "memory.txt").write_text(newest.memory.text() + "\n")
+        return root
+
+    def __reduce__(self) -> Any:
+        raise TypeError("A Sharded cannot be copied or pickled: it holds compiled programs and this rank's place.")
+
+    def __repr__(self) -> str:
+        return f"Sharded({type(self.model).__name__})\n{self.plan}"
+
+    # How it is done.
+
+    def _scale(self, name: str) -> torch.Tensor:
+        if self.plan.policy.scaling is None:
+            raise RuntimeError(
+                'The loss is not scaled: Policy.loss_scale is None. For fp16, give Policy(loss_scale="dynamic").'
+            )
+        return self._state.scale[name]
+
+    def _need_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"{call} needs an optimizer, and compile_sharded was called without one. Pass it: "
+                "compile_sharded(model, torch.optim.AdamW(model.parameters()), ...); or use value_and_grad."
+            )
+
+    def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
+        with self._refusing():
+            self._read_rates()
+        if self._joined is not None and self._joined.shadows is not None:
+            self._rates.adopt(self._joined.shadows.rates)
+        compiled, outputs = self._run("last" if state.sums else "step", state, batch, named)
+        self._calls_summed = 0
+        self._norm = outputs.get(NORM)
+        return compiled.capture.rebuild(outputs), state.consume()
+
+    def _run(
+        self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Compiled, dict[Port, torch.Tensor]]:
+        with self._refusing():
+            request = self._programs.find(kind, batch, named)
+        if self._joined is not None:
+            self._joined.announce(kind, request.label, (batch, named), self._rates.values)
+        compiled = self._programs.get(request, self._state.buffers)
+        if kind == "accumulate" and not state.sums:
+            state.sums.update(compiled.zeros())
+        before = self._calls_summed if compiled.updates else 0
+        self._set_number("call", (compiled.number + before) % 256 * 4096 + self._rates.digest)
+        shadows = self._joined is not None and self._joined.shadows is not None
+        self._set_number("rows", 0 if shadows else request.rows)
+        if compiled.copied:
+            self._copies.follow(state.parameters)
+        given = compiled.binding.inputs(request.leaves, state.held, lambda: self._holders(compiled, state))
+        if compiled.updates:
+            given.append(state.step)
+        try:
+            with (
+                torch.no_grad(),
+                below_autograd(),
+                Generator(state.random, self.plan.device) if compiled.random else nullcontext(),
+            ):
+                outputs = compiled.runner(*given)
+        except RuntimeError as error:
+            raise self._explain(compiled, error) from error
+        finally:
+            self._calls.returned()
+        if compiled.copied:
+            self._copies.written()
+        return compiled, dict(zip(compiled.outputs, outputs, strict=True))
+
+    def _holders(self, compiled: Compiled, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Who holds a program's inputs, by kind, but for the batch.
+
+        ``call`` is what ranks compare in the reduction of the loss: program, microbatches' programs, and scheduled
+        rates; below 2**20, so that its square, summed over thousands of ranks, is exact in float64.
+        """
+        return {
+            "shard": state.parameters,
+            "copy": self._copies.tensors,
+            "buffer": state.buffers,
+            "state": state.optimizer,
+            "constant": compiled.constants(state),
+            "hyper": self._rates.tensors,
+            "rank": {"shard": self._rank},
+            "sum": state.sums,
+            "scale": state.scale,
+            "call": {"number": self._tensors["call"]},
+            "weight": {"rows": self._tensors["rows"]},
+        }
+
+    def _set_number(self, name: str, value: float) -> None:
+        if value != self._numbers[name]:
+            self._tensors[name].fill_(float(value))  # filled, not copied to a GPU, which makes the host wait
+            self._numbers[name] = value
+
+    def _explain(self, compiled: Compiled, error: RuntimeError) -> RuntimeError:
+        """The error of another rank, where that is why this one's collective failed."""
+        if DISAGREE in str(error):  # all ranks are here: each found it in the same reduction
+            return RankError(different(exchange(f"{compiled.label}{self._rates}", self._mesh)))
+        reason = self._calls.reason(error)
+        return RankError(reason) if reason is not None else error
+
+    def _read_rates(self) -> None:
+        """Writes rates that changed to the device; a change of any other hyperparameter traces new rules."""
+        if not self._rates.unchanged():
+            if self._rates.outdated():
+                self._retrace()
+            self._rates.write(self._programs.rules)
+
+    def _shadow(self, call: Announced) -> None:
+        """Makes another rank's call, on a batch that counts nothing."""
+        batch, named = call.batch(self.plan.device)
+        calls = {"accumulate": self.accumulate, "gradient": self.value_and_grad, "forward": self.__call__}
+        calls.get(call.kind, self.step)(*batch, **named)
+
+    def _retrace(self) -> None:
+        log.warning("A hyperparameter other than the scheduled ones changed: the step is compiled again.")
+        assert self.optimizer is not None
+        self._programs.retrace(make_rules(self.optimizer))
+        self._rates.traced()
+        for name, value in optimizer_state(self.plan, self._programs.rules, {}).items():
+            self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A call that this rank refuses is an error on every rank: the others may be on their way into a collective."""
+        try:
+            yield
+        except ValueError as error:
+            if self._joined is not None:
+                self._joined.refuse(str(error))
+            self._calls.refuse(str(error), self._programs.labels)
+            raise

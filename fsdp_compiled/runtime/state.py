@@ -1,0 +1,110 @@
+"""State: everything a step reads and writes, as one pytree of this rank's tensors; and how it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.optim.tracing import Rule
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.host_memory import at_home
+
+
+class State:
+    """Everything a step reads and writes, as one pytree of this rank's tensors.
+
+    ``parameters``: flat shards by buffer key. ``buffers``: the model's own buffers by name. ``optimizer``: per-element
+    state by ``"<buffer key>.<name>"`` and scalars by ``"group <g>.<name>"``. ``constants``: tensors that the model or
+    loss closes over and updates. ``sums``: gradients of microbatches that no update has used yet, by buffer key, with
+    their ``"(count)"`` and ``"(loss)"``; empty until `Sharded.accumulate` is called. ``random``: the generator's state.
+    ``scale``: under ``Policy.loss_scale``, the ``"factor"`` that the loss is multiplied by, ``"good"`` (steps since it
+    changed) and ``"overflows"`` (steps that were void); else empty. ``step``: how many updates were made, int64.
+    """
+
+    _fields = ("parameters", "buffers", "optimizer", "constants", "sums", "scale", "random", "step")
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        optimizer: Mapping[str, torch.Tensor],
+        constants: Mapping[str, torch.Tensor],
+        sums: Mapping[str, torch.Tensor],
+        scale: Mapping[str, torch.Tensor],
+        random: torch.Tensor,
+        step: torch.Tensor,
+    ) -> None:
+        self._values: tuple[Any, ...] | None = (parameters, buffers, optimizer, constants, sums, scale, random, step)
+
+    def _value(self, index: int) -> Any:
+        if self._values is None:
+            raise RuntimeError(
+                "This State was consumed by apply(): its tensors were updated in place and belong to the State that "
+                "apply returned. Use that one, or clone before: tree_map(torch.clone, state)."
+            )
+        return self._values[index]
+
+    parameters = property(lambda self: self._value(0))
+    buffers = property(lambda self: self._value(1))
+    optimizer = property(lambda self: self._value(2))
+    constants = property(lambda self: self._value(3))
+    sums = property(lambda self: self._value(4))
+    scale = property(lambda self: self._value(5))
+    random = property(lambda self: self._value(6))
+    step = property(lambda self: self._value(7))
+
+    @property
+    def held(self) -> object:
+        """The same object as long as the dictionaries are the same, in the State that `consume` returns too."""
+        self._value(0)
+        return self._values
+
+    def consume(self) -> State:
+        """A new State with the same tensors; this one may no longer be read."""
+        self._value(0)
+        new = State.__new__(State)
+        new._values, self._values = self._values, None
+        return new
+
+    def __repr__(self) -> str:
+        if self._values is None:
+            return "State(consumed)"
+        return f"State({len(self.parameters)} shards, {len(self.optimizer)} optimizer tensors)"
+
+
+pytree.register_pytree_node(
+    State,
+    lambda state: ([getattr(state, name) for name in State._fields], None),
+    lambda values, _: State(*values),
+    serialized_type_name="fsdp_compiled.State",
+)
+
+
+def optimizer_state(plan: Plan, rules: Sequence[Rule], adopted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state that the optimizer starts from, or brought along."""
+    found: dict[str, torch.Tensor] = {}
+    for rule in rules:
+        for entry in rule.state:
+            if entry.scalar:
+                key = f"group {rule.group}.{entry.name}"
+                begin = adopted[key].to(plan.device, entry.dtype) if key in adopted else None
+                if entry.name == "undamped" and any(name.endswith(".momentum_buffer") for name in adopted):
+                    begin = torch.zeros((), dtype=entry.dtype, device=plan.device)
+                found[key] = (
+                    begin.clone()
+                    if begin is not None
+                    else torch.full((), entry.initial, dtype=entry.dtype, device=plan.device)
+                )
+    for buffer in plan.buffers:
+        if buffer.updated:
+            assert buffer.group is not None
+            size = buffer.numel // plan.shard if plan.placement.state else buffer.numel
+            for entry in rules[buffer.group].state:
+                if not entry.scalar:
+                    key = f"{buffer.key}.{entry.name}"
+                    start = torch.full((size,), entry.initial, dtype=buffer.dtype, device=plan.home)
+                    found[key] = adopted[key] if key in adopted else at_home(start, plan)
+    return found

@@ -1,0 +1,219 @@
+"""The board of calls: what a rank reads there of others that do something else, wait, or are gone."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_compiled.distributed import watchdog
+from fsdp_compiled.distributed.call_log import Calls, _finish
+from fsdp_compiled.distributed.call_store import Board, Posted
+from fsdp_compiled.distributed.connections import connections, cut, read
+from fsdp_compiled.distributed.mesh import Mesh, RankError
+from fsdp_compiled.distributed.watchdog import Watch
+
+CLOSED = RuntimeError("[pair.cc] Connection closed by peer")
+
+
+def boards(world: int) -> list[Calls]:
+    """Each rank's side of one board, in this process."""
+    store = dist.HashStore()
+    found = []
+    for rank in range(world):
+        calls = Calls(Mesh(torch.device("cpu")))
+        calls.mesh, calls.board = Mesh(torch.device("cpu"), shard=world, rank=rank), Board(store, rank, world)
+        found.append(calls)
+    return found
+
+
+def end(calls: Calls) -> None:
+    assert calls.board is not None
+    _finish(calls.board, calls._made)
+
+
+def test_ranks_that_make_the_same_call_meet() -> None:
+    first, second = boards(2)
+    for calls in (first, second):
+        calls.post("step (a)")
+    first.meet("step (a)")
+    second.meet("step (a)")
+    assert first.reason(CLOSED) is None
+
+
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    first, second = boards(2)
+    for _ in range(3):
+        first.post("step (a)")
+    second.post("step (a)")
+    end(second)
+    first.post("full_state_dict")
+    with pytest.raises(RankError, match=r"rank 0: full_state_dict\n  rank 1: gone after 1 call\n.*sharded\.join"):
+        first.meet("full_state_dict")
+
+
+def test_a_rank_that_ended_after_the_same_call_is_met() -> None:
+    first, second = boards(2)
+    for calls in (first, second):
+        calls.post("full_state_dict")
+    end(second)
+    first.meet("full_state_dict")
+
+
+@pytest.mark.parametrize("ahead", [1, 70])
+def test_who_is_gone_is_read_off_the_board_when_a_connection_closes(ahead: int) -> None:
+    """Without a last word of its own, and however far behind it was."""
+    first, second, third = boards(3)
+    for calls in (first, second, third):
+        calls.post("step (a)")
+    for _ in range(ahead):
+        for calls in (first, third):
+            calls.post("step (b)")
+    reason = first.reason(CLOSED)
+    assert reason is not None and "rank 0: step (b)" in reason and "rank 2: step (b)" in reason
+    assert "rank 1: gone after 1 call\n" in reason
+    assert third.reason(RuntimeError("anything")) == reason  # left there for the others
+
+
+def test_an_error_of_this_ranks_own_is_not_blamed_on_one_that_is_slow() -> None:
+    first, second = boards(2)
+    for _ in range(2):
+        first.post("step (a)")
+    second.post("step (a)")
+    assert first.reason(RuntimeError("out of memory")) is None
+
+
+def test_another_call_is_the_reason_of_any_failure() -> None:
+    first, second = boards(2)
+    first.post("step (a)")
+    second.post("forward (a)")
+    reason = first.reason(RuntimeError("sizes differ"))
+    assert reason is not None and "rank 0: step (a)\n  rank 1: forward (a)" in reason
+
+
+def test_a_refusal_reaches_those_who_wait() -> None:
+    first, second = boards(2)
+    first.post("step (a)")
+    with pytest.raises(RankError, match="A rank refused its call"):
+        second.refuse("bad batch", known=())
+    with pytest.raises(RankError, match="rank 1: refused: bad batch"):
+        first.meet("step (a)")
+
+
+def test_a_rank_that_meets_others_hears_why_one_of_them_is_not_coming() -> None:
+    first, second = boards(2)
+    for _ in range(2):
+        first.post("full_state_dict")
+    assert second.board is not None
+    second.board.fail("because")
+    with pytest.raises(RankError, match="because"):
+        first.meet("full_state_dict")
+
+
+class Told(Watch):
+    """A watch that keeps what it found instead of acting on it."""
+
+    found: str | None = None
+
+    def _break(self, running: watchdog.Running, reason: str) -> None:
+        self.found = reason
+        self.end()
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Told]]:
+    """Of three ranks, that look after a hundredth of a second."""
+    monkeypatch.setattr(watchdog, "PATIENCE", 0.01)
+    store = dist.HashStore()
+    made = [Told(Board(store, rank, 3), cuts=False) for rank in range(3)]
+    yield made
+    for one in made:
+        one.stop()
+        one.join()
+        assert one._thread is None or not one._thread.is_alive()
+
+
+def begin(one: Told, number: int, label: str, wire: str) -> None:
+    call = Posted(number, wire, label)
+    one._board.post(call)
+    one.begin(call)
+
+
+def looked(one: Told, often: int = 10) -> Told:
+    """After it has looked at the board so many times, found something, or has nothing more to look at."""
+    until, running = time.monotonic() + 20, one._running
+    while running is not None and running is one._running and running.looked < often and len(running.agree) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    return one
+
+
+def test_whose_collectives_differ_is_found_whoever_it_is(watches: list[Told]) -> None:
+    for rank, wire in enumerate(("aa", "aa", "bb")):
+        begin(watches[rank], 5, "forward (a)" if wire == "bb" else "step (a)", wire)
+    for one in watches:
+        found = looked(one).found
+        assert found is not None and "  rank 1: step (a)\n  rank 2: forward (a)" in found
+
+
+def test_one_who_went_on_after_another_call_is_found(watches: list[Told]) -> None:
+    begin(watches[0], 5, "step (a)", "aa")
+    begin(watches[1], 5, "forward (a)", "bb")
+    begin(watches[1], 6, "step (a)", "aa")
+    found = looked(watches[0]).found
+    assert found is not None and "rank 1: forward (a)\n  rank 2: is not there yet" in found
+    assert looked(watches[1]).found == found  # alone at its call, it hears it from the board
+
+
+def test_ranks_that_agree_may_take_as_long_as_they_like(watches: list[Told]) -> None:
+    for one in watches:
+        begin(one, 5, "step (a)", "aa")
+    for one in watches:
+        running = one._running
+        assert looked(one).found is None and running is not None and running.agree == {0, 1, 2} - {one._board.rank}
+
+
+@pytest.mark.parametrize(
+    ("number", "label", "wire"),
+    [
+        (4, "forward (a)", "bb"),  # late
+        (69, "forward (a)", "bb"),  # so far ahead that its call 5 was overwritten
+        (5, "step (b)", "aa"),  # other shapes, whose collectives pair up
+        (5, "step (b)", ""),  # on its way into a compilation, where it meets the others
+    ],
+)
+def test_what_may_still_go_well_is_left_alone(watches: list[Told], number: int, label: str, wire: str) -> None:
+    begin(watches[0], 5, "step (a)", "aa")
+    for other in watches[1:]:
+        other._board.post(Posted(number, wire, label))
+    assert looked(watches[0]).found is None
+    assert watches[0]._board.error() is None
+
+
+def test_only_connections_that_both_ends_know_are_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as store:
+        pairs = []
+        for listening in (server, server, store):
+            near = socket.create_connection(listening.getsockname())
+            pairs.append((near, listening.accept()[0]))
+        port = store.getsockname()[1]
+        (near, far), (other, _), (asking, _) = pairs
+        known = read(connections(port))
+        assert all(port not in (ends[1], ends[3]) for ends in known)
+        mine = {(*far.getsockname(), *far.getpeername())}
+        before = len(os.listdir("/dev/fd"))
+        assert mine < known and cut(mine) == 1 and cut(set()) == 0
+        assert len(os.listdir("/dev/fd")) == before
+        assert near.recv(1) == far.recv(1) == b""  # closed, for both
+        for alive in (other, asking):
+            alive.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                alive.recv(1)
+        for pair in pairs:
+            for end in pair:
+                end.close()

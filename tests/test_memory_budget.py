@@ -1,0 +1,67 @@
+"""A budget for memory is kept by gathering less far ahead, then by holding fewer units; or what is missing is said."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from fsdp_compiled import Policy
+from fsdp_compiled.analysis.memory import Memory, Persistent, predict
+from fsdp_compiled.ir.liveness import holdings, most_alive
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.memory_budget import GIB, fit
+from tests.models import Stack
+from tests.simulate import stages
+
+WIDTH = 64  # gathered parameters outweigh the activations of four rows
+
+
+def fitted(memory_gb: float | None, **policy: object) -> tuple[Program, Memory, Plan]:
+    wanted = Policy(lower="eager", bucket_mb=0, memory_gb=memory_gb, **policy)  # type: ignore[arg-type]
+    found, plan = stages(Stack(6, WIDTH), None, None, (torch.ones(4, WIDTH),), wanted, kind="gradient")
+    made, memory = fit(found, plan, lambda program: predict(program, plan, Persistent()))
+    assert predict(made[-1], plan, Persistent()) == memory
+    return made[-1], memory, plan
+
+
+def test_without_a_budget_and_within_it_nothing_changes() -> None:
+    free, memory, _ = fitted(None)
+    roomy, _, _ = fitted(2 * memory.peak.nbytes / GIB)
+    assert roomy.text() == free.text() and roomy.notes == free.notes
+    assert any("prefetch=1 (auto)" in note for note in free.notes)
+
+
+def test_the_peak_comes_down_step_by_step() -> None:
+    """Each budget just under the last peak: gathers ahead go first, then units are gathered again."""
+    program, memory, _ = fitted(None, shard="zero2", prefetch="auto")
+    gathers = len(program.marked("gather"))
+    heights, alive = [memory.peak.nbytes], [most_alive(holdings(program.graph))]
+    for _ in range(6):
+        program, memory, plan = fitted((heights[-1] - 1) / GIB, shard="zero2")
+        if memory.peak.nbytes >= heights[-1]:
+            break
+        heights.append(memory.peak.nbytes)
+        alive.append(most_alive(holdings(program.graph)))
+        assert "the first that fits" in program.notes[-1]
+        assert plan.policy.limit == "auto"
+    assert len(heights) >= 4 and alive == sorted(alive, reverse=True)
+    assert len(program.marked("gather")) > gathers
+
+
+def test_what_was_given_is_kept() -> None:
+    _, memory, _ = fitted(None, prefetch=2)
+    program, _, _ = fitted(memory.peak.nbytes / 2 / GIB, prefetch=2, limit=4)
+    assert "nothing fits" in program.notes[-1] and most_alive(holdings(program.graph)) <= 4
+    _, memory, _ = fitted(None, prefetch=1, shard="zero2")
+    program, _, _ = fitted((memory.peak.nbytes - 1) / GIB, prefetch=1, shard="zero2")
+    assert "prefetch=1, limit=" in program.notes[-1]
+
+
+def test_a_budget_that_cannot_be_kept_is_told_with_a_cure(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "fsdp_compiled"):
+        program, memory, _ = fitted(1e-9)
+    assert "nothing fits memory_gb=1e-09; this takes" in caplog.text and "A smaller batch" in caplog.text
+    assert memory.peak.nbytes < fitted(None)[1].peak.nbytes and program.notes[-1] in caplog.text

@@ -1,0 +1,136 @@
+"""Matrix products by oneDNN: the same numbers, only where it is faster and allowed, and only in compiled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.lower import onednn_products
+from fsdp_compiled.lower.onednn_products import product
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not there")  # type: ignore[no-untyped-call]
+
+aten = torch.ops.aten
+NAME = "fsdp_compiled_cpu::product"
+
+
+@pytest.fixture(autouse=True)
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever this machine says, oneDNN is twice as fast."""
+    monkeypatch.setattr(onednn_products, "_gain", lambda: 2.0)
+
+
+@contextmanager
+def forbidden() -> Iterator[None]:
+    """As `torch.backends.mkldnn.flags`, which warns about other devices in torch 2.13."""
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
+
+
+def _laid(rows: int, columns: int, how: str) -> Tensor:
+    if how == "transposed":
+        return torch.randn(columns, rows).t()
+    if how == "sliced":
+        return torch.randn(rows, columns + 3)[:, 1 : 1 + columns]
+    if how == "repeated":
+        return torch.randn(1, columns).expand(rows, columns)
+    return torch.randn(rows, columns)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    m=st.integers(1, 70),
+    k=st.integers(1, 70),
+    n=st.integers(1, 70),
+    left=st.sampled_from(["plain", "transposed", "sliced", "repeated"]),
+    right=st.sampled_from(["plain", "transposed", "sliced", "repeated"]),
+)
+def test_any_strides_give_the_product(m: int, k: int, n: int, left: str, right: str) -> None:
+    a, b = _laid(m, k, left), _laid(k, n, right)
+    found, exact = product(a, b), a.double() @ b.double()
+    error = 1e-6 * (a.double().abs() @ b.double().abs())
+    assert found.is_contiguous() and found.shape == (m, n)
+    assert ((found - exact).abs() <= error).all()
+    assert not ((found * 1.001 - exact).abs() <= error).all() or not exact.any()
+
+
+def test_the_operator_keeps_the_rules_of_operators() -> None:
+    torch.library.opcheck(product, (torch.randn(5, 7), torch.randn(9, 7).t()))
+
+
+def _chosen(function: Callable[..., Tensor], *inputs: Tensor, symbolic: bool = False) -> list[Any]:
+    graph: fx.Graph = make_fx(function, tracing_mode="symbolic" if symbolic else "fake")(*inputs).graph
+    for node in graph.nodes:
+        node.meta.setdefault("phase", "forward")
+    onednn_products.choose(graph)
+    graph.lint()
+    module = fx.GraphModule(nn.Module(), graph)
+    torch.testing.assert_close(module(*inputs), function(*inputs), rtol=1e-5, atol=1e-4)
+    return [node.target for node in graph.nodes if node.op == "call_function"]
+
+
+def test_only_large_float32_products_of_known_size_are_changed() -> None:
+    large, small = torch.randn(256, 256), torch.randn(64, 64)
+    bias = torch.randn(256)
+    assert _chosen(torch.mm, large, large.t()) == [product]
+    assert _chosen(torch.mm, small, small) == [aten.mm.default]
+    assert _chosen(torch.mm, large.double(), large.double()) == [aten.mm.default]
+    assert _chosen(torch.mm, large, large, symbolic=True)[-1] == aten.mm.default
+    assert _chosen(torch.addmm, bias, large, large) == [product, aten.add.Tensor]
+    scaled: Callable[..., Tensor] = lambda bias, a, b: torch.addmm(bias, a, b, alpha=2.0)  # noqa: E731
+    assert _chosen(scaled, bias, large, large) == [aten.addmm.default]
+
+
+def test_a_slower_library_and_a_forbidden_one_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = torch.randn(256, 256)
+    with forbidden():
+        assert _chosen(torch.mm, large, large) == [aten.mm.default]
+    monkeypatch.setattr(onednn_products, "_gain", lambda: 1.1)
+    assert _chosen(torch.mm, large, large) == [aten.mm.default]
+
+
+def test_the_gain_is_the_ratio_of_the_least_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    clock = iter(
+        [reading for run in range(2 * onednn_products.RUNS) for reading in (0.0, 4.0 - (run == 3) - 2 * (run == 9))]
+    )
+    monkeypatch.setattr(onednn_products.time, "perf_counter", lambda: next(clock))
+    assert onednn_products._gain.__wrapped__() == 3.0 / 2.0
+
+
+def _trained(lower: str) -> tuple[list[float], int]:
+    """The losses of some steps, and how many products of ours the last one took."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256, bias=False), nn.GELU(), nn.Linear(256, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = compile_sharded(
+        model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=Policy(lower=lower)
+    )
+    rows = torch.randn(256, 256)
+    losses = [sharded.step(rows).item() for _ in range(4)]
+    with torch.profiler.profile(acc_events=True) as profile:
+        losses.append(sharded.step(rows).item())
+    return losses, sum(event.count for event in profile.key_averages() if event.key == NAME)
+
+
+def test_a_compiled_step_takes_them_and_an_eager_one_does_not() -> None:
+    losses, taken = _trained("inductor")
+    eager, none = _trained("eager")
+    assert (taken, none) == (5, 0)  # two products of forward; of backward, two of weights and one of activations
+    assert losses == pytest.approx(eager, rel=1e-6)
+    assert losses != pytest.approx([loss * 1.0001 for loss in eager], rel=1e-6)
+    with forbidden():
+        same, none = _trained("inductor")
+    assert none == 0 and same == pytest.approx(eager, rel=1e-6)

@@ -1,0 +1,156 @@
+"""Cutting a program: equal blocks make equal pieces whatever the units, and the pieces together are the program."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, Phase, given, settings
+from torch import fx
+
+from fsdp_compiled import Policy, Program
+from fsdp_compiled.cli.gpt import GPT, GPTConfig
+from fsdp_compiled.ir.nodes import is_collective, is_view, written
+from fsdp_compiled.lower.inductor import share
+from fsdp_compiled.lower.lowering import Lowering, Runner
+from fsdp_compiled.lower.partition import FEW, Piece, segments
+from tests import models, recipes, simulate
+from tests.models import Block, Recipe
+
+NAMES = ("blocks.0", "blocks.1", "blocks.2", "embed", "head", "root")
+
+
+@functools.cache
+def gpt(layers: int, **policy: Any) -> tuple[Program, tuple[str, ...]]:
+    """A step of a GPT of equal layers on two ranks, and its blocks."""
+    model = GPT(GPTConfig(layers=layers, width=16, heads=2, context=8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    words = torch.zeros(1, 8, dtype=torch.int64)
+
+    def loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+    stages, plan = simulate.stages(model, optimizer, loss, (words, words), Policy(lower="eager", clip=1.0, **policy))
+    return stages[-1], plan.blocks
+
+
+def pieces(program: Program, blocks: Collection[str]) -> list[Piece]:
+    return [segment for segment in segments(program.graph, blocks) if isinstance(segment, Piece)]
+
+
+@pytest.mark.parametrize(
+    ("shard", "cases"),
+    [("zero3", [(0, 4), (0, 8), (0.03, 4), (0.05, 24)]), ("zero2", [(0.03, 4), (0.05, 8)])],
+    ids=["zero3", "zero2"],
+)
+def test_more_layers_and_larger_units_make_no_more_distinct_pieces(shard: str, cases: list[tuple[float, int]]) -> None:
+    counts = []
+    for bucket, layers in cases:
+        program, blocks = gpt(layers, bucket_mb=bucket, shard=shard)
+        cut = pieces(program, blocks)
+        assert len(cut) > 2 * layers
+        counts.append(len({piece.key() for piece in cut}))
+    assert len(set(counts)) == 1 and counts[0] <= 11, counts
+
+
+def test_without_blocks_the_merged_units_make_pieces_that_grow() -> None:
+    """What the cut at blocks is good for."""
+    program, blocks = gpt(4, bucket_mb=0.05)
+    largest = max(len(piece.nodes) for piece in pieces(program, blocks))
+    assert max(len(piece.nodes) for piece in pieces(program, ())) > 2 * largest
+
+
+def test_a_piece_takes_and_gives_whole_tensors() -> None:
+    program, blocks = gpt(4, bucket_mb=0.03)
+    cut = pieces(program, blocks)
+    for piece in cut:
+        assert not any(is_view(node) or written(node) for node in piece.outputs)
+        assert not any(is_collective(node) for node in piece.nodes)
+        assert any(
+            node.meta["val"].numel() > FEW for node in piece.inputs if isinstance(node.meta["val"], torch.Tensor)
+        )
+
+
+def test_collectives_keep_their_order() -> None:
+    program, blocks = gpt(4, bucket_mb=0.03)
+
+    def sent(nodes: Sequence[Any]) -> list[fx.Node]:
+        return [
+            node for node in nodes if isinstance(node, fx.Node) and node.op == "call_function" and is_collective(node)
+        ]
+
+    assert sent(segments(program.graph, blocks)) == sent(list(program.graph.nodes))
+
+
+def test_every_piece_is_compiled_by_one_rank_and_the_work_is_even() -> None:
+    program, blocks = gpt(4, bucket_mb=0.03)
+    distinct = {piece.key(): piece for piece in pieces(program, blocks)}
+    for count in (1, 2, 3, 50):
+        parts = share(distinct, count)
+        assert Counter(key for part in parts for key in part) == Counter(list(distinct))
+    sizes = [sum(len(piece.nodes) for piece in part.values()) for part in share(distinct, 2)]
+    assert max(sizes) <= 1.5 * min(sizes)
+
+
+# The pieces, run one by one, are the program.
+
+
+def uncompiled(program: Program, groups: Mapping[str, str], how: str) -> Runner:
+    """The program with each distinct piece run by PyTorch."""
+    lowering = Lowering(program, groups, "inductor", NAMES)
+
+    def call(piece: Piece) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+        module = piece.graph_module()
+
+        def run(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return module(*inputs)
+
+        run.__name__ = f"piece_{piece.key()}"
+        return run
+
+    return lowering.runner({key: call(piece) for key, piece in lowering.pieces.items()})
+
+
+def trained(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Weights, losses and module buffers of two steps, the second of two microbatches' sum."""
+    found = {}
+    for microbatches in (1, 2):
+        result = recipes.trained(recipe, 2 // microbatches, microbatches)
+        found |= {f"{microbatches} {name}": value for name, value in result.parameters.items()}
+        found |= {f"{microbatches} loss {index}": value for index, value in enumerate(result.losses)}
+        for rank, buffers in enumerate(result.buffers):
+            found |= {f"{microbatches} {rank} {name}": value for name, value in buffers.items()}
+    return found
+
+
+def differences(recipe: Recipe) -> list[str]:
+    expected = trained(recipe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(simulate, "lower", uncompiled)
+        found = trained(recipe)
+    assert found.keys() == expected.keys()
+    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+@settings(
+    max_examples=5, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.generate),
+)  # fmt: skip
+@given(recipe=models.recipes())
+def test_the_pieces_together_are_the_program(recipe: Recipe) -> None:
+    assert differences(recipe) == []
+
+
+def test_a_key_that_mistakes_pieces_for_each_other_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe((Block("linear"),) * 3, width=7, hidden=11, policy=Policy(lower="eager", bucket_mb=0))
+    assert differences(recipe) == []
+    key = Piece.key
+    updates = {"update": "same"}  # of buffers whose optimizer groups differ
+    monkeypatch.setattr(Piece, "key", lambda piece: updates.get(piece.nodes[-1].meta["phase"]) or key(piece))
+    with pytest.raises((RuntimeError, AssertionError, KeyError)):
+        assert differences(recipe) == []
