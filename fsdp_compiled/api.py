@@ -23,6 +23,7 @@ from fsdp_compiled.optim.tracing import Rule, make_rules
 from fsdp_compiled.plan.plan import Plan, make_plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.autograd_hooks import check_hooks
 from fsdp_compiled.runtime.rng import initial_state
 from fsdp_compiled.runtime.shard_model import check_initializable, is_taken, read_leaves, take_over
 from fsdp_compiled.runtime.sharded import Sharded
@@ -68,7 +69,7 @@ def compile_sharded(
     text, checked = "", None
     try:
         checked = _check(model, optimizer, loss, units, policy, init)
-    except ValueError as error:
+    except Exception as error:  # of the user's code too: the optimizer's step, the choice of units
         failure = error
     place = _join_or_raise(mesh, model, failure)
     plan = None
@@ -145,6 +146,7 @@ def _check(
     if odd := next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None):
         raise ValueError(f"{odd} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
     check_norms(model, policy or Policy())
+    check_hooks(model)
     check_initializable(model, init)
     leaves = read_leaves(model, optimizer, find_units(model, units))
     rules = make_rules(optimizer) if optimizer is not None else ()

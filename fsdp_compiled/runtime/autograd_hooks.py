@@ -1,0 +1,43 @@
+"""Hooks that autograd would call, and a compiled program does not: refused by name, with what does the same.
+
+Forward hooks and forward-pre hooks, of one module or of all, are traced with the model and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as every_module
+
+ON_PARAMETER = (
+    "A program calls no hooks on parameters. To change a gradient, register a parametrization of the module "
+    "(torch.nn.utils.parametrize) whose torch.autograd.Function does so in backward: that is traced. To look at "
+    "gradients, call sharded.value_and_grad."
+)
+ON_MODULE = (
+    "A program calls no backward hooks. Remove it, and call tensor.register_hook on the input or output in forward: "
+    "that is traced."
+)
+
+
+def backward_hooks(model: nn.Module) -> list[Mapping[int, Any]]:
+    """The tables of backward hooks of a model's modules, and of all modules; hooks come and go in them."""
+    own = [table for module in model.modules() for table in (module._backward_hooks, module._backward_pre_hooks)]
+    return [*own, every_module._global_backward_hooks, every_module._global_backward_pre_hooks]
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raises ``ValueError`` if autograd would call a hook on a parameter or a module of this model."""
+    for name, parameter in model.named_parameters():
+        for kind in ("register_hook", "register_post_accumulate_grad_hook"):
+            hooks = parameter._backward_hooks if kind == "register_hook" else parameter._post_accumulate_grad_hooks
+            if hooks:
+                raise ValueError(f"{name} has a hook ({kind}). {ON_PARAMETER}")
+    if not any(backward_hooks(model)):
+        return
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise ValueError(f"{name or 'The model'} ({type(module).__name__}) has a backward hook. {ON_MODULE}")
+    raise ValueError(f"All modules have a backward hook (register_module_full_backward_hook). {ON_MODULE}")
