@@ -79,6 +79,10 @@ class StandIn:
         self.graphs.append(graph)
         return results, graph
 
+    def random_state(self) -> Callable[[], None]:
+        state = torch.get_rng_state()
+        return lambda: torch.set_rng_state(state)
+
 
 class Slot:
     """A tensor of the graph: from outside (``weak``), kept in the graph's memory, or a view made anew each time."""

@@ -14,7 +14,7 @@ What a graph holds are addresses. The state's tensors, the scheduled rates and t
 theirs, and are written in place; the batch is copied into tensors that are held for it; results are handed out as
 copies, the small ones with one launch. torch writes the generator's seed and offset where the graph's random operators
 read them, before each launch, and advances the generator by what the graph draws; so a graph draws the numbers that
-the program would.
+the program would. The first launch is tried beside the program itself (`graph_trial`).
 
 A graph belongs to the tensors that it was captured on. Called with another `State`, the program is captured anew on
 that one's tensors: their identity is asked, not their address, because whether a collective is captured must be the
@@ -46,6 +46,7 @@ from fsdp_compiled.distributed.mesh import before_end
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.capturable import obstacles, sentence
+from fsdp_compiled.lower.graph_trial import tried, written
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 Wanted = bool | Literal["auto"]
@@ -79,6 +80,9 @@ class Device(Protocol):
 
     def capture(self, run: Callable[[], Any]) -> tuple[Any, Graph]:
         """Runs it, doing nothing: what it would have done is the graph."""
+
+    def random_state(self) -> Callable[[], None]:
+        """What puts random numbers back to where they are now."""
 
 
 class CudaGraphs:
@@ -131,6 +135,10 @@ class CudaGraphs:
             raise
         return results, graph
 
+    def random_state(self) -> Callable[[], None]:
+        state = torch.cuda.get_rng_state(self.device)
+        return lambda: torch.cuda.set_rng_state(state, self.device)
+
     @property
     def _index(self) -> int:
         return self.device.index if self.device.index is not None else torch.cuda.current_device()
@@ -173,6 +181,12 @@ class CudaGraphs:
                     pass
             self._made = stream, pool, keeper
         return self._made
+
+
+def environment() -> str:
+    """What a report of something that went wrong here should name."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {device}."
 
 
 def make_device(device: torch.device, wanted: Wanted) -> Device | None:
@@ -260,6 +274,8 @@ class Replay:
         self._held: list[Held] = []
         self._results = Results([])
         self._refused = False
+        self._ports = inputs
+        self._tried = False  # whether a launch was compared with the program itself
 
     def __call__(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
         kept = [given[index] for index in self._kept]
@@ -274,6 +290,12 @@ class Replay:
             self._capture(given)
             if self._graph is None:
                 return self.runner(*given)
+        if not self._tried:
+            return self._try(given)
+        return self._launch(given)
+
+    def _launch(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        assert self._graph is not None
         if self._fed:  # one launch where all are of one dtype
             torch._foreach_copy_(
                 [held.target for held in self._held],
@@ -285,11 +307,47 @@ class Replay:
         self._restarts = 0
         return self._results.copies()
 
+    def _try(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The first launch, beside the program itself; where they differ on any rank, the graph goes on all."""
+        assert self._shared.device is not None
+        self._tried = True
+        kept, reason = None, ""
+        try:
+            kept = written(self._ports, given)
+        except (RuntimeError, MemoryError) as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        if (found := self._said(reason)) or kept is None:
+            log.warning("%s: its graph is not compared with the program, for want of host memory %s", self.label, found)
+            return self._launch(given)
+        trial = tried(lambda: self.runner(*given), kept, self._shared.device.random_state())
+        results = self._launch(given)
+        odd = self._said(trial.difference(results))
+        if not odd:
+            return results
+        self._shared.launches -= 1
+        trial.undo()
+        self._release()
+        self._refuse(
+            f"its first launch gave other numbers than the program itself {odd}. Nothing of that launch is kept. "
+            f"Please report it, with the folder that sharded.dump writes, and: {environment()}"
+        )
+        return self.runner(*given)
+
+    def _said(self, reason: str) -> str:
+        """What the first rank with a reason says, and which rank that is; empty where none has one. Collective."""
+        reasons = self._everywhere(reason)
+        rank = next((rank for rank, text in enumerate(reasons) if text), None)
+        return "" if rank is None else f"(rank {rank}: {reasons[rank]})"
+
     def drop(self) -> None:
         """Back to before the first call."""
+        self._release()
+        self._tensors, self._calls, self._tried = None, 0, False
+
+    def _release(self) -> None:
         if self._graph is not None:
             self._graph.reset()
-        self._graph, self._held, self._results, self._tensors, self._calls = None, [], Results([]), None, 0
+        self._graph, self._held, self._results = None, [], Results([])
 
     def _move(self, kept: list[torch.Tensor]) -> None:
         """From now on on these tensors."""

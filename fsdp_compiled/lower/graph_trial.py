@@ -1,0 +1,103 @@
+"""A captured graph is tried before it is believed: its first launch beside the program itself, from the same state.
+
+    program, ungraphed     state, results -> checksums
+    graph, launched        state, results -> checksums      on the same state, put back in between
+
+A graph holds addresses, and nothing says at capture that they are the right ones: memory that was freed meanwhile, a
+batch that is not copied in, a collective that was left out all give numbers, only other ones. The checksums of a tensor
+are its sum and the sum of its magnitudes, in float64: numbers that come from elsewhere change them, atomics that add in
+another order from run to run hardly do. What is written meanwhile is kept in host memory, once a program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_compiled.ir.program import Port
+
+WRITTEN = ("shard", "copy", "buffer", "state", "constant", "sum", "scale", "count")  # kinds of ports a program writes
+BOUND = 1e-4  # of the sum of magnitudes; float32 sums in another order differ by 1e-6 of it, a wrong tensor by half
+
+Checksum = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Written:
+    """The tensors that a program may write, by name, and copies of what they held."""
+
+    names: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+    before: tuple[torch.Tensor, ...]
+
+    def put_back(self) -> None:
+        for tensor, before in zip(self.tensors, self.before, strict=True):
+            tensor.copy_(before)
+
+    def checksums(self) -> dict[str, Checksum]:
+        return {name: checksum(tensor) for name, tensor in zip(self.names, self.tensors, strict=True)}
+
+
+def written(ports: Sequence[Port], given: Sequence[Any]) -> Written:
+    """What a call of a program with these inputs may write; copies of it in host memory."""
+    found = {
+        str(port): value
+        for port, value in zip(ports, given, strict=True)
+        if port.kind in WRITTEN and isinstance(value, torch.Tensor)
+    }
+    before = tuple(tensor.detach().to("cpu", copy=True) for tensor in found.values())
+    return Written(tuple(found), tuple(found.values()), before)
+
+
+def checksum(tensor: torch.Tensor) -> Checksum:
+    """``(sum, sum of magnitudes)`` of the elements, in float64. Waits for the device."""
+    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    magnitudes = values.abs() if values.dtype != torch.bool else values
+    return float(values.sum(dtype=torch.float64)), float(magnitudes.sum(dtype=torch.float64))
+
+
+def of_results(results: Sequence[Any]) -> dict[str, Checksum]:
+    return {f"result {index}": checksum(one) for index, one in enumerate(results) if isinstance(one, torch.Tensor)}
+
+
+def difference(expected: dict[str, Checksum], got: dict[str, Checksum]) -> str:
+    """The first tensor whose checksums say that it holds other numbers; empty where none does."""
+    for name, wanted in expected.items():
+        within = BOUND * max(abs(wanted[1]), 1e-30)
+        if not all(_close(left, right, within) for left, right in zip(wanted, got[name], strict=True)):
+            return f"{name} has the sums {got[name]} after the launch, and {wanted} after the program itself"
+    return ""
+
+
+def _close(left: float, right: float, within: float) -> bool:
+    if not (math.isfinite(left) and math.isfinite(right)):
+        return left == right or (math.isnan(left) and math.isnan(right))
+    return abs(left - right) <= within
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a launch is compared with: the program's checksums, and the way back to before it."""
+
+    kept: Written
+    rewind: Callable[[], None]  # puts random numbers back to where they were
+    expected: dict[str, Checksum]
+
+    def undo(self) -> None:
+        self.kept.put_back()
+        self.rewind()
+
+    def difference(self, results: Sequence[Any]) -> str:
+        """How what a launch returned and wrote differs from the program's."""
+        return difference(self.expected, of_results(results) | self.kept.checksums())
+
+
+def tried(program: Callable[[], Sequence[Any]], kept: Written, rewind: Callable[[], None]) -> Trial:
+    """Runs the program itself, and goes back to before it."""
+    trial = Trial(kept, rewind, of_results(program()) | kept.checksums())
+    trial.undo()
+    return trial

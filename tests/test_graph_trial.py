@@ -1,0 +1,133 @@
+"""A graph that gives other numbers than its program is noticed at its first launch, and never used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.lower import graph_trial
+from fsdp_compiled.lower.cuda_graph import WARM
+from tests.standin import Recorded, StandIn
+from tests.test_api import batches
+from tests.test_cuda_graph import make, same, stand_in
+
+Damage = Callable[[Recorded], None]
+
+
+def without_the_last_write(graph: Recorded) -> None:
+    """As if an operator had been left out of the capture."""
+    calls = graph.calls
+    last = max(
+        index
+        for index, (func, *_) in enumerate(calls)
+        if func is torch.ops.aten.addcdiv_.default or "add_" in str(func)
+    )
+    del calls[last]
+
+
+def reads_other_memory(graph: Recorded) -> None:
+    """As if a tensor that the graph reads had been freed and its place taken."""
+    replay = graph.replay
+
+    def launch() -> None:
+        replay()
+        for slot in graph.slots:
+            tensor = slot.outside() if slot.outside is not None else None
+            if tensor is not None and tensor.is_floating_point() and tensor.numel() > 8:
+                tensor.mul_(1.5)
+                return
+
+    graph.replay = launch  # type: ignore[method-assign]
+
+
+def gives_nan(graph: Recorded) -> None:
+    replay = graph.replay
+
+    def launch() -> None:
+        replay()
+        for slot in graph.slots:
+            if slot.kept is not None and slot.kept.dtype == torch.uint8:  # the results, as they are handed out
+                slot.kept.fill_(255)
+
+    graph.replay = launch  # type: ignore[method-assign]
+
+
+class Broken(StandIn):
+    """Captures, and then something happens to the graph."""
+
+    def __init__(self, damage: Damage) -> None:
+        super().__init__()
+        self.damage = damage
+
+    def capture(self, run: Callable[[], Any]) -> tuple[Any, Recorded]:
+        results, graph = super().capture(run)
+        self.damage(graph)
+        return results, graph
+
+
+@pytest.mark.parametrize("damage", [without_the_last_write, reads_other_memory, gives_nan])
+def test_a_broken_graph_is_dropped_and_the_steps_are_the_programs(
+    damage: Damage, caplog: pytest.LogCaptureFixture
+) -> None:
+    sharded, plain = make(True, dropout=0.2), make(False, dropout=0.2)
+    sharded._programs.replays.device = Broken(damage)
+    for batch in batches(WARM + 4):
+        state = torch.get_rng_state()
+        left = sharded.step(*batch)
+        torch.set_rng_state(state)
+        assert torch.equal(left, plain.step(*batch))
+    assert same(sharded.state, plain.state)
+    assert sharded.replays == 0 and stand_in(sharded).log.count("capture") == 1
+    said = [record.getMessage() for record in caplog.records if "without a CUDA graph" in record.getMessage()]
+    assert len(said) == 1 and "other numbers than the program" in said[0] and "report" in said[0]
+    assert torch.__version__ in said[0]
+
+
+def test_without_the_comparison_the_broken_graph_would_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control."""
+    monkeypatch.setattr(graph_trial, "BOUND", float("inf"))
+    sharded, plain = make(True), make(False)
+    sharded._programs.replays.device = Broken(reads_other_memory)
+    for batch in batches(WARM + 1):
+        sharded.step(*batch)
+        plain.step(*batch)
+    assert sharded.replays == 1 and not same(sharded.state, plain.state)
+
+
+def test_where_a_graph_was_asked_for_other_numbers_are_an_error_and_nothing_is_written() -> None:
+    sharded = make(True)
+    sharded._programs.replays.device = Broken(gives_nan)
+    sharded._programs.replays.wanted = True
+    data = batches(WARM + 1)
+    for batch in data[:WARM]:
+        sharded.step(*batch)
+    before = pytree.tree_map(torch.clone, sharded.state)
+    with pytest.raises(ValueError, match=r"cuda_graph is True, but step .* other numbers"):
+        sharded.step(*data[WARM])
+    assert same(before, sharded.state)
+
+
+def test_a_graph_that_is_right_is_tried_once_and_its_numbers_are_kept() -> None:
+    sharded, plain = make(True, dropout=0.2), make(False, dropout=0.2)
+    for batch in batches(WARM + 4):
+        state = torch.get_rng_state()
+        left = sharded.step(*batch)
+        torch.set_rng_state(state)
+        assert torch.equal(left, plain.step(*batch))
+    assert sharded.replays == 4 and same(sharded.state, plain.state)
+
+
+def test_checksums_tell_a_moved_element_from_a_reordered_sum() -> None:
+    torch.manual_seed(0)
+    tensor = torch.randn(10_000)
+    expected = {"shard": graph_trial.checksum(tensor)}
+    nudged = {"shard": graph_trial.checksum(tensor * (1 + 1e-6 * torch.randn(10_000)))}
+    assert not graph_trial.difference(expected, nudged)
+    assert graph_trial.difference(expected, {"shard": graph_trial.checksum(tensor.roll(1) * 1.01)})
+    assert graph_trial.difference(expected, {"shard": (float("nan"), float("nan"))})
+    nan = {"shard": (float("nan"), float("nan"))}
+    assert not graph_trial.difference(nan, nan)
