@@ -101,12 +101,19 @@ def _kernel(module: str, function: str) -> Function:
     return run
 
 
-def _checked(check: Function, run: Function, kind: type | None) -> Function:
-    """``run`` after ``check`` of its positional arguments, its numbers put together as the formula's options."""
+# What runs an operator, by its name and the kind of device; the kernels are tried against the references (`trial`).
+IMPLEMENTATIONS: dict[str, Function] = {}  # the references
+RUNS: dict[tuple[str, str], Function] = {}
+OPTIONS: dict[str, type | None] = {}  # what an operator's numbers are put together as
+
+
+def _checked(name: str, device: str, check: Function) -> Function:
+    """What runs the operator there, after ``check`` of its positional arguments."""
+    kind = OPTIONS[name]
 
     def checked(*arguments: Any, **numbers: Any) -> Any:
         check(*arguments)
-        return run(*arguments, **({"options": kind(**numbers)} if kind else numbers))
+        return RUNS[name, device](*arguments, **({"options": kind(**numbers)} if kind else numbers))
 
     return checked
 
@@ -116,8 +123,11 @@ def _define(
 ) -> None:
     function = function or name.partition(".")[0].rstrip("_")
     _LIBRARY.define(f"{name}{_SCHEMAS[name]}", tags=(torch.Tag.flexible_layout,) if function == "flatten" else ())
-    _LIBRARY.impl(name, _checked(check, getattr(reference, function), kind), "CPU")
-    _LIBRARY.impl(name, _checked(check, _kernel(module, function), kind), "CUDA")
+    OPTIONS[name] = kind
+    IMPLEMENTATIONS[name] = RUNS[name, "cpu"] = getattr(reference, function)
+    RUNS[name, "cuda"] = _kernel(module, function)
+    for device in ("cpu", "cuda"):
+        _LIBRARY.impl(name, _checked(name, device, check), device.upper())
     torch.library.register_fake(f"fsdp_compiled::{name}", shape, lib=_LIBRARY)
 
 

@@ -28,8 +28,10 @@ from fsdp_compiled.capture.dynamo import batch_tensors
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchange
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.lower.cuda_graph import Replays, make_device
+from fsdp_compiled.kernels.trial import distrust
+from fsdp_compiled.lower.cuda_graph import Replays, environment, make_device
 from fsdp_compiled.lower.inductor import Call, cache_place, compile_all, share
+from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
 from fsdp_compiled.lower.lowering import Lowering, Runner
 from fsdp_compiled.optim.tracing import Rule
 from fsdp_compiled.plan.plan import Plan
@@ -221,12 +223,27 @@ class Programs:
         groups, how = self._mesh.groups, self._plan.policy.lower
         gloo = [axis for axis, backend in backends(self._mesh).items() if backend == "gloo"]
         lowering = self._together(lambda: Lowering(program, groups, how, self._plan.blocks, gloo))
+        self._try_kernels(program)
         made: dict[str, Call] = {}
         if lowering.pieces and self._mesh.world > 1:
             place, count = among(cache_place(), self._mesh)
             made = self._together(lambda: compile_all(share(lowering.pieces, count)[place]))
         made |= self._together(lambda: compile_all(lowering.pieces))
         return lowering.runner(made)
+
+    def _try_kernels(self, program: Program) -> None:
+        """A kernel that fails or errs on any rank's device is replaced by its reference on all: they round alike."""
+        device = self._plan.device
+        if not calls_kernels(program):
+            return
+        found = exchange(self._together(lambda: failures(program, device)), self._mesh)
+        for rank, said in enumerate(found):
+            for name, reason in said.items():
+                if distrust(name, device) and self._mesh.rank == 0:
+                    log.warning(
+                        "the kernel of %s is not used: on rank %d %s. Plain PyTorch does its work. Please report it, "
+                        "with: %s", name, rank, reason, environment(),
+                    )  # fmt: skip
 
     def _check_fit(self, compiled: Compiled, request: Request) -> None:
         """After lowering, which may have asked about sizes as well."""

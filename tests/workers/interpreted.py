@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from hypothesis import strategies as st
 from fsdp_compiled.kernels.flatten import strided_offsets, tile_corner
 from fsdp_compiled.kernels.launch import located
 from fsdp_compiled.kernels.layout import MOST, TILE, Group, ceil_div, contiguous
+from fsdp_compiled.kernels.operators import RUNS
 from fsdp_compiled.kernels.options import SGD, Adam
+from fsdp_compiled.kernels.trial import failure
 from tests.kernel_cases import (
     ADAM,
     LAYOUTS,
@@ -36,6 +39,7 @@ from tests.kernel_cases import (
     gradients,
     sizes,
 )
+from tests.test_kernel_trial import LIKES
 
 # numpy warns where a number overflows; the interpreter's bfloat16 is cut off, not rounded
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -243,3 +247,13 @@ def test_cases_are_what_they_say(gradient: Gradient) -> None:
         assert tensor.stride(0) == 0 or tensor.shape[0] == 1
     if gradient.layout in ("permuted", "sliced") and min((0, 0, *gradient.shape)[-2:]) > 1:
         assert not tensor.is_contiguous()
+
+
+@pytest.mark.parametrize("name", LIKES)
+def test_the_trial_on_first_use_believes_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32: the interpreter cuts bfloat16 off."""
+    like = LIKES[name]
+    lists = tuple((key, tuple(torch.float32 for _ in dtypes)) for key, dtypes in like.lists)
+    numbers = tuple((key, torch.float32 if key == "dtype" else value) for key, value in like.numbers)
+    monkeypatch.setitem(RUNS, (name, "cpu"), RUNS[name, "cuda"])
+    assert failure(replace(like, lists=lists, numbers=numbers), torch.device("cpu")) == ""

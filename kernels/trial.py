@@ -1,0 +1,129 @@
+"""A kernel is tried before it is believed: on small data, against its reference, where it is to run.
+
+The data has what a call of the operator has: its dtypes, its numbers, the scalars that it is given; in sizes that
+reach every branch of a kernel (a whole block, the end of one, one element, an address that is not aligned), and with an
+infinity where values are counted. What the operator writes and returns is compared with `reference`'s, to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_compiled.kernels.operators import IMPLEMENTATIONS, OPTIONS, RUNS
+
+SIZES = (5000, 1, 33)  # elements; a block is 1,024 or 4,096
+SCALARS = {"lr": 1e-2, "step": 3.0, "factor": 0.5, "scheduled": 0.8, "undamped": 0.0, "scale": 0.5, "skipped": 0.0}
+ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float64: 1e-12}
+FLOAT32 = 4e-6  # multiply-adds are contracted on a GPU, and sums of squares have another order
+
+
+@dataclass(frozen=True)
+class Like:
+    """What of a call of an operator decides what its kernel compiles to.
+
+    ``lists``: of each argument that is a list of tensors, their dtypes; lists that are walked together have as many.
+    ``scalars``: of each that is a tensor, its dtype. ``numbers``: keyword arguments, and what else is no tensor.
+    """
+
+    name: str
+    lists: tuple[tuple[str, tuple[torch.dtype, ...]], ...]
+    scalars: tuple[tuple[str, torch.dtype], ...]
+    numbers: tuple[tuple[str, Any], ...]
+
+
+def failure(like: Like, device: torch.device) -> str:
+    """How the operator fails there, or differs from its reference, in one line; empty where it does neither."""
+    try:
+        mine, expected = (_arguments(like, device) for _ in range(2))
+        results = RUNS[like.name, device.type](*mine[0], **mine[1])
+        wanted = IMPLEMENTATIONS[like.name](*expected[0], **expected[1])
+        return _difference([*mine[0], results], [*expected[0], wanted])
+    except Exception as error:  # whatever a compiler, a driver or a missing package raises
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _arguments(like: Like, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """The same in every call, on memory of its own."""
+    generator = torch.Generator().manual_seed(0)
+    lists = dict(like.lists)
+    schema = getattr(torch.ops.fsdp_compiled, like.name.partition(".")[0])
+    overload = getattr(schema, like.name.partition(".")[2] or "default")
+    found: list[Any] = []
+    offset = 0
+    for argument in overload._schema.arguments:
+        if argument.kwarg_only:
+            continue
+        if argument.name == "gradients" and like.name.startswith("flatten"):
+            found.append(_gradients(lists["gradients"], generator, device))
+        elif argument.name in lists:
+            found.append(_list(argument.name, lists[argument.name], generator, device))
+        elif argument.name == "offsets":
+            offsets = []
+            for gradient in found[-1]:
+                offsets.append(offset)
+                offset += -(-gradient.numel() // 8) * 8 + 16
+            found.append(offsets)
+        elif argument.name == "numel":
+            found.append(offset)
+        elif argument.name == "kept":
+            found.append([])
+        elif argument.name == "dtype":
+            found.append(dict(like.numbers)["dtype"])
+        elif argument.name == "flat":
+            size = sum(-(-one.numel() // 8) * 8 + 16 for one in _gradients(lists["gradients"], generator, device))
+            found.append(torch.full((size,), 7.0, dtype=dict(like.scalars)["flat"], device=device))
+        elif argument.name in dict(like.scalars):
+            value = SCALARS.get(argument.name, 0.0)
+            found.append(torch.tensor(value, device=device).to(dict(like.scalars)[argument.name]))
+        else:
+            found.append([] if "[]" in str(argument.type) or "List" in str(argument.type) else None)
+    numbers = {name: value for name, value in like.numbers if name != "dtype"}
+    kind = OPTIONS.get(like.name)
+    return found, ({"options": kind(**numbers)} if kind else numbers)
+
+
+def _list(name: str, dtypes: Sequence[torch.dtype], generator: torch.Generator, device: torch.device) -> list[Any]:
+    """Flat tensors, three of each dtype; the last of them one element off an aligned address."""
+    found = []
+    for dtype in dtypes:
+        for size in SIZES:
+            values = torch.randn(size, generator=generator, dtype=torch.float64)
+            values = values.abs() if "sq" in name else values
+            room = torch.empty(size + 1, dtype=dtype, device=device)
+            place = room[1:] if size == SIZES[-1] else room[:-1]
+            found.append(place.copy_(values))
+    return found
+
+
+def _gradients(dtypes: Sequence[torch.dtype], generator: torch.Generator, device: torch.device) -> list[torch.Tensor]:
+    """A flat one, a transposed one, one that shows one row many times, and a scalar, of each dtype."""
+    found = []
+    for dtype in dtypes:
+        whole = torch.randn(80, 48, generator=generator).to(device, dtype)
+        found += [whole.reshape(-1).clone(), whole.t(), whole[:1].expand(5, 48), whole[0, 0].clone()]
+        found[-1].fill_(float("inf"))
+    return found
+
+
+def _difference(mine: Sequence[Any], expected: Sequence[Any]) -> str:
+    for place, (left, right) in enumerate(zip(mine, expected, strict=True)):
+        if isinstance(left, list | tuple):
+            if said := _difference(left, right):
+                return f"in list {place}, {said}"
+        elif isinstance(left, torch.Tensor):
+            rounding = ROUNDING.get(right.dtype, FLOAT32)
+            if not torch.allclose(left.double(), right.double(), rtol=rounding, atol=rounding / 10, equal_nan=True):
+                off = (left.double() - right.double()).abs().nan_to_num(nan=float("inf"))
+                return f"tensor {place} is off by {float(off.max()):.3g}"
+    return ""
+
+
+def distrust(name: str, device: torch.device) -> bool:
+    """Puts the reference in the place of this operator's kernel on this kind of device; False if it was there."""
+    before = RUNS[name, device.type]
+    RUNS[name, device.type] = IMPLEMENTATIONS[name]
+    return before is not IMPLEMENTATIONS[name]
