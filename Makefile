@@ -6,7 +6,7 @@
 RUN := .venv/bin/python -P -m
 
 .NOTPARALLEL:
-.PHONY: help train bench test lint format clean
+.PHONY: help train bench check test lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -18,6 +18,10 @@ train: ## train a small GPT, sharded (ARGS="--steps 200 --nproc 2")
 bench: ## this package and its rivals, side by side (ARGS="--preset large")
 	@sh .ci/setup bench
 	@.venv/bin/fsdp-compiled bench $(ARGS)
+
+check: ## try this machine: kernels, lowerings, graphs, collectives, a step against FSDP2 (ARGS="--out report")
+	@sh .ci/setup train
+	@.venv/bin/fsdp-compiled check $(ARGS)
 
 # Two at a time, a file each; a thread for each, or they and the ranks that they start contend for the cores.
 test: lint ## lint, then run the tests (PYTEST_ARGS="-k plan -x")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fsdp_compiled.cli.bench.options import add_bench_options, bench_options
+from fsdp_compiled.cli.check.options import CheckOptions, add_check_options
 from fsdp_compiled.cli.options import add_train_options, train_options
 
 
@@ -43,6 +44,15 @@ def parser() -> argparse.ArgumentParser:
     diff = commands.add_parser("diff", help="what changed between two stages, or two runs")
     diff.add_argument("a", type=Path, metavar="A", help="a stage's text file, a run folder, or a dump folder")
     diff.add_argument("b", type=Path, metavar="B", help="the same, to compare with A")
+
+    check = commands.add_parser(
+        "check",
+        help="the self-test of this machine: kernels, graphs, collectives, lowering, a step against PyTorch and FSDP2",
+        description="Tries what this package is made of on this machine, each part beside what it must equal: every "
+        "kernel against its reference, both lowerings against plain PyTorch, CUDA graphs against steps without, "
+        "collectives, and a step against FSDP2 on several ranks. Takes a minute or two. Exits with 1 where one fails.",
+    )
+    add_check_options(check)
     return top
 
 
@@ -59,6 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fsdp_compiled.cli.bench import start as bench
 
             return bench.start(bench_options(chosen), arguments)
+        if chosen.command == "check":
+            from fsdp_compiled.cli.check import start as check
+
+            return check.start(CheckOptions(chosen.nproc, chosen.out), arguments)
         from fsdp_compiled.cli import show
 
         if chosen.command == "show":

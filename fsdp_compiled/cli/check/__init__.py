@@ -1,0 +1,1 @@
+"""`fsdp-compiled check`: whether this package is right on this machine."""
