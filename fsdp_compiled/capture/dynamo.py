@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,9 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture.aot import CaptureError, unwritable
 from fsdp_compiled.capture.aot_cache import traced
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
-from fsdp_compiled.capture.side_effects import WRAPPED, Attributes, inside, speech, unwrapped
+from fsdp_compiled.capture.mutations import Mutations
+from fsdp_compiled.capture.next_call import Meaning
+from fsdp_compiled.capture.side_effects import WRAPPED, Leftovers, inside, speech, unwrapped
 from fsdp_compiled.capture.source_lines import cure, reason, user_line
 from fsdp_compiled.capture.sync_batchnorm import synchronised
 from fsdp_compiled.ir.nodes import fake_tensor
@@ -140,26 +143,59 @@ def capture(
             value = value.clone().detach()  # `_Trace.program` differentiates what is detached here
         return value, _own(aux), pair, replaced
 
-    trace = _Trace(tensors, batch_tensors(args, kwargs))
-    # Dynamo keeps its cache, and counts recompilations, by code object: each capture brings one of its own.
-    function = types.FunctionType(
-        function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
-    )
-    compiled = torch.compile(function, backend=trace.backend, fullgraph=True, dynamic=False)
-    with _explained(model), torch.set_grad_enabled(gradient), _dynamo(), unwrapped(objective):
-        attributes = Attributes(objective.model)
-        named = {f"model.{name}": trace.tensors[name] for name in _places(objective.model) if name in trace.tensors}
-        value, aux, pair, replaced = compiled(named, args, dict(kwargs))
-        kept = attributes.restore(trace.results, trace.closed)
-        flat, spec = pytree.tree_flatten((value, aux) if gradient and pair else value)
-        ports = _output_ports(trace, named, value, flat, replaced, kept, gradient)
-        if gradient and LOSS not in ports.values():
+    def trace(symbolic: Collection[str] = ()) -> _Trace:
+        """One run of Dynamo, with these sources of integers as unknowns. What it changed is not undone yet."""
+        made = _Trace(tensors, batch_tensors(args, kwargs), symbolic)
+        # Dynamo keeps its cache, and counts recompilations, by code object: each trace brings one of its own.
+        fresh = types.FunctionType(
+            function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
+        )
+        compiled = torch.compile(fresh, backend=made.backend, fullgraph=True, dynamic=False)
+        named = {f"model.{name}": made.tensors[name] for name in _places(objective.model) if name in made.tensors}
+        try:
+            with torch.compiler.config.patch(unbacked_sources=",".join(symbolic)):
+                value, aux, pair, replaced = compiled(named, args, dict(kwargs))
+            made.left = Leftovers(made.mutations, made.closed, {id(result) for result in made.results})
+            made.flat, made.spec = pytree.tree_flatten((value, aux) if gradient and pair else value)
+            made.outputs = _output_ports(made, named, value, made.flat, replaced, made.left.state, gradient)
+        except BaseException:
+            made.undo()
+            raise
+        if gradient and LOSS not in made.outputs.values():
+            made.undo()
             raise CaptureError(f"The loss returned a {type(value).__name__} in the place of a scalar. {CURE}")
-        if not ports:
-            raise CaptureError(f"{type(model).__name__} returned no tensor. {CURE}")
-        program = trace.program(ports)
-    leaves = tuple(ports.get(id(leaf), leaf) for leaf in flat)
-    return Capture(program, trace.constants, spec, leaves)
+        return made
+
+    with _explained(model), torch.set_grad_enabled(gradient), _dynamo(), unwrapped(objective):
+        made = trace()
+        try:
+            if not made.outputs:
+                raise CaptureError(f"{type(model).__name__} returned no tensor. {CURE}")
+            if made.left.doubtful:
+                _check_next(made, trace)
+        finally:
+            made.undo()
+        if made.left.rest:
+            made.left.tell(model, made.tables())
+        program = made.program()
+    leaves = tuple(made.outputs.get(id(leaf), leaf) for leaf in made.flat)
+    return Capture(program, made.constants, made.spec, leaves)
+
+
+def _check_next(made: _Trace, trace: Callable[[Collection[str]], _Trace]) -> None:
+    """Raises `CaptureError` if the next call, which finds what this one has left, would compute something else."""
+    left = made.left
+    made.mutations.go_far()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute")  # Dynamo looks at it, of what the first trace left
+            again = trace(left.symbolic)
+    except (Unsupported, UserError, TorchDynamoException, RuntimeError, ValueError) as error:
+        raise CaptureError(f"{left.refusal()}\n{user_line(error)}\n  Why: {reason(error)}") from error
+    again.undo()
+    if not again.meaning(made).same(made.meaning()):
+        raise CaptureError(left.refusal())
+    left.check(again.closed, again.left.entries, made.tables())
 
 
 def _places(model: nn.Module) -> Iterator[str]:
@@ -218,7 +254,14 @@ def _open(leaf: Any) -> bool:
 class _Trace:
     """One run of Dynamo, and then of AOTAutograd on what is kept of it."""
 
-    def __init__(self, tensors: Tensors, batch: Mapping[str, torch.Tensor]) -> None:
+    mutations: Mutations
+    left: Leftovers
+    flat: list[Any]  # what the function returned, and its structure
+    spec: pytree.TreeSpec
+    outputs: dict[int, Port]  # what of it is which result, by identity
+
+    def __init__(self, tensors: Tensors, batch: Mapping[str, torch.Tensor], symbolic: Collection[str] = ()) -> None:
+        self.symbolic = symbolic
         # By their names in the model as it is traced, without the wrappers of `unwrapped`.
         values = {**tensors.parameters, **tensors.buffers}
         self.tensors = {WRAPPED.sub("", name): tensor for name, tensor in values.items()}
@@ -234,18 +277,49 @@ class _Trace:
     def backend(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         """What `torch.compile` calls with the traced function; its results come back as they are."""
         results = [node.meta["example_value"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+        self.mutations = Mutations()
         self.module, self.inputs, self.results = module, inputs, results
         self.context = TracingContext.try_get()
         self.given = self._input_ports(module, inputs)
         return lambda *_: tuple(results)
 
-    def program(self, ports: Mapping[int, Port]) -> Program:
+    def undo(self) -> None:
+        """Python objects are as they were before."""
+        if self.module is not None:
+            self.mutations.undo()
+
+    def meaning(self, before: _Trace | None = None) -> Meaning:
+        """What is computed of that which has a port; ``before``: the trace whose results this one may find."""
+        assert self.module is not None
+        ends = self._ends()
+        wanted = [(str(self.outputs[id(result)]), node) for node, result in ends if id(result) in self.outputs]
+        places = self.module.graph.find_nodes(op="placeholder")
+        known: dict[fx.Node, str] = {}
+        if before is not None:
+            tables = before.tables()
+            known = {
+                place: tables[id(value)]
+                for place, value in zip(places, self.inputs, strict=True)
+                if id(value) in tables
+            }
+        return Meaning(self.module, wanted, dict(zip(places, map(str, self.given), strict=True)), known)
+
+    def tables(self) -> dict[int, str]:
+        """The results that are computed from nothing, by identity, and what they are."""
+        constant = self.meaning().constant
+        return {id(result): constant[node] for node, result in self._ends() if node in constant}
+
+    def _ends(self) -> list[tuple[fx.Node, Any]]:
+        assert self.module is not None
+        return list(zip(self.module.graph.output_node().args[0], self.results, strict=True))  # type: ignore[arg-type]
+
+    def program(self) -> Program:
         """The joint program of the results that have a port; of these, the loss alone is differentiated."""
         assert self.module is not None
         end = self.module.graph.output_node()
         wanted: dict[Port, fx.Node] = {}
-        for node, result in zip(end.args[0], self.results, strict=True):  # type: ignore[arg-type]
-            port = ports.get(id(result))
+        for node, result in self._ends():
+            port = self.outputs.get(id(result))
             if port is None:
                 continue
             if port == LOSS:
@@ -268,7 +342,9 @@ class _Trace:
         for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
             port = self.ports.get(id(value))
             if port is None:
-                if isinstance(value, torch.SymInt):
+                if isinstance(value, torch.SymInt) and _name(node) in self.symbolic:
+                    port = Port("in", "size", _name(node))
+                elif isinstance(value, torch.SymInt):
                     port = self._size_port(module, inputs, value)
                 elif isinstance(value, torch.Tensor):
                     port = Port("in", "constant", _source(node))
@@ -309,11 +385,15 @@ def _dynamo() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(before)
 
 
+def _name(node: fx.Node) -> str:
+    """Where Dynamo found an input."""
+    source = node.meta["grapharg"].source.name
+    return source() if callable(source) else source
+
+
 def _source(node: fx.Node) -> str:
     """Where Dynamo found a closed-over tensor, as the user would write it."""
-    source = node.meta["grapharg"].source.name
-    text = source() if callable(source) else source
-    text = text.replace("L['objective']", "objective").replace("._modules['model']", ".model")
+    text = _name(node).replace("L['objective']", "objective").replace("._modules['model']", ".model")
     return re.sub(r"\._modules\['([^']+)'\]", r".\1", text).replace("objective.model.", "model.")
 
 

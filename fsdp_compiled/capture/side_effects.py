@@ -1,11 +1,14 @@
 """What a model's code may do besides computing, and what becomes of it when the code is traced once and not run.
 
 - *Said*: `print`, `warnings` and loggers. A program says nothing; the calls are left out of it.
-- *Kept*: attributes of modules that forward sets to tensors, ``self.last = y``. They would be left holding tensors
-  without values, so each gets its old value back. One that forward also reads, ``self.h = f(self.h)``, is state: the
-  program writes its new value to it.
+- *Kept*: tensors that forward leaves in attributes, containers and variables, ``self.last = y``. They would be tensors
+  without values, so each place gets its old value back, which is said. One that forward also reads,
+  ``self.h = f(self.h)``, is state: the program writes its new value to it.
+- *Counted*: other Python values that change, ``self.calls += 1``. They too are as they were, which is said.
+- *Depended on*: what the next call would read of it, ``if self.calls > 3``, ``if "h" in self.cache``. A program would
+  not see it, so the code is refused. Whether it would is found by a second trace, of the call after this one: it begins
+  with what the first has left, takes counters for unknown and lists that grew for long, and must come to the same.
 - *Wrapped*: a submodule under `torch.compile` is traced as the module inside.
-- *Counted*: Python numbers on modules. A program keeps what they were when it was captured; that they change is said.
 """
 
 from __future__ import annotations
@@ -15,14 +18,19 @@ import contextlib
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.mutations import PLAIN, Entry, Mutations, leaves, state
 
 log = logging.getLogger("fsdp_compiled")
 WRAPPED = re.compile(r"(?<![^.])_orig_mod\.")  # what `torch.compile` puts into the names of a module's tensors
+_TOLD: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 SPOKEN = (
     builtins.print, warnings.warn, warnings.warn_explicit, warnings.simplefilter, warnings.filterwarnings,
 )  # fmt: skip
@@ -59,50 +67,72 @@ def unwrapped(model: nn.Module) -> Iterator[None]:
             parent._modules[name] = child
 
 
-class Attributes:
-    """The plain attributes of a model's modules, as they were before it was traced."""
+class Leftovers:
+    """What a trace left on Python objects that outlive it, and what becomes of it.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.before = [(name, module, _plain(module)) for name, module in model.named_modules()]
+    ``state``: the new values of tensors that the code reads and replaces, by name. ``symbolic``: the sources of
+    integers that it reads and changes, which a second trace takes for unknown.
+    """
 
-    def restore(self, results: Sequence[Any], closed: Mapping[int, str]) -> dict[str, Any]:
-        """Takes the traced tensors back out of the modules; the new values of those that are state, by name.
+    def __init__(self, mutations: Mutations, closed: Mapping[int, str], results: Collection[int]) -> None:
+        self.entries = mutations.entries()
+        self.state, self.rest = state(self.entries, closed, results)
+        self.symbolic = [entry.source for entry in self.rest if entry.counts and entry.source in mutations.guards]
 
-        ``results``: the tensors that tracing computed. ``closed``: the names of those that it read, by identity.
+    @property
+    def doubtful(self) -> bool:
+        """Whether the next call might compute something else, for all that can be known without tracing it."""
+        return bool(self.state) or any(entry.read for entry in self.rest)
+
+    def check(self, closed: Mapping[int, str], again: Sequence[Entry], tables: Container[int]) -> None:
+        """Raises `CaptureError` if a second trace, of the call after this one, reads what this one left.
+
+        ``closed``: the tensors that it reads. ``again``: what it changes. ``tables``: what is computed from nothing.
         """
-        traced = {id(result) for result in results if isinstance(result, torch.Tensor)}
-        state: dict[str, Any] = {}
-        lost, counted = [], []
-        for path, module, before in self.before:
-            for name, value in _plain(module).items():
-                old = before.get(name)
-                if value is old:
-                    continue
-                where = f"{path}.{name}".lstrip(".")
-                if id(value) in traced:
-                    if name in before:
-                        module.__dict__[name] = old
-                    else:
-                        del module.__dict__[name]
-                    if isinstance(old, torch.Tensor) and id(old) in closed:
-                        state[closed[id(old)]] = value
-                    else:
-                        lost.append(where)
-                elif isinstance(old, bool | int | float | str) and value != old:
-                    counted.append(f"{where} from {old} to {value}")
-        if lost:
-            log.warning(
-                "forward keeps tensors in %s, which hold their old values again: return them as aux to see them, or "
-                "make them buffers to use them in the next step",
-                ", ".join(lost),
+        left = {id(leaf) for leaf in leaves(self.entries)}
+        for key, name in closed.items():
+            if key in left and key not in tables and id(self.state.get(name)) != key:
+                raise CaptureError(self.refusal(f"reads {name}, which it leaves there itself,"))
+        for entry in again:
+            plain = all(isinstance(leaf, PLAIN) for leaf in pytree.tree_leaves((entry.old, entry.new)))
+            if entry.read and plain and entry.source not in self.symbolic and type(entry.old) is type(entry.new):
+                if not isinstance(entry.old, list | tuple) or len(entry.old) == len(entry.new):
+                    raise CaptureError(self.refusal(f"reads and changes {entry}"))
+
+    def refusal(self, what: str = "") -> str:
+        """Why this cannot be, with the cure."""
+        names = [str(entry) for entry in self.rest if entry.read] or list(self.state)
+        what = what or f"reads and changes {_some(names)}"
+        return (
+            f"Forward {what} and so may compute something else at the next call. A program is traced once: its Python "
+            "code does not run again. Make what changes from call to call a buffer (register_buffer) and compute with "
+            "it in tensors, or pass it with the batch; what is kept for one forward alone, clear where forward begins."
+        )
+
+    def tell(self, model: nn.Module, tables: Collection[int]) -> None:
+        """Names what is not kept, once for each model, but for tables that the program computes from nothing."""
+        told = _TOLD.setdefault(model, set())
+
+        def say(text: str) -> None:
+            if text not in told:
+                told.add(text)
+                log.warning("%s", text)
+
+        if lost := [entry.name for entry in self.rest if entry.keeps_tensors and not _all_in(entry, tables)]:
+            say(
+                f"forward keeps tensors in {', '.join(lost)}, which hold their old values again: return them as aux to "
+                "see them, or make them buffers to use them in the next step"
             )
-        if counted:
-            log.warning(
-                "forward changes %s, as it is traced, and never again: what must count steps is a buffer",
-                ", ".join(counted),
+        if counted := [str(entry) for entry in self.rest if not entry.keeps_tensors]:
+            say(
+                f"forward changes {', '.join(counted)}, which a program does not: it holds its old value again. What "
+                "must count steps is a buffer"
             )
-        return state
 
 
-def _plain(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in ("_parameters", "_buffers", "_modules")}
+def _all_in(entry: Entry, tables: Collection[int]) -> bool:
+    return all(id(leaf) in tables or isinstance(leaf, PLAIN) for leaf in pytree.tree_leaves(entry.new))
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
