@@ -25,9 +25,10 @@ from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks
 from fsdp_compiled.runtime.rng import initial_state
-from fsdp_compiled.runtime.shard_model import check_initializable, is_taken, read_leaves, take_over
+from fsdp_compiled.runtime.shard_model import check_initializable, read_leaves, read_scalars, take_over
 from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.state import State, optimizer_state
+from fsdp_compiled.runtime.taken_model import is_taken
 
 
 def compile_sharded(
@@ -150,6 +151,7 @@ def _check(
     check_initializable(model, init)
     leaves = read_leaves(model, optimizer, find_units(model, units))
     rules = make_rules(optimizer) if optimizer is not None else ()
+    read_scalars(optimizer)
     return leaves, rules, policy or Policy()
 
 

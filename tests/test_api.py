@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import CaptureError, Policy, State, compile_sharded
+from fsdp_compiled.runtime.sharded_parameter import ShardedParameter
 
 EAGER = Policy(lower="eager")
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -403,7 +404,8 @@ def test_a_meta_model_is_initialised_unit_by_unit() -> None:
     alive: list[int] = []
 
     def init(module: nn.Module) -> None:
-        real = [parameter for parameter in model.parameters() if not parameter.is_meta]
+        held = [parameter for parameter in model.parameters() if not isinstance(parameter, ShardedParameter)]
+        real = [parameter for parameter in held if not parameter.is_meta]
         alive.append(sum(parameter.numel() for parameter in real))
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
@@ -627,17 +629,21 @@ def test_a_param_group_added_afterwards_is_refused() -> None:
     model = build()
     optimizer = sgd(model)
     sharded = compile_sharded(model, optimizer, loss=mse, policy=EAGER)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(ValueError, match="param group was added after compile_sharded"):
+    more = {"params": [nn.Parameter(torch.ones(2))]}
+    with pytest.raises(RuntimeError, match="Add parameters and groups before compile_sharded"):
+        optimizer.add_param_group(more)
+    optimizer.param_groups.append({**optimizer.param_groups[0], **more})
+    with pytest.raises(ValueError, match="param group was added or removed after compile_sharded"):
         sharded.step(*batches(1)[0])
 
 
 def test_requires_grad_changed_afterwards_is_refused() -> None:
     model = build()
     sharded = compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
-    model.head.requires_grad_(False)
-    with pytest.raises(ValueError, match="requires_grad was changed"):
-        sharded.step(*batches(1)[0])
+    with pytest.raises(RuntimeError, match=r"requires_grad of head\.weight, which was trainable, cannot be changed"):
+        model.head.requires_grad_(False)
+    model.head.requires_grad_(True)
+    sharded.step(*batches(1)[0])
 
 
 def test_a_meta_module_that_nobody_can_fill_is_refused() -> None:

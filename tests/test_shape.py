@@ -23,6 +23,7 @@ from fsdp_compiled.ir.nodes import is_collective, is_random, is_wait, role_of
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.passes.check import check
 from fsdp_compiled.plan.plan import Unit
+from fsdp_compiled.runtime.sharded_parameter import ShardedParameter
 from tests import models
 from tests.models import Block, Recipe
 from tests.recipes import built, program_of
@@ -135,7 +136,7 @@ def test_a_rank_holds_its_share_between_steps_and_no_more(shard: str, replicate:
     padding = sum(buffer.padding * buffer.dtype.itemsize for buffer in plan.buffers)
     pieces = what.shard if plan.placement.parameter else 1
     for rank in crew:
-        assert all(parameter.is_meta for parameter in rank.taken.model.parameters())
+        assert all(isinstance(parameter, ShardedParameter) for parameter in rank.taken.model.parameters())
         held = sum(value.untyped_storage().nbytes() for value in rank.named("shard").values())
         assert held == plan.persistent_bytes == (full + padding) // pieces
         for buffer in plan.buffers:

@@ -36,7 +36,7 @@ class Rates:
     def outdated(self) -> bool:
         """Whether something that is not scheduled changed, so that rules have to be traced again."""
         if len(self._groups()) != len(self._fixed):
-            raise ValueError("A param group was added after compile_sharded; add it before.")
+            raise ValueError("A param group was added or removed after compile_sharded; do so before.")
         return [signature(group) for group in self._groups()] != self._fixed
 
     def traced(self) -> None:

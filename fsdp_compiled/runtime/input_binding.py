@@ -22,7 +22,6 @@ from fsdp_compiled.ir.program import Port
 
 Holders = Callable[[], Mapping[str, Mapping[str, Any]]]
 training = attrgetter("training")
-requires_grad = attrgetter("requires_grad")
 
 
 class Binding:
@@ -75,7 +74,3 @@ def flatten(batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Sequence[Any
 def modes(modules: Iterable[nn.Module]) -> tuple[bool, ...]:
     """Which modules are in train mode."""
     return tuple(map(training, modules))
-
-
-def trainable(parameters: Iterable[torch.Tensor]) -> tuple[bool, ...]:
-    return tuple(map(requires_grad, parameters))

@@ -36,8 +36,8 @@ from fsdp_compiled.lower.lowering import Lowering, Runner
 from fsdp_compiled.optim.tracing import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import Compiled, Kind, build, check_devices, counting, label_of, plain, rows_of
-from fsdp_compiled.runtime.input_binding import flatten, modes, trainable
-from fsdp_compiled.runtime.shard_model import Taken
+from fsdp_compiled.runtime.input_binding import flatten, modes
+from fsdp_compiled.runtime.taken_model import Taken
 
 T = TypeVar("T")
 COUNT = Port("in", "count", "updates")  # the number of updates, which is no part of the program
@@ -72,8 +72,6 @@ class Programs:
         self.replays = Replays(make_device(plan.device, graphs), graphs)
         self._taken, self._loss, self._plan, self._mesh, self._calls = taken, loss, plan, mesh, calls
         self._modules = list(taken.model.modules())
-        self._parameters = list(taken.model.parameters())
-        self._trainable = trainable(self._parameters)
         self._kept: dict[tuple[Any, ...], Compiled] = {}  # the last is the one used last
         self._revision = 0  # of the rules
         self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
@@ -109,8 +107,6 @@ class Programs:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         sizes = sizes_of(policy.moving, tensors)
         described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
-        if trainable(self._parameters) != self._trainable:
-            raise ValueError(self._changed())
         rows = rows_of(tensors) if policy.weigh == "rows" else 0
         key = (kind, described, spec, modes(self._modules))
         why: list[str] = []
@@ -154,21 +150,6 @@ class Programs:
         if reason is None:
             compiled.fitting.add(now)
         return reason
-
-    def _changed(self) -> str:
-        """What became of requires_grad, and the cure."""
-        named = {id(parameter): name for name, parameter in self._taken.model.named_parameters()}
-        lines = [
-            f"{named[id(parameter)]}, which was {'trainable' if before else 'frozen'}"
-            for parameter, before in zip(self._parameters, self._trainable, strict=True)
-            if parameter.requires_grad != before
-        ]
-        rest = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
-        return (
-            f"requires_grad was changed after compile_sharded, of {', '.join(lines[:3])}{rest}. Shards and optimizer "
-            "state are laid out by it. Set it back; or load sharded.full_state_dict() into a new model, set "
-            "requires_grad there, and call compile_sharded on that."
-        )
 
     def _label(
         self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes, why: Sequence[str]

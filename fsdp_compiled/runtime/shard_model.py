@@ -6,10 +6,7 @@ holds its shards plus one unit. Rank 0's values are broadcast, so that all ranks
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +17,10 @@ from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_shards
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, dense_stride
 from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import at_home, settle
+from fsdp_compiled.runtime.sharded_parameter import replace
+from fsdp_compiled.runtime.taken_model import Taken, holding
 
 Initializer = Callable[[nn.Module], Any]
-_TAKEN: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def read_leaves(model: nn.Module, optimizer: Optimizer | None, units: Sequence[str]) -> list[Leaf]:
@@ -66,60 +64,6 @@ def _groups(model: nn.Module, optimizer: Optimizer | None) -> dict[int, int]:
     return found
 
 
-def is_taken(model: nn.Module) -> bool:
-    return any(module in _TAKEN for module in model.modules())
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A model whose parameters live in shards, and the guard that says so to whoever calls it."""
-
-    model: nn.Module
-    guards: list[Any]
-
-    @contextmanager
-    def open(self) -> Iterator[nn.Module]:
-        """Inside, the model may be traced."""
-        for guard in self.guards:
-            guard.remove()
-        self.guards.clear()
-        try:
-            yield self.model
-        finally:
-            self.guards.append(self.model.register_forward_pre_hook(_refuse_call))
-
-
-def _refuse_call(module: nn.Module, _inputs: Any) -> None:
-    raise RuntimeError(
-        f"This {type(module).__name__} was taken over by compile_sharded: its parameters live in shards. Call the "
-        "Sharded object instead: sharded(*inputs), sharded.step(*batch), or sharded.full_state_dict() for the weights."
-    )
-
-
-def _refuse_load(*_args: Any) -> None:
-    raise RuntimeError(
-        "This model was taken over by compile_sharded: its weights live in shards, and nothing can be loaded into it. "
-        "Load weights before compile_sharded."
-    )
-
-
-def _refuse_state(*_args: Any, **_kwargs: Any) -> None:
-    raise RuntimeError(
-        "This optimizer was taken over by compile_sharded: its state lives in sharded.state.optimizer. Load a state "
-        "before compile_sharded, which brings it along."
-    )
-
-
-def _refuse_step(*_args: Any, **_kwargs: Any) -> None:
-    raise RuntimeError(
-        "This optimizer was taken over by compile_sharded: sharded.step(*batch) updates the parameters. It stays the "
-        "place where learning-rate schedulers set the rate."
-    )
-
-
-_refuse_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else schedulers warn that step was replaced
-
-
 def check_initializable(model: nn.Module, init: Initializer | None) -> None:
     """Refuses a meta model with a module that nobody can fill, before anything is changed."""
     if init is not None:
@@ -146,8 +90,9 @@ def take_over(
     that the optimizer already had, by ``"<buffer key>.<name>"`` (per element) or ``"group <g>.<name>"`` (scalars).
     """
     homes = _homes(model)
+    originals = {name: _get(places[0]) for name, places in homes.items()}
     shards: dict[str, torch.Tensor] = {}
-    adopted = _adopt_scalars(optimizer)
+    adopted = read_scalars(optimizer)
     for unit in plan.units:
         for buffer in unit.buffers:
             owners = {slot: homes[slot.name] for slot in buffer.slots}
@@ -161,19 +106,12 @@ def take_over(
             del flat
             if optimizer is not None:
                 adopted |= _adopt(optimizer, buffer, parameters, plan, mesh)
+            del parameters
             for slot, owner in owners.items():
-                _replace(owner, _meta_twin(slot.leaf), optimizer)
+                _replace(originals[slot.name], owner, slot.leaf, plan.device, buffer.key, optimizer)
     _materialize_buffers(model, plan.device, init)
     buffers = _take_buffers(model, plan.device, mesh)
-    taken = Taken(model, [model.register_forward_pre_hook(_refuse_call)])
-    model.register_load_state_dict_pre_hook(_refuse_load)
-    _TAKEN.update(model.modules())
-    if optimizer is not None:
-        optimizer.state.clear()
-        optimizer.step = _refuse_step  # type: ignore[method-assign]
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # with the mark below, what schedulers look for
-        optimizer.state_dict = optimizer.load_state_dict = _refuse_state  # type: ignore[assignment, method-assign]
-    return taken, shards, buffers, adopted
+    return Taken(model, optimizer), shards, buffers, adopted
 
 
 Home = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
@@ -252,17 +190,21 @@ def _own_slice(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> to
     return at_home(flat[start:stop].clone(), plan)
 
 
-def _meta_twin(leaf: Leaf) -> nn.Parameter:
-    empty = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=leaf.trainable)
-
-
-def _replace(homes: Sequence[Home], twin: nn.Parameter, optimizer: Optimizer | None) -> None:
-    old = _get(homes[0])
+def _replace(
+    original: nn.Parameter,
+    homes: Sequence[Home],
+    leaf: Leaf,
+    device: torch.device,
+    key: str,
+    optimizer: Optimizer | None,
+) -> None:
+    """Lets the user's own parameter stand for the values that moved into shards, wherever it hangs."""
+    new = replace(original, leaf, device, key)
     for module, name in homes:
-        module._parameters[name] = twin
-    for group in optimizer.param_groups if optimizer is not None else ():
-        group["params"] = [twin if parameter is old else parameter for parameter in group["params"]]
+        module._parameters[name] = new
+    if new is not original:
+        for group in optimizer.param_groups if optimizer is not None else ():
+            group["params"] = [new if parameter is original else parameter for parameter in group["params"]]
 
 
 def _adopt(
@@ -287,8 +229,11 @@ def _adopt(
     return found
 
 
-def _adopt_scalars(optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
-    """State that is one number, such as the step count; one for each group, so it must agree inside a group."""
+def read_scalars(optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
+    """State that is one number, such as the step count, by ``"group <g>.<name>"``.
+
+    There is one for each group: raises ``ValueError`` where it is not the same for all parameters of a group.
+    """
     found: dict[str, torch.Tensor] = {}
     if optimizer is None:
         return found
@@ -349,13 +294,9 @@ def full_state_dict(
         del own, full
     if mesh.rank != 0:
         return {}
-    # By identity: hooks of wrappers rename what state_dict returns.
-    names = {id(tensor): name for name, tensor in model.named_parameters(remove_duplicate=False)}
-    names |= {id(tensor): name for name, tensor in model.named_buffers(remove_duplicate=False)}
-    found: dict[str, Any] = {}
-    for key, value in model.state_dict(keep_vars=True).items():
-        name = names.get(id(value), key)
-        found[key] = whole.get(name, value)
-        if name in buffers:
-            found[key] = buffers[name].detach().cpu().clone()
-    return found
+    instead: dict[int, torch.Tensor] = {
+        id(old): nn.Parameter(whole[name], old.requires_grad) for name, old in model.named_parameters()
+    }
+    instead |= {id(old): buffers[name].detach().cpu().clone() for name, old in model.named_buffers()}
+    with holding(model, instead):
+        return model.state_dict()

@@ -32,8 +32,9 @@ from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.host_memory import settle
 from fsdp_compiled.runtime.program_cache import Programs
 from fsdp_compiled.runtime.rng import Generator
-from fsdp_compiled.runtime.shard_model import Taken, full_state_dict
+from fsdp_compiled.runtime.shard_model import full_state_dict
 from fsdp_compiled.runtime.state import State, optimizer_state
+from fsdp_compiled.runtime.taken_model import Taken
 
 log = logging.getLogger("fsdp_compiled")
 
@@ -53,6 +54,7 @@ class Sharded:
     ) -> None:
         self.plan = plan
         self.model = taken.model
+        self._taken = taken
         self.optimizer = optimizer
         self._mesh = mesh
         self._state = state
@@ -196,6 +198,8 @@ class Sharded:
         state = self._state
         if self._joined is not None:
             raise RuntimeError("full_state_dict inside join: the other ranks may still train. Call it after the block.")
+        with self._refusing():
+            self._taken.check()
         self._programs.meet("full_state_dict")
         return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
 
@@ -257,6 +261,7 @@ class Sharded:
         self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Compiled, dict[Port, torch.Tensor]]:
         with self._refusing():
+            self._taken.check()
             request = self._programs.find(kind, batch, named)
         if self._joined is not None:
             self._joined.announce(kind, request.label, (batch, named), self._rates.values)

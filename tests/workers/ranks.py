@@ -196,18 +196,18 @@ def counts() -> Any:
     }
 
 
-def frozen_on_one() -> Any:
-    """One rank freezes a part after a step that both have made, and is refused while the other is on its way."""
+def replaced_on_one() -> Any:
+    """One rank replaces a weight after a step that both have made, and is refused while the other is on its way."""
     sharded = shard()
     sharded.step(*batch(2))
     if RANK:
-        sharded.model[0].requires_grad_(False)  # type: ignore[index, operator]
+        sharded.model[0].weight = nn.Parameter(torch.ones(6, 4))  # type: ignore[index]
     return unchanged(sharded, lambda: sharded.step(*batch(2)))
 
 
-def frozen_on_both() -> Any:
+def replaced_on_both() -> Any:
     sharded = shard()
-    sharded.model[0].requires_grad_(False)  # type: ignore[index, operator]
+    sharded.model[0].weight = nn.Parameter(torch.ones(6, 4))  # type: ignore[index]
     return unchanged(sharded, lambda: sharded.step(*batch(2)))
 
 
