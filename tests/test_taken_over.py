@@ -218,7 +218,7 @@ NOTICED: dict[str, tuple[Callable[[Case], Any], str]] = {
     "a group's parameters": (
         lambda c: c.optimizer.param_groups[0].update(params=[c.weight]), "optimizer's groups were changed"
     ),
-    "a group removed": (lambda c: c.optimizer.param_groups.clear(), "groups"),
+    "a group removed": (lambda c: c.optimizer.param_groups.clear(), "group"),
     "optimizer.state = ...": (lambda c: setattr(c.optimizer, "state", {}), r"optimizer\.state was replaced"),
 }  # fmt: skip
 
