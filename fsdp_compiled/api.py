@@ -24,7 +24,7 @@ from fsdp_compiled.plan.plan import Plan, make_plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks
-from fsdp_compiled.runtime.rng import initial_state
+from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import check_initializable, read_leaves, read_scalars, take_over
 from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.state import State, optimizer_state
@@ -82,6 +82,7 @@ def compile_sharded(
     agree(place, "What compile_sharded was called with", text, failure)
     assert plan is not None and checked is not None
     taken, shards, buffers, adopted = take_over(model, optimizer, plan, place, init)
+    random = RandomNumbers(plan.device, place.rank, place.world)
     state = State(
         parameters=shards,
         buffers=buffers,
@@ -89,10 +90,10 @@ def compile_sharded(
         constants={},
         sums={},
         scale=plan.policy.initial_scale(plan.device),
-        random=initial_state(plan.device, place.rank),
+        random=random.state,
         step=torch.zeros((), dtype=torch.int64, device=plan.device),
     )
-    return Sharded(taken, optimizer, loss, plan, place, state, rules)
+    return Sharded(taken, optimizer, loss, plan, place, state, rules, random)
 
 
 def _device_refusal(policy: Policy, device: torch.device) -> ValueError | None:

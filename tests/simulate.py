@@ -31,7 +31,7 @@ from fsdp_compiled.passes import FORWARD, GRADIENT, MICROBATCH, Pass, run, step
 from fsdp_compiled.plan.plan import Plan, make_plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
-from fsdp_compiled.runtime.rng import initial_state
+from fsdp_compiled.runtime.rng import seed
 from fsdp_compiled.runtime.shard_model import Taken, read_leaves, read_slot, take_over
 from fsdp_compiled.runtime.state import optimizer_state
 
@@ -111,7 +111,14 @@ def enlist(
     values |= {Port("in", "scale", name): value for name, value in plan.policy.initial_scale(plan.device).items()}
     values[Port("in", "rank", "shard")] = torch.tensor([mesh.shard_rank])
     values[Port("in", "call", "number")] = torch.ones((), dtype=torch.float64)
-    return Rank(mesh, plan, taken, optimizer, rules, values, initial_state(mesh.device, mesh.rank))
+    return Rank(mesh, plan, taken, optimizer, rules, values, noise(mesh.rank))
+
+
+def noise(rank: int) -> torch.Tensor:
+    """The state of a generator of this rank's own, the same again under the same seed."""
+    generator = torch.Generator()
+    seed(generator, f"{torch.initial_seed()} {rank}")
+    return generator.get_state()
 
 
 def captured(rank: Rank, loss: Loss | None, batch: Batch, kind: str = "step") -> Program:

@@ -66,7 +66,7 @@ class StandIn:
     def capture(self, run: Callable[[], Any]) -> tuple[Any, Recorded]:
         self.log.append("capture")
         graph = Recorded(self.log)
-        state = torch.get_rng_state()
+        state = torch.get_rng_state()  # of the default generator; others are put back with the tensors
         try:
             with graph.recorder, AsOnGpu():
                 results = run()
@@ -81,7 +81,15 @@ class StandIn:
 
     def random_state(self) -> Callable[[], None]:
         state = torch.get_rng_state()
-        return lambda: torch.set_rng_state(state)
+        drawn = {generator for graph in self.graphs for generator in graph.recorder.drawn}
+        others = [(generator, generator.get_state()) for generator in drawn]
+
+        def put_back() -> None:
+            torch.set_rng_state(state)
+            for generator, before in others:
+                generator.set_state(before)
+
+        return put_back
 
 
 class Slot:
@@ -105,6 +113,7 @@ class Recorder(TorchDispatchMode):
         self._made: set[int] = set()  # storages
         self._known: set[int] = set()
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.drawn: dict[torch.Generator, torch.Tensor] = {}  # the states of generators before the graph drew
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -112,6 +121,8 @@ class Recorder(TorchDispatchMode):
             raise CaptureError(f"{func} reads a number on the host while a graph is captured")
         places = pytree.tree_map_only(torch.Tensor, self._place, (args, kwargs))
         self._save_written(func, args, kwargs)
+        if (generator := kwargs.get("generator")) is not None:
+            self.drawn.setdefault(generator, generator.get_state())
         result = func(*args, **kwargs)
         self.calls.append((func, *places, [self._result(value) for value in pytree.tree_leaves(result)]))
         return result
@@ -157,6 +168,8 @@ class Recorder(TorchDispatchMode):
         for whole, before in self._before.values():
             whole.copy_(before)
         self._before.clear()
+        for generator, state in self.drawn.items():
+            generator.set_state(state)
         for slot in self.slots:
             if slot.kept is not None:
                 slot.kept.fill_(float("nan") if slot.kept.is_floating_point() else 85)

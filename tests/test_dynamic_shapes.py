@@ -71,8 +71,8 @@ def test_rows_and_lengths_move_together(lower: str) -> None:
     optimizer, wrong = sgd(plain), sgd(off)
     for rows, length in ((7, 7), (3, 4), (8, 2), (2, 9)):
         words = torch.randint(13, (rows, length), generator=torch.Generator().manual_seed(rows))
-        loss = sharded.step(words, (words + 1) % 13)
         state = torch.get_rng_state()
+        loss = sharded.step(words, (words + 1) % 13)
         for reference, stepper, cut in ((off, wrong, 1), (plain, optimizer, 0)):
             torch.set_rng_state(state)
             stepper.zero_grad()

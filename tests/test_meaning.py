@@ -19,11 +19,10 @@ from fsdp_compiled import Plan, Policy, Program
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, is_random, is_wait, role_of
 from fsdp_compiled.ir.program import LOSS, Port
-from fsdp_compiled.runtime.rng import initial_state
 from tests import models
 from tests.models import BLOCKS, Block, Recipe
 from tests.recipes import built, program_of, trained
-from tests.simulate import Batch, Rewrite, Simulation, captured, enlist, passes, ranks, simulate
+from tests.simulate import Batch, Rewrite, Simulation, captured, enlist, noise, passes, ranks, simulate
 
 aten = torch.ops.aten
 
@@ -59,7 +58,7 @@ def eager(
     model, optimizer = copy.deepcopy((model, optimizer))
     world = len(batches[0])
     locals_ = [{name: buffer.clone() for name, buffer in model.named_buffers()} for _ in range(world)]
-    states = [initial_state(torch.device("cpu"), rank) for rank in range(world)]
+    states = [noise(rank) for rank in range(world)]
     owned = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     found = Eager([], [], {}, locals_)
 

@@ -8,7 +8,7 @@ for the kernels of oneDNN; the claim is 5 per cent.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.lowering import lower
 from fsdp_compiled.passes import run
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.rng import Generator
 from tests import models
 from tests.allocator import Gathers, Recording, held, record
 from tests.launch import launch
@@ -83,8 +82,7 @@ def measure(
 
         def once() -> None:
             number = torch.zeros((), dtype=torch.float64)  # made for every step
-            drawing = Generator(rank.random, rank.plan.device) if program.random else nullcontext()
-            with torch.no_grad(), drawing:
+            with torch.no_grad():
                 runner(*(number if port.kind == "call" else value for port, value in zip(ports, inputs, strict=True)))
 
         ports = list(program.inputs)

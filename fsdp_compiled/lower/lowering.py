@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from fsdp_compiled.ir.edit import copied
-from fsdp_compiled.ir.nodes import is_collective, origin, role_of
+from fsdp_compiled.ir.nodes import is_collective, is_random, origin, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower import direct_gradients, onednn_products
 from fsdp_compiled.lower.exchange import copy_exchanged
@@ -24,6 +25,7 @@ from fsdp_compiled.lower.inductor import Call, chooses_products, compile_all
 from fsdp_compiled.lower.partition import Piece, segments
 
 Runner = Callable[..., Sequence[torch.Tensor]]
+Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
 # Inside, operators go past autograd's layers of dispatch, which under no_grad only cost time: a tenth of a small one.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -38,7 +40,8 @@ class Lowering:
     """A program on its way to a callable: cut, and put together again when its pieces are compiled.
 
     ``groups`` gives the name of the process group along each axis; ``how`` is ``Policy.lower``; ``blocks`` names the
-    submodules that may be alike; ``gloo``, the axes whose collectives are gloo's. ``pieces``: what is to be compiled,
+    submodules that may be alike; ``gloo``, the axes whose collectives are gloo's; ``bind`` gives a random
+    operator a generator to draw from. ``pieces``: what is to be compiled,
     each distinct piece once, by key.
     """
 
@@ -49,7 +52,9 @@ class Lowering:
         how: str,
         blocks: Collection[str] = (),
         gloo: Collection[str] = (),
+        bind: Bind | None = None,
     ) -> None:
+        self.bind = bind
         self.exchanged = {groups[axis] for axis in gloo}
         self.graph = _bind_groups(program.graph, groups)
         if how == "inductor":
@@ -64,6 +69,8 @@ class Lowering:
         """The program with a call of a compiled function in the place of each piece."""
         if self.segments is None:
             _views_that_fit(self.graph)
+            for node in self.graph.nodes:
+                self._bind_random(node, node)
             return fx.GraphModule(nn.Module(), self.graph).forward
         result = fx.Graph()
         mapping = {node: result.node_copy(node) for node in self.graph.find_nodes(op="placeholder")}
@@ -78,6 +85,7 @@ class Lowering:
         for segment in self.segments:
             if isinstance(segment, fx.Node):
                 mapping[segment] = copy_exchanged(segment, result, value, self.exchanged)
+                self._bind_random(segment, mapping[segment])
                 continue
             given = result.call_function(boxed, tuple(value(node) for node in segment.inputs))
             call = result.call_function(compiled[self.keys[segment]], (given,))
@@ -85,6 +93,10 @@ class Lowering:
                 mapping[node] = result.call_function(getitem, (call, index))
         result.output([value(node) for node in self.graph.output_node().args[0]])  # type: ignore[union-attr, misc]
         return fx.GraphModule(nn.Module(), result).forward
+
+    def _bind_random(self, node: fx.Node, copy: fx.Node) -> None:
+        if self.bind is not None and node.op == "call_function" and is_random(node):
+            copy.target = self.bind(node.target)  # type: ignore[arg-type]
 
 
 def boxed(*values: torch.Tensor) -> list[torch.Tensor]:

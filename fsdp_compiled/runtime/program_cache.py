@@ -37,6 +37,7 @@ from fsdp_compiled.optim.tracing import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import Compiled, Kind, build, check_devices, counting, label_of, plain, rows_of
 from fsdp_compiled.runtime.input_binding import flatten, modes
+from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.taken_model import Taken
 
 T = TypeVar("T")
@@ -64,13 +65,21 @@ class Programs:
     """What was compiled for one model, and is kept."""
 
     def __init__(
-        self, taken: Taken, loss: Callable[..., Any] | None, plan: Plan, mesh: Mesh, rules: Sequence[Rule], calls: Calls
+        self,
+        taken: Taken,
+        loss: Callable[..., Any] | None,
+        plan: Plan,
+        mesh: Mesh,
+        rules: Sequence[Rule],
+        calls: Calls,
+        random: RandomNumbers,
     ) -> None:
         self.rules = tuple(rules)  # of the optimizer
         self.captures = 0
         graphs = plan.policy.cuda_graph if not plan.policy.offload else False
         self.replays = Replays(make_device(plan.device, graphs), graphs)
         self._taken, self._loss, self._plan, self._mesh, self._calls = taken, loss, plan, mesh, calls
+        self._random = random
         self._modules = list(taken.model.modules())
         self._kept: dict[tuple[Any, ...], Compiled] = {}  # the last is the one used last
         self._revision = 0  # of the rules
@@ -203,7 +212,7 @@ class Programs:
         """Each distinct piece is compiled by one rank; the others wait, and then find it in the cache on disk."""
         groups, how = self._mesh.groups, self._plan.policy.lower
         gloo = [axis for axis, backend in backends(self._mesh).items() if backend == "gloo"]
-        lowering = self._together(lambda: Lowering(program, groups, how, self._plan.blocks, gloo))
+        lowering = self._together(lambda: Lowering(program, groups, how, self._plan.blocks, gloo, self._random.bound))
         self._try_kernels(program)
         made: dict[str, Call] = {}
         if lowering.pieces and self._mesh.world > 1:

@@ -1,49 +1,211 @@
-"""The generator's state as a value of the step's state.
+"""Random numbers: what a program's random operators draw from.
 
-Random operators draw from torch's default generator. `Generator` puts a step's own state in its place, and afterwards
-the advanced state back into the step's tensor and the user's state back into the generator, so that a step is a
-function of its `State` alone and draws nothing from the user's stream.
+    one rank         PyTorch's default generator itself: the numbers of eager PyTorch, between the user's own draws
+    several ranks    128 bits of the default generator, mixed with the rank  ->  this call's numbers on this rank
+
+So what makes a script repeatable under plain PyTorch (`torch.manual_seed`, whenever it is called) makes it repeatable
+here. On several ranks the mixing is by a hash: what the user draws, what another `Sharded` draws, and what two ranks
+draw that were seeded alike, have nothing in common. Each call that draws takes its 128 bits anew, as a `DataLoader`
+takes its base seed, so ranks with one seed stay in step with each other whatever they draw.
+
+No number is handed out twice, whatever other threads draw meanwhile: the default generator is drawn from, and never
+set back. On a CPU, operators of a call on several ranks are given a generator of the `Sharded`'s own (`bound`). On a
+GPU, where not all of them take one, the default generator stands on that generator's state for the time of the call;
+the user's state is not touched.
+
+Random numbers are part of a `State`: see `DefaultState`.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+ENTROPY = 2  # int64 numbers that a call takes of the user's stream
+WORDS = slice(24, 24 + 8 * 624)  # bytes of a CPU generator's state: 624 words of 32 bits, each in an int64
 
-def initial_state(device: torch.device, rank: int) -> torch.Tensor:
-    """uint8 CPU tensor: on rank 0 the user's own state; on rank r a stream seeded by the user's seed and r.
 
-    So a world of one draws what eager PyTorch would, ranks draw different masks under one seed, and the same seed
-    draws the same again.
+class DefaultState:
+    """The state of PyTorch's default generator, as the tensor ``State.random``.
+
+    Each reading brings the tensor up to date, and what was written into it since the last one is carried over to the
+    generator before anything is drawn: to read is to save, and to write is to restore.
     """
-    if rank == 0:
-        return _get(device)
-    # Far apart, so that seeds that users count up (seed, seed + 1, ...) give no rank another rank's stream.
-    generator = torch.Generator(device).manual_seed((torch.initial_seed() + rank * 0x9E3779B97F4A7C15) % 2**63)
-    return generator.get_state()
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensor: torch.Tensor | None = None
+        self._seen: torch.Tensor | None = None
+
+    def read(self) -> torch.Tensor:
+        """The state now, uint8 on the CPU; the same tensor in every call."""
+        self.carry()
+        with torch.inference_mode(False):
+            now = default_generator(self._device).get_state()
+            if self._tensor is None:
+                self._tensor = now.clone()
+            self._tensor.copy_(now)
+            self._seen = now
+        return self._tensor
+
+    def carry(self) -> None:
+        """Sets the generator to what was written into the tensor, if anything was."""
+        if self._tensor is not None and self._seen is not None and not torch.equal(self._tensor, self._seen):
+            default_generator(self._device).set_state(self._tensor)
+            self._seen = self._tensor.clone()
 
 
-def _get(device: torch.device) -> torch.Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+class RandomNumbers:
+    """Where the programs of one `Sharded` draw from, on this rank."""
+
+    def __init__(self, device: torch.device, rank: int, world: int) -> None:
+        self.state = DefaultState(device if world == 1 else CPU)
+        self._device, self._rank, self._world = device, rank, world
+        self._own: torch.Generator | None = None
+        self._now: torch.Generator | None = None  # what operators draw from; None: PyTorch's default generator
+
+    @contextmanager
+    def drawing(self, state: DefaultState | torch.Tensor) -> Iterator[None]:
+        """Inside, random operators draw from ``state``, and advance it.
+
+        A tensor is a state by value: the same one gives the same numbers again, and nobody else's generator moves.
+        """
+        if isinstance(state, DefaultState):
+            state.carry()
+            if self._world == 1:
+                yield
+                return
+        if self._own is None:
+            self._own = torch.Generator(self._device)
+        if self._world == 1:
+            assert isinstance(state, torch.Tensor)
+            self._own.set_state(state)
+            with self._from(self._own):
+                try:
+                    yield
+                finally:
+                    state.copy_(self._own.get_state())
+        else:
+            start(self._own, self._rank, state)
+            with self._from(self._own):
+                yield
+
+    @contextmanager
+    def _from(self, generator: torch.Generator) -> Iterator[None]:
+        if self._device.type != "cuda":
+            self._now = generator
+            try:
+                yield
+            finally:
+                self._now = None
+            return
+        # Pointers are exchanged, not states: a thread that draws now takes numbers that nobody else gets.
+        default = default_generator(self._device)
+        users = default.graphsafe_get_state()
+        default.graphsafe_set_state(generator.graphsafe_get_state())
+        try:
+            yield
+        finally:
+            default.graphsafe_set_state(users)
+
+    def bound(self, operator: Callable[..., Any]) -> Callable[..., Any]:
+        """The random operator, drawing from what `drawing` says when it runs; itself on a GPU, or if it cannot."""
+        if self._device.type != "cpu" or (given := given_generator(operator)) is None:
+            return operator
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            generator = self._now
+            return operator(*args, **kwargs) if generator is None else given(*args, **kwargs, generator=generator)
+
+        call.__name__ = call.__qualname__ = f"drawn_{str(operator).replace('.', '_')}"
+        return call
 
 
-def _set(state: torch.Tensor, device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+def default_generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return torch.cuda.default_generators[index]
 
 
-class Generator:
-    """``with Generator(state, device):`` draws from ``state`` and advances it in place."""
+def start(generator: torch.Generator, rank: int, state: DefaultState | torch.Tensor) -> None:
+    """Puts the generator at the start of a rank's numbers for one call, and advances ``state`` by what that takes.
 
-    def __init__(self, state: torch.Tensor, device: torch.device) -> None:
-        self.state, self.device = state, device
+    ``state``: of a CPU generator, the default one or by value.
+    """
+    source = torch.default_generator
+    if isinstance(state, torch.Tensor):
+        source = torch.Generator().set_state(state)
+    drawn = torch.empty(ENTROPY, dtype=torch.int64, device=CPU).random_(generator=source)
+    if isinstance(state, torch.Tensor):
+        state.copy_(source.get_state())
+    seed(generator, f"fsdp_compiled {rank} {drawn.tolist()}")
 
-    def __enter__(self) -> None:
-        self.users = _get(self.device)
-        _set(self.state, self.device)
 
-    def __exit__(self, *_exception: object) -> None:
-        self.state.copy_(_get(self.device))
-        _set(self.users, self.device)
+def seed(generator: torch.Generator, text: str) -> None:
+    """Seeds with a hash of the text: all of a CPU generator's state, since `manual_seed` uses 32 bits of its seed."""
+    digest = hashlib.shake_256(text.encode()).digest(4 * 624)
+    generator.manual_seed(int.from_bytes(digest[:8], "little"))
+    if generator.device.type == "cpu":
+        state = generator.get_state()
+        words = torch.frombuffer(bytearray(digest), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
+        state[WORDS].view(torch.int64).copy_(words)
+        generator.set_state(state)
+
+
+def given_generator(operator: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The same operator with a ``generator`` argument, the same numbers for the same state; None if there is none.
+
+    An operator of somebody's own has none, and draws from where it draws.
+    """
+    if operator in WRITTEN_OUT:
+        return WRITTEN_OUT[operator]
+    schema = getattr(operator, "_schema", None)
+    if schema is not None and any(argument.name == "generator" for argument in schema.arguments):
+        return operator
+    return None
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool | None, *, generator: torch.Generator) -> Any:
+    """As PyTorch's kernel on CPUs does it (`native_dropout_cpu`)."""
+    if x.numel() == 0 or train is False:
+        return aten.native_dropout.default(x, p, train)
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return x.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def _uniform(*args: Any, generator: torch.Generator, **kwargs: Any) -> torch.Tensor:
+    return aten.empty_like.default(*args, **kwargs).uniform_(generator=generator)
+
+
+def _normal(*args: Any, generator: torch.Generator, **kwargs: Any) -> torch.Tensor:
+    return aten.empty_like.default(*args, **kwargs).normal_(generator=generator)
+
+
+def _below(x: torch.Tensor, high: Any, *, generator: torch.Generator, **kwargs: Any) -> torch.Tensor:
+    return aten.empty_like.default(x, **kwargs).random_(0, int(high), generator=generator)
+
+
+def _between(x: torch.Tensor, low: int, high: int, *, generator: torch.Generator, **kwargs: Any) -> torch.Tensor:
+    return aten.empty_like.default(x, **kwargs).random_(low, high, generator=generator)
+
+
+WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
+    aten.native_dropout.default: _dropout,
+    aten.rand.default: aten.rand.generator,
+    aten.randn.default: aten.randn.generator,
+    aten.randint.default: aten.randint.generator,
+    aten.randint.low: aten.randint.low_generator,
+    aten.randperm.default: aten.randperm.generator,
+    aten.rand_like.default: _uniform,
+    aten.randn_like.default: _normal,
+    aten.randint_like.default: _below,
+    aten.randint_like.low_dtype: _between,
+}

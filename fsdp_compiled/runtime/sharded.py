@@ -31,7 +31,7 @@ from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.host_memory import settle
 from fsdp_compiled.runtime.program_cache import Programs
-from fsdp_compiled.runtime.rng import Generator
+from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import full_state_dict
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import Taken
@@ -51,6 +51,7 @@ class Sharded:
         mesh: Mesh,
         state: State,
         rules: Sequence[Rule],
+        random: RandomNumbers,
     ) -> None:
         self.plan = plan
         self.model = taken.model
@@ -68,7 +69,8 @@ class Sharded:
         self._calls = Calls(mesh)
         self._calls_summed = 0  # the numbers of the microbatches' programs, compared at the next step
         self._joined: Joined | None = None  # inside `join`
-        self._programs = Programs(taken, loss, plan, mesh, rules, self._calls)
+        self._random = random
+        self._programs = Programs(taken, loss, plan, mesh, rules, self._calls, random)
 
     # What a person calls.
 
@@ -281,7 +283,7 @@ class Sharded:
             with (
                 torch.no_grad(),
                 below_autograd(),
-                Generator(state.random, self.plan.device) if compiled.random else nullcontext(),
+                self._random.drawing(state.drawn_from) if compiled.random else nullcontext(),
             ):
                 outputs = compiled.runner(*given)
         except RuntimeError as error:

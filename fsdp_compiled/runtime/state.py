@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.optim.tracing import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.host_memory import at_home
+from fsdp_compiled.runtime.rng import DefaultState
 
 
 class State:
@@ -19,7 +20,10 @@ class State:
     ``parameters``: flat shards by buffer key. ``buffers``: the model's own buffers by name. ``optimizer``: per-element
     state by ``"<buffer key>.<name>"`` and scalars by ``"group <g>.<name>"``. ``constants``: tensors that the model or
     loss closes over and updates. ``sums``: gradients of microbatches that no update has used yet, by buffer key, with
-    their ``"(count)"`` and ``"(loss)"``; empty until `Sharded.accumulate` is called. ``random``: the generator's state.
+    their ``"(count)"`` and ``"(loss)"``; empty until `Sharded.accumulate` is called. ``random``: what random
+    operators draw from, the state of a generator, uint8 on the CPU. In the State that a `Sharded` trains it is PyTorch's
+    default generator itself: reading saves where that stands, and writing into the tensor sets it. In any other State,
+    such as a clone, it is a value, and the same one gives the same numbers again.
     ``scale``: under ``Policy.loss_scale``, the ``"factor"`` that the loss is multiplied by, ``"good"`` (steps since it
     changed) and ``"overflows"`` (steps that were void); else empty. ``step``: how many updates were made, int64.
     """
@@ -34,7 +38,7 @@ class State:
         constants: Mapping[str, torch.Tensor],
         sums: Mapping[str, torch.Tensor],
         scale: Mapping[str, torch.Tensor],
-        random: torch.Tensor,
+        random: torch.Tensor | DefaultState,
         step: torch.Tensor,
     ) -> None:
         self._values: tuple[Any, ...] | None = (parameters, buffers, optimizer, constants, sums, scale, random, step)
@@ -53,8 +57,17 @@ class State:
     constants = property(lambda self: self._value(3))
     sums = property(lambda self: self._value(4))
     scale = property(lambda self: self._value(5))
-    random = property(lambda self: self._value(6))
     step = property(lambda self: self._value(7))
+
+    @property
+    def random(self) -> torch.Tensor:
+        source = self.drawn_from
+        return source.read() if isinstance(source, DefaultState) else source
+
+    @property
+    def drawn_from(self) -> torch.Tensor | DefaultState:
+        """What ``random`` is the state of, or the state itself."""
+        return self._value(6)
 
     @property
     def held(self) -> object:
