@@ -15,9 +15,9 @@ PACKAGE = ROOT.name
 
 # Surfaces of PyTorch that move from release to release, and the one file that moves with each.
 PRIVATE = {
-    "torch._dynamo": {"capture.dynamo", "capture.aot", "capture.mutations"},
+    "torch._dynamo": {"capture.dynamo", "capture.aot", "capture.mutations", "capture.random_calls"},
     "torch._functorch": {"capture.aot", "capture.cache_key"},
-    "torch._inductor": {"capture.disk_cache", "lower.inductor", "lower.isa_probes"},
+    "torch._inductor": {"capture.aot", "capture.disk_cache", "lower.inductor", "lower.isa_probes"},
     "torch.cuda.CUDAGraph": {"lower.cuda_graph"},
     "torch.cuda.graph": {"lower.cuda_graph"},
     "torch.cuda.graph_pool_handle": {"lower.cuda_graph"},

@@ -230,8 +230,6 @@ class _Run:
                 self.batch += storage.nbytes
             elif port.kind == "call":
                 base += storage.nbytes  # made for this run
-        if program.random:
-            base += GENERATOR[plan.device.type]  # the user's generator, kept while the step draws from its own
         self.live = base + self.batch
         self.highest = -1
         self.peak: list[Part] = []

@@ -33,6 +33,7 @@ from fsdp_compiled.capture.aot_cache import traced
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
 from fsdp_compiled.capture.mutations import Mutations
 from fsdp_compiled.capture.next_call import Meaning
+from fsdp_compiled.capture.random_calls import refused, seeding
 from fsdp_compiled.capture.side_effects import WRAPPED, Leftovers, inside, speech, unwrapped
 from fsdp_compiled.capture.source_lines import cure, reason, user_line
 from fsdp_compiled.capture.sync_batchnorm import synchronised
@@ -277,6 +278,11 @@ class _Trace:
     def backend(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         """What `torch.compile` calls with the traced function; its results come back as they are."""
         results = [node.meta["example_value"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+        if (node := seeding(module.graph)) is not None:
+            raise CaptureError(
+                f"A program cannot seed a generator.\n{user_line(RuntimeError(node.stack_trace))}\n"
+                f"  Cure: {cure('manual_seed')}"
+            )
         self.mutations = Mutations()
         self.module, self.inputs, self.results = module, inputs, results
         self.context = TracingContext.try_get()
@@ -379,7 +385,8 @@ def _dynamo() -> Iterator[None]:
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
-        with torch._dynamo.config.patch(allow_rnn=True, trace_autograd_ops=True, ignore_logging_functions=speech()):
+        wanted = {"allow_rnn": True, "trace_autograd_ops": True, "ignore_logging_functions": speech()}
+        with torch._dynamo.config.patch(wanted), refused():
             yield
     finally:
         torch._C._set_mkldnn_enabled(before)
@@ -421,7 +428,8 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except (Unsupported, UserError) as error:
         why = reason(error)
         raise CaptureError(
-            f"{type(model).__name__} cannot be traced whole.\n{user_line(error)}\n  Why: {why}\n  Cure: {cure(why)}"
+            f"{type(model).__name__} cannot be traced whole.\n{user_line(error)}\n"
+            f"  Why: {why}\n  Cure: {cure(why, error)}"
         ) from error
     except CaptureError:
         raise

@@ -75,14 +75,34 @@ CURES = (
     ("backwards hooks", "put hooks on tensors (tensor.register_hook), or scale gradients with an autograd.Function."),
     ("fake impl", "register one with torch.library.register_fake: it says what shape the operator returns."),
     (
-        "random.",
-        "draw random numbers with torch, whose generator a step carries; or pass them in with the batch.",
+        "manual_seed",
+        "seed outside, before compile_sharded or between steps: a program draws from the default generator.",
     ),
-    ("manual_seed", "seed before compile_sharded; a step carries its own generator."),
+    (
+        "random.",
+        "draw random numbers with torch, from its default generator, or draw outside and pass them in with the batch; "
+        "set the rate of layers that are skipped at random (layerdrop) to 0.",
+    ),
     ("torch.jit", "pass the original module: TorchScript cannot be read."),
     ("TracedModule", "pass the original module: TorchScript cannot be read."),
     ("compiler.disable", "remove torch.compiler.disable from what forward calls."),
     ("nn.Parameter", "build modules and parameters in __init__, where the optimizer finds them."),
+)
+# By what Dynamo says in its line "Developer debug context".
+CONTEXTS = (
+    (
+        ("(Generator)", "torch._C.Generator"),
+        "a program draws from PyTorch's default generator: leave generator= out; or draw outside and pass the numbers "
+        "in with the batch.",
+    ),
+    (
+        ("RandomState", "numpy.random", "default_rng", "<cyfunction seed"),
+        "draw with torch, from its default generator; or draw outside and pass the numbers in with the batch.",
+    ),
+    (
+        ("rng_state", "fork_rng", "initial_seed"),
+        "save, restore and ask for generators' states outside, around the step: what a program draws is drawn once.",
+    ),
 )
 CURE = (
     "move the line out of forward and the loss, to where the batch is made or the result is used; or write it with "
@@ -90,8 +110,12 @@ CURE = (
 )
 
 
-def cure(reason: str) -> str:
-    """What to do about what Dynamo says."""
+def cure(reason: str, error: BaseException | None = None) -> str:
+    """What to do about what Dynamo says, in the line that gives the reason and in the rest of its error."""
+    context = re.search("Developer debug context:(.*)", str(error))
+    for names, text in CONTEXTS:
+        if context is not None and any(name in context[1] for name in names):
+            return text
     return next((text for key, text in CURES if key.lower() in reason.lower()), CURE)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, positions, written
+from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, is_random, positions, written
 from fsdp_compiled.ir.program import Port, Program
 
 c10d = torch.ops._c10d_functional
@@ -124,10 +124,15 @@ class Edit:
         self._end.args = (list(self._outputs.values()),)
 
     def sweep(self) -> None:
-        """Erases calls whose results nothing uses; writes in place and collectives' waits stay if used."""
+        """Erases calls whose results nothing uses; writes in place and collectives' waits stay if used.
+
+        Draws of random numbers stay too: they move the generator.
+        """
         for node in reversed(list(self.graph.nodes)):
-            kept = node.users or written(node) or node.target is ASSERT or node.meta.get("effect")
-            if node.op == "call_function" and not kept:
+            if node.op != "call_function":
+                continue
+            effect = node.target is ASSERT or node.meta.get("effect") or is_random(node)
+            if not (node.users or written(node) or effect):
                 self.graph.erase_node(node)
 
     def rebuild(self, nodes: Collection[fx.Node]) -> None:

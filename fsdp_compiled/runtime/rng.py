@@ -178,7 +178,7 @@ def _dropout(x: torch.Tensor, p: float, train: bool | None, *, generator: torch.
     if x.numel() == 0 or train is False:
         return aten.native_dropout.default(x, p, train)
     mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
-    return x.mul(mask).mul_(0.0 if p == 1 else 1 / (1 - p)), mask
+    return mask.to(x.dtype).mul_(0.0 if p == 1 else 1 / (1 - p)).mul_(x), mask
 
 
 def _uniform(*args: Any, generator: torch.Generator, **kwargs: Any) -> torch.Tensor:
@@ -207,5 +207,6 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     aten.rand_like.default: _uniform,
     aten.randn_like.default: _normal,
     aten.randint_like.default: _below,
+    aten.randint_like.Tensor: _below,
     aten.randint_like.low_dtype: _between,
 }

@@ -97,7 +97,11 @@ class Sharded:
         return compiled.capture.rebuild(outputs)
 
     def apply(self, state: State, *batch: Any, **named: Any) -> tuple[State, Any]:
-        """The functional form of `step`: ``(state, loss)``; consumes the state it is given. Collective."""
+        """The functional form of `step`: ``(state, loss)``; consumes the state it is given. Collective.
+
+        Equal states and batches give equal results, random numbers included: a clone of `state` holds those that it
+        draws (see `State`). `state` itself draws from PyTorch's default generator, as `step` does.
+        """
         self._need_optimizer("apply")
         result, new = self._run_step(state, batch, named)
         if state is self._state:

@@ -21,9 +21,9 @@ class State:
     state by ``"<buffer key>.<name>"`` and scalars by ``"group <g>.<name>"``. ``constants``: tensors that the model or
     loss closes over and updates. ``sums``: gradients of microbatches that no update has used yet, by buffer key, with
     their ``"(count)"`` and ``"(loss)"``; empty until `Sharded.accumulate` is called. ``random``: what random
-    operators draw from, the state of a generator, uint8 on the CPU. In the State that a `Sharded` trains it is PyTorch's
-    default generator itself: reading saves where that stands, and writing into the tensor sets it. In any other State,
-    such as a clone, it is a value, and the same one gives the same numbers again.
+    operators draw from, the state of a generator, uint8 on the CPU. In the State that a `Sharded` trains it is that of
+    PyTorch's default generator: reading saves it, and writing into the tensor sets it. In any other State, such as a
+    clone, it is a value: the same one gives the same numbers again, and no other generator moves.
     ``scale``: under ``Policy.loss_scale``, the ``"factor"`` that the loss is multiplied by, ``"good"`` (steps since it
     changed) and ``"overflows"`` (steps that were void); else empty. ``step``: how many updates were made, int64.
     """

@@ -1,0 +1,45 @@
+"""Random numbers that a program cannot draw are refused while it is traced, by the user's line.
+
+A program draws with PyTorch's operators from PyTorch's default generator. Dynamo would trace more: it makes a constant
+of what `random` draws, turns NumPy's functions into PyTorch's, with another stream, and leaves out that `torch.seed`
+seeds. Each would be another number than eager PyTorch's, without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import fx
+from torch._dynamo import config
+from torch._dynamo.exc import UserError, UserErrorType
+from torch._dynamo.variables import misc, user_defined
+
+SEEDING = ("torch.random", "torch.cuda.random")
+
+
+@contextmanager
+def refused() -> Iterator[None]:
+    """Inside, Dynamo raises for a call of `random`'s functions, a ``random.Random``'s or NumPy's."""
+    with ExitStack() as stack:
+        for place in (misc, user_defined):
+            if hasattr(place, "call_random_fn"):
+                stack.enter_context(patch.object(place, "call_random_fn", _refuse))
+        stack.enter_context(config.patch(use_numpy_random_stream=True))
+        yield
+
+
+def _refuse(_tx: Any, function: Callable[..., Any], *_: Any) -> Any:
+    name = getattr(function, "__name__", "")
+    called = "a random.Random" if name == "call_random_meth" else f"random.{name}"
+    raise UserError(
+        UserErrorType.ANTI_PATTERN,
+        f"{called} draws from a generator of Python's; a program would repeat what it drew when it was traced.",
+    )
+
+
+def seeding(graph: fx.Graph) -> fx.Node | None:
+    """The first call that seeds or saves a generator, which would be left out."""
+    return next((node for node in graph.nodes if getattr(node.target, "__module__", None) in SEEDING), None)
