@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim.swa_utils import AveragedModel
 
-from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled import CaptureError, Policy, Sharded, compile_sharded
 from fsdp_compiled.runtime.sharded_parameter import ShardedParameter
 
 EAGER = Policy(lower="eager")
@@ -332,6 +332,45 @@ def test_what_a_user_noted_on_a_parameter_stays_on_it() -> None:
     compile_sharded(model, optimizer, loss=loss, policy=EAGER)
     assert model.head.weight.no_decay is True and model.layers[1].weight.no_decay is True
     assert not hasattr(model.scale, "no_decay")
+
+
+def test_what_a_user_noted_on_a_parameter_is_read_in_forward() -> None:
+    class Noted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * getattr(self.weight, "gain", 1.0)
+
+    models = [Noted(4, 4), Noted(4, 4)]
+    models[0].load_state_dict(models[1].state_dict())
+    for model in models:
+        model.weight.gain = 3.0  # type: ignore[assignment]
+    expected = loss(models[1], X)
+    assert torch.equal(compile_sharded(models[0], loss=loss, policy=EAGER).value_and_grad(X)[0], expected)
+    del models[1].weight.gain
+    assert not torch.equal(loss(models[1], X), expected)
+
+
+class Aliased(nn.Linear):
+    """Reads its weight by a list that PyTorch does not know."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.alias = [self.weight]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.alias[0])
+
+
+def test_a_parameter_that_is_read_past_the_model_is_refused_by_name(case: Case) -> None:
+    taken = case.model.layers[0]
+    for model, objective, words in (
+        (Aliased(), loss, "past the model"),
+        (nn.Linear(4, 4), lambda m, x: F.linear(m(x), case.weight).mean(), "past the model"),
+        (nn.Linear(4, 4), lambda m, x: (m(x) * case.weight.mean()).mean(), "past the model"),
+        (nn.Linear(4, 4), lambda m, x: taken(m(x)).mean(), "past the model"),
+        (nn.Linear(4, 4), lambda m, x: case.model(m(x)).mean(), "This Net was taken over"),
+    ):
+        with pytest.raises(CaptureError, match=f"(?s){words}.*Cure: read it through the model that the loss is given"):
+            compile_sharded(model, loss=objective, policy=EAGER).value_and_grad(X)
 
 
 def test_a_parameter_that_is_weakly_referenced_is_replaced_and_left_empty() -> None:

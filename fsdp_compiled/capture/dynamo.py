@@ -465,11 +465,13 @@ def capture_on(
         return seen[id(tensor)]
 
     parameters: dict[str, torch.Tensor] = {}
+    own = dict(model.named_parameters())
     for buffer in plan.buffers:
         for slot in buffer.slots:
             leaf = slot.leaf
             fake = fake_tensor(mode, leaf.shape, leaf.stride, plan.compute_dtype(buffer), plan.device)
             fake = nn.Parameter(fake, requires_grad=gradient and leaf.trainable)  # models ask with isinstance
+            fake.__dict__.update(vars(own[leaf.names[0]]))  # and for what they noted on it
             parameters |= dict.fromkeys(leaf.names, fake)
     for place, tensor in {**batch_tensors(args, kwargs), **buffers}.items():
         if tensor.layout != torch.strided or tensor.is_nested:

@@ -48,11 +48,21 @@ def _flatten_getattr(text: str) -> str:
 
 def reason(error: BaseException) -> str:
     """What Dynamo says, without its hints to report an issue and its own stack."""
+    said = str(error).split("from user code:")[0]
+    if "ShardedParameter" in said:
+        return "A parameter that compile_sharded took over is read past the model (a closure, a list, another model)."
+    if match := re.search(r"raised exception \w+\('(This \w+ was taken over by compile_sharded[^.;:]*)", said):
+        return f"{match[1]}: it is called past the model that the loss is given."
     lines = str(error).split("\n\n")[0].strip().splitlines()
     return "\n  ".join(line.strip() for line in lines if not line.strip().startswith("Hint:"))
 
 
 CURES = (
+    (
+        "compile_sharded",
+        "read it through the model that the loss is given (model.head.weight); a second model can be a submodule of "
+        "that one, frozen with requires_grad_(False) before compile_sharded.",
+    ),
     (
         "data-dependent branching",
         "a program has no branches on tensor values: use torch.where; check values before they go in; set the rate of "

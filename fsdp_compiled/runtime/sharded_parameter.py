@@ -55,16 +55,16 @@ def _refusing(what: str, cure: str) -> Callable[..., NoReturn]:
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter without values; ``path``: its name in the model, ``key``: the buffer whose shards hold them."""
+    """A parameter without values; it knows its name in the model, and the buffer whose shards hold its values."""
 
-    path: str
-    key: str
+    _sharded_name: str
+    _sharded_buffer: str
 
     def __new__(cls, leaf: Leaf, device: torch.device, key: str, notes: Mapping[str, Any]) -> ShardedParameter:
         self = torch.Tensor._make_wrapper_subclass(
             cls, leaf.shape, leaf.stride, dtype=leaf.dtype, device=device, requires_grad=leaf.trainable
         )
-        self.__dict__.update(notes, path=leaf.names[0], key=key)
+        self.__dict__.update(notes, _sharded_name=leaf.names[0], _sharded_buffer=key)
         return self
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
@@ -81,8 +81,8 @@ class ShardedParameter(nn.Parameter):
 
     def refusal(self, what: str, cure: str) -> RuntimeError:
         return RuntimeError(
-            f"{self.path} was taken over by compile_sharded: its values live in shards, and `{what}` finds none here. "
-            f"{cure.format(key=self.key)}"
+            f"{self._sharded_name} was taken over by compile_sharded: its values live in shards, and `{what}` finds none "
+            f"here. {cure.format(key=self._sharded_buffer)}"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -101,7 +101,8 @@ class ShardedParameter(nn.Parameter):
         if bool(requires_grad) != self.requires_grad:
             was = "trainable" if self.requires_grad else "frozen"
             raise RuntimeError(
-                f"requires_grad of {self.path}, which was {was}, cannot be changed after compile_sharded. {FREEZE}"
+                f"requires_grad of {self._sharded_name}, which was {was}, cannot be changed after compile_sharded. "
+                f"{FREEZE}"
             )
         return self
 
@@ -126,10 +127,11 @@ class ShardedParameter(nn.Parameter):
     __reduce_ex__ = _refusing("pickle", COPY)
 
     def __repr__(self, **_kwargs: Any) -> str:
-        kind = "" if self.requires_grad else ", frozen"
+        kind = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
+        frozen = "" if self.requires_grad else ", frozen"
         return (
-            f"ShardedParameter({self.path}: {str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
-            f"{kind}; values in sharded.state.parameters[{self.key!r}])"
+            f"ShardedParameter({self._sharded_name}: {kind}{frozen}; "
+            f"values in sharded.state.parameters[{self._sharded_buffer!r}])"
         )
 
 

@@ -42,7 +42,6 @@ class Taken:
             module.register_state_dict_pre_hook(_refuse_state_dict)
             module.register_load_state_dict_pre_hook(_refuse_load)
         self._optimizer = TakenOptimizer(optimizer) if optimizer is not None else None
-        self._traced = {id(parameter): _meta(parameter) for parameter in model.parameters()}
         self._remember()
 
     @contextmanager
@@ -50,7 +49,7 @@ class Taken:
         """Inside, the model may be traced: its parameters are ordinary ones, on the meta device."""
         self._call.remove()
         try:
-            with holding(self.model, self._traced):
+            with holding(self.model, {id(one): _ordinary(one) for one in self.model.parameters()}):
                 yield self.model
         finally:
             self._call = self.model.register_forward_pre_hook(_refuse_call)
@@ -110,9 +109,12 @@ def holding(model: nn.Module, instead: Mapping[int, torch.Tensor]) -> Iterator[N
             table.update(before)
 
 
-def _meta(parameter: nn.Parameter) -> nn.Parameter:
+def _ordinary(parameter: nn.Parameter) -> nn.Parameter:
+    """One on the meta device, with what the user noted on it."""
     empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    return nn.Parameter(empty, parameter.requires_grad)
+    found = nn.Parameter(empty, parameter.requires_grad)
+    found.__dict__.update(parameter.__dict__)
+    return found
 
 
 def _refuse_call(module: nn.Module, _inputs: Any) -> NoReturn:
