@@ -81,8 +81,8 @@ class ShardedParameter(nn.Parameter):
 
     def refusal(self, what: str, cure: str) -> RuntimeError:
         return RuntimeError(
-            f"{self._sharded_name} was taken over by compile_sharded: its values live in shards, and `{what}` finds none "
-            f"here. {cure.format(key=self._sharded_buffer)}"
+            f"{self._sharded_name} was taken over by compile_sharded: its values live in shards, and `{what}` finds "
+            f"none here. {cure.format(key=self._sharded_buffer)}"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
