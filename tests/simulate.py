@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compiled.capture.dynamo import batch_tensors, capture_on
 from fsdp_compiled.distributed.mesh import Mesh, join
-from fsdp_compiled.ir.program import LOSS, NORM, Port, Program
+from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, Port, Program
 from fsdp_compiled.lower.lowering import lower
 from fsdp_compiled.optim.tracing import Rule, hyper, make_rules
 from fsdp_compiled.passes import FORWARD, GRADIENT, MICROBATCH, Pass, run, step
@@ -110,7 +110,7 @@ def enlist(
     values |= {Port("in", "state", name): value for name, value in state.items()}
     values |= {Port("in", "scale", name): value for name, value in plan.policy.initial_scale(plan.device).items()}
     values[Port("in", "rank", "shard")] = torch.tensor([mesh.shard_rank])
-    values[Port("in", "call", "number")] = torch.ones((), dtype=torch.float64)
+    values[CALL] = torch.ones(CALL_PARTS, dtype=torch.float64)
     return Rank(mesh, plan, taken, optimizer, rules, values, noise(mesh.rank))
 
 

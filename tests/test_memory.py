@@ -24,7 +24,7 @@ from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.analysis.memory import Memory, persistent, predict
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.ir.program import CALL, CALL_PARTS, Port, Program
 from fsdp_compiled.lower.lowering import lower
 from fsdp_compiled.passes import run
 from fsdp_compiled.plan.plan import Plan
@@ -76,12 +76,12 @@ def measure(
         state = persistent(rank.plan, rank.rules, rank.named("buffer"), rank.named("constant"), program)
         predicted = predict(program, rank.plan, state, "fake")
         # Zero agrees with the sum of itself and of what nobody sent.
-        rank.values[Port("in", "call", "number")] = torch.zeros((), dtype=torch.float64)
+        rank.values[CALL] = torch.zeros(CALL_PARTS, dtype=torch.float64)
         inputs = rank.inputs(program, batch)
         runner = lower(program, rank.mesh.groups, "eager")
 
         def once() -> None:
-            number = torch.zeros((), dtype=torch.float64)  # made for every step
+            number = torch.zeros(CALL_PARTS, dtype=torch.float64)  # made for every step
             with torch.no_grad():
                 runner(*(number if port.kind == "call" else value for port, value in zip(ports, inputs, strict=True)))
 

@@ -40,6 +40,7 @@ REFUSED_BY_ALL = {
     "mesh_size": "mesh holds 1 ranks, but the world has 2",
 }
 SHOWN = (
+    "many_rates",
     "seeds",
     "dropout",
     "counts",
@@ -119,6 +120,11 @@ def test_rank_0s_weights_win(results: dict[str, Any]) -> None:
     first, second = (answer["result"] for answer in results["seeds"])
     assert first["rank 0's weights"] and first["on this rank"]
     assert second["on this rank"] == []
+
+
+def test_rates_that_differ_are_always_an_error_before_anything_is_updated(results: dict[str, Any]) -> None:
+    for answer in results["many_rates"]:
+        assert answer["result"] == {"raised": 40, "unchanged": 40, "goes on": True}
 
 
 def test_dropout_differs_by_rank_and_step_and_repeats_under_a_seed(results: dict[str, Any]) -> None:

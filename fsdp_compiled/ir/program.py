@@ -51,6 +51,7 @@ SQUARES = Port("out", "squares", "gradient")  # the sum over this rank's gradien
 OVERFLOW = Port("out", "overflow", "gradient")  # how many buffers' gradients are not finite; in the end, whether any
 WEIGHT = Port("out", "weight", "rows")  # how much this rank's batch counts, float64; inside the pipeline alone
 CALL = Port("in", "call", "number")  # which program this rank runs with which rates, float64
+CALL_PARTS = 3  # of 20 bits each, in one element each
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Reading them is part of every step, so it costs one comparison while nothing cha
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,7 +23,7 @@ class Rates:
     def __init__(self, optimizer: Optimizer | None, device: torch.device) -> None:
         self.tensors: dict[str, torch.Tensor] = {}  # by ``"<group>.<name>"``
         self.values: dict[str, float] = {}
-        self.digest = 0  # of the values, below 4096
+        self.digest = 0  # of the values, below 2**60
         self._optimizer, self._device = optimizer, device
         self._fixed: list[Any] = []  # what is not scheduled
         self.traced()
@@ -67,7 +67,8 @@ class Rates:
         self._seen = None
 
     def _digest(self) -> None:
-        self.digest = zlib.crc32(repr(sorted(self.values.items())).encode()) % 4096
+        digest = hashlib.sha256(repr(sorted(self.values.items())).encode()).digest()
+        self.digest = int.from_bytes(digest[:8], "little") >> 4
 
     def __str__(self) -> str:
         return "".join(f", {name} = {value}" for name, value in self.values.items())

@@ -2,17 +2,19 @@
 
     before              after
 
-    return loss         mine: float64[4] = stack(loss, squares of this rank's gradient shards, call, call * call)
+    return loss         mine: float64[8] = cat(loss, squares of this rank's gradient shards, call, call * call)
                         all = all_reduce(mine, "sum"); wait
-                        assert world * all[3] == all[2] * all[2]
+                        assert all(world * all[5:8] == all[2:5] * all[2:5])
                         return loss = all[0] / world, norm = sqrt(all[1] / copies)
 
-``call`` is a number made of the program that this rank runs and the rates it runs it with. By Cauchy and Schwarz the
-assertion holds exactly when all ranks have the same one, so that ranks that call with different shapes or rates stop
-before anything is updated, at no cost. The squared norm of a sum is not the sum of squared norms, so the norm is taken
-after the reduction, on the shards, each element once: padding is zero, and copies on a replicate axis are divided out.
-How many gradients were found not to be finite, under ``Policy.loss_scale``, is one more number of the same message; and
-so is how many rows this rank has, where ranks count by them (see `row_weights`).
+``call`` is a hash of the program that this rank runs and the rates it runs it with, in three parts of 20 bits, so that
+the sums of squares over 8,192 ranks are exact. By Cauchy and Schwarz the assertion holds exactly when all ranks have
+the same one, so that ranks that call with different shapes or rates stop before anything is updated, at no cost.
+
+The squared norm of a sum is not the sum of squared norms, so the norm is taken after the reduction, on the shards, each
+element once: padding is zero, and copies on a replicate axis are divided out. How many gradients were found not to be
+finite, under ``Policy.loss_scale``, is one more number of the same message; and so is how many rows this rank has,
+where ranks count by them (see `row_weights`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import fx
 
 from fsdp_compiled.ir.edit import Edit, weighed
 from fsdp_compiled.ir.nodes import ASSERT, DISAGREE, Mark
-from fsdp_compiled.ir.program import CALL, LOSS, NORM, OVERFLOW, SQUARES, WEIGHT, Port, Program
+from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, OVERFLOW, SQUARES, WEIGHT, Port, Program
 from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
@@ -55,10 +57,13 @@ def report(program: Program, plan: Plan) -> Program:
             mine.append(overflow)
         if rows:
             mine.append(rows)
+        said: list[fx.Node] = []
         if plan.axes:
-            call = edit.add_input(CALL, edit.fake([], torch.float64, plan.device))
-            mine += [call, edit.call(aten.mul.Tensor, call, call, mark=mark)]
+            call = edit.add_input(CALL, edit.fake([CALL_PARTS], torch.float64, plan.device))
+            said = [call, edit.call(aten.mul.Tensor, call, call, mark=mark)]
         packet = edit.call(aten.stack.default, mine, mark=mark)
+        if said:
+            packet = edit.call(aten.cat.default, [packet, *said], mark=mark)
         for axis, _ in plan.axes:
             packet = edit.call(c10d.all_reduce.default, packet, "sum", axis, mark=mark)
             packet = edit.call(c10d.wait_tensor.default, packet, mark=mark)
@@ -82,10 +87,11 @@ def report(program: Program, plan: Plan) -> Program:
 
 
 def _assert_same(edit: Edit, packet: fx.Node, size: int, world: int, mark: Mark) -> None:
-    call = edit.call(aten.select.int, packet, 0, size - 2, mark=mark)
-    square = edit.call(aten.select.int, packet, 0, size - 1, mark=mark)
+    call = edit.call(aten.slice.Tensor, packet, 0, size, size + CALL_PARTS, mark=mark)
+    square = edit.call(aten.slice.Tensor, packet, 0, size + CALL_PARTS, size + 2 * CALL_PARTS, mark=mark)
     left = edit.call(aten.mul.Tensor, square, world, mark=mark)
     same = edit.call(aten.eq.Tensor, left, edit.call(aten.mul.Tensor, call, call, mark=mark), mark=mark)
+    same = edit.call(aten.all.default, same, mark=mark)
     edit.call(ASSERT, same, DISAGREE, mark=Mark("agree"))
 
 

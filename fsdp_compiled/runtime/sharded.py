@@ -22,7 +22,7 @@ from fsdp_compiled.distributed.call_store import different
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
 from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
 from fsdp_compiled.ir.nodes import DISAGREE
-from fsdp_compiled.ir.program import NORM, Port, Program
+from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port, Program
 from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.hyperparameters import Rates
 from fsdp_compiled.optim.tracing import Rule, make_rules
@@ -36,6 +36,7 @@ from fsdp_compiled.runtime.shard_model import full_state_dict
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import Taken
 
+ODD = 0x9E3779B97F4A7C1  # spreads the programs' numbers over 60 bits: different ones stay different
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -62,8 +63,10 @@ class Sharded:
         self._rates = Rates(optimizer, plan.device)
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
-        self._numbers = {"call": 0.0, "rows": 0.0}
-        self._tensors = {name: torch.zeros((), dtype=torch.float64, device=plan.device) for name in self._numbers}
+        self._numbers = {"rows": 0.0} | {f"call {part}": 0.0 for part in range(CALL_PARTS)}
+        self._call = torch.zeros(CALL_PARTS, dtype=torch.float64, device=plan.device)
+        self._tensors = {"rows": torch.zeros((), dtype=torch.float64, device=plan.device)}
+        self._tensors |= {f"call {part}": self._call[part] for part in range(CALL_PARTS)}
         self._copies = Copies(plan)
         self._norm: torch.Tensor | None = None
         self._calls = Calls(mesh)
@@ -275,7 +278,9 @@ class Sharded:
         if kind == "accumulate" and not state.sums:
             state.sums.update(compiled.zeros())
         before = self._calls_summed if compiled.updates else 0
-        self._set_number("call", (compiled.number + before) % 256 * 4096 + self._rates.digest)
+        call = (compiled.number + before) * ODD + self._rates.digest
+        for part in range(CALL_PARTS):
+            self._set_number(f"call {part}", float(call >> 20 * part & 0xFFFFF))
         shadows = self._joined is not None and self._joined.shadows is not None
         self._set_number("rows", 0 if shadows else request.rows)
         if compiled.copied:
@@ -302,7 +307,7 @@ class Sharded:
         """Who holds a program's inputs, by kind, but for the batch.
 
         ``call`` is what ranks compare in the reduction of the loss: program, microbatches' programs, and scheduled
-        rates; below 2**20, so that its square, summed over thousands of ranks, is exact in float64.
+        rates; in parts below 2**20, so that their squares, summed over thousands of ranks, are exact in float64.
         """
         return {
             "shard": state.parameters,
@@ -314,7 +319,7 @@ class Sharded:
             "rank": {"shard": self._rank},
             "sum": state.sums,
             "scale": state.scale,
-            "call": {"number": self._tensors["call"]},
+            "call": {"number": self._call},
             "weight": {"rows": self._tensors["rows"]},
         }
 

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -105,6 +106,33 @@ def rates() -> Any:
     assert sharded.optimizer is not None
     sharded.optimizer.param_groups[0]["lr"] *= 1 + RANK
     return unchanged(sharded, lambda: sharded.step(*batch(2)))
+
+
+def many_rates() -> Any:
+    """Rates that differ, 40 pairs of them alike in the checksum of 12 bits that once was all that ranks compared."""
+    sharded = shard()
+    sharded.step(*batch(2))
+    assert sharded.optimizer is not None
+    group = sharded.optimizer.param_groups[0]
+    raised = unchanged_by = alike = 0
+    known: dict[int, float] = {}
+    rate = 0.1
+    while alike < 40:
+        rate += 1e-5
+        checksum = zlib.crc32(repr([("0.lr", rate)]).encode()) % 4096
+        other = known.setdefault(checksum, rate)
+        if other == rate:
+            continue
+        alike += 1
+        group["lr"] = (rate, other)[RANK]
+        before = [shard.clone() for shard in sharded.state.parameters.values()]
+        try:
+            sharded.step(*batch(2))
+        except RuntimeError as error:
+            raised += type(error).__name__ == "RankError" and "lr = " in str(error)
+        unchanged_by += all(map(torch.equal, before, sharded.state.parameters.values()))
+    group["lr"] = 0.1
+    return {"raised": raised, "unchanged": unchanged_by, "goes on": bool(torch.isfinite(sharded.step(*batch(2))))}
 
 
 def other_calls() -> Any:
