@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from fsdp_compiled.capture.ambient import outside
 from fsdp_compiled.capture.sync_batchnorm import check_norms
 from fsdp_compiled.distributed.mesh import Mesh, agree, join
 from fsdp_compiled.optim.tracing import Rule, make_rules
@@ -31,6 +32,7 @@ from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import is_taken
 
 
+@outside
 def compile_sharded(
     model: nn.Module,
     optimizer: Optimizer | None = None,

@@ -22,7 +22,8 @@ PRIVATE = {
     "torch.cuda.graph": {"lower.cuda_graph"},
     "torch.cuda.graph_pool_handle": {"lower.cuda_graph"},
     "torch._C": {
-        "capture.cache_key", "capture.dynamo", "cli.bench.network", "lower.cuda_graph", "lower.lowering",
+        "capture.ambient", "capture.cache_key", "capture.dynamo", "cli.bench.network", "lower.cuda_graph",
+        "lower.lowering",
     },
 }  # fmt: skip
 # The rooms from the ground up: each imports only what stands above it here, and its own. The top floor is the public

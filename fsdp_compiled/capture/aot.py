@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config
 from torch._functorch._aot_autograd.descriptors import (
     BackwardTokenAOTInput,
     BackwardTokenAOTOutput,
@@ -69,7 +70,10 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         fw_compiler=take, inference_compiler=take, partition_fn=take, keep_inference_input_mutations=False
     )
     # The setting keeps draws of random numbers that nothing uses: eager PyTorch makes them, and so moves its generator.
-    with contextlib.suppress(_Taken), torch._inductor.config.patch(fallback_random=True):
+    draws = torch._inductor.config.patch(fallback_random=True)
+    # Backward as `loss.backward()` after an autocast block, as PyTorch recommends: in the dtypes that forward chose.
+    backward = config.patch(backward_pass_autocast="off")
+    with contextlib.suppress(_Taken), draws, backward:
         compiler(module, list(inputs))
     return taken[0]
 

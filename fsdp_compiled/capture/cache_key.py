@@ -17,10 +17,12 @@ from torch import backends
 from torch._functorch import config
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from fsdp_compiled.capture.ambient import now
+
 
 def settings() -> str:
     """Equal where tracing or compiling the same would give the same."""
-    found = {**_versions(), **_modes(), **_kernels(), **_machine()}
+    found = {**_versions(), **_modes(), **_machine()}
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
 
 
@@ -43,44 +45,14 @@ def _versions() -> dict[str, Any]:
 
 
 def _modes() -> dict[str, Any]:
-    """How operators are dispatched, differentiated and typed."""
-    devices = torch._C._autocast_supported_devices()
+    """How operators are dispatched, differentiated, typed and chosen."""
+    einsum = backends.opt_einsum
     return {
-        "autocast": [(name, torch.get_autocast_dtype(name)) for name in devices if torch.is_autocast_enabled(name)],
+        "ambient": now(),
         "autocast cache": torch.is_autocast_cache_enabled(),
         "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
-        ),
-        "default": (torch.get_default_dtype(), torch.get_default_device()),
         "functorch": config.get_hash(),
-    }
-
-
-def _kernels() -> dict[str, Any]:
-    """Which of several operators or kernels PyTorch chooses."""
-    cuda, cudnn, mkldnn = backends.cuda, backends.cudnn, backends.mkldnn
-    return {
-        "attention": (
-            cuda.flash_sdp_enabled(),
-            cuda.mem_efficient_sdp_enabled(),
-            cuda.math_sdp_enabled(),
-            cuda.cudnn_sdp_enabled(),
-            cuda.fp16_bf16_reduction_math_sdp_allowed(),
-            torch._C._get_sdp_priority_order(),
-            backends.mha.get_fastpath_enabled(),
-        ),
-        "matmul": (
-            torch.get_float32_matmul_precision(),
-            cuda.matmul.allow_fp16_reduced_precision_reduction,
-            cuda.matmul.allow_bf16_reduced_precision_reduction,
-            cuda.matmul.allow_fp16_accumulation,
-        ),
-        "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.conv.fp32_precision),  # type: ignore[attr-defined]
-        "mkldnn": (mkldnn.enabled, mkldnn.deterministic, mkldnn.matmul.fp32_precision),  # type: ignore[attr-defined]
-        "einsum": (backends.opt_einsum.is_available(), backends.opt_einsum.enabled, backends.opt_einsum.strategy),  # type: ignore[attr-defined]
+        "einsum": (einsum.is_available(), einsum.enabled, einsum.strategy),  # type: ignore[attr-defined]
         "quantized": backends.quantized.engine,
     }
 

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError, unwritable
 from fsdp_compiled.capture.aot_cache import traced
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
@@ -124,11 +125,13 @@ def capture(
     kwargs: Mapping[str, Any],
     *,
     gradient: bool,
+    ambient: Ambient | None = None,
 ) -> Capture:
     """Traces ``loss(model, *args, **kwargs)`` with its gradient, or, without, the model's forward alone.
 
     ``tensors`` and the tensors of the batch are fake tensors of one mode; which parameters require gradients is read
-    off them. Raises `CaptureError` with the user's line and the cure.
+    off them. ``ambient``: the modes to trace under, where they are not those of the moment. Raises `CaptureError` with
+    the user's line and the cure.
     """
     objective = _Objective(model, loss)
 
@@ -167,7 +170,8 @@ def capture(
             raise CaptureError(f"The loss returned a {type(value).__name__} in the place of a scalar. {CURE}")
         return made
 
-    with _explained(model), torch.set_grad_enabled(gradient), _dynamo(), unwrapped(objective):
+    around = ambient.entered() if ambient is not None else contextlib.nullcontext()
+    with _explained(model), around, torch.set_grad_enabled(gradient), _dynamo(), unwrapped(objective):
         made = trace()
         try:
             if not made.outputs:
@@ -450,11 +454,12 @@ def capture_on(
     gradient: bool,
     sizes: Sizes | None = None,
     hints: Sizes | None = None,
+    ambient: Ambient | None = None,
 ) -> Capture:
     """`capture` on fake tensors of the plan's parameters, the model's buffers and a real batch.
 
     ``sizes``: the dims of the batch's tensors that may change (see `dynamic_shapes`), and
-    ``hints``, the sizes to trace them with.
+    ``hints``, the sizes to trace them with. ``ambient``: as of `capture`.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     seen: dict[int, torch.Tensor] = {}
@@ -485,7 +490,7 @@ def capture_on(
     )
     tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()})
     with _casting(inside(model), plan.policy.precision), synchronised(plan.axes):
-        return capture(model, loss, tensors, fake_args, fake_kwargs, gradient=gradient)
+        return capture(model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, ambient=ambient)
 
 
 def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Sizes) -> torch.Tensor:

@@ -33,6 +33,7 @@ class Announced:
     label: str
     example: Any  # the batch, its tensors on the meta device
     rates: Mapping[str, float]
+    ambient: Any  # the modes around it
 
     def batch(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A batch of the same form, of zeros."""
@@ -51,7 +52,7 @@ class Joined:
         self.shadows: Announced | None = None  # the call that this rank makes for another
         self.shadowed = 0
 
-    def announce(self, kind: str, label: str, batch: Any, rates: Mapping[str, float]) -> None:
+    def announce(self, kind: str, label: str, batch: Any, rates: Mapping[str, float], ambient: Any) -> None:
         """Tells those that have run out what to run; `RankError` where ranks are about to do different things."""
         if self.shadows is None:
             example = pytree.tree_map_only(
@@ -59,11 +60,11 @@ class Joined:
                 lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
                 batch,
             )
-            self._agree(Announced(kind, label, example, dict(rates)))
+            self._agree(Announced(kind, label, example, dict(rates), ambient))
 
     def refuse(self, reason: str) -> None:
         """An error on every rank: this one refuses its call."""
-        self._agree(Announced("", REFUSED + reason, None, {}))
+        self._agree(Announced("", REFUSED + reason, None, {}, None))
 
     def shadow(self, run: Callable[[Announced], None]) -> None:
         """Runs what the others run, until all have run out."""

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled import passes
 from fsdp_compiled.analysis import memory
 from fsdp_compiled.analysis.memory import Memory
+from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
 from fsdp_compiled.ir.program import OVERFLOW, Port, Program
@@ -80,6 +81,7 @@ def build(
     number: int,
     sizes: Sizes,
     hints: Sizes,
+    ambient: Ambient,
 ) -> Compiled:
     """Captures the model and loss on a batch like this one and runs the passes of this kind of program."""
     wanted = {
@@ -91,8 +93,9 @@ def build(
     }[kind]
     forward = kind == "forward"
     captured = capture_on(
-        model, None if forward else loss, plan, buffers, batch, named, gradient=not forward, sizes=sizes, hints=hints
-    )
+        model, None if forward else loss, plan, buffers, batch, named, gradient=not forward, sizes=sizes, hints=hints,
+        ambient=ambient,
+    )  # fmt: skip
     stages: list[Program] = []
     program = passes.run(captured.program, plan, wanted, stages.append)
     held = memory.persistent(plan, rules, buffers, captured.constants, program)

@@ -23,6 +23,8 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
+from fsdp_compiled.capture import ambient
+from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traced_with, unfit
 from fsdp_compiled.capture.dynamo import batch_tensors
 from fsdp_compiled.distributed.call_log import Calls
@@ -41,6 +43,10 @@ from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.taken_model import Taken
 
 T = TypeVar("T")
+# What a person called, for messages.
+CALLS: dict[Kind, str] = {
+    "step": "step", "last": "step", "accumulate": "accumulate", "gradient": "value_and_grad", "forward": "sharded(...)",
+}  # fmt: skip
 COUNT = Port("in", "count", "updates")  # the number of updates, which is no part of the program
 log = logging.getLogger("fsdp_compiled")
 
@@ -55,6 +61,7 @@ class Request:
     leaves: Sequence[Any]  # of the batch
     sizes: Sizes
     rows: int  # that count, where ranks are weighed by them
+    ambient: Ambient  # the modes of the caller
     key: tuple[Any, ...]
     compiled: Compiled | None
     unfit: Sequence[str]  # why the programs of this shape that there are will not do
@@ -112,19 +119,21 @@ class Programs:
     def find(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Request:
         """The call and its program, if it is kept; raises ``ValueError`` for a call that no program can be made for."""
         policy = self._plan.policy
+        ambient.check(CALLS[kind], kind != "forward", policy.lower == "eager" and self.replays.device is None)
+        around = ambient.now()
         leaves, spec = flatten(batch, named)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         sizes = sizes_of(policy.moving, tensors)
         described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
         rows = rows_of(tensors) if policy.weigh == "rows" else 0
-        key = (kind, described, spec, modes(self._modules))
+        key = (kind, described, spec, modes(self._modules), around)
         why: list[str] = []
         while (compiled := self._kept.get((*key, len(why)))) and sizes:
             if (reason := self._unfit(compiled, batch, named, sizes)) is None:
                 break
             why.append(reason)
-        label = compiled.label if compiled is not None else self._label(kind, batch, named, sizes, why)
-        return Request(kind, batch, named, leaves, sizes, rows, (*key, len(why)), compiled, why, label)
+        label = compiled.label if compiled is not None else self._label(kind, batch, named, sizes, why, around)
+        return Request(kind, batch, named, leaves, sizes, rows, around, (*key, len(why)), compiled, why, label)
 
     def get(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Compiled:
         """The program that was found, or one that is compiled now; ``buffers`` are the model's, as the state has them.
@@ -135,7 +144,7 @@ class Programs:
         if compiled is None:
             if request.unfit and self._mesh.rank == 0:
                 log.warning("Policy.dynamic: the model or the loss asks for certain sizes; compiling %s", request.label)
-            with _no_collection():
+            with _no_collection(), ambient.left():
                 compiled = self._compile(request, buffers)
         else:
             self._calls.post(compiled.label, compiled.wire)
@@ -161,9 +170,15 @@ class Programs:
         return reason
 
     def _label(
-        self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes, why: Sequence[str]
+        self,
+        kind: Kind,
+        batch: tuple[Any, ...],
+        named: dict[str, Any],
+        sizes: Sizes,
+        why: Sequence[str],
+        around: Ambient,
     ) -> str:
-        label = label_of(kind, batch, named, sizes) + self._version(batch, named)
+        label = label_of(kind, batch, named, sizes) + self._version(batch, named) + str(around)
         return label + "".join(f", instead of {reason}" for reason in why)
 
     def _version(self, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
@@ -205,7 +220,7 @@ class Programs:
         with self._taken.open() as model:
             return build(
                 request.kind, model, self._loss, self._plan, self.rules, buffers, request.batch, request.named,
-                request.label, number=self.captures + 1, sizes=request.sizes, hints=hints,
+                request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
             )  # fmt: skip
 
     def _lower(self, program: Program) -> Runner:

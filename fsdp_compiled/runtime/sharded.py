@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.analysis import dump
 from fsdp_compiled.analysis.memory import Memory
+from fsdp_compiled.capture.ambient import left
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.call_store import different
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
@@ -30,7 +31,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.host_memory import settle
-from fsdp_compiled.runtime.program_cache import Programs
+from fsdp_compiled.runtime.program_cache import Programs, Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import full_state_dict
 from fsdp_compiled.runtime.state import State, optimizer_state
@@ -210,7 +211,8 @@ class Sharded:
         with self._refusing():
             self._taken.check()
         self._programs.meet("full_state_dict")
-        return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
+        with left():
+            return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
 
     @property
     def program(self) -> Program:
@@ -272,8 +274,13 @@ class Sharded:
         with self._refusing():
             self._taken.check()
             request = self._programs.find(kind, batch, named)
+        with left(watched=True):
+            return self._execute(request, state)
+
+    def _execute(self, request: Request, state: State) -> tuple[Compiled, dict[Port, torch.Tensor]]:
+        kind, batch, named = request.kind, request.batch, request.named
         if self._joined is not None:
-            self._joined.announce(kind, request.label, (batch, named), self._rates.values)
+            self._joined.announce(kind, request.label, (batch, named), self._rates.values, request.ambient)
         compiled = self._programs.get(request, self._state.buffers)
         if kind == "accumulate" and not state.sums:
             state.sums.update(compiled.zeros())
@@ -346,12 +353,14 @@ class Sharded:
         """Makes another rank's call, on a batch that counts nothing."""
         batch, named = call.batch(self.plan.device)
         calls = {"accumulate": self.accumulate, "gradient": self.value_and_grad, "forward": self.__call__}
-        calls.get(call.kind, self.step)(*batch, **named)
+        with call.ambient.entered():
+            calls.get(call.kind, self.step)(*batch, **named)
 
     def _retrace(self) -> None:
         log.warning("A hyperparameter other than the scheduled ones changed: the step is compiled again.")
         assert self.optimizer is not None
-        self._programs.retrace(make_rules(self.optimizer))
+        with left():
+            self._programs.retrace(make_rules(self.optimizer))
         self._rates.traced()
         for name, value in optimizer_state(self.plan, self._programs.rules, {}).items():
             self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one

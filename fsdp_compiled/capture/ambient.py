@@ -1,0 +1,217 @@
+"""What surrounds a call: the modes of PyTorch that the caller has on, which decide what the same code computes.
+
+    with torch.autocast("cpu", torch.bfloat16):     key and label of the program: under autocast(cpu, bfloat16)
+        sharded.step(*batch)
+                forward is traced     under them           `Ambient.entered`
+                backward is traced    without autocast     as PyTorch recommends: `loss.backward()` after the block
+                all else              under none           `Ambient.left`: passes, Inductor, optimizer rules, each run
+
+A program is a function of the model, the batch and this value. What a mode would have to see of a call that is traced
+once, and cannot, is refused by name.
+
+*Left* means: autocast, inference mode, the default device and the user's dispatch modes are off. The default dtype and
+the choice of kernels stay, since operators read them when they run; they are in the key, so that they are then what
+they were when the program was made.
+
+This is the only file that touches PyTorch's stacks of modes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import _C
+from torch.backends import mha
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _device
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+# What chooses among operators, kernels and roundings, with what it is unless it was set. Read at every call: C alone.
+SETTINGS = (
+    ("deterministic algorithms", _C._get_deterministic_algorithms, False),
+    ("deterministic warn_only", _C._get_deterministic_algorithms_warn_only, False),
+    ("deterministic fill", _C._get_deterministic_fill_uninitialized_memory, True),
+    ("flash attention", _C._get_flash_sdp_enabled, True),
+    ("memory-efficient attention", _C._get_mem_efficient_sdp_enabled, True),
+    ("math attention", _C._get_math_sdp_enabled, True),
+    ("cuDNN attention", _C._get_cudnn_sdp_enabled, True),
+    ("attention reduced in half", _C._get_math_sdp_allow_fp16_bf16_reduction, False),
+    ("attention order", lambda: tuple(_C._get_sdp_priority_order()), tuple(_C._get_sdp_priority_order())),
+    ("attention fast path", mha.get_fastpath_enabled, True),
+    ("cuBLAS fp16 reduction", _C._get_cublas_allow_fp16_reduced_precision_reduction, True),
+    ("cuBLAS bf16 reduction", _C._get_cublas_allow_bf16_reduced_precision_reduction, True),
+    ("cuBLAS fp16 accumulation", _C._get_cublas_allow_fp16_accumulation, False),
+    ("cuDNN", _C._get_cudnn_enabled, True),
+    ("cuDNN deterministic", _C._get_cudnn_deterministic, False),
+    ("cuDNN benchmark", _C._get_cudnn_benchmark, False),
+    ("mkldnn", _C._get_mkldnn_enabled, True),
+    ("mkldnn deterministic", _C._get_mkldnn_deterministic, False),
+    ("fp32 products on cuda", partial(_C._get_fp32_precision_getter, "cuda", "matmul"), "none"),
+    ("fp32 convolutions on cuda", partial(_C._get_fp32_precision_getter, "cuda", "conv"), "tf32"),
+    ("fp32 products on mkldnn", partial(_C._get_fp32_precision_getter, "mkldnn", "matmul"), "none"),
+    ("fp32 convolutions on mkldnn", partial(_C._get_fp32_precision_getter, "mkldnn", "conv"), "none"),
+)
+READ = tuple(read for _, read, _ in SETTINGS)
+DEVICES = tuple(_C._autocast_supported_devices())
+T = TypeVar("T")
+NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Ambient(NamedTuple):
+    """The modes around a call that its program depends on; programs of equal ones are the same."""
+
+    autocast: tuple[tuple[str, torch.dtype], ...]  # by type of device, where it is on
+    dtype: torch.dtype
+    device: torch.device | None
+    settings: tuple[Any, ...]  # of `SETTINGS`
+
+    def __str__(self) -> str:
+        """What is not as PyTorch has it from the start, each after a comma; empty where all is."""
+        found = [f"under autocast({name}, {str(dtype)[6:]})" for name, dtype in self.autocast]
+        found += [f"default dtype {str(self.dtype)[6:]}"] * (self.dtype is not torch.float32)
+        found += [f"default device {self.device}"] * (self.device is not None)
+        entries = zip(SETTINGS, self.settings, strict=True)
+        found += [f"{name} {value}" for (name, _, usual), value in entries if value not in (usual, (usual, usual))]
+        return "".join(f", {text}" for text in found)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, autocast, default dtype and default device are these. The settings are taken as they are."""
+        dtype = torch.get_default_dtype()
+        cached = torch.is_autocast_cache_enabled()
+        device = nullcontext() if self.device is None else self.device
+        with left(), device:
+            torch.set_autocast_cache_enabled(False)  # it would hold tensors of the trace
+            torch.set_default_dtype(self.dtype)
+            _set_autocast(self.autocast, True)
+            try:
+                yield
+            finally:
+                _set_autocast(self.autocast, False)
+                torch.set_default_dtype(dtype)
+                torch.set_autocast_cache_enabled(cached)
+
+
+def now() -> Ambient:
+    """The modes as they are here and now; takes 3 µs, at every call."""
+    return Ambient(
+        tuple(_autocast()) if _C._is_any_autocast_enabled() else (),
+        torch.get_default_dtype(),
+        torch.get_default_device() if _C._len_torch_function_stack() else None,
+        tuple([read() for read in READ]),
+    )
+
+
+def left(watched: bool = False) -> AbstractContextManager[None]:
+    """Inside, none of the caller's modes is on; ``watched``: but for dispatch modes, which go on seeing operators."""
+    modes = _C._len_torch_dispatch_stack() if not watched else 0
+    if modes or _C._is_any_autocast_enabled() or _C._len_torch_function_stack() or torch.is_inference_mode_enabled():
+        return _left(bool(modes))
+    return NOTHING
+
+
+@contextmanager
+def _left(dispatch: bool) -> Iterator[None]:
+    autocast = list(_autocast())
+    functions = [_C._pop_torch_function_stack() for _ in range(_C._len_torch_function_stack())]
+    device, _device.CURRENT_DEVICE = _device.CURRENT_DEVICE, None
+    _set_autocast(autocast, False)
+    inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
+    try:
+        with inference, _disable_current_modes() if dispatch else NOTHING:
+            yield
+    finally:
+        _set_autocast(autocast, True)
+        _device.CURRENT_DEVICE = device
+        for mode in reversed(functions):
+            _C._push_on_torch_function_stack(mode)
+
+
+def _autocast() -> Iterator[tuple[str, torch.dtype]]:
+    return ((name, torch.get_autocast_dtype(name)) for name in DEVICES if torch.is_autocast_enabled(name))
+
+
+def _set_autocast(devices: Iterable[tuple[str, torch.dtype]], on: bool) -> None:
+    """Without the counts and the cache of `torch.autocast`, which belong to the caller."""
+    for name, dtype in devices:
+        torch.set_autocast_dtype(name, dtype)
+        torch.set_autocast_enabled(name, on)
+
+
+def check(call: str, trains: bool, seen: bool) -> None:
+    """Raises ``ValueError`` for a mode that this call cannot honour; takes 1 µs.
+
+    ``call``: its name, for the message. ``trains``: whether it differentiates. ``seen``: whether its operators run one
+    by one, so that a dispatch mode sees them.
+    """
+    if torch.is_inference_mode_enabled() and trains:
+        raise ValueError(
+            f"{call} inside torch.inference_mode(), which forbids gradients. Call it outside the block. For forward "
+            "alone, call the Sharded object, sharded(*inputs): that works inside."
+        )
+    if _C._len_torch_function_stack():
+        for mode in _get_current_function_mode_stack():
+            if not isinstance(mode, DeviceContext):
+                raise ValueError(
+                    f"{call} inside {_name(mode)}, a TorchFunctionMode: the model's code is traced once, so the mode "
+                    "would not see the calls of later steps. Enter it inside the loss, where it is traced with it, or "
+                    "leave it around the call."
+                )
+    if _C._len_torch_dispatch_stack():
+        _check_dispatch(call, seen)
+    if trains and _C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
+        raise ValueError(
+            f"{call} inside hooks for saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu): a "
+            "compiled step keeps its activations without autograd, so the hooks would not run. Call it outside; to "
+            'keep less memory, Policy(recompute="unit"), or torch.utils.checkpoint inside the model.'
+        )
+    if trains and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise ValueError(
+            f"{call} with torch.autograd.set_detect_anomaly(True): a compiled step has no backward of autograd's that "
+            "could be checked for NaN. Turn it off; to find a NaN, run the step under "
+            'torch.utils._debug_mode.DebugMode or a TorchDispatchMode of your own with Policy(lower="eager"), or the '
+            "plain model under anomaly detection."
+        )
+    if _C._functorch.peek_interpreter_stack() is not None:
+        raise ValueError(
+            f"{call} inside a torch.func transform (grad, vmap, jvp): it has collectives and state, and cannot be "
+            "transformed. Use the transform inside the loss, where it is traced, or call value_and_grad."
+        )
+    if _C._get_tracing_state() is not None:
+        raise ValueError(f"{call} inside torch.jit.trace, which would keep the numbers of this call. Call it outside.")
+
+
+def _check_dispatch(call: str, seen: bool) -> None:
+    for mode in _get_current_dispatch_mode_stack():
+        if getattr(mode, "_mode_key", None) is not None:  # one of PyTorch's tracers
+            raise ValueError(
+                f"{call} inside {_name(mode)}: a step on tensors without numbers, or inside another trace, is not "
+                "possible. Call it outside the block."
+            )
+        if not seen:
+            raise ValueError(
+                f"{call} inside {_name(mode)}, a TorchDispatchMode: compiled code and replayed graphs have no "
+                'operators that it could see. Pass Policy(lower="eager", cuda_graph=False), under which it sees every '
+                "operator of the program, or leave it around the call."
+            )
+
+
+def _name(mode: object) -> str:
+    kind = type(mode)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def outside(function: Callable[..., T]) -> Callable[..., T]:
+    """The function, run under none of the caller's modes."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> T:
+        with left():
+            return function(*args, **kwargs)
+
+    return run
