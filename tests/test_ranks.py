@@ -26,6 +26,9 @@ DISAGREEMENTS = {
     "odd_object": "rank 1: refused: The batch holds a builtins.set",
     "branches": "rank 1: step (int64[4], plain=True)",
     "collects_alone": "rank 1: full_state_dict",
+    "autocast_on_one": "rank 1: step (float32[2, 4], float32[2, 2]), under autocast(cpu, bfloat16)",
+    "known_autocast_on_one": "rank 1: step (float32[2, 4], float32[2, 2]), under autocast(cpu, bfloat16)",
+    "inference_on_one": "rank 1: refused: step inside torch.inference_mode()",
     # here every rank waits in a collective, each in another
     "evaluates_alone": "rank 0: step (float32[2, 4], float32[2, 2])\n  rank 1: forward (float32[2, 4])\nMake the same",
     "accumulates_alone": "rank 1: accumulate (float32[2, 4], float32[2, 2])",
@@ -46,6 +49,7 @@ SHOWN = (
     "counts",
     "first_shapes_then_good",
     "replaced_on_both",
+    "inference_on_both",
     "sizes",
     "odd_rows",
     "graphs",
@@ -108,6 +112,12 @@ def test_a_mesh_that_does_not_fit_is_refused(results: dict[str, Any], case: str)
 def test_what_every_rank_refuses_is_refused_as_on_one(results: dict[str, Any]) -> None:
     for answer in results["replaced_on_both"]:
         assert answer["error"] == "ValueError" and "0.weight was replaced" in answer["message"]
+        assert answer["notes"] == ["unchanged: True"]
+
+
+def test_inference_mode_on_every_rank_is_refused_as_on_one(results: dict[str, Any]) -> None:
+    for answer in results["inference_on_both"]:
+        assert answer["error"] == "ValueError" and "step inside torch.inference_mode()" in answer["message"]
         assert answer["notes"] == ["unchanged: True"]
 
 

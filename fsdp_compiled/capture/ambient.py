@@ -26,10 +26,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import _C
 from torch.backends import mha
+from torch.nn.modules import module
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _device
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.module_tracker import ModuleTracker
 
 # What chooses among operators, kernels and roundings, with what it is unless it was set. Read at every call: C alone.
 SETTINGS = (
@@ -58,7 +60,7 @@ SETTINGS = (
 )
 READ = tuple(read for _, read, _ in SETTINGS)
 DEVICES = tuple(_C._autocast_supported_devices())
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 NOTHING: AbstractContextManager[None] = nullcontext()
 
 
@@ -118,6 +120,7 @@ def left(watched: bool = False) -> AbstractContextManager[None]:
 @contextmanager
 def _left(dispatch: bool) -> Iterator[None]:
     autocast = list(_autocast())
+    hooks = _without_trackers() if dispatch else []
     functions = [_C._pop_torch_function_stack() for _ in range(_C._len_torch_function_stack())]
     device, _device.CURRENT_DEVICE = _device.CURRENT_DEVICE, None
     _set_autocast(autocast, False)
@@ -130,6 +133,20 @@ def _left(dispatch: bool) -> Iterator[None]:
         _device.CURRENT_DEVICE = device
         for mode in reversed(functions):
             _C._push_on_torch_function_stack(mode)
+        for place, all_of_them in hooks:
+            place.clear()
+            place.update(all_of_them)
+
+
+def _without_trackers() -> list[tuple[dict[int, Any], dict[int, Any]]]:
+    """Takes out the hooks by which a dispatch mode (FlopCounterMode) follows modules; gives what was there."""
+    found = []
+    for place in (module._global_forward_pre_hooks, module._global_forward_hooks):
+        found.append((place, dict(place)))
+        for key, hook in found[-1][1].items():
+            if isinstance(getattr(hook, "__self__", None), ModuleTracker):
+                del place[key]
+    return found
 
 
 def _autocast() -> Iterator[tuple[str, torch.dtype]]:
@@ -173,9 +190,8 @@ def check(call: str, trains: bool, seen: bool) -> None:
     if trains and torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
         raise ValueError(
             f"{call} with torch.autograd.set_detect_anomaly(True): a compiled step has no backward of autograd's that "
-            "could be checked for NaN. Turn it off; to find a NaN, run the step under "
-            'torch.utils._debug_mode.DebugMode or a TorchDispatchMode of your own with Policy(lower="eager"), or the '
-            "plain model under anomaly detection."
+            "could be checked for NaN. Turn it off around the call; to find where a NaN comes from, run the plain "
+            'model under it, or the step under a TorchDispatchMode that checks results, with Policy(lower="eager").'
         )
     if _C._functorch.peek_interpreter_stack() is not None:
         raise ValueError(
@@ -206,12 +222,24 @@ def _name(mode: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def outside(function: Callable[..., T]) -> Callable[..., T]:
+def outside(function: F) -> F:
     """The function, run under none of the caller's modes."""
 
+    @untraced
     @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> T:
+    def run(*args: Any, **kwargs: Any) -> Any:
         with left():
             return function(*args, **kwargs)
 
-    return run
+    return run  # type: ignore[return-value]
+
+
+def untraced(function: F) -> F:
+    """The function, which a caller under `torch.compile` runs as it is, between two graphs; takes 1 µs."""
+    inner = torch.compiler.disable(function, reason="fsdp_compiled compiles the step by itself")
+
+    @wraps(function)  # one more, since torch.compile(sharded.step) takes away what `disable` put around
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    return run  # type: ignore[return-value]

@@ -384,13 +384,14 @@ def _dynamo() -> Iterator[None]:
     """Dynamo as capturing needs it.
 
     nn.LSTM and its kin are traced: Dynamo steps aside for them unless told not to, and the fused CPU operator that
-    they would become cannot be traced with its gradient. `torch.autograd.grad` inside the loss is traced too.
+    they would become cannot be traced with its gradient. `torch.autograd.grad` inside the loss is traced too. A stance
+    or setting of the user's that turns `torch.compile` off is for the user's own functions.
     """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
+    wanted = {"allow_rnn": True, "trace_autograd_ops": True, "ignore_logging_functions": speech(), "disable": False}
     try:
-        wanted = {"allow_rnn": True, "trace_autograd_ops": True, "ignore_logging_functions": speech()}
-        with torch._dynamo.config.patch(wanted), refused():
+        with torch.compiler.set_stance("default"), torch._dynamo.config.patch(wanted), refused():
             yield
     finally:
         torch._C._set_mkldnn_enabled(before)

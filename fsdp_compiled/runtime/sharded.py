@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.analysis import dump
 from fsdp_compiled.analysis.memory import Memory
-from fsdp_compiled.capture.ambient import left
+from fsdp_compiled.capture.ambient import left, untraced
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.call_store import different
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
@@ -78,6 +78,7 @@ class Sharded:
 
     # What a person calls.
 
+    @untraced
     def step(self, *batch: Any, **named: Any) -> Any:
         """One optimizer step on this rank's batch.
 
@@ -88,6 +89,7 @@ class Sharded:
         result, self._state = self._run_step(self._state, batch, named)
         return result
 
+    @untraced
     def accumulate(self, *batch: Any, **named: Any) -> Any:
         """Adds one microbatch's gradient, without an update; the next `step` uses the mean over all of them.
 
@@ -100,6 +102,7 @@ class Sharded:
         self._calls_summed += compiled.number
         return compiled.capture.rebuild(outputs)
 
+    @untraced
     def apply(self, state: State, *batch: Any, **named: Any) -> tuple[State, Any]:
         """The functional form of `step`: ``(state, loss)``; consumes the state it is given. Collective.
 
@@ -113,6 +116,7 @@ class Sharded:
         settle(self.plan)
         return new, result
 
+    @untraced
     def value_and_grad(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         """``(loss, gradients)``, and nothing is updated but module buffers and the random state. Collective.
 
@@ -132,6 +136,7 @@ class Sharded:
                     gradients[slot.name] = outputs[port][first - start : last - start]
         return compiled.capture.rebuild(outputs), gradients
 
+    @untraced
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Forward with gathered parameters and without gradient, in train or eval mode as the model is. Collective."""
         compiled, outputs = self._run("forward", self._state, inputs, named)
@@ -203,6 +208,7 @@ class Sharded:
         settle(self.plan)
         return self._state
 
+    @untraced
     def full_state_dict(self) -> dict[str, Any]:
         """The ordinary ``model.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
         state = self._state

@@ -239,6 +239,38 @@ def replaced_on_both() -> Any:
     return unchanged(sharded, lambda: sharded.step(*batch(2)))
 
 
+def amp(on: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=on)
+
+
+def autocast_on_one() -> Any:
+    sharded = shard()
+    with amp(bool(RANK)):
+        return unchanged(sharded, lambda: sharded.step(*batch(2)))
+
+
+def known_autocast_on_one() -> Any:
+    """Both ranks have the programs of both modes."""
+    sharded = shard()
+    sharded.step(*batch(2))
+    with amp():
+        sharded.step(*batch(2))
+    with amp(bool(RANK)):
+        return unchanged(sharded, lambda: sharded.step(*batch(2)))
+
+
+def inference_on_one() -> Any:
+    sharded = shard()
+    with torch.inference_mode(bool(RANK)):
+        return unchanged(sharded, lambda: sharded.step(*batch(2)))
+
+
+def inference_on_both() -> Any:
+    sharded = shard()
+    with torch.inference_mode():
+        return unchanged(sharded, lambda: sharded.step(*batch(2)))
+
+
 def odd_object() -> Any:
     """One rank's batch holds what no program takes."""
     sharded = shard()
