@@ -100,7 +100,7 @@ def test_a_refusal_reaches_those_who_wait() -> None:
     first, second = boards(2)
     first.post("step (a)")
     with pytest.raises(RankError, match="A rank refused its call"):
-        second.refuse("bad batch", known=())
+        second.refuse("bad batch")
     with pytest.raises(RankError, match="rank 1: refused: bad batch"):
         first.meet("step (a)")
 

@@ -177,6 +177,14 @@ def a_loss_of_one_rank(program: Program, plan: Plan) -> Program:
     return done(edit, program)
 
 
+def sums_cleared_early(program: Program, plan: Plan) -> Program:
+    """Before ranks know that they all make this step."""
+    edit = Edit(program)
+    with edit.at(edit.map[program.marked("agree")[0]], "update"):
+        edit.call(aten.zero_.default, edit.inputs[Port("in", "sum", "(count)")], mark=Mark("sum"))
+    return done(edit, program)
+
+
 def a_shard_never_updated(program: Program, plan: Plan) -> Program:
     edit = Edit(program)
     shard = edit.inputs[Port("in", "shard", "blocks.0")]
@@ -251,6 +259,13 @@ CASES = [
     Case("recompute", an_alias_of_a_gathered_value_kept, "_resharded", "stay gathered across the loss"),
     Case("recompute", a_copy_of_a_gathered_value_kept, "_resharded", "stay gathered across the loss"),
     Case("report", a_loss_of_one_rank, "_loss_is_the_mean", "without having been averaged"),
+    Case(
+        "report",
+        sums_cleared_early,
+        "_nothing_is_written_before_ranks_agree",
+        r"writes an input before the ranks agree",
+        kind="last microbatch",
+    ),
     Case("add_up", a_gradient_that_leaves, "_no_gradient_leaves", "the gradient of .* leaves", kind="microbatch"),
     Case("update", a_shard_never_updated, "_shards_are_updated", r"the shard of blocks\.0 is never updated"),
     Case("update", a_gradient_that_leaves, "_no_gradient_leaves", "the gradient of .* leaves the step"),

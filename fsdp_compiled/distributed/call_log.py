@@ -13,12 +13,12 @@ import atexit
 import time
 import uuid
 import weakref
-from collections.abc import Container
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch.distributed as dist
 
-from fsdp_compiled.distributed.call_store import JOIN, REFUSED, Board, Posted, different, times
+from fsdp_compiled.distributed.call_store import CLOSED, JOIN, REFUSED, Board, Posted, different, times
 from fsdp_compiled.distributed.mesh import Mesh, RankError, backends, close, exchange
 from fsdp_compiled.distributed.watchdog import Watch
 
@@ -31,6 +31,10 @@ class Calls:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self._made = [0]  # shared with what runs when Python exits
+        # Goes through the collectives of a call that the others are in; False where it cannot. The second argument:
+        # whether they may hear nothing of it.
+        self.take_part: Callable[[], Callable[[Posted, bool], bool] | None] = lambda: None  # a weak reference
+        self.closed: str | None = None  # why no call can be made any more
         self._waits = mesh.device.type == "cpu"  # until its collectives are done, before a call returns
         self.board: Board | None = None
         self.watch: Watch | None = None
@@ -47,8 +51,14 @@ class Calls:
         """How many calls this rank has made."""
         return self._made[0]
 
+    def check_open(self) -> None:
+        """Raises `RankError` where an earlier call left nothing to go on with."""
+        if self.closed is not None:
+            raise RankError(f"An earlier call failed for good:\n{self.closed}")
+
     def post(self, label: str, wire: str = "") -> None:
         """This rank's next call; with its wire, if it goes on without meeting the others."""
+        self.check_open()
         self._made[0] += 1
         if self.board is not None:
             call = Posted(self.count, wire, label)
@@ -61,38 +71,67 @@ class Calls:
         if self.watch is not None and self._waits:
             self.watch.end()
 
-    def meet(self, label: str, known: Container[str] = ()) -> None:
-        """Returns when every rank has posted this call with this label; raises `RankError` where one has another.
-
-        A rank whose label is ``known`` runs that program now and waits for this one: so that it fails too, this rank
-        leaves the process group.
-        """
+    def meet(self, label: str) -> None:
+        """Returns when every rank has posted this call with this label; raises `RankError` where one has another."""
         if self.board is None:
             return
-        labels = [self._wait_for(self.board, rank) for rank in range(self.mesh.world)]
-        if all(other == label for other in labels):
+        posted = [self._wait_for(self.board, rank) for rank in range(self.mesh.world)]
+        if all(other.label == label for other in posted):
             return
-        message = different(labels)
-        if any(other in known for other in labels):
-            self.board.fail(message)
-            self.leave()
+        message = different([other.label for other in posted])
+        # A rank that posted a wire met nobody: it waits in its collectives, for this rank too.
+        waiting = {other for rank, other in enumerate(posted) if other.wire and rank != self.mesh.rank}
+        if waiting:
+            self.board.tell(self.count, message)
+            take_part = self.take_part()
+            if len(waiting) > 1 or not (take_part and take_part(waiting.pop(), label.startswith(REFUSED))):
+                message = f"{message}\n{CLOSED}"
+                self.board.fail(message)
+                self.leave(message)
         raise RankError(message)
 
-    def refuse(self, reason: str, known: Container[str]) -> None:
+    def refuse(self, reason: str) -> None:
         """Returns where every rank refuses its call for this reason; else raises `RankError`, as on the others."""
         self.post(REFUSED + reason)
-        self.meet(REFUSED + reason, known)
+        self.meet(REFUSED + reason)
 
-    def _wait_for(self, board: Board, rank: int) -> str:
+    def tell(self, error: str) -> None:
+        """Tells the others that this call failed here; `told` is what they hear."""
+        if self.board is not None:
+            label = self.board.read(self.mesh.rank, self.count).label
+            self.board.tell(
+                self.count,
+                f"Rank {self.mesh.rank} failed in its {_th(self.count)} call, {label}, so nothing was updated, and "
+                f"all ranks can go on with the next. It said:\n{error}",
+            )
+
+    def told(self) -> str | None:
+        """Why this call failed on another rank."""
+        return self.board.told(self.count) if self.board is not None else None
+
+    def abandon(self, message: str) -> None:
+        """No rank can go on, for this reason; those that wait for this one fail now, and raise it."""
+        if self.board is None:
+            self.closed = message
+            return
+        with suppress(RuntimeError, dist.DistError):  # the store went with the rank that holds it
+            message = f"Rank {self.mesh.rank} failed in its {_th(self.count)} call. {message}\n{CLOSED}"
+            self.board.fail(message)
+            if self.watch is not None:
+                self.watch.end()
+                self.watch.cut()
+        self.leave(message)
+
+    def _wait_for(self, board: Board, rank: int) -> Posted:
         """What the rank posted for this call, or that it ended before."""
         while True:
             posted = board.read(rank, self.count)
             if posted.number >= self.count:
-                return posted.label
+                return posted
             if (ended := board.ended(rank)) is not None and ended < self.count:
-                return f"gone after {times(ended)}"
+                return Posted(self.count, "", f"gone after {times(ended)}")
             if (message := board.error()) is not None:  # from a call before this one, which that rank will not survive
-                self.leave()
+                self.leave(message)
                 raise RankError(message)
             time.sleep(0.005)
 
@@ -100,8 +139,6 @@ class Calls:
         """Why this rank's collective failed with this error, if it is for what another rank did."""
         if self.board is None:
             return None
-        if self.watch is not None:
-            self.watch.end()
         lost = any(text in str(error) for text in LOST)
         try:
             message = self.board.error()
@@ -109,11 +146,13 @@ class Calls:
                 found = [self._now(self.board, rank, lost) for rank in range(self.mesh.world)]
                 if len(set(found)) == 1:
                     return None
-                message = different(found)
+                message = f"{different(found)}\n{CLOSED}"
                 self.board.fail(message)
         except (RuntimeError, dist.DistError):  # the store went with the rank that held it
             return f"Rank 0 is gone, while this rank makes its {_th(self.count)} call. {JOIN}" if lost else None
-        self.leave()
+        if self.watch is not None:
+            self.watch.end()
+        self.leave(message)
         return message
 
     def _now(self, board: Board, rank: int, lost: bool) -> str:
@@ -124,8 +163,9 @@ class Calls:
             return board.read(self.mesh.rank, self.count).label
         return f"gone after {times(board.newest(rank))}"
 
-    def leave(self) -> None:
+    def leave(self, reason: str) -> None:
         """Ends this rank's part in the process group, so that ranks that wait for it fail instead of hanging."""
+        self.closed = reason
         close()
 
 

@@ -25,6 +25,10 @@ JOIN = (
     "Give every rank as many batches (DistributedSampler pads), or train inside `with sharded.join():`, where a rank "
     "that has run out goes on with weight zero."
 )
+CLOSED = (
+    "No rank goes on: the process group was ended (dist.destroy_process_group, whoever started it), and this Sharded "
+    "takes no more calls. Start all processes again from the last checkpoint; torchrun --max-restarts does it."
+)
 
 
 class Posted(NamedTuple):
@@ -74,6 +78,15 @@ class Board:
     def fail(self, message: str) -> None:
         """Leaves it there for the others."""
         self.set("error", message)
+
+    def tell(self, number: int, message: str) -> None:
+        """Leaves there that this call failed on this rank, which still takes its part in the others' collectives."""
+        self.set(f"failed/{number % self.SLOTS}", f"{number}|{message}")
+
+    def told(self, number: int) -> str | None:
+        """Why this call failed on another rank, once that rank has told it."""
+        found, _, message = (self.get(f"failed/{number % self.SLOTS}") or "0|").partition("|")
+        return message if int(found) == number else None
 
     def get(self, key: str) -> str | None:
         """What stands there now; waits for nobody."""

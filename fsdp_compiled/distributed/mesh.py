@@ -25,6 +25,10 @@ class RankError(RuntimeError):
     """Ranks disagree, or one of them failed; raised on every rank."""
 
 
+class Unanimous(ValueError):
+    """Raised by every rank in the same place: nobody needs to be told."""
+
+
 @dataclass(frozen=True)
 class Mesh:
     """This rank's place. ``groups`` names the process group along each axis that has more than one rank."""

@@ -8,11 +8,15 @@
 Every rank holds shards that the others need, so that it cannot leave: it *shadows* the calls of those that have
 batches. Before each call inside `join` ranks tell each other what they are about to run (one small exchange between
 hosts, as in DDP's `Join`); the programs are those of ``Policy(weigh="rows")``, with no collective more.
+
+A call that fails leaves the block as it is: those with batches may catch the error and go on, and a rank that has run
+out goes on in their steps. A rank that leaves the block by an error tells the others, for all of whom it ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +27,11 @@ from fsdp_compiled.distributed.call_store import REFUSED, different
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
 
 OUT = "has run out of batches"
+LEFT = "left join: "
+
+
+class Left(RankError):
+    """A rank left the block by an error."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class Joined:
         self._mesh = mesh
         self.shadows: Announced | None = None  # the call that this rank makes for another
         self.shadowed = 0
+        self._over: str | None = None  # why nobody is in the block any more
 
     def announce(self, kind: str, label: str, batch: Any, rates: Mapping[str, float], ambient: Any) -> None:
         """Tells those that have run out what to run; `RankError` where ranks are about to do different things."""
@@ -66,18 +76,44 @@ class Joined:
         """An error on every rank: this one refuses its call."""
         self._agree(Announced("", REFUSED + reason, None, {}, None))
 
-    def shadow(self, run: Callable[[Announced], None]) -> None:
-        """Runs what the others run, until all have run out."""
-        while (call := self._agree(None)) is not None:
+    def leave(self, error: Exception) -> None:
+        """Tells the others that this rank leaves the block by this error."""
+        if self._over is None:
+            with suppress(Exception):
+                self._agree(Announced("", f"{LEFT}{type(error).__name__}: {error}", None, {}, None))
+
+    def shadow(self, run: Callable[[Announced], None], closed: Callable[[], bool]) -> None:
+        """Runs what the others run, until all have run out; ``closed`` says whether that has become impossible."""
+        failure: Exception | None = None
+        while True:
+            try:
+                call = self._agree(None)
+            except Left as left:
+                raise failure or left from None
+            except RankError as error:
+                failure = error  # the others have one as well, and may catch it
+                continue
+            if call is None:
+                return
             self.shadows = call
             try:
                 run(call)
+                self.shadowed += call.kind in ("step", "last")
+            except Exception as error:
+                if closed():
+                    raise
+                failure = error
             finally:
                 self.shadows = None
-            self.shadowed += call.kind in ("step", "last")
 
     def _agree(self, mine: Announced | None) -> Announced | None:
+        if self._over is not None:
+            raise Left(self._over)
         calls = exchange(mine, self._mesh)
+        if any(call is not None and call.label.startswith(LEFT) for call in calls):
+            lines = [f"  rank {rank}: {call.label if call else OUT}" for rank, call in enumerate(calls)]
+            self._over = "\n".join(["A rank left the block of join by an error, and so it ends on all:", *lines])
+            raise Left(self._over)
         labels = {call.label for call in calls if call is not None}
         if len(labels) > 1 or any(label.startswith(REFUSED) for label in labels):
             raise RankError(different([call.label if call is not None else OUT for call in calls]))

@@ -25,10 +25,11 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from fsdp_compiled.distributed.call_store import Board, Posted, different
+from fsdp_compiled.distributed.call_store import CLOSED, Board, Posted, different
 from fsdp_compiled.distributed.connections import connections, cut, read, store_port
 
 PATIENCE = 10.0  # seconds that a call lasts before anybody wonders
+HEARING = 2.0  # seconds after which a rank asks whether another one has left
 GRACE = 5.0  # seconds for an error to come out of a call whose connections are closed
 
 
@@ -73,19 +74,33 @@ class Watch:
         if self._thread is not None:
             self._thread.join(5.0)
 
+    def cut(self) -> None:
+        """Closes this rank's connections to the others, as far as both ends are known by now."""
+        if self._cuts:
+            self._tell_connections()
+            for rank in range(self._board.world):
+                if rank != self._board.rank:
+                    cut(read(self._board.get(f"{rank}/connections") or "[]"))
+
+    def _tell_connections(self) -> None:
+        self._board.set(f"{self._board.rank}/connections", connections(store_port(self._board.store)))
+
     def _watch(self) -> None:
         with suppress(RuntimeError, dist.DistError):  # the store went with the rank that holds it
             if self._cuts:
-                self._board.set(f"{self._board.rank}/connections", connections(store_port(self._board.store)))
+                self._tell_connections()
             while not self._stop.wait(min(1.0, PATIENCE / 4)):
                 running = self._running
-                if running is None or running.lasts < PATIENCE:
+                if running is None or running.lasts < min(HEARING, PATIENCE):
                     continue
-                if (reason := self._reason(running)) is not None:
+                reason = self._board.error()
+                if reason is None and running.lasts >= PATIENCE:
+                    reason = self._reason(running)
+                if reason is not None:
                     self._break(running, reason)
 
     def _reason(self, running: Running) -> str | None:
-        """Why this call will never return, if one other rank, or the board, says so.
+        """Why this call will never return, if one other rank says so.
 
         One rank at a time, the next one first: where any two differ, two neighbours do, and thousands of ranks that
         wait for a late one ask the store little.
@@ -93,8 +108,6 @@ class Watch:
         board, call = self._board, running.call
         if len(running.agree) == board.world - 1:
             return None
-        if (message := board.error()) is not None:
-            return message
         rank = (board.rank + 1 + running.looked % (board.world - 1)) % board.world
         running.looked += 1
         other = board.read(rank, call.number)
@@ -105,6 +118,7 @@ class Watch:
             return None
         posted = [board.read(rank, call.number) for rank in range(board.world)]
         message = different([one.label if one.number == call.number else "is not there yet" for one in posted])
+        message = f"{message}\n{CLOSED}"
         board.fail(message)
         return message
 

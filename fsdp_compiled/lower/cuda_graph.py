@@ -42,7 +42,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.distributed.mesh import before_end
+from fsdp_compiled.distributed.mesh import Unanimous, before_end
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.capturable import obstacles, sentence
@@ -394,7 +394,7 @@ class Replay:
 
     def _refuse(self, reason: str) -> None:
         if self._shared.wanted is True:
-            raise ValueError(
+            raise Unanimous(
                 f"Policy.cuda_graph is True, but {self.label} cannot run as a graph: {reason}\n"
                 'With cuda_graph="auto" it runs without a graph.'
             )

@@ -89,8 +89,10 @@ class Lowering:
                 continue
             given = result.call_function(boxed, tuple(value(node) for node in segment.inputs))
             call = result.call_function(compiled[self.keys[segment]], (given,))
+            call.meta["writes"] = segment.writes
             for index, node in enumerate(segment.outputs):
                 mapping[node] = result.call_function(getitem, (call, index))
+                mapping[node].meta["val"] = node.meta["val"]
         result.output([value(node) for node in self.graph.output_node().args[0]])  # type: ignore[union-attr, misc]
         return fx.GraphModule(nn.Module(), result).forward
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.optim.tracing import Rule
-from fsdp_compiled.passes.accumulate import add_up, average
+from fsdp_compiled.passes.accumulate import add_up, average, clear
 from fsdp_compiled.passes.check import check
 from fsdp_compiled.passes.clip import clip
 from fsdp_compiled.passes.copies import copies
@@ -54,8 +54,8 @@ MICROBATCH: tuple[Pass, ...] = (*REDUCED, copies, add_up, *END)
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
-    means = (average,) if accumulated else ()
-    return (*REDUCED, copies, *means, *KNOWN, clip, update(rules), skip, *END)
+    means, cleared = ((average,), (clear,)) if accumulated else ((), ())
+    return (*REDUCED, copies, *means, *KNOWN, *cleared, clip, update(rules), skip, *END)
 
 
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:

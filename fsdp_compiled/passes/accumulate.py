@@ -11,6 +11,10 @@
 `average` makes the program of the last one, which updates:
 
     return gradient                     return (gradient + sum) / n     # full gradients: flat + sum is reduced
+
+`clear` comes once ranks have agreed that they all make this step, so that one that breaks off before leaves the sums:
+
+    ...                                 ...
                                         sum = 0
 
 Holding shards costs one reduction a microbatch and a shard of memory; holding full gradients costs the memory of the
@@ -67,10 +71,9 @@ def add_up(program: Program, plan: Plan) -> Program:
 
 
 def average(program: Program, plan: Plan) -> Program:
-    """Gradients and loss become the mean over all microbatches, this batch included, and the sums are cleared."""
+    """Gradients and loss become the mean over all microbatches, this batch included."""
     edit = Edit(program)
     count, losses = _scalars(edit, plan)
-    totals = [count, losses]
     loss = edit.outputs[LOSS]
     assert loss is not None
     rows, mark = edit.outputs.get(WEIGHT), Mark("sum")
@@ -94,13 +97,19 @@ def average(program: Program, plan: Plan) -> Program:
             whole = gradient if start else joined
             divided = whole if rows or plan.kernels else edit.call(aten.div.Tensor, whole, batches, mark=_mark(buffer))
             edit.set_output(port, divided)
-        totals.append(total)
     if rows:
         edit.set_output(WEIGHT, batches)
-    with edit.at(edit.end, "update"):
-        for total in totals:
-            edit.call(aten.zero_.default, total, mark=mark)
     return edit.done("average")
+
+
+def clear(program: Program, plan: Plan) -> Program:
+    """The sums are used, and begin again at nothing."""
+    edit = Edit(program)
+    with edit.at(edit.end, "update"):
+        for port, total in edit.inputs.items():
+            if port.kind == "sum":
+                edit.call(aten.zero_.default, total, mark=Mark("sum"))
+    return edit.done("clear")
 
 
 def _mark(buffer: Buffer) -> Mark:

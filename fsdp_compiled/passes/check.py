@@ -7,7 +7,8 @@
 | `gather`    | no full parameter is an input; a buffer is gathered at most once a phase                            |
 | `reduce`    | every gradient that leaves is a waited reduction of this rank's shard size                          |
 | `recompute` | no gathered value of a resharded unit crosses from forward to backward, aliases included            |
-| `report`    | the loss that leaves is the mean over the ranks                                                     |
+| `report`    | the loss that leaves is the mean over the ranks; no input is written before ranks compare what they |
+|             | run, so that a call that one of them breaks off leaves the state as it was                          |
 | `add_up`    | no gradient leaves                                                                                  |
 | `update`    | every trainable shard with an optimizer is written, and its copy, and no gradient leaves            |
 | `store`     | no new value of a module buffer leaves: it is written back                                          |
@@ -221,6 +222,16 @@ def _buffers_are_stored(program: Program, plan: Plan) -> None:
             fail(program, node, f"the new value of {port} leaves the step and would be lost.")
 
 
+def _nothing_is_written_before_ranks_agree(program: Program, plan: Plan) -> None:
+    if not program.marked("agree"):  # one rank
+        return
+    for node in program.graph.nodes:
+        if role_of(node) == "agree":
+            return
+        if any(origin(target).op == "placeholder" for target in written(node)):
+            fail(program, node, f"{node.name} writes an input before the ranks agree that they all make this step.")
+
+
 def _within_limit(program: Program, plan: Plan) -> None:
     if not isinstance(plan.policy.limit, int):
         return
@@ -253,7 +264,7 @@ INVARIANTS: dict[str, tuple[Callable[[Program, Plan], None], ...]] = {
     "gather": (_no_full_parameters, _gathered_once_a_phase),
     "reduce": (_gradients_are_reduced,),
     "recompute": (_resharded, _gathered_once_a_phase),
-    "report": (_loss_is_the_mean,),
+    "report": (_loss_is_the_mean, _nothing_is_written_before_ranks_agree),
     "add_up": (_no_gradient_leaves,),
     "update": (_shards_are_updated,),
     "store": (_buffers_are_stored,),

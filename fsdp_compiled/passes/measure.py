@@ -11,7 +11,6 @@ the gradients as they will then be; the update applies it, and nothing else read
 microbatches whose shards were added up, they join their sums in the same call:
 
     return gradient, factor                 squares = accumulate_([gradient, ...], [sum, ...], factor, nonfinite)
-                                            sum = 0
 
 `settle` is for the programs that hand gradients out: they leave multiplied.
 """
@@ -58,8 +57,6 @@ def measure(program: Program, plan: Plan) -> Program:
         if joined:
             gradients, totals = map(list, zip(*joined, strict=True))
             squares.append(edit.call(operators.accumulate_.default, gradients, totals, scale, nonfinite, mark=mark))
-            for total in totals:
-                edit.call(aten.zero_.default, total, mark=Mark("sum"))
         sums = [edit.call(aten.sum.dim_IntList, one, None, dtype=torch.float64, mark=mark) for one in squares]
         edit.set_output(SQUARES, sums[0] if len(sums) == 1 else edit.call(aten.add.Tensor, *sums, mark=mark))
         if nonfinite is not None:

@@ -18,6 +18,7 @@ from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
 from fsdp_compiled.ir.program import OVERFLOW, Port, Program
 from fsdp_compiled.lower.lowering import Runner
+from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.tracing import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime import memory_budget
@@ -47,6 +48,7 @@ class Compiled:
     wire: str
     binding: Binding
     runner: Runner = lambda *_: ()  # until it is lowered
+    remainder: Remainder = field(init=False)  # once it is lowered
     fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
 
     @property

@@ -35,6 +35,7 @@ from fsdp_compiled.lower.cuda_graph import Replays, environment, make_device
 from fsdp_compiled.lower.inductor import Call, cache_place, compile_all, share
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
 from fsdp_compiled.lower.lowering import Lowering, Runner
+from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.tracing import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import Compiled, Kind, build, check_devices, counting, label_of, plain, rows_of
@@ -152,10 +153,14 @@ class Programs:
         self._kept[request.key] = compiled
         return compiled
 
+    def running(self, label: str, wire: str) -> Compiled | None:
+        """The program of a call that another rank has posted."""
+        return next((one for one in self._kept.values() if (one.label, one.wire) == (label, wire)), None)
+
     def meet(self, label: str) -> None:
         """What is rare and collective (to compile, to collect the model): all ranks do it, or none."""
         self._calls.post(label)
-        self._calls.meet(label, self.labels)
+        self._calls.meet(label)
 
     # Which program it is.
 
@@ -203,6 +208,7 @@ class Programs:
         replayed = self._can_replay(compiled)
         self._make_room(label)
         compiled.runner = self._lower(compiled.program)
+        compiled.remainder = Remainder(compiled.runner)
         if request.sizes:
             self._together(lambda: self._check_fit(compiled, request))
         if compiled.updates:
@@ -231,7 +237,7 @@ class Programs:
         self._try_kernels(program)
         made: dict[str, Call] = {}
         if lowering.pieces and self._mesh.world > 1:
-            place, count = among(cache_place(), self._mesh)
+            place, count = among(self._together(cache_place), self._mesh)
             made = self._together(lambda: compile_all(share(lowering.pieces, count)[place]))
         made |= self._together(lambda: compile_all(lowering.pieces))
         return lowering.runner(made)
@@ -273,7 +279,7 @@ class Programs:
         """What each rank has to say about a call that all of them make, by rank."""
 
         def exchange_texts(text: str) -> list[str]:
-            self._calls.meet(label, self.labels)
+            self._calls.meet(label)
             return exchange(text, self._mesh)
 
         return exchange_texts
@@ -300,10 +306,10 @@ class Programs:
     def _together(self, make: Callable[[], T], text: Callable[[T], str] = lambda made: "") -> T:
         """What ``make`` makes, if every rank could make it and all made the same; else an error on every rank."""
         made: list[T] = []
-        failure: Exception | None = None
+        failure: BaseException | None = None
         try:
             made.append(make())
-        except Exception as error:
+        except BaseException as error:  # one that interrupts, too, would leave the others waiting
             failure = error
         agree(self._mesh, "The program", text(made[0]) if made else "", failure)
         return made[0]

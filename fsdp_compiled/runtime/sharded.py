@@ -7,6 +7,8 @@ says): `Sharded.apply` consumes the state it is given, and `Sharded.step` keeps 
 from __future__ import annotations
 
 import logging
+import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,10 +21,9 @@ from fsdp_compiled.analysis import dump
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.capture.ambient import left, untraced
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.call_store import different
-from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
+from fsdp_compiled.distributed.call_store import Posted
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
-from fsdp_compiled.ir.nodes import DISAGREE
 from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port, Program
 from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.hyperparameters import Rates
@@ -30,6 +31,7 @@ from fsdp_compiled.optim.tracing import Rule, make_rules
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
+from fsdp_compiled.runtime.failed_calls import FailedCalls
 from fsdp_compiled.runtime.host_memory import settle
 from fsdp_compiled.runtime.program_cache import Programs, Request
 from fsdp_compiled.runtime.rng import RandomNumbers
@@ -71,10 +73,12 @@ class Sharded:
         self._copies = Copies(plan)
         self._norm: torch.Tensor | None = None
         self._calls = Calls(mesh)
-        self._calls_summed = 0  # the numbers of the microbatches' programs, compared at the next step
         self._joined: Joined | None = None  # inside `join`
         self._random = random
         self._programs = Programs(taken, loss, plan, mesh, rules, self._calls, random)
+        self._failed = FailedCalls(mesh, self._calls, self._programs, self._copies.tensors)
+        self._row = self._failed.row  # of microbatches
+        self._calls.take_part = weakref.WeakMethod(self._take_part)
 
     # What a person calls.
 
@@ -99,7 +103,7 @@ class Sharded:
         """
         self._need_optimizer("accumulate")
         compiled, outputs = self._run("accumulate", self._state, batch, named)
-        self._calls_summed += compiled.number
+        self._row.programs += compiled.number
         return compiled.capture.rebuild(outputs)
 
     @untraced
@@ -161,10 +165,14 @@ class Sharded:
             )
         if self._joined is not None:
             raise RuntimeError("join inside join: one block is for all the calls in it.")
-        self._joined = Joined(self._mesh)
+        joined = self._joined = Joined(self._mesh)
         try:
-            yield self._joined
-            self._joined.shadow(self._shadow)
+            yield joined
+            joined.shadow(self._shadow, lambda: self._calls.closed is not None)
+        except Exception as error:
+            if self._calls.closed is None:
+                joined.leave(error)
+            raise
         finally:
             self._joined = None
 
@@ -265,18 +273,20 @@ class Sharded:
             )
 
     def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
+        self._calls.check_open()
         with self._refusing():
             self._read_rates()
         if self._joined is not None and self._joined.shadows is not None:
             self._rates.adopt(self._joined.shadows.rates)
         compiled, outputs = self._run("last" if state.sums else "step", state, batch, named)
-        self._calls_summed = 0
+        self._row.end()
         self._norm = outputs.get(NORM)
         return compiled.capture.rebuild(outputs), state.consume()
 
     def _run(
         self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Compiled, dict[Port, torch.Tensor]]:
+        self._calls.check_open()
         with self._refusing():
             self._taken.check()
             request = self._programs.find(kind, batch, named)
@@ -288,33 +298,42 @@ class Sharded:
         if self._joined is not None:
             self._joined.announce(kind, request.label, (batch, named), self._rates.values, request.ambient)
         compiled = self._programs.get(request, self._state.buffers)
-        if kind == "accumulate" and not state.sums:
-            state.sums.update(compiled.zeros())
-        before = self._calls_summed if compiled.updates else 0
-        call = (compiled.number + before) * ODD + self._rates.digest
-        for part in range(CALL_PARTS):
-            self._set_number(f"call {part}", float(call >> 20 * part & 0xFFFFF))
-        shadows = self._joined is not None and self._joined.shadows is not None
-        self._set_number("rows", 0 if shadows else request.rows)
-        if compiled.copied:
-            self._copies.follow(state.parameters)
-        given = compiled.binding.inputs(request.leaves, state.held, lambda: self._holders(compiled, state))
-        if compiled.updates:
-            given.append(state.step)
+        ran = False
         try:
+            given = self._bind(compiled, state, request)
             with (
                 torch.no_grad(),
                 below_autograd(),
                 self._random.drawing(state.drawn_from) if compiled.random else nullcontext(),
             ):
+                ran = True
                 outputs = compiled.runner(*given)
-        except RuntimeError as error:
-            raise self._explain(compiled, error) from error
+            if compiled.copied:
+                self._copies.written()
+        except BaseException as error:
+            raised = self._failed.handle(compiled, state, error, ran, str(self._rates))
+            if raised is error:
+                raise
+            raise raised from error
         finally:
             self._calls.returned()
-        if compiled.copied:
-            self._copies.written()
         return compiled, dict(zip(compiled.outputs, outputs, strict=True))
+
+    def _bind(self, compiled: Compiled, state: State, request: Request) -> list[Any]:
+        """The program's inputs, with the numbers that this call sets."""
+        if compiled.kind == "accumulate" and not state.sums:
+            state.sums.update(compiled.zeros())
+        before = self._row.programs if compiled.updates else 0
+        call = (compiled.number + before) * ODD + self._rates.digest
+        good = self._failed.begin(compiled)
+        for part in range(CALL_PARTS):
+            self._set_number(f"call {part}", float(call >> 20 * part & 0xFFFFF) if good else math.nan)
+        shadows = self._joined is not None and self._joined.shadows is not None
+        self._set_number("rows", 0 if shadows else request.rows)
+        if compiled.copied:
+            self._copies.follow(state.parameters)
+        given = compiled.binding.inputs(request.leaves, state.held, lambda: self._holders(compiled, state))
+        return [*given, state.step] if compiled.updates else given
 
     def _holders(self, compiled: Compiled, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Who holds a program's inputs, by kind, but for the batch.
@@ -341,12 +360,10 @@ class Sharded:
             self._tensors[name].fill_(float(value))  # filled, not copied to a GPU, which makes the host wait
             self._numbers[name] = value
 
-    def _explain(self, compiled: Compiled, error: RuntimeError) -> RuntimeError:
-        """The error of another rank, where that is why this one's collective failed."""
-        if DISAGREE in str(error):  # all ranks are here: each found it in the same reduction
-            return RankError(different(exchange(f"{compiled.label}{self._rates}", self._mesh)))
-        reason = self._calls.reason(error)
-        return RankError(reason) if reason is not None else error
+    def _take_part(self, call: Posted, quiet: bool) -> bool:
+        """Takes this rank's part in a call that it does not make, so that those who make it learn that."""
+        with left():
+            return self._failed.take_part(self._state, call, quiet)
 
     def _read_rates(self) -> None:
         """Writes rates that changed to the device; a change of any other hyperparameter traces new rules."""
@@ -376,8 +393,9 @@ class Sharded:
         """A call that this rank refuses is an error on every rank: the others may be on their way into a collective."""
         try:
             yield
-        except ValueError as error:
-            if self._joined is not None:
-                self._joined.refuse(str(error))
-            self._calls.refuse(str(error), self._programs.labels)
+        except Exception as error:
+            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            if self._joined is not None and self._joined.shadows is None:  # else the others are in the call already
+                self._joined.refuse(reason)
+            self._calls.refuse(reason)
             raise

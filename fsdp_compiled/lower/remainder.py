@@ -1,0 +1,138 @@
+"""What a rank still owes the others, when its run of a program broke off.
+
+    ran       gather  wait  mm  embedding: IndexError
+    owed                                               gather   reduce-scatter   all-reduce of loss, norm and call
+    sent                                               shard    NaN              NaN
+
+The other ranks are in this call too, and will wait in each of its collectives. So the rank that failed goes through
+those that are left, and sends its true shards where parameters are gathered, since they need nothing that was computed,
+and NaN where anything else is asked for. The last collective of a program that trains or differentiates is the one in
+which ranks compare what they run (`report`); NaN equals nothing, so that every rank stops there, before anything is
+updated, and none is a collective ahead of the others.
+
+How far the run came is read off the traceback: each node of a graph is a line of its code. Where a collective itself
+broke, nobody knows whether it started, and nothing can be finished.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.ir.nodes import is_collective, is_wait, origin, role_of, written
+from fsdp_compiled.lower.lowering import Runner
+
+Given = Callable[[int], torch.Tensor]  # a program's input by its place
+LINE = re.compile(r"\s*(\w+)(?: : [^=]+)? = ")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a run broke off. ``owed``: the collectives that it did not start."""
+
+    owed: Sequence[fx.Node] = ()
+    started: Sequence[torch.Tensor] = ()  # results of collectives that nobody has waited for
+    communicating: bool = False  # whether it broke in a collective, or in waiting for one
+    wrote: bool = False  # whether an input, such as a shard, may have been written
+
+
+class Remainder:
+    """What is left of a lowered program, wherever a run of it breaks off."""
+
+    def __init__(self, runner: Runner) -> None:
+        module: fx.GraphModule = runner.__self__  # type: ignore[attr-defined]
+        self._forward = runner.__code__  # type: ignore[attr-defined]
+        self._lines = module.code.splitlines()
+        self._nodes = {node.name: node for node in module.graph.nodes if node.op == "call_function"}
+        self._inputs = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
+
+    def before(self) -> Place:
+        """Of a run that did not begin."""
+        return Place(owed=[node for node in self._nodes.values() if is_collective(node)])
+
+    def place(self, error: BaseException) -> Place | None:
+        """Where the run broke off that this error came out of; None if it is not to be seen."""
+        found = None
+        for frame, line in _frames(error.__traceback__):
+            if frame.f_code is self._forward:
+                found = frame, line
+        if found is None:
+            return None
+        frame, line = found
+        names = [match[1] for text in self._lines[: line - 1] if (match := LINE.match(text))]
+        ran = {self._nodes[name] for name in names if name in self._nodes}
+        match = LINE.match(self._lines[line - 1])
+        broken = self._nodes.get(match[1]) if match else None
+        return Place(
+            owed=[node for node in self._nodes.values() if is_collective(node) and node not in ran],
+            started=self._started(ran, frame.f_locals),
+            communicating=broken is not None and (is_collective(broken) or is_wait(broken)),
+            wrote=any(self._writes(node) for node in (*ran, *([broken] if broken else ()))),
+        )
+
+    def _started(self, ran: Container[fx.Node], values: Mapping[str, Any]) -> list[torch.Tensor]:
+        """What collectives gave that nobody has waited for."""
+        found = []
+        for wait in filter(is_wait, self._nodes.values()):
+            source = wait.all_input_nodes[0]  # the collective, or one of its results
+            while source not in ran and not is_collective(source) and source.all_input_nodes:
+                source = source.all_input_nodes[0]
+            if wait not in ran and source in ran:
+                found += pytree.tree_leaves(values.get(source.name))
+        return [value for value in found if isinstance(value, torch.Tensor)]
+
+    def exact(self, place: Place) -> bool:
+        """Whether all that is owed can be sent as it would have been."""
+        return all(self._chain(source) is not None for node in place.owed for source in node.all_input_nodes)
+
+    def finish(self, place: Place, given: Given) -> None:
+        """Waits for what has started, and goes through what is owed, with the others."""
+        with torch.no_grad():
+            for value in place.started:
+                torch.ops._c10d_functional.wait_tensor(value)
+            for node in place.owed:
+                args = fx.node.map_arg(node.args, lambda source: self._sent(source, given))
+                result = node.target(*args, **node.kwargs)  # type: ignore[operator]
+                for value in pytree.tree_leaves(result):
+                    torch.ops._c10d_functional.wait_tensor(value)
+
+    def _writes(self, node: fx.Node) -> bool:
+        """Whether it writes an input; of a compiled piece, whether it writes anything."""
+        return node.meta.get("writes", False) or any(origin(one).op == "placeholder" for one in written(node))
+
+    def _sent(self, node: fx.Node, given: Given) -> torch.Tensor:
+        chain = self._chain(node)
+        if chain is None:
+            value = node.meta["val"]
+            if any(isinstance(size, torch.SymInt) for size in value.shape):
+                raise RuntimeError(f"{node.name} has a size that is known to no other rank: {list(value.shape)}.")
+            fill = float("nan") if value.dtype.is_floating_point or value.dtype.is_complex else 0
+            return torch.full(tuple(value.shape), fill, dtype=value.dtype, device=value.device)
+        first, *rest = chain
+        known: dict[fx.Node, Any] = {first: given(self._inputs[first])}
+        for step in rest:
+            args, kwargs = fx.node.map_arg((step.args, step.kwargs), known.__getitem__)  # type: ignore[misc]
+            known = {step: step.target(*args, **kwargs)}  # type: ignore[operator]
+        return next(iter(known.values()))
+
+    def _chain(self, node: fx.Node) -> list[fx.Node] | None:
+        """The nodes from a shard to this one, each made of the one before; None where it is made of anything else."""
+        found = [node]
+        while (node := found[0]) not in self._inputs:
+            if role_of(node) not in ("cast", "fetch") or len(node.all_input_nodes) != 1 or written(node):
+                return None
+            found.insert(0, node.all_input_nodes[0])
+        return found
+
+
+def _frames(traceback: TracebackType | None) -> Iterable[tuple[Any, int]]:
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
