@@ -73,7 +73,11 @@ class ShardedParameter(nn.Parameter):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> NoReturn:
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        writes = [named.get(argument.name) for argument in func._schema.arguments if argument.is_write]
+        writes = [
+            named.get(argument.name)
+            for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
         written = _among(writes)
         name = func.overloadpacket.__name__
         what, cure = OPERATORS.get(name, (name, WRITE if written else READ))
