@@ -9,6 +9,7 @@ The plan is made here, from the model alone. Capture, passes and lowering run wh
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.optim import Optimizer
 from fsdp_compiled.capture.ambient import outside
 from fsdp_compiled.capture.sync_batchnorm import check_norms
 from fsdp_compiled.distributed.mesh import Mesh, agree, join
-from fsdp_compiled.optim.tracing import Rule, make_rules
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.optim.rules import make_rules, variant_of
 from fsdp_compiled.plan.plan import Plan, make_plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
@@ -155,6 +157,7 @@ def _check(
     leaves = read_leaves(model, optimizer, find_units(model, units))
     rules = make_rules(optimizer) if optimizer is not None else ()
     read_scalars(optimizer)
+    leaves = [replace(leaf, variant=variant_of(rules, leaf.group, leaf.shape, leaf.dtype)) for leaf in leaves]
     return leaves, rules, policy or Policy()
 
 

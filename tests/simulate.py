@@ -26,7 +26,9 @@ from fsdp_compiled.capture.dynamo import batch_tensors, capture_on
 from fsdp_compiled.distributed.mesh import Mesh, join
 from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, Port, Program
 from fsdp_compiled.lower.lowering import lower
-from fsdp_compiled.optim.tracing import Rule, hyper, make_rules
+from fsdp_compiled.optim.groups import hyper
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.passes import FORWARD, GRADIENT, MICROBATCH, Pass, run, step
 from fsdp_compiled.plan.plan import Plan, make_plan
 from fsdp_compiled.plan.units import Choice, find_units

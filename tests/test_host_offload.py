@@ -24,7 +24,7 @@ from fsdp_compiled.analysis.memory import persistent, predict
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import role_of, written
 from fsdp_compiled.ir.program import Port
-from fsdp_compiled.optim.tracing import make_rules
+from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.passes.host_offload import offload
 from fsdp_compiled.plan.plan import human
 from fsdp_compiled.runtime.host_memory import settle

@@ -151,7 +151,7 @@ def test_a_forbidden_import_is_noticed(name: str, code: str) -> None:
     ("name", "code"),
     [
         ("ir.program", "def late():\n    from fsdp_compiled.ir.text import summary"),
-        ("passes.update", "from fsdp_compiled.optim.tracing import Rule"),
+        ("passes.update", "from fsdp_compiled.optim.rule import Rule"),
         ("passes.__init__", "from fsdp_compiled.passes.gather import gather"),
         ("capture.dynamo", "from torch._dynamo import reset"),
         ("lower.inductor", "import torch\ntorch._inductor.standalone_compile"),

@@ -17,7 +17,7 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import is_collective, role_of
 from fsdp_compiled.ir.program import FACTOR, LOSS
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.optim.tracing import make_rules
+from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.passes.check import check
 from tests import models
 from tests.models import BLOCKS, Block, Recipe

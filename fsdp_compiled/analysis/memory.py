@@ -31,7 +31,7 @@ from fsdp_compiled.analysis.kernel_workspace import Backend, backend_of, in_kern
 from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait, role_of, written
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.ir.text import where
-from fsdp_compiled.optim.tracing import Rule
+from fsdp_compiled.optim.rule import Rule, rule_for
 from fsdp_compiled.plan.plan import Plan, human
 
 aten = torch.ops.aten
@@ -153,9 +153,9 @@ def persistent(
         if buffer.updated and rules:
             assert buffer.group is not None
             size = buffer.numel // plan.shard if plan.placement.state else buffer.numel
-            elements = sum(not entry.scalar for entry in rules[buffer.group].state)
-            elementwise += elements * size * buffer.dtype.itemsize
-    rates = sum(len(rule.hypers) for rule in rules)
+            entries = [entry for entry in rule_for(rules, buffer.group, buffer.variant).state if not entry.scalar]
+            elementwise += size * sum((entry.dtype or buffer.dtype).itemsize for entry in entries)
+    rates = len({(rule.group, name) for rule in rules for name in rule.hypers})
     scale = plan.policy.initial_scale(torch.device("meta"))
     inputs = program.inputs if program is not None else {}
     away = plan.policy.offload

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fsdp_compiled.optim.tracing import Rule, hyper, options_of, signature
+from fsdp_compiled.optim.groups import hyper, options_of, signature
+from fsdp_compiled.optim.rule import Rule
 
 PLAIN = (bool, int, float, str, type(None))  # a list or a tensor may be changed in place
 
@@ -49,6 +50,11 @@ class Rates:
         for rule in rules:
             for name in rule.hypers:
                 key, value = f"{rule.group}.{name}", hyper(groups[rule.group], name)
+                if rule.nonzero and name == "lr" and value == 0:
+                    raise ValueError(
+                        f"{rule.name} divides by zero at a rate of 0, which group {rule.group} has now. Let the "
+                        "schedule begin and end at a small rate."
+                    )
                 if key not in self.tensors:
                     self.tensors[key] = torch.tensor(value, dtype=torch.float64, device=self._device)
                 elif self.values[key] != value:

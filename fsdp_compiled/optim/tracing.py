@@ -1,266 +1,263 @@
-"""A `torch.optim` optimizer -> rules that update flat shards, traced from the optimizer's own code.
+"""An optimizer's ``step`` -> an ATen graph that updates one flat shard in place.
 
-An optimizer is *element-wise* when every element of a parameter is updated from its own gradient and state alone.
-Only then may it run on slices of flat buffers. That is not looked up in a list of names: the optimizer's ``step`` is
-traced on a flat tensor, and every operator in the trace must be pointwise or work on scalars. Whatever passes may
-be used, subclasses and third-party ones included; Muon, LBFGS and Adafactor are refused by that same test.
-
-The step count and the learning rate are 0-d tensors of the trace, so a scheduler never causes a recompilation. The
-arithmetic on them is in float64, as Python's is: on a CPU the update is bit for bit the eager one.
-``foreach``, ``fused`` and ``capturable`` choose between implementations of one formula, and are ignored.
+The code is run once for each way that it may branch on numbers which change from step to step, on fake tensors of the
+parameter's own shape, with its counters, rates and state as tensors of the trace (`scalars`), and the ways are joined
+(`branches`). An optimizer is *element-wise* when every element of a parameter is updated from its own gradient and
+state alone; only then may it run on slices of flat buffers. That is not looked up in a list of names: every operator
+of the graph must be pointwise or work on single numbers. Operators name no sizes, so that a graph traced on a matrix
+runs on a flat shard.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import math
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from fsdp_compiled.ir.nodes import written
-from fsdp_compiled.kernels.scaled import operators
-from fsdp_compiled.optim.fused import Formula, formula_of
+from fsdp_compiled.optim.branches import merge, resolve_aliases
+from fsdp_compiled.optim.groups import with_hyper
+from fsdp_compiled.optim.rule import StateTensor
+from fsdp_compiled.optim.scalars import Numbers, functions_of_tensors
+from fsdp_compiled.optim.twin import Refused, attributes_of, named_state, state_of, step_of, twin_of
 
 aten = torch.ops.aten
+WORDS = {"group": "its group entry", "optimizer": "its attribute", "state": "its state"}
+WAYS = 16  # the most ways through an optimizer's code that are joined
 
 
 @dataclass(frozen=True)
-class StateTensor:
-    """One entry of the optimizer's state: per element of the parameter, or (``scalar``) one for the whole group."""
+class Subject:
+    """What is traced: the optimizer, on a parameter of this kind."""
 
-    name: str
-    scalar: bool
-    initial: float
-    dtype: torch.dtype | None  # None: the parameter's
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How one parameter group updates a flat shard.
-
-    ``trace(numel, dtype, device)`` gives an ATen graph with placeholders named ``parameter``, ``gradient``,
-    ``state_<name>`` and ``hyper_<name>``, which it writes in place. ``formula`` is the same as one operator, where
-    there is one.
-    """
-
-    group: int
-    name: str
+    optimizer: Optimizer
+    options: Mapping[str, Any]  # of the group
+    hypers: Mapping[str, float]  # the scheduled ones, as they are now
     state: tuple[StateTensor, ...]
-    hypers: tuple[str, ...]
-    trace: Callable[[int, torch.dtype, torch.device], fx.Graph] = field(compare=False)
-    formula: Formula | None = None
+    started: tuple[str, ...]  # the parameter's state that the constructor made
+    empty: tuple[str, ...] = ()  # and what holds None
+    branchless: bool = False  # in the optimizer's form for compilers
+    first: bool = False  # whether the first step is a way of its own, chosen by the state ``first``
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group's hyperparameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+@dataclass(frozen=True)
+class Traced:
+    """A graph, and whether the code asked for the parameter's shape."""
+
+    graph: fx.Graph
+    asked_shape: bool
+    forked: bool
 
 
-def scheduled(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The hyperparameters that may change from step to step: the rate, and what cyclic schedulers drive with it."""
-    names = ["lr"] if "lr" in group else []
-    if "max_momentum" in group:  # OneCycleLR and CyclicLR note their bounds in the group
-        names.append("momentum" if "momentum" in group else "beta1")
-    return tuple(names)
+def trace(subject: Subject, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Traced:
+    """Raises `Refused` for an optimizer that is not element-wise, or whose code cannot be traced."""
+    ways = 0
+    asked = False
+
+    def explore(given: tuple[bool, ...]) -> fx.Graph | None:
+        nonlocal ways, asked
+        ways += 1
+        if ways > WAYS:
+            raise Refused(f"its Python code branches on numbers that change in more than {WAYS} ways")
+        graph, decided, mine = _one_way(subject, given, shape, dtype, device)
+        asked |= mine
+        for place in reversed(range(len(given), len(decided))):
+            other = explore((*decided[:place], not decided[place]))
+            if graph is None or other is None:
+                graph = graph or other
+                if graph is not None:
+                    _drop_predicates(graph, place)
+            else:
+                graph = merge(other, graph, place) if not decided[place] else merge(graph, other, place)
+        return graph
+
+    graph = explore(())
+    if graph is None:
+        raise Refused("its step divides by zero whichever way it goes")
+    _drop_predicates(graph, 0)
+    _read_gradient_from_a_copy(graph)
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(written(node)))
+    check_elementwise(graph, tuple(shape))
+    return Traced(graph, asked, ways > 1)
 
 
-def hyper(group: Mapping[str, Any], name: str) -> float:
-    """The current value of a scheduled hyperparameter."""
-    return float(group["betas"][0] if name == "beta1" else group[name])
+def names_of(state: Sequence[StateTensor], hypers: Sequence[str]) -> list[str]:
+    """The placeholders of a rule's graph, in order."""
+    return ["parameter", "gradient", *(f"state_{entry.name}" for entry in state), *(f"hyper_{n}" for n in hypers)]
 
 
-def signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a traced rule depends on: every hyperparameter that is not scheduled, and whether momentum is zero."""
-    moving = scheduled(group)
-    fixed = []
-    for name, value in sorted(options_of(group).items()):
-        if name in ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", *moving):
-            continue
-        fixed.append((name, value[1:] if name == "betas" and "beta1" in moving else value))
-    return (
-        *((name, repr(value)) for name, value in fixed),
-        *((name, hyper(group, name) == 0) for name in moving),
-    )
+def _one_way(
+    subject: Subject, decisions: tuple[bool, ...], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[fx.Graph | None, tuple[bool, ...], bool]:
+    """The graph of one way through the code (None: it divides by zero there), the decisions on it, and `asked_shape`.
 
+    The graph returns the predicates that were decided.
+    """
+    names = names_of(subject.state, list(subject.hypers))
+    found: dict[str, Any] = {}
+    twin = twin_of(subject.optimizer, [{"params": []}], {})
 
-def make_rules(optimizer: Optimizer) -> tuple[Rule, ...]:
-    """One rule a parameter group. Raises ``ValueError`` for an optimizer that is not element-wise, by name."""
-    return tuple(_make_rule(optimizer, index, group) for index, group in enumerate(optimizer.param_groups))
+    def update(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = dict(zip(names, tensors, strict=True))
+        fixed = {name: (given[f"hyper_{name}"], value) for name, value in subject.hypers.items() if name != "lr"}
+        mode = Numbers(decisions, fixed, catches_zero=_catches_zero(type(subject.optimizer)))
+        found["mode"] = mode
+        with functions_of_tensors(type(subject.optimizer)), _quiet(), _compiling(subject.branchless), mode:
+            _step(subject, twin, given, mode)
+        return tuple(mode.predicates)
 
+    def example(name: str) -> torch.Tensor:
+        entry = next((entry for entry in subject.state if f"state_{entry.name}" == name), None)
+        if name.startswith("hyper_"):
+            return torch.zeros((), dtype=torch.float64, device=device)
+        if entry is not None:
+            return torch.zeros(() if entry.scalar else tuple(shape), dtype=entry.dtype or dtype, device=device)
+        return torch.zeros(tuple(shape), dtype=dtype, device=device)
 
-def _make_rule(optimizer: Optimizer, index: int, group: Mapping[str, Any]) -> Rule:
-    kind = type(optimizer)
-    options = options_of(group) | {
-        name: False for name in ("foreach", "fused", "capturable", "differentiable") if name in group
-    }
-    moving = scheduled(group)
-    values = {name: hyper(group, name) for name in moving}
-    try:
-        state = _initial_state(optimizer, options)
+    with torch._subclasses.FakeTensorMode(), torch.no_grad():
+        examples = [example(name) for name in names]
         try:
-            rule = _bind(kind, optimizer, index, options, state, values, branchless=False)
-            rule.trace(7, torch.float32, torch.device("cpu"))
-        except _Branches:
-            options = options | {"capturable": True}
-            state = tuple(
-                StateTensor(entry.name, entry.scalar, entry.initial, torch.float64 if entry.scalar else entry.dtype)
-                for entry in state
-            )
-            rule = _bind(kind, optimizer, index, options, state, values, branchless=True)
-            rule.trace(7, torch.float32, torch.device("cpu"))
-    except (_NotElementwise, _Branches) as error:
-        raise ValueError(_refusal(kind, str(error))) from None
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
-        raise ValueError(_refusal(kind, reason)) from error
-    return rule
+            traced = make_fx(update)(*examples)
+        except ZeroDivisionError:
+            mode = found["mode"]
+            return None, tuple(mode.decided), mode.asked_shape
+    graph = traced.graph
+    _inline_constants(traced)
+    for node, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
+        node.target = name
+        node._rename(name)
+    resolve_aliases(graph)
+    check_elementwise(graph, tuple(shape))
+    if not found["mode"].decided:
+        graph.eliminate_dead_code(
+            is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(written(node))
+        )
+    return graph, tuple(found["mode"].decided), found["mode"].asked_shape
 
 
-def _refusal(kind: type, reason: str) -> str:
-    return (
-        f"{kind.__name__} is not supported: it does not update each element from its own gradient and state alone "
-        f"({reason}). Use an element-wise optimizer, such as AdamW, Adam, SGD, RMSprop or Adagrad."
-    )
-
-
-class _NotElementwise(Exception):
-    """The trace holds an operator that mixes elements."""
-
-
-class _Branches(Exception):
-    """The optimizer's Python code branches on the step count."""
-
-
-def _bind(
-    kind: type[Optimizer],
-    optimizer: Optimizer,
-    index: int,
-    options: Mapping[str, Any],
-    state: tuple[StateTensor, ...],
-    values: Mapping[str, float],
-    *,
-    branchless: bool,
-) -> Rule:
-    cache: dict[tuple[int, torch.dtype, torch.device], fx.Graph] = {}
-
-    def trace(numel: int, dtype: torch.dtype, device: torch.device) -> fx.Graph:
-        key = (numel, dtype, device)
-        if key not in cache:
-            cache[key] = _trace(kind, optimizer, options, state, values, branchless, *key)
-        return cache[key]
-
-    formula = formula_of(kind, options, tuple(values), {entry.name for entry in state})
-    return Rule(index, kind.__name__, state, tuple(values), trace, formula)
-
-
-def _on_one(
-    kind: type[Optimizer],
-    optimizer: Optimizer,
-    options: Mapping[str, Any],
-    parameter: torch.Tensor,
-    state: Any,
-) -> Optimizer:
-    """The user's optimizer over one other parameter, without its hooks; the user's own is left as it is."""
-    twin: Optimizer = object.__new__(kind)
-    twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the user's optimizer
-    twin.param_groups = [{**options, "params": [parameter]}]
-    twin.state = state
-    twin._optimizer_step_pre_hooks = OrderedDict()
-    twin._optimizer_step_post_hooks = OrderedDict()
-    return twin
-
-
-class _FirstWritten(dict[str, Any]):
-    """A parameter's state that remembers each entry as it was first set, before the update changes it in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.initial: dict[str, torch.Tensor] = {}
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name not in self.initial and value is not None:
-            self.initial[name] = torch.as_tensor(value).detach().clone()
-        super().__setitem__(name, value)
-
-
-def _initial_state(optimizer: Optimizer, options: Mapping[str, Any]) -> tuple[StateTensor, ...]:
-    """What the optimizer sets its state to before its first update, learnt from one step on two elements."""
-    kind = type(optimizer)
-    parameter = torch.nn.Parameter(torch.tensor([1.0, -3.0], dtype=torch.float64))
-    entries = _constructed(kind, options, parameter)
-    parameter.grad = torch.tensor([0.5, 2.0], dtype=torch.float64)
-    kept = _FirstWritten()
+def _step(subject: Subject, twin: Optimizer, given: Mapping[str, torch.Tensor], mode: Numbers) -> None:
+    """The twin's step on these tensors; whatever its code keeps is written to the tensor that holds it."""
+    group = dict(subject.options)
+    for name in subject.hypers:
+        group = with_hyper(group, name, mode.number(given[f"hyper_{name}"], f"hyper_{name}"))
+    begins = subject.first and mode.decide(given["state_first"] != 0)
+    entries: dict[str, Any] = {} if begins else dict.fromkeys(subject.empty)
+    attributes: dict[str, Any] = {}
+    shared = named_state(subject.optimizer)
+    places: dict[str, dict[str, Any]] = {
+        "parameter": entries, "group": group, "optimizer": attributes, "state": shared,
+    }  # fmt: skip
+    for entry in subject.state:
+        if entry.place in places and not (begins and (entry.number or not _is_there(entry, subject))):
+            value = given[f"state_{entry.name}"]
+            places[entry.place][entry.name] = mode.number(value, entry.name) if entry.number else value
+    undamped = given.get("state_undamped")
+    if undamped is not None:  # the first step adds the gradient whole: no dampening
+        group["dampening"] = group["dampening"] * (1 - undamped)
+    parameter = given["parameter"]
+    parameter.grad = given["gradient"]
     state: Any = defaultdict(dict)
-    state[parameter] = kept
-    for name, value in entries.items():
-        kept[name] = value
-    kind.step(_on_one(kind, optimizer, options, parameter, state))
-    found = []
-    for name, value in kept.initial.items():
-        if value.dim() == 0:
-            found.append(StateTensor(name, True, value.item(), value.dtype))
-        elif value.shape == parameter.shape:
-            # An entry that starts from the gradient (SGD's momentum) starts from zero here; see `_trace`.
-            same = bool(value[0] == value[1])
-            found.append(StateTensor(name, False, value[0].item() if same else 0.0, None))
-            if not same and name != "momentum_buffer":
-                raise _NotElementwise(f"its state {name!r} starts from the gradient")
-        else:
-            raise _NotElementwise(f"its state {name!r} has shape {list(value.shape)} for a parameter of shape [2]")
-    if any(entry.name == "momentum_buffer" for entry in found) and options.get("dampening", 0) != 0:
-        found.append(StateTensor("undamped", True, 1.0, torch.float64))
-    return tuple(found)
+    state |= {parameter: entries, **shared}
+    own = group | {"params": [parameter]}
+    twin.param_groups, twin.state = [own], state
+    twin.__dict__.update(attributes)
+    before, started = attributes_of(twin), dict(own)
+    step_of(type(twin))(twin)
+    asked = mode.asked_shape
+    places = {"parameter": state[parameter], "group": own, "optimizer": attributes_of(twin), "state": state}
+    for entry in subject.state:
+        if entry.place in places:
+            _write(given[f"state_{entry.name}"], places[entry.place].get(entry.name))
+    if undamped is not None:
+        undamped.zero_()
+    if subject.first:
+        given["state_first"].zero_()
+    _check_kept(subject, places, started, before)
+    mode.asked_shape = asked
 
 
-def _constructed(kind: type[Optimizer], options: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """State that the constructor makes, as Adagrad's does."""
-    known = inspect.signature(kind.__init__).parameters
+def _write(target: torch.Tensor, value: Any) -> None:
+    if value is target or value is None:
+        return
+    if isinstance(value, torch.Tensor):
+        if target.dim() == 0 and value.shape == (1,):
+            value = value.reshape(())
+        if value.shape != target.shape:
+            raise Refused(f"its state of shape {list(target.shape)} becomes one of shape {list(value.shape)}")
+        target.copy_(value)
+    elif isinstance(value, (bool, int, float)):
+        target.fill_(value)
+    else:
+        raise Refused(f"it keeps a {type(value).__name__} in its state")
+
+
+def _check_kept(
+    subject: Subject, places: Mapping[str, Mapping[str, Any]], group: Mapping[str, Any], own: Mapping[str, Any]
+) -> None:
+    """Refuses what the code keeps anywhere else than in the state that is known."""
+    known = {(entry.place, entry.name) for entry in subject.state}
+    if odd := [n for n, v in places["parameter"].items() if ("parameter", n) not in known and v is not None]:
+        raise Refused(f"its state {odd[0]!r} is made at some later step")
+    if any(not isinstance(key, str) for key in list(places["state"])[1:]):
+        raise Refused("it keeps state that belongs to no parameter")
+    for place, before in (("group", group), ("optimizer", own), ("state", named_state(subject.optimizer))):
+        for name, value in places[place].items():
+            if (
+                isinstance(name, str)
+                and (place, name) not in known
+                and (name not in before or value is not before[name])
+            ):
+                if not _same(value, before.get(name)):
+                    raise Refused(f"it changes {WORDS[place]} {name!r}")
+
+
+def _is_there(entry: StateTensor, subject: Subject) -> bool:
+    """Whether the code finds this entry before its first step."""
+    if entry.place == "parameter":
+        return entry.name in subject.started
+    if entry.place == "state":
+        return entry.name in state_of(subject.optimizer)
+    return entry.name in (subject.options if entry.place == "group" else attributes_of(subject.optimizer))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return one is other
     try:
-        fresh = kind([parameter], **{name: value for name, value in options.items() if name in known})
+        return bool(one == other)
     except Exception:
-        return {}
-    return dict(fresh.state.get(parameter, {}))
+        return one is other
 
 
-class _Scalars(TorchFunctionMode):
-    """Keeps step count and hyperparameters in tensors where the optimizer's code takes numbers from them."""
+def _catches_zero(kind: type[Optimizer]) -> bool:
+    """Whether the code says what to do when it divides by zero."""
+    for base in kind.__mro__:
+        with contextlib.suppress(OSError, TypeError):
+            if not base.__module__.startswith("torch.") and "ZeroDivisionError" in inspect.getsource(base):
+                return True
+    return False
 
-    def __init__(self, hypers: Mapping[str, torch.Tensor], values: Mapping[str, float]) -> None:
-        super().__init__()
-        self.known = [(tensor, values[name]) for name, tensor in hypers.items()]
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if func is torch.Tensor.item:
-            return args[0].to(torch.float64)
-        if func in (torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.__int__):
-            raise _Branches("its Python code branches on the step count or the rate")
-        if name in ("__ne__", "__eq__", "__gt__", "__lt__", "__ge__", "__le__", "ne", "eq", "gt", "lt"):
-            for tensor, value in self.known:
-                if args[0] is tensor and not isinstance(args[1], torch.Tensor):
-                    return getattr(value, name if name.startswith("__") else f"__{name}__")(args[1])
-        scale = kwargs.get("alpha", kwargs.get("value"))
-        base = name.rstrip("_")
-        if isinstance(scale, torch.Tensor) and base in ("add", "sub", "addcdiv", "addcmul"):
-            target = args[0] if name.endswith("_") else args[0].clone()
-            if base == "sub":
-                base, scale = "add", -scale
-            getattr(operators, base + "_")(target, *args[1:], scale)
-            return target
-        if base == "lerp" and isinstance(args[2], torch.Tensor):
-            args = (*args[:2], args[2].to(args[0].dtype))
-        return func(*args, **kwargs)
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What fails here is told in the refusal; PyTorch's own log of it is not wanted."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextlib.contextmanager
@@ -274,70 +271,28 @@ def _compiling(on: bool) -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-def _trace(
-    kind: type[Optimizer],
-    optimizer: Optimizer,
-    options: Mapping[str, Any],
-    state: tuple[StateTensor, ...],
-    values: Mapping[str, float],
-    branchless: bool,
-    numel: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> fx.Graph:
-    names = [
-        "parameter",
-        "gradient",
-        *(f"state_{entry.name}" for entry in state),
-        *(f"hyper_{n}" for n in values),
-    ]
+def _drop_predicates(graph: fx.Graph, keep: int) -> None:
+    output = graph.output_node()
+    output.args = (tuple(output.args[0])[:keep],) if keep else (None,)  # type: ignore[arg-type]
 
-    def update(*tensors: torch.Tensor) -> None:
-        given = dict(zip(names, tensors, strict=True))
-        hypers = {name: given[f"hyper_{name}"] for name in values}
-        entries = {entry.name: given[f"state_{entry.name}"] for entry in state}
-        current = dict(options)
-        for name, tensor in hypers.items():
-            current |= {"betas": (tensor, *current["betas"][1:])} if name == "beta1" else {name: tensor}
-        parameter = given["parameter"]
-        parameter.grad = given["gradient"]
-        undamped = entries.pop("undamped", None)
-        if undamped is not None:  # the first step adds the gradient whole: no dampening
-            current["dampening"] = current["dampening"] * (1 - undamped)
-        everything: Any = defaultdict(dict)
-        everything[parameter] = entries
-        with _Scalars(hypers, values), _compiling(branchless):
-            kind.step(_on_one(kind, optimizer, current, parameter, everything))
-            if undamped is not None:
-                undamped.zero_()
 
-    def example(name: str) -> torch.Tensor:
-        entry = next((entry for entry in state if f"state_{entry.name}" == name), None)
-        if name.startswith("hyper_"):
-            return torch.zeros((), dtype=torch.float64, device=device)
-        if entry is not None and entry.scalar:
-            return torch.zeros((), dtype=entry.dtype, device=device)
-        return torch.zeros(numel, dtype=dtype, device=device)
-
-    with torch._subclasses.FakeTensorMode(), torch.no_grad():
-        examples = [example(name) for name in names]
-        traced = make_fx(update)(*examples)
-    graph = traced.graph
-    _inline_constants(traced)
-    for node, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
-        node.target = name
-        node._rename(name)
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(written(node)))
-    _check_elementwise(graph, numel)
-    return graph
+def _read_gradient_from_a_copy(graph: fx.Graph) -> None:
+    """A gradient that the code writes is copied first: it may be the sum over microbatches, or be read again."""
+    gradient = graph.find_nodes(op="placeholder")[1]
+    if any(gradient in written(node) for node in gradient.users):
+        last = graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(last):
+            copy = graph.call_function(aten.clone.default, (gradient,))
+        copy.meta["val"] = gradient.meta["val"]
+        gradient.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
 
 
 def _inline_constants(traced: fx.GraphModule) -> None:
     """Numbers that the optimizer's code wrapped in 0-d tensors become operators that make them."""
     for node in traced.graph.find_nodes(op="get_attr"):
         value = getattr(traced, str(node.target))
-        if not isinstance(value, torch.Tensor) or value.dim() != 0:
-            raise _NotElementwise(f"its step closes over {node.target}")
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise Refused(f"its step closes over {node.target}")
         with traced.graph.inserting_before(node):
             made = traced.graph.call_function(
                 aten.full.default, ([], value.item()), {"dtype": value.dtype, "device": value.device}
@@ -346,6 +301,28 @@ def _inline_constants(traced: fx.GraphModule) -> None:
         made.meta["val"] = torch.empty((), dtype=value.dtype, device="meta")
         node.replace_all_uses_with(made)
         traced.graph.erase_node(node)
+
+
+def for_size(graph: fx.Graph, shape: Sequence[int], numel: int) -> fx.Graph:
+    """The graph, where sizes that the code wrote out (``torch.zeros(p.shape)``) are those of a flat shard."""
+    whole = list(shape)
+
+    def flat(value: Any) -> Any:
+        return [numel] if isinstance(value, list | tuple) and whole and list(value) == whole else value
+
+    if not any(flat(argument) is not argument for node in graph.nodes for argument in node.args):
+        return graph
+    copy = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        mapping[node] = copy.node_copy(node, mapping.__getitem__)
+        mapping[node].args = tuple(map(flat, mapping[node].args))
+    return copy
+
+
+def text_of(graph: fx.Graph, shape: Sequence[int]) -> str:
+    """The graph as text, the same for all shapes that it is the same for."""
+    return "\n".join(f"{n.name} {n.target} {n.args} {n.kwargs}" for n in for_size(graph, shape, -1).nodes)
 
 
 # Operators without the pointwise tag that still keep every element where it is.
@@ -362,6 +339,7 @@ _KEEP_PLACES = (
     aten.empty_like.default,
     aten.full.default,
     aten.zeros.default,
+    aten.ones.default,
     aten.zero_.default,
     aten.fill_.Scalar,
     aten.fill_.Tensor,
@@ -372,25 +350,40 @@ _KEEP_PLACES = (
     aten.index_put_.default,  # x[mask] = number
     aten.index_put.default,
     aten.maximum.out,
+    aten.minimum.out,
+    aten.masked_fill.Scalar,
+    aten.masked_fill_.Scalar,
     aten.lift_fresh_copy.default,
 )
 
 
-def _check_elementwise(graph: fx.Graph, numel: int) -> None:
+def _is_pointwise(target: torch._ops.OpOverload) -> bool:
+    """By its tag, or that of the operator that it is the in-place form of."""
+    if torch.Tag.pointwise in target.tags:
+        return True
+    packet, name = str(target).split(".")[1], target._overloadname
+    plain = getattr(aten, packet.rstrip("_"), None) if packet.endswith("_") else None
+    return torch.Tag.pointwise in getattr(getattr(plain, name, None), "tags", ())
+
+
+def check_elementwise(graph: fx.Graph, shape: tuple[int, ...]) -> None:
+    """Raises `Refused` for an operator that may mix the elements of a parameter of this shape, or draws numbers."""
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            raise _NotElementwise(f"its step closes over {node.target}")
-        vals = [source.meta["val"] for source in node.all_input_nodes]
-        if all(not isinstance(value, torch.Tensor) or value.dim() == 0 for value in vals) and _size(node) <= 1:
+            raise Refused(f"its step closes over {node.target}")
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise Refused(f"its step draws random numbers ({node.target})")
+        values = [source.meta["val"] for source in node.all_input_nodes]
+        values += [node.meta["val"]] if isinstance(node.meta.get("val"), torch.Tensor) else []
+        shapes = {tuple(value.shape) for value in values if isinstance(value, torch.Tensor)}
+        if shapes <= {(), (1,)}:
             continue
-        if node.target in _KEEP_PLACES:
-            continue
-        if torch.Tag.pointwise not in node.target.tags:
-            raise _NotElementwise(f"its step uses {node.target}")
-
-
-def _size(node: fx.Node) -> int:
-    value = node.meta.get("val")
-    return math.prod(value.shape) if isinstance(value, torch.Tensor) else 0
+        if node.target not in _KEEP_PLACES and not _is_pointwise(node.target):
+            raise Refused(f"its step uses {node.target}, which does not keep every element where it is")
+        if odd := [list(size) for size in shapes if size not in ((), (1,), shape)]:
+            raise Refused(f"its step makes a tensor of shape {odd[0]} for a parameter of shape {list(shape)}")
+        made = node.meta.get("val")
+        if isinstance(made, torch.Tensor) and tuple(made.shape) in ((), (1,)) and math.prod(shape) != 1:
+            raise Refused(f"its step makes one number of a parameter's elements ({node.target})")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.optim.tracing import Rule
+from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes.accumulate import add_up, average, clear
 from fsdp_compiled.passes.check import check
 from fsdp_compiled.passes.clip import clip

@@ -35,7 +35,7 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark
 from fsdp_compiled.ir.program import FACTOR, OVERFLOW, Port, Program
-from fsdp_compiled.optim.tracing import Rule
+from fsdp_compiled.optim.rule import Rule, rule_for
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
@@ -51,8 +51,8 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
             if factor is not None:
                 edit.remove_output(FACTOR)
             at_once = plan.kernels and not plan.policy.offload
-            shared: dict[int, dict[int, fx.Node]] = {rule.group: {} for rule in rules}
-            together: dict[int, list[tuple[Buffer, fx.Node]]] = {}
+            shared: dict[str, dict[int, fx.Node]] = {rule.key: {} for rule in rules}
+            together: dict[int, tuple[Rule, list[tuple[Buffer, fx.Node]]]] = {}
             for buffer in plan.buffers:
                 port = Port("out", "gradient", buffer.key)
                 if port not in edit.outputs:
@@ -62,19 +62,19 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
                 if not buffer.updated or gradient is None:
                     continue
                 assert buffer.group is not None
-                rule = rules[buffer.group]
+                rule = rule_for(rules, buffer.group, buffer.variant)
                 gradient = _own_part(edit, buffer, plan, gradient)
                 if at_once and rule.formula is not None:
-                    together.setdefault(buffer.group, []).append((buffer, gradient))
+                    together.setdefault(buffer.group, (rule, []))[1].append((buffer, gradient))
                     continue
                 if factor is not None:
                     gradient = edit.call(aten.mul.Tensor, gradient, factor, mark=Mark("norm"))
                 kept = _idle(edit, rule, buffer, plan)
-                _inline(edit, rule, buffer, plan, gradient, shared[buffer.group])
+                _inline(edit, rule, buffer, plan, gradient, shared[rule.key])
                 _put_back(edit, buffer, plan, kept)
                 _cast(edit, buffer)
-            for group, members in together.items():
-                _call(edit, rules[group], members, factor, plan)
+            for rule, members in together.values():
+                _call(edit, rule, members, factor, plan)
         return edit.done("update")
 
     transform.__name__ = "update"
@@ -87,7 +87,7 @@ def _call(
     """The rule's formula, for all its buffers at once; those that have copies are another list from the others."""
     formula = rule.formula
     assert formula is not None
-    mark = Mark("update", f"optimizer group {rule.group}")
+    mark = Mark("update", f"optimizer {rule.key}")
     kept = [(buffer, _idle(edit, rule, buffer, plan)) for buffer, _ in members]
 
     def bind(name: str, buffer: Buffer, gradient: fx.Node) -> fx.Node:
@@ -160,7 +160,7 @@ def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Nod
                 mapping[node] = shared[place]
                 continue
             args, kwargs = _mapped(node, mapping)
-            used = Mark("update", f"optimizer group {rule.group}") if scalar else mark
+            used = Mark("update", f"optimizer {rule.key}") if scalar else mark
             mapping[node] = edit.call(node.target, *args, mark=used, **kwargs)  # type: ignore[arg-type]
             if scalar:
                 shared[place] = mapping[node]
@@ -172,8 +172,9 @@ def _idle(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan) -> dict[fx.Node, f
     if not shard.meta.get("idle"):
         return {}
     size = shard.meta["val"].numel()
-    ports = [Port("in", "state", f"{buffer.key}.{entry.name}") for entry in rule.state if not entry.scalar]
-    targets = [shard, *(_input(edit, port, [size], buffer.dtype, plan) for port in ports)]
+    entries = [entry for entry in rule.state if not entry.scalar]
+    ports = {Port("in", "state", f"{buffer.key}.{entry.name}"): entry.dtype or buffer.dtype for entry in entries}
+    targets = [shard, *(_input(edit, port, [size], dtype, plan) for port, dtype in ports.items())]
     mark = Mark("update", buffer.unit, buffer.key)
     return {target: edit.call(aten.clone.default, target, mark=mark) for target in targets}
 
@@ -236,8 +237,9 @@ def _bind(
     entry = next(entry for entry in rule.state if entry.name == rest)
     if entry.scalar:
         assert entry.dtype is not None
-        return _input(edit, Port("in", "state", f"group {rule.group}.{rest}"), [], entry.dtype, plan), True
-    return _input(edit, Port("in", "state", f"{buffer.key}.{rest}"), [size], buffer.dtype, plan), False
+        return _input(edit, Port("in", "state", f"{rule.key}.{rest}"), [], entry.dtype, plan), True
+    dtype = entry.dtype or buffer.dtype
+    return _input(edit, Port("in", "state", f"{buffer.key}.{rest}"), [size], dtype, plan), False
 
 
 def _input(edit: Edit, port: Port, shape: list[int], dtype: torch.dtype, plan: Plan) -> fx.Node:

@@ -41,6 +41,7 @@ class Leaf:
     trainable: bool
     group: int | None  # optimizer group; None: no optimizer updates it
     block: str
+    variant: int = 0  # of the group's rules: parameters that are updated by different ones lie in different buffers
 
     @property
     def numel(self) -> int:
@@ -86,6 +87,7 @@ class Buffer:
     group: int | None
     slots: tuple[Slot, ...]
     numel: int  # padded to a multiple of the shard axis
+    variant: int = 0  # of the group's rules
 
     @property
     def updated(self) -> bool:
@@ -239,7 +241,7 @@ def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
         slots.append(Slot(leaf, offset))
         offset += leaf.numel
     numel = _round_up(max(offset, 1), world * max(SLICE // itemsize, 1))  # nothing is a collective of nothing
-    return Buffer(key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel)
+    return Buffer(key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel, first.variant)
 
 
 def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
@@ -259,9 +261,9 @@ def make_plan(leaves: Sequence[Leaf], policy: Policy, device: torch.device, shar
     gathered = policy.placement.parameter and shard > 1
     blocks, sizes = [leaf.block for leaf in leaves], [_wire_bytes(leaf, policy) for leaf in leaves]
     merge, split, reason = target(policy.bucket_mb, blocks, sizes, machine, shard * replicate, gathered)
-    by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None], list[Leaf]]] = {}
+    by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None, int], list[Leaf]]] = {}
     for leaf, unit in zip(leaves, regroup(blocks, sizes, merge, split, gathered), strict=True):
-        kind = (leaf.dtype, leaf.trainable, leaf.group if leaf.trainable else None)
+        kind = (leaf.dtype, leaf.trainable, *((leaf.group, leaf.variant) if leaf.trainable else (None, 0)))
         by_unit.setdefault(unit, {}).setdefault(kind, []).append(leaf)
     units = []
     for name, kinds in by_unit.items():
@@ -285,7 +287,8 @@ def human(nbytes: float) -> str:
 def _kind(buffer: Buffer) -> str:
     if not buffer.trainable:
         return "frozen"
-    return "no optimizer" if buffer.group is None else f"group {buffer.group}"
+    variant = f".{buffer.variant}" if buffer.variant else ""
+    return "no optimizer" if buffer.group is None else f"group {buffer.group}{variant}"
 
 
 def _describe(plan: Plan) -> list[str]:

@@ -19,7 +19,7 @@ from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
 from fsdp_compiled.ir.program import OVERFLOW, Port, Program
 from fsdp_compiled.lower.lowering import Runner
 from fsdp_compiled.lower.remainder import Remainder
-from fsdp_compiled.optim.tracing import Rule
+from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime import memory_budget
 from fsdp_compiled.runtime.input_binding import Binding

@@ -36,7 +36,7 @@ from fsdp_compiled.lower.inductor import Call, cache_place, compile_all, share
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
 from fsdp_compiled.lower.lowering import Lowering, Runner
 from fsdp_compiled.lower.remainder import Remainder
-from fsdp_compiled.optim.tracing import Rule
+from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import Compiled, Kind, build, check_devices, counting, label_of, plain, rows_of
 from fsdp_compiled.runtime.input_binding import flatten, modes

@@ -220,7 +220,8 @@ def _adopt(
     }
     found = {}
     for name in sorted(names):
-        flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
+        dtype = next(state[name].dtype for state in states.values() if name in state)
+        flat = torch.zeros(buffer.numel, dtype=dtype, device=plan.device)
         for slot, state in states.items():
             if name in state:
                 write_slot(flat, slot, state[name].detach())

@@ -27,7 +27,8 @@ from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
 from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port, Program
 from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.hyperparameters import Rates
-from fsdp_compiled.optim.tracing import Rule, make_rules
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.optim.tracing import Rule
+from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.host_memory import at_home
 from fsdp_compiled.runtime.rng import DefaultState
@@ -102,8 +102,8 @@ def optimizer_state(plan: Plan, rules: Sequence[Rule], adopted: Mapping[str, tor
     for rule in rules:
         for entry in rule.state:
             if entry.scalar:
-                key = f"group {rule.group}.{entry.name}"
-                begin = adopted[key].to(plan.device, entry.dtype) if key in adopted else None
+                key = f"{rule.key}.{entry.name}"
+                begin = _adopted(adopted, rule, entry, plan)
                 if entry.name == "undamped" and any(name.endswith(".momentum_buffer") for name in adopted):
                     begin = torch.zeros((), dtype=entry.dtype, device=plan.device)
                 found[key] = (
@@ -115,9 +115,16 @@ def optimizer_state(plan: Plan, rules: Sequence[Rule], adopted: Mapping[str, tor
         if buffer.updated:
             assert buffer.group is not None
             size = buffer.numel // plan.shard if plan.placement.state else buffer.numel
-            for entry in rules[buffer.group].state:
+            for entry in rule_for(rules, buffer.group, buffer.variant).state:
                 if not entry.scalar:
                     key = f"{buffer.key}.{entry.name}"
-                    start = torch.full((size,), entry.initial, dtype=buffer.dtype, device=plan.home)
-                    found[key] = adopted[key] if key in adopted else at_home(start, plan)
+                    dtype = entry.dtype or buffer.dtype
+                    start = torch.full((size,), entry.initial, dtype=dtype, device=plan.home)
+                    found[key] = adopted[key].to(dtype) if key in adopted else at_home(start, plan)
     return found
+
+
+def _adopted(adopted: Mapping[str, torch.Tensor], rule: Rule, entry: StateTensor, plan: Plan) -> torch.Tensor | None:
+    """A number that the optimizer brought along; all rules of a group start from the same."""
+    found = adopted.get(f"group {rule.group}.{entry.name}") if entry.place == "parameter" else None
+    return found.to(plan.device, entry.dtype) if found is not None else None

@@ -1,0 +1,179 @@
+"""What an optimizer keeps from step to step, learnt by running it on a small parameter.
+
+State may live in ``state[parameter]``, in the param group (``group["step"] += 1``) or in attributes of the optimizer.
+An entry of the parameter's shape is state per element; a number is one for the whole group.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_compiled.optim.rule import Place, StateTensor
+from fsdp_compiled.optim.twin import OWN, Refused, attributes_of, fresh_of, has_stepped, named_state, step_of, twin_of
+
+SHAPE = (2, 3)
+NUMBERS = (bool, int, float)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was found: the state, and the names of that which the constructor makes."""
+
+    state: tuple[StateTensor, ...]
+    started: tuple[str, ...]
+    empty: tuple[str, ...]  # names in the parameter's state that hold None
+    begun: bool  # whether some state starts from the parameter or the gradient, not from a constant
+
+
+class _FirstWritten(dict[str, Any]):
+    """Remembers each entry as it was first set, before the update changes it in place."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.initial: dict[str, Any] = {}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self.initial and name not in self and value is not None:
+            self.initial[name] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+        super().__setitem__(name, value)
+
+    def update(self, *given: Any, **named: Any) -> None:
+        for name, value in dict(*given, **named).items():
+            self[name] = value
+
+    def setdefault(self, name: str, value: Any = None) -> Any:
+        if name not in self:
+            self[name] = value
+        return self[name]
+
+
+class _FirstState(defaultdict[Any, Any]):
+    """An optimizer's state, which remembers in the same way what is kept in it by name."""
+
+    def __init__(self, parameter: torch.Tensor, entries: dict[str, Any]) -> None:
+        super().__init__(dict)
+        self.initial: dict[str, Any] = {}
+        super().__setitem__(parameter, entries)
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        if isinstance(name, str) and name not in self and value is not None:
+            self.initial[name] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+        super().__setitem__(name, value)
+
+
+def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtype) -> Kept:
+    """Raises `Refused` where it keeps what cannot be kept in shards."""
+    parameter = nn.Parameter(torch.tensor([[1.0, -3.0, 0.5], [2.0, -0.25, 1.5]], dtype=dtype))
+    begun = fresh_of(optimizer, options, nn.Parameter(parameter.detach().clone()))
+    started = dict(next(iter(begun.state.values()), {})) if begun is not None else {}
+    entries = _FirstWritten()
+    for name, value in started.items():
+        entries[name] = copy.deepcopy(value)
+    group = _FirstWritten({**options, "params": [parameter]})
+    state = _FirstState(parameter, entries)
+    for name, value in named_state(optimizer).items():
+        state[name] = value
+    twin = twin_of(optimizer, [group], state)
+    twin.param_groups = [group]
+    before = (copy.deepcopy({**group, "params": []}), copy.deepcopy(_comparable(twin)))
+    changed: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for step in range(8):
+        parameter.grad = torch.tensor([[0.5, 2.0, -1.0], [0.25, 1.0, -0.125]], dtype=dtype) * (1 + step)
+        step_of(type(twin))(twin)
+        for found, was, now in zip(changed, before, (group, _comparable(twin)), strict=True):
+            for name, value in now.items():
+                if name != "params" and not equal(value, was.get(name)):
+                    found.setdefault(name, was.get(name, value))
+    others = {name: value for name, value in state.items() if isinstance(name, str)}
+    if len(state) > 1 + len(others):
+        raise Refused("it keeps state that belongs to no parameter")
+    result = [_of_parameter(name, value, dtype) for name, value in entries.initial.items() if name in entries]
+    for place, values, first in (
+        ("group", changed[0], group.initial),
+        ("optimizer", changed[1], {}),
+        ("state", others, state.initial),
+    ):
+        for name, value in values.items():
+            begins = first.get(name, value)
+            result.append(_one(name, begins, place, {entry.name for entry in result}))  # type: ignore[arg-type]
+    begun = any(
+        isinstance(value, torch.Tensor) and value.numel() > 1 and not bool((value == value.flatten()[0]).all())
+        for value in entries.initial.values()
+    )
+    empty = tuple(name for name, value in entries.items() if value is None and isinstance(name, str))
+    return Kept(tuple(result), tuple(started), empty, begun)
+
+
+def begin_of(optimizer: Optimizer, options: Mapping[str, Any], fresh: Optimizer | None) -> dict[str, Any]:
+    """The options as they are before the first step, of an optimizer that has made some."""
+    if fresh is None or not has_stepped(optimizer):
+        return dict(options)
+    new = fresh.param_groups[0]
+    given = set(type(optimizer).__init__.__code__.co_varnames) if hasattr(type(optimizer).__init__, "__code__") else ()
+    return {name: new.get(name, value) if name not in given else value for name, value in options.items()}
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values that a program may keep are the same."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, dict | list | tuple) and type(one) is type(other) and len(one) == len(other):
+        if isinstance(one, dict):
+            return all(key in other and equal(value, other[key]) for key, value in one.items())
+        return all(map(equal, one, other))
+    try:
+        return one is other or bool(one == other)
+    except Exception:
+        return False
+
+
+def _comparable(optimizer: Optimizer) -> dict[str, Any]:
+    """Attributes that are values, not objects whose equality says nothing."""
+    kinds = (*NUMBERS, str, torch.Tensor, dict, list, tuple, type(None))
+    return {name: value for name, value in attributes_of(optimizer).items() if isinstance(value, kinds)}
+
+
+def _of_parameter(name: str, value: Any, dtype: torch.dtype) -> StateTensor:
+    if type(value) in NUMBERS:
+        return _number(name, value, "parameter", set())
+    if not isinstance(value, torch.Tensor):
+        raise Refused(f"its state {name!r} is a {type(value).__name__}")
+    kind = None if value.dtype == dtype else value.dtype
+    if is_one(value):
+        return StateTensor(name, True, value.item(), value.dtype)
+    if tuple(value.shape) != SHAPE:
+        raise Refused(f"its state {name!r} has shape {list(value.shape)} for a parameter of shape {list(SHAPE)}")
+    first = value.flatten()[0]
+    # What starts from the parameter or the gradient starts from zero here: see `rules`.
+    return StateTensor(name, False, first.item() if bool((value == first).all()) else 0.0, kind)
+
+
+def _one(name: str, value: Any, place: Place, taken: set[str]) -> StateTensor:
+    """A number, or a tensor of one, that is kept in this place."""
+    if type(value) in NUMBERS:
+        return _number(name, value, place, taken)
+    if not is_one(value):
+        label = {"group": "its group entry", "optimizer": "its attribute"}.get(place, "its state")
+        raise Refused(f"it changes {label} {name!r}, a {type(value).__name__}")
+    if name in taken:
+        raise Refused(f"it keeps {name!r} in two places")
+    return StateTensor(name, True, value.item(), value.dtype, place)
+
+
+def is_one(value: Any) -> bool:
+    """Whether this is a tensor of one number."""
+    return isinstance(value, torch.Tensor) and tuple(value.shape) in ((), (1,))
+
+
+def _number(name: str, value: Any, place: Place, taken: set[str]) -> StateTensor:
+    if name in taken or (place == "optimizer" and name in OWN):
+        raise Refused(f"it keeps {name!r} in two places")
+    return StateTensor(name, True, float(value), torch.float64, place, number=True)

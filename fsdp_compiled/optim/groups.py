@@ -1,0 +1,57 @@
+"""What a param group says: which hyperparameters may change from step to step, and what a traced rule depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+# Where schedulers note their bounds; no optimizer's step reads them, but for its own ``max_lr`` where it has one.
+NOTES = ("initial_lr", "min_lr", "base_momentum", "max_momentum")
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A param group's hyperparameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def scheduled(group: Mapping[str, Any], others: Collection[str] = ()) -> tuple[str, ...]:
+    """The hyperparameters that may change from step to step: the rate, what cyclic schedulers drive with it, others."""
+    names = ["lr"] if "lr" in group else []
+    if "max_momentum" in group:  # OneCycleLR and CyclicLR note their bounds in the group
+        names.append("momentum" if "momentum" in group else "beta1")
+    return (*names, *(name for name in others if name not in names))
+
+
+def hyper(group: Mapping[str, Any], name: str) -> float:
+    """The current value of a scheduled hyperparameter."""
+    return float(group["betas"][0] if name == "beta1" else group[name])
+
+
+def with_hyper(group: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """The group's options, where one hyperparameter has another value."""
+    return {**group, **({"betas": (value, *group["betas"][1:])} if name == "beta1" else {name: value})}
+
+
+def signature(group: Mapping[str, Any], others: Collection[str] = ()) -> tuple[Any, ...]:
+    """What a traced rule depends on: every hyperparameter that is not scheduled, and whether momentum is zero."""
+    moving = scheduled(group, others)
+    notes = (*NOTES, *(["max_lr"] if "initial_lr" in group and "min_lr" in group else []))
+    fixed = []
+    for name, value in sorted(options_of(group).items()):
+        if name in notes or name in moving:
+            continue
+        fixed.append((name, value[1:] if name == "betas" and "beta1" in moving else value))
+    return (
+        *((name, repr(value)) for name, value in fixed),
+        *((name, hyper(group, name) == 0) for name in moving if name != "lr"),
+    )
+
+
+def changed(before: Mapping[str, Any], after: Mapping[str, Any], moving: Collection[str]) -> set[str]:
+    """Hyperparameters that are one finite number each, and changed: what may become scheduled too."""
+    return {
+        name
+        for name, value in after.items()
+        if name not in moving and name in before and before[name] != value and type(value) in (int, float)
+        and type(before[name]) in (int, float)
+    }  # fmt: skip

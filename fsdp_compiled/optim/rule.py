@@ -1,0 +1,60 @@
+"""How one kind of parameter is updated: the optimizer's own code as a graph over flat shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import fx
+
+from fsdp_compiled.optim.fused import Formula
+
+Place = Literal["parameter", "group", "optimizer", "state", "ours"]
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One entry of the optimizer's state: per element of the parameter, or (``scalar``) one for the whole group.
+
+    ``place``: where the optimizer's code keeps it: in ``state[parameter]``, in the param group, as an attribute of the
+    optimizer, in ``state[name]``, or nowhere, because the traced rule needs it (``"ours"``).
+    """
+
+    name: str
+    scalar: bool
+    initial: float
+    dtype: torch.dtype | None  # None: the parameter's
+    place: Place = "parameter"
+    number: bool = False  # a Python number in the optimizer's code, not a 0-d tensor
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the parameters of one group, or those of them that are updated alike, are updated on flat shards.
+
+    ``trace(numel, dtype, device)`` gives an ATen graph with placeholders named ``parameter``, ``gradient``,
+    ``state_<name>`` and ``hyper_<name>``, which it writes in place. ``formula`` is the same as one operator, where
+    there is one. Rules of one group differ in their ``variant``: 0, 1, ...
+    """
+
+    group: int
+    name: str
+    state: tuple[StateTensor, ...]
+    hypers: tuple[str, ...]
+    trace: Callable[[int, torch.dtype, torch.device], fx.Graph] = field(compare=False)
+    formula: Formula | None = None
+    variant: int = 0
+    kinds: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()  # dtype and shape of the parameters it is for
+    nonzero: bool = False  # whether the optimizer's code fails at a rate of zero
+
+    @property
+    def key(self) -> str:
+        """What the group's scalar state goes by: ``"group 0"``, or ``"group 0 variant 1"``."""
+        return f"group {self.group}" + (f" variant {self.variant}" if self.variant else "")
+
+
+def rule_for(rules: Sequence[Rule], group: int, variant: int) -> Rule:
+    """The rule that updates a buffer."""
+    return next(rule for rule in rules if (rule.group, rule.variant) == (group, variant))

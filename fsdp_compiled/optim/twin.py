@@ -1,0 +1,100 @@
+"""The user's optimizer over other parameters: its class, options and attributes, and nothing that it shares.
+
+A twin is what rules are traced with and tried on. Nothing that a twin does reaches the user's optimizer, its hooks or
+the model: attributes are copied, and in the copies the model's parameters are small stand-ins without a gradient.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+# Of every optimizer, or set by schedulers and by us: no part of how it updates.
+OWN = ("state", "param_groups", "step", "state_dict", "load_state_dict", "_opt_called", "_step_count",
+       "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")  # fmt: skip
+# These choose between implementations of one formula; the plain one is traced.
+IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable", "triton")
+
+
+class Refused(Exception):
+    """Why an optimizer cannot be traced, to be completed by its name."""
+
+
+def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
+    """The class's ``step`` without the wrapper that runs hooks, those of all optimizers of the process included."""
+    step: Callable[..., Any] = kind.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step
+
+
+def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Its attributes but for what every optimizer has, as they are."""
+    return {
+        name: value for name, value in vars(optimizer).items() if name not in OWN and not name.startswith("_optimizer_")
+    }
+
+
+def twin_of(
+    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Any, attributes: Mapping[str, Any] | None = None
+) -> Optimizer:
+    """The optimizer over these groups, each with its ``"params"``; ``attributes`` take the place of its own."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): twin, id(optimizer.state): state}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            memo[id(parameter)] = nn.Parameter(torch.zeros(()), requires_grad=False)
+    for name, value in attributes_of(optimizer).items():
+        try:
+            twin.__dict__[name] = copy.deepcopy(value, memo)
+        except Exception as error:
+            raise Refused(f"its attribute {name!r}, a {type(value).__name__}, cannot be copied: {error}") from error
+    for hooks in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre",
+                  "load_state_dict_post"):  # fmt: skip
+        twin.__dict__[f"_optimizer_{hooks}_hooks"] = OrderedDict()
+    twin.__dict__.update(attributes or {})
+    try:
+        twin.param_groups = list(map(dict, groups))
+        twin.state = state
+    except AttributeError as error:
+        raise Refused(f"it wraps another optimizer ({error})") from error
+    return twin
+
+
+def state_of(optimizer: Optimizer) -> Mapping[Any, Any]:
+    """Its state; nothing, where that was taken over and can no longer be read."""
+    state = optimizer.state
+    return state if type(state) in (dict, defaultdict) else {}
+
+
+def named_state(optimizer: Optimizer) -> dict[str, Any]:
+    """State that belongs to no parameter, and goes by a name."""
+    return {name: copy.deepcopy(value) for name, value in state_of(optimizer).items() if isinstance(name, str)}
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Whether it brings along the state of parameters."""
+    return any(isinstance(key, torch.Tensor) and value for key, value in state_of(optimizer).items())
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the plain implementation of the formula chosen."""
+    known = {name: False for name in IMPLEMENTATIONS if name in options}
+    return {**options, **known, "foreach": False}
+
+
+def fresh_of(optimizer: Optimizer, options: Mapping[str, Any], parameter: nn.Parameter) -> Optimizer | None:
+    """The class called as the user did, as far as the options tell; None where they do not."""
+    kind = type(optimizer)
+    known = inspect.signature(kind.__init__).parameters
+    try:
+        return kind([parameter], **{name: value for name, value in options.items() if name in known})
+    except Exception:
+        return None

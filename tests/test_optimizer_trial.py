@@ -1,0 +1,306 @@
+"""Optimizers that people write themselves: trained as eager PyTorch trains them, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn, optim
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.optim import rules
+from fsdp_compiled.optim.branches import merge
+from fsdp_compiled.optim.rules import make_rules
+from fsdp_compiled.optim.twin import Refused
+
+EAGER = Policy(lower="eager", shard="zero1")
+
+
+class Own(optim.Optimizer):
+    """A base for optimizers whose step is a loop over parameters."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            self.begin(group)
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group)
+
+    def begin(self, group: dict[str, Any]) -> None: ...
+
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        p.add_(g, alpha=-group["lr"])
+
+
+class GroupCounter(Own):
+    def begin(self, group: dict[str, Any]) -> None:
+        group["step"] = group.get("step", 0) + 1
+
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        p.add_(g, alpha=-group["lr"] / group["step"])
+
+
+class AttributeCounter(Own):
+    def begin(self, group: dict[str, Any]) -> None:
+        self.count += 1
+
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        p.add_(g, alpha=-group["lr"] / self.count**0.5)
+
+
+class Rebound(Own):
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        state["m"] = state["m"].mul(0.9).add(g) if "m" in state else g.clone()
+        p.add_(state["m"], alpha=-group["lr"])
+
+
+class ByDim(Own):
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        if p.dim() > 1:
+            p.mul_(1 - 0.3 * group["lr"])
+        p.add_(g, alpha=-group["lr"])
+
+
+class ByFanIn(Own):
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        p.add_(g, alpha=-group["lr"] / (p.shape[-1] if p.dim() > 1 else 1))
+
+
+class ComparesRate(Own):
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        if group["lr"] > 0.05:
+            g = g.sign()
+        p.add_(g, alpha=-group["lr"])
+
+
+class BothWays(Own):
+    """Two branches that write different tensors, and one that only chooses a number."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["k"] = group.get("k", 0) + 1
+
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        if "v" not in state:
+            state["v"] = torch.zeros_like(p)
+        warm = group["k"] / 4 if group["k"] < 4 else 1.0
+        if group["k"] % 2 == 1:
+            state["v"].add_(g * g)
+        else:
+            p.addcdiv_(g, state["v"].sqrt().add_(1e-3), value=-group["lr"] * warm)
+
+
+class FromParameter(Own):
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        if not state:
+            state["z"] = p.clone()
+        state["z"].sub_(g, alpha=group["lr"])
+        p.lerp_(end=state["z"], weight=0.5)
+
+
+class ThroughData(Own):
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        g.data.add_(p.data, alpha=0.1)
+        p.data.add_(g, alpha=-group["lr"])
+
+
+class Late(Own):
+    def begin(self, group: dict[str, Any]) -> None:
+        group["step"] = group.get("step", 0) + 1
+
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        p.add_(g, alpha=-group["lr"] * max(0.1, 1 - group["step"] / 3))
+
+
+class CatchesZero(Own):
+    def begin(self, group: dict[str, Any]) -> None:
+        group["sum"] = group.get("sum", 0.0) + group["lr"]
+        try:
+            self.weight = group["lr"] / group["sum"]
+        except ZeroDivisionError:
+            self.weight = 0.0
+
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        p.sub_(g, alpha=0.1 * (1 + self.weight))
+
+
+class DividesByRate(Own):
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        p.sub_(g, alpha=0.01 / group["lr"])
+
+
+class Norm(Own):
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        p.sub_(g / g.norm(), alpha=group["lr"])
+
+
+class Noise(Own):
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        p.sub_(g + torch.randn_like(g), alpha=group["lr"])
+
+
+class History(Own):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.rates: list[float] = []
+
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        self.rates.append(group["lr"])
+        p.sub_(g, alpha=sum(self.rates))
+
+
+class Rows(Own):
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        p.sub_(g - g.flip(0), alpha=group["lr"])
+
+
+class ThroughFloat(Own):
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        p.sub_(g, alpha=float(group["lr"]))
+
+
+class KeepsList(Own):
+    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
+        state.setdefault("all", []).append(g.clone())
+        p.sub_(state["all"][0], alpha=group["lr"])
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def _rate(step: int) -> float:
+    return (0.0, 1.0, 0.4, 0.0, 2.0, 0.5, 0.3)[step % 7]
+
+
+def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def trained(build: Callable[[Any], optim.Optimizer], steps: int = 7) -> tuple[Any, Any, Any]:
+    """Weights by eager PyTorch, by us, and the `Sharded`, after as many steps with a rate that starts at zero."""
+    torch.manual_seed(1)
+    batches = [torch.randn(4, 6) for _ in range(steps)]
+    eager = _model()
+    optimizer = build(eager.parameters())
+    schedule = optim.lr_scheduler.LambdaLR(optimizer, _rate)
+    for batch in batches:
+        optimizer.zero_grad()
+        _loss(eager, batch).backward()
+        optimizer.step()
+        schedule.step()
+    model = _model()
+    optimizer = build(model.parameters())
+    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    schedule = optim.lr_scheduler.LambdaLR(optimizer, _rate)
+    for batch in batches:
+        sharded.step(batch)
+        schedule.step()
+    return eager.state_dict(), sharded.full_state_dict(), sharded
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        GroupCounter, AttributeCounter, Rebound, ByDim, ByFanIn, ComparesRate, BothWays, FromParameter, ThroughData,
+        Late, CatchesZero,
+    ],
+)  # fmt: skip
+def test_what_an_optimizers_code_may_do(kind: type[Own]) -> None:
+    theirs, ours, sharded = trained(kind)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-7)
+    assert sharded.captures == 1  # a rate that starts at zero, a counter and a branch compile nothing again
+
+
+def test_a_rate_at_which_the_optimizers_own_code_fails_is_an_error() -> None:
+    model = _model()
+    optimizer = DividesByRate(model.parameters())
+    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded.step(torch.ones(4, 6))
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(ValueError, match="DividesByRate divides by zero at a rate of 0"):
+        sharded.step(torch.ones(4, 6))
+
+
+def test_a_hyperparameter_that_changes_traces_again() -> None:
+    model = _model()
+    optimizer = GroupCounter(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["weight"] = 1.0
+    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded.step(torch.ones(4, 6))
+    optimizer.param_groups[0]["weight"] = 0.5
+    sharded.step(torch.ones(4, 6))
+    assert sharded.state.optimizer["group 0.step"] == 2
+
+
+def test_parameters_whose_shapes_are_asked_for_lie_in_buffers_of_their_rule() -> None:
+    _, _, sharded = trained(ByDim, steps=1)
+    ranks = {slot.name: (buffer.group, buffer.variant) for buffer in sharded.plan.buffers for slot in buffer.slots}
+    assert ranks["0.weight"] == ranks["2.weight"] != ranks["0.bias"] == ranks["2.bias"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Norm, "norm, which does not keep every element"),
+        (Noise, "randn_like"),
+        (History, "changes its attribute 'rates', a list"),
+        (Rows, "flip"),
+        (ThroughFloat, r"makes a Python number \(float\)"),
+        (KeepsList, "state 'all' is a list"),
+    ],
+)
+def test_what_cannot_be_done_on_flat_shards_is_refused_by_name(kind: type[Own], reason: str) -> None:
+    model = _model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"{kind.__name__} is not supported: .*{reason}"):
+        compile_sharded(model, kind(model.parameters()), loss=_loss, policy=EAGER)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_rule_that_differs_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial compares with the optimizer itself, so whatever the tracing gets wrong is found."""
+    before = rules.trace
+
+    def forgets_the_decay(*args: Any) -> Any:
+        found = before(*args)
+        for node in found.graph.find_nodes(op="call_function", target=torch.ops.aten.mul_.Tensor):
+            found.graph.erase_node(node)
+        return found
+
+    monkeypatch.setattr(rules, "trace", forgets_the_decay)
+    monkeypatch.setattr(rules, "_VERDICTS", {})
+    with pytest.raises(ValueError, match=r"ByDim is not supported: on flat shards .* at step \d+ \(lr .*\) an element"):
+        make_rules(ByDim([nn.Parameter(torch.randn(3, 2))]))
+
+
+def test_the_users_optimizer_is_left_as_it_was() -> None:
+    for kind in (GroupCounter, AttributeCounter, Rebound, BothWays):
+        optimizer = kind([nn.Parameter(torch.ones(3))])
+        make_rules(optimizer)
+        assert optimizer.count == 0 and not optimizer.state
+        assert set(optimizer.param_groups[0]) == {"params", "lr"}
+        assert torch.equal(optimizer.param_groups[0]["params"][0], torch.ones(3))
+
+
+def test_two_traces_that_begin_differently_are_not_joined() -> None:
+    def graph(number: float) -> fx.Graph:
+        made = fx.Graph()
+        given = made.placeholder("parameter")
+        given.meta["val"] = torch.empty(())
+        way = made.call_function(torch.ops.aten.gt.Scalar, (given, number))
+        way.meta["val"] = torch.empty((), dtype=torch.bool)
+        made.output((way,))
+        return made
+
+    with pytest.raises(Refused, match="traced twice"):
+        merge(graph(1.0), graph(2.0), 0)
+    assert not list(merge(graph(1.0), graph(1.0), 0).output_node().args[0])
