@@ -44,6 +44,15 @@ def test_all_ranks_raise_and_go_on_as_if_the_call_had_not_been(results: dict[str
         assert one["unchanged"] and one["as if it had not been"] and one["seconds"] < SOON
 
 
+def test_four_ranks_of_which_three_fail_go_on_together() -> None:
+    """In two replicas; of those that fail at once, some hear of another before they raise their own."""
+    answers = [answer["result"] for answer in launch(WORKER, 4, "hsdp", timeout=150)["hsdp"]]
+    assert answers[0]["error"] == "RankError" and INDEX in answers[0]["message"]
+    for one in answers:
+        assert one["error"] in ("RankError", "IndexError") and one["seconds"] < SOON
+        assert one["unchanged"] and one["as if it had not been"]
+
+
 def test_a_microbatch_that_failed_is_told_at_the_end_of_its_row(results: dict[str, Any]) -> None:
     for case in ("microbatch_shards", "microbatch_full", "first_microbatch"):
         first, second = (answer["result"] for answer in results[case])

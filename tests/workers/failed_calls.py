@@ -127,8 +127,10 @@ def during(shard: str, lower: str = "eager", bad: Callable[[], Any] = bad_words,
 
 
 def hsdp() -> dict[str, Any]:
-    """Rank 1 is on the replicate axis."""
-    return during("zero3", mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    """Two replicas, of one rank each or, with four ranks, of two."""
+    return during(
+        "zero3", mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    )
 
 
 def memory() -> dict[str, Any]:
