@@ -32,6 +32,7 @@ from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError, unwritable
 from fsdp_compiled.capture.aot_cache import traced
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
+from fsdp_compiled.capture.guards import Guards, Recorder
 from fsdp_compiled.capture.mutations import Mutations
 from fsdp_compiled.capture.next_call import Meaning
 from fsdp_compiled.capture.random_calls import refused, seeding
@@ -61,9 +62,10 @@ class Capture:
     """A captured program, the tensors it closes over, and how its outputs make what the user's function returned."""
 
     program: Program
-    constants: Mapping[str, torch.Tensor]
+    constants: dict[str, torch.Tensor]
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]  # a `Port` for each tensor that the function returned, other values as they are
+    guards: Guards
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -104,11 +106,20 @@ def _own(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
 
 
-def _apart(value: Any) -> Any:
-    """The same tensors as nodes of the trace: `requires_grad_` is traced for those alone, not for its inputs."""
-    return pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor.detach() if tensor.is_floating_point() else tensor, value
-    )
+def _apart(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The same tensors as nodes of the trace: `requires_grad_` is traced for those alone, not for its inputs.
+
+    One tensor that is given twice stays one, so that ``x is y`` is what it is in eager PyTorch.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    apart: list[Any] = []
+    for place, leaf in enumerate(leaves):
+        first = next((other for other in range(place) if leaves[other] is leaf), None)
+        if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.requires_grad:
+            apart.append(leaf)
+        else:
+            apart.append(apart[first] if first is not None else leaf.detach())
+    return pytree.tree_unflatten(apart, spec)
 
 
 def batch_tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -133,11 +144,11 @@ def capture(
     off them. ``ambient``: the modes to trace under, where they are not those of the moment. Raises `CaptureError` with
     the user's line and the cure.
     """
-    objective = _Objective(model, loss)
+    objective = _Objective(inside(model), loss)
 
     def function(named: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = dict(named)
-        result = torch.func.functional_call(objective, now, _apart(args), _apart(kwargs), tie_weights=False)
+        result = torch.func.functional_call(objective, now, *_apart(args, kwargs), tie_weights=False)
         replaced = {name: _own(now[name]) for name in named if now[name] is not named[name]}
         if not gradient:
             return _own(result), None, False, replaced
@@ -154,11 +165,16 @@ def capture(
         fresh = types.FunctionType(
             function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
         )
-        compiled = torch.compile(fresh, backend=made.backend, fullgraph=True, dynamic=False)
+        recorder = Recorder(objective.model)
+        options = {"guard_filter_fn": recorder.keep}
+        compiled = torch.compile(fresh, backend=made.backend, fullgraph=True, dynamic=False, options=options)
         named = {f"model.{name}": made.tensors[name] for name in _places(objective.model) if name in made.tensors}
         try:
             with torch.compiler.config.patch(unbacked_sources=",".join(symbolic)):
                 value, aux, pair, replaced = compiled(named, args, dict(kwargs))
+            scope = dict(zip(fresh.__code__.co_freevars, (cell.cell_contents for cell in fresh.__closure__ or ())))
+            recorder.code = made.code
+            made.guards = recorder.guards(fresh.__code__, scope, made.sources)
             made.left = Leftovers(made.mutations, made.closed, {id(result) for result in made.results})
             made.flat, made.spec = pytree.tree_flatten((value, aux) if gradient and pair else value)
             made.outputs = _output_ports(made, named, value, made.flat, replaced, made.left.state, gradient)
@@ -184,7 +200,8 @@ def capture(
             made.left.tell(model, made.tables())
         program = made.program()
     leaves = tuple(made.outputs.get(id(leaf), leaf) for leaf in made.flat)
-    return Capture(program, made.constants, made.spec, leaves)
+    made.results.clear()  # Dynamo's code, which the guards keep, holds the function that returned them
+    return Capture(program, made.constants, made.spec, leaves, made.guards)
 
 
 def _check_next(made: _Trace, trace: Callable[[Collection[str]], _Trace]) -> None:
@@ -260,6 +277,7 @@ class _Trace:
     """One run of Dynamo, and then of AOTAutograd on what is kept of it."""
 
     mutations: Mutations
+    guards: Guards
     left: Leftovers
     flat: list[Any]  # what the function returned, and its structure
     spec: pytree.TreeSpec
@@ -276,6 +294,8 @@ class _Trace:
                 self.ports.setdefault(id(tensor), Port("in", kind, name))
         self.constants: dict[str, torch.Tensor] = {}
         self.closed: dict[int, str] = {}  # the tensors that the function closes over, by identity
+        self.sources: dict[str, tuple[torch.Tensor, Any]] = {}  # the same by name, with where Dynamo found them
+        self.code: set[types.CodeType] = set()
         self.results: list[Any] = []
         self.module: fx.GraphModule | None = None
 
@@ -290,8 +310,9 @@ class _Trace:
         self.mutations = Mutations()
         self.module, self.inputs, self.results = module, inputs, results
         self.context = TracingContext.try_get()
+        self.code = set(TracingContext.get_traced_code() or ())
         self.given = self._input_ports(module, inputs)
-        return lambda *_: tuple(results)
+        return lambda *_: tuple(self.results)
 
     def undo(self) -> None:
         """Python objects are as they were before."""
@@ -360,6 +381,7 @@ class _Trace:
                     port = Port("in", "constant", _source(node))
                     self.constants[port.name] = value.detach()
                     self.closed[id(value)] = port.name
+                    self.sources[port.name] = value, node.meta["grapharg"].source
                 else:
                     raise CaptureError(
                         f"{node.name} is a {type(value).__name__} that varies from call to call. Pass numbers that "
@@ -390,6 +412,7 @@ def _dynamo() -> Iterator[None]:
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     wanted = {"allow_rnn": True, "trace_autograd_ops": True, "ignore_logging_functions": speech(), "disable": False}
+    wanted["skip_nnmodule_hook_guards"] = False
     try:
         with torch.compiler.set_stance("default"), torch._dynamo.config.patch(wanted), refused():
             yield
@@ -486,9 +509,14 @@ def capture_on(
                 f"{'batch' if place.startswith('[') else 'buffer '}{place} is a {kind} tensor, which cannot be traced. "
                 "Pass the dense tensors that it is made of (values, indices, lengths)."
             )
-    fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda tensor: _example(mode, tensor, sizes or {}, hints or {}), (args, dict(kwargs))
-    )
+    examples: dict[int, torch.Tensor] = {}  # one for a tensor that is given twice
+
+    def example(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in examples:
+            examples[id(tensor)] = _example(mode, tensor, sizes or {}, hints or {})
+        return examples[id(tensor)]
+
+    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, example, (args, dict(kwargs)))
     tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()})
     with _casting(inside(model), plan.policy.precision), synchronised(plan.axes):
         return capture(model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, ambient=ambient)
@@ -502,7 +530,7 @@ def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Si
     fake = fake_tensor(mode, shape, stride, tensor.dtype, tensor.device)
     for dim in dims:
         torch._dynamo.maybe_mark_dynamic(fake, dim)
-    return fake
+    return fake.requires_grad_(tensor.requires_grad)
 
 
 @contextlib.contextmanager

@@ -62,6 +62,13 @@ class Compiled:
             name: torch.zeros(value.shape, dtype=value.dtype, device=value.device) for name, value in wanted.items()
         }
 
+    def read_closed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """These are read from now on in the place of those that the program closed over."""
+        if tensors:
+            self.capture.guards.closed.adopt(tensors)
+            self.capture.constants.update({name: tensor.detach() for name, tensor in tensors.items()})
+            self.binding.forget()
+
     def constants(self, state: State) -> Mapping[str, torch.Tensor]:
         """The tensors that the program closes over; those that it writes live in the state from then on."""
         written = self.capture.written

@@ -11,17 +11,14 @@ put into the state is the one that is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.program import Port
 
 Holders = Callable[[], Mapping[str, Mapping[str, Any]]]
-training = attrgetter("training")
 
 
 class Binding:
@@ -48,6 +45,10 @@ class Binding:
         self._leaves.clear()
         return found
 
+    def forget(self) -> None:
+        """Who holds the inputs is asked again."""
+        self._bound = None
+
     def _pair(self, holders: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[Any, Any]]:
         sizes = iter(range(len(self._sizes)))
         for port in self._ports:
@@ -71,6 +72,7 @@ def flatten(batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Sequence[Any
     return pytree.tree_flatten((batch, named))
 
 
-def modes(modules: Iterable[nn.Module]) -> tuple[bool, ...]:
-    """Which modules are in train mode."""
-    return tuple(map(training, modules))
+def same_tensors(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Empty where all are different objects; else, for each, the first that is the same object."""
+    found = list(map(id, tensors))
+    return () if len(set(found)) == len(found) else tuple(map(found.index, found))

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 
@@ -39,8 +39,10 @@ from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import Compiled, Kind, build, check_devices, counting, label_of, plain, rows_of
-from fsdp_compiled.runtime.input_binding import flatten, modes
+from fsdp_compiled.runtime.input_binding import flatten, same_tensors
+from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.rng import RandomNumbers
+from fsdp_compiled.runtime.state import State
 from fsdp_compiled.runtime.taken_model import Taken
 
 T = TypeVar("T")
@@ -50,6 +52,14 @@ CALLS: dict[Kind, str] = {
 }  # fmt: skip
 COUNT = Port("in", "count", "updates")  # the number of updates, which is no part of the program
 log = logging.getLogger("fsdp_compiled")
+
+
+class Changed(NamedTuple):
+    """Why a program is not for a call."""
+
+    label: str  # in few words that are the same on every rank where the same has changed
+    reason: str
+    quiet: bool = False  # whether it is what one does all the time
 
 
 @dataclass
@@ -65,8 +75,10 @@ class Request:
     ambient: Ambient  # the modes of the caller
     key: tuple[Any, ...]
     compiled: Compiled | None
-    unfit: Sequence[str]  # why the programs of this shape that there are will not do
+    changed: Sequence[Changed]  # why the programs of this shape that there are will not do
     label: str
+    closed: Mapping[str, torch.Tensor]  # tensors that the program closes over and that are others now
+    buffers: Mapping[str, torch.Tensor | None]  # of the model that are others now
 
 
 class Programs:
@@ -88,8 +100,10 @@ class Programs:
         self.replays = Replays(make_device(plan.device, graphs), graphs)
         self._taken, self._loss, self._plan, self._mesh, self._calls = taken, loss, plan, mesh, calls
         self._random = random
-        self._modules = list(taken.model.modules())
-        self._kept: dict[tuple[Any, ...], Compiled] = {}  # the last is the one used last
+        self._buffers = ModuleBuffers(taken.model, plan.device)
+        self._kept: dict[int, Compiled] = {}  # by number; the last is the one used last
+        self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
+        self._written: dict[str, torch.Tensor] = {}  # closed-over tensors that programs write, as they were last seen
         self._revision = 0  # of the rules
         self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
         self._evicted = 0
@@ -115,7 +129,9 @@ class Programs:
         """Drops the programs that update: the optimizer has other rules."""
         self.rules = tuple(rules)
         self._revision += 1
-        self._kept = {key: compiled for key, compiled in self._kept.items() if not compiled.updates}
+        for compiled in self.kept:
+            if compiled.updates:
+                self._drop(compiled.number)
 
     def find(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Request:
         """The call and its program, if it is kept; raises ``ValueError`` for a call that no program can be made for."""
@@ -126,15 +142,23 @@ class Programs:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         sizes = sizes_of(policy.moving, tensors)
         described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
+        differentiable = tuple(tensor.requires_grad for tensor in tensors)
+        if kind != "forward" and any(differentiable):
+            raise ValueError(_differentiable(batch_tensors(batch, named)))
         rows = rows_of(tensors) if policy.weigh == "rows" else 0
-        key = (kind, described, spec, modes(self._modules), around)
-        why: list[str] = []
-        while (compiled := self._kept.get((*key, len(why)))) and sizes:
-            if (reason := self._unfit(compiled, batch, named, sizes)) is None:
-                break
-            why.append(reason)
-        label = compiled.label if compiled is not None else self._label(kind, batch, named, sizes, why, around)
-        return Request(kind, batch, named, leaves, sizes, rows, around, (*key, len(why)), compiled, why, label)
+        buffers = self._buffers.replaced()
+        key = (kind, described, spec, same_tensors(tensors), differentiable, around, self._buffers.layout)
+        for compiled in self._variants.get(key, ()):
+            if compiled.capture.guards.hold() and not (sizes and self._unfit(compiled, batch, named, sizes)):
+                closed = compiled.capture.guards.closed.moved()
+                if closed is not None:
+                    found = (compiled, (), compiled.label, closed, buffers)
+                    return Request(kind, batch, named, leaves, sizes, rows, around, key, *found)
+        buffers = {**buffers, **self._buffers.scan()}
+        key = (*key[:-1], self._buffers.layout)
+        changed = [self._change(compiled, batch, named, sizes) for compiled in self._oldest_first(key)]
+        label = self._label(kind, batch, named, sizes, changed, around)
+        return Request(kind, batch, named, leaves, sizes, rows, around, key, None, changed, label, {}, buffers)
 
     def get(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Compiled:
         """The program that was found, or one that is compiled now; ``buffers`` are the model's, as the state has them.
@@ -143,19 +167,37 @@ class Programs:
         """
         compiled = request.compiled
         if compiled is None:
-            if request.unfit and self._mesh.rank == 0:
-                log.warning("Policy.dynamic: the model or the loss asks for certain sizes; compiling %s", request.label)
+            if request.changed and self._mesh.rank == 0:
+                change = request.changed[-1]
+                log.log(
+                    logging.INFO if change.quiet else logging.WARNING, "%s; compiling %s", change.reason, request.label
+                )
             with _no_collection(), ambient.left():
                 compiled = self._compile(request, buffers)
         else:
             self._calls.post(compiled.label, compiled.wire)
-            del self._kept[request.key]
-        self._kept[request.key] = compiled
+            del self._kept[compiled.number]
+        self._kept[compiled.number] = compiled
+        variants = self._variants.setdefault(request.key, [])
+        if not variants or variants[0] is not compiled:
+            variants[:] = [compiled, *(other for other in variants if other is not compiled)]
         return compiled
 
     def running(self, label: str, wire: str) -> Compiled | None:
         """The program of a call that another rank has posted."""
         return next((one for one in self._kept.values() if (one.label, one.wire) == (label, wire)), None)
+
+    def read_closed(self, compiled: Compiled, request: Request, state: State) -> None:
+        """Closed-over tensors that have taken others' places are the program's inputs from now on."""
+        if not request.closed and request.compiled is not None:
+            return
+        compiled.read_closed(request.closed)
+        now = compiled.capture.guards.closed.tensors
+        for name in compiled.capture.written:
+            if name in now and self._written.get(name) is not now[name]:
+                if name in self._written:
+                    state.constants[name] = now[name].detach()
+                self._written[name] = now[name]
 
     def meet(self, label: str) -> None:
         """What is rare and collective (to compile, to collect the model): all ranks do it, or none."""
@@ -163,6 +205,24 @@ class Programs:
         self._calls.meet(label)
 
     # Which program it is.
+
+    def _oldest_first(self, key: tuple[Any, ...]) -> list[Compiled]:
+        """The programs of calls that look like this, in the same order on every rank."""
+        return sorted(self._variants.get(key, ()), key=lambda compiled: compiled.number)
+
+    def _change(self, compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> Changed:
+        """Why this program is not for this call."""
+        guards = compiled.capture.guards
+        if (broken := guards.broken()) is not None:
+            what, reason = broken
+            return Changed(
+                f", after {what} changed", f"{compiled.label} relies on {reason}", what.endswith(".training")
+            )
+        if (name := guards.closed.odd()) is not None:
+            reason = f"{compiled.label} relies on the shape, dtype, strides and sharing of {name}, which are others now"
+            return Changed(f", after {name} changed", reason)
+        reason = self._unfit(compiled, batch, named, sizes) or "its sizes"
+        return Changed(f", instead of {reason}", "Policy.dynamic: the model or the loss asks for certain sizes")
 
     def _unfit(self, compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> str | None:
         """Why this program is not for a batch of these sizes."""
@@ -180,21 +240,27 @@ class Programs:
         batch: tuple[Any, ...],
         named: dict[str, Any],
         sizes: Sizes,
-        why: Sequence[str],
+        changed: Sequence[Changed],
         around: Ambient,
     ) -> str:
         label = label_of(kind, batch, named, sizes) + self._version(batch, named) + str(around)
-        return label + "".join(f", instead of {reason}" for reason in why)
+        label += "".join(dict.fromkeys(change.label for change in changed))
+        return f"{label} ({self.captures + 1})" if label in self.labels else label
 
     def _version(self, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
         """What else a program depends on and ranks may differ in: strides, train or eval, and the rules."""
-        modes = "".join("01"[module.training] for module in self._modules)
-        tensors = batch_tensors(batch, named).items()
-        strides = [f", {name} has strides {t.stride()}" for name, t in tensors if not t.is_contiguous()]
+        modes = "".join("01"[module.training] for module in self._taken.model.modules())
+        tensors = batch_tensors(batch, named)
+        strides = [f", {name} has strides {t.stride()}" for name, t in tensors.items() if not t.is_contiguous()]
+        strides += [f", {name} requires a gradient" for name, t in tensors.items() if t.requires_grad]
+        first: dict[int, str] = {}
+        same = [f", {name} is {first[id(t)]}" for name, t in tensors.items() if first.setdefault(id(t), name) != name]
         training = "" if self._taken.model.training else ", eval mode"
         detail = "" if len(set(modes)) == 1 else f" of some modules ({hashlib.sha256(modes.encode()).hexdigest()[:8]})"
         changed = f", hyperparameters changed {self._revision} times" if self._revision else ""
-        return "".join(strides) + training + detail + changed
+        buffers = self._buffers.layout
+        other = f", with buffers of other shapes ({buffers})" if buffers != self._buffers.first else ""
+        return "".join(strides) + "".join(same) + training + detail + changed + other
 
     # How it is made.
 
@@ -289,12 +355,18 @@ class Programs:
         if len(self._kept) < self._plan.policy.programs:
             return
         # Ranks that had a failed call in between may have another order of use, but they have the same programs.
-        number = exchange(next(iter(self._kept.values())).number, self._mesh)[0]
-        key = next(key for key, compiled in self._kept.items() if compiled.number == number)
-        evicted = self._kept.pop(key)
+        evicted = self._drop(exchange(next(iter(self._kept)), self._mesh)[0])
         self._evicted += 1
         if self._mesh.rank == 0:
             log.warning("%s", _full(self._plan.policy.programs, label, evicted.label, self.labels, self._evicted))
+
+    def _drop(self, number: int) -> Compiled:
+        dropped = self._kept.pop(number)
+        for key, variants in list(self._variants.items()):
+            self._variants[key] = [compiled for compiled in variants if compiled is not dropped]
+            if not self._variants[key]:
+                del self._variants[key]
+        return dropped
 
     def _say_idle(self, compiled: Compiled) -> None:
         """Names the parameters that the loss does not reach, each once."""
@@ -313,6 +385,15 @@ class Programs:
             failure = error
         agree(self._mesh, "The program", text(made[0]) if made else "", failure)
         return made[0]
+
+
+def _differentiable(batch: Mapping[str, torch.Tensor]) -> str:
+    name = next(name for name, tensor in batch.items() if tensor.requires_grad)
+    return (
+        f"batch{name} requires a gradient. A program gives gradients to the model's parameters alone, so what made "
+        "this tensor would not be trained: make it part of the model or the loss; or pass tensor.detach(). A loss that "
+        "differentiates by its inputs calls requires_grad_() itself."
+    )
 
 
 @contextmanager

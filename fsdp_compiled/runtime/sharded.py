@@ -296,9 +296,13 @@ class Sharded:
 
     def _execute(self, request: Request, state: State) -> tuple[Compiled, dict[Port, torch.Tensor]]:
         kind, batch, named = request.kind, request.batch, request.named
+        for name, tensor in request.buffers.items():
+            for holder in {id(one): one for one in (state.buffers, self._state.buffers)}.values():
+                holder.pop(name, None) if tensor is None else holder.update({name: tensor})
         if self._joined is not None:
             self._joined.announce(kind, request.label, (batch, named), self._rates.values, request.ambient)
         compiled = self._programs.get(request, self._state.buffers)
+        self._programs.read_closed(compiled, request, state)
         ran = False
         try:
             given = self._bind(compiled, state, request)

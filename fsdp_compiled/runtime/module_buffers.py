@@ -1,0 +1,83 @@
+"""The model's buffers, as they hang in its modules now: a replaced one is read as it is.
+
+    model.norm.running_mean = torch.zeros(8)        # the state's "norm.running_mean" is that tensor from the next call
+
+The state holds the tensors that programs read and write; modules hold the same ones. Whoever replaces a module's tensor
+(by assignment, `register_buffer` or `setattr`) means the state's too. They are compared by identity at every call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class ModuleBuffers:
+    """Where buffers hang, and what hung there at the last call."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._names: list[str] = []
+        self._holders: list[dict[str, torch.Tensor | None]] = []
+        self._keys: list[str] = []
+        self._seen: list[torch.Tensor | None] = []
+        self.scan()
+        self.first = self.layout
+
+    def scan(self) -> dict[str, torch.Tensor | None]:
+        """Looks for buffers that were registered or deleted; what they are now, by name, None where one is gone."""
+        before = dict(zip(self._names, self._seen, strict=True))
+        places = [
+            (f"{path}.{name}".lstrip("."), module._buffers, name)
+            for path, module in self._model.named_modules(remove_duplicate=False)
+            for name in module._buffers
+        ]
+        self._names = [name for name, _, _ in places]
+        self._holders = [holder for _, holder, _ in places]
+        self._keys = [key for _, _, key in places]
+        self._seen = [self._own(*place) for place in places]
+        self.layout = self._layout()
+        now = dict(zip(self._names, self._seen, strict=True))
+        found = {name: tensor for name, tensor in now.items() if before.get(name) is not tensor}
+        return found | dict.fromkeys(before.keys() - now.keys())
+
+    def replaced(self) -> Mapping[str, torch.Tensor | None]:
+        """Those that are other tensors than at the last call."""
+        now = map(dict.get, self._holders, self._keys)
+        return {} if all(map(is_, now, self._seen)) else self.scan()
+
+    def _own(self, name: str, holder: dict[str, Any], key: str) -> torch.Tensor | None:
+        """The tensor that hangs there, as a program can write to it."""
+        tensor = holder[key]
+        if tensor is None:
+            return None
+        if tensor.device != self._device:
+            raise ValueError(
+                f"The buffer {name} was replaced by a tensor on {tensor.device}, but the model's shards are on "
+                f"{self._device}. Move it: tensor.to({str(self._device)!r})."
+            )
+        if tensor.requires_grad:
+            raise ValueError(
+                f"The buffer {name} was replaced by a tensor that requires a gradient, which no program gives it. "
+                "Detach it: tensor.detach()."
+            )
+        if not tensor.is_contiguous():
+            holder[key] = tensor = tensor.clone(memory_format=torch.contiguous_format)
+        return tensor
+
+    def _layout(self) -> str:
+        """Equal where programs that read these buffers are the same."""
+        first: dict[int, int] = {}
+        said = [
+            (
+                name,
+                None if tensor is None else (tuple(tensor.shape), str(tensor.dtype), first.setdefault(id(tensor), i)),
+            )
+            for i, (name, tensor) in enumerate(zip(self._names, self._seen, strict=True))
+        ]
+        return hashlib.sha256(repr(said).encode()).hexdigest()[:8]
