@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compiled.cli.machine import hardware, versions
-from fsdp_compiled.lower.exchange import add_up
-from fsdp_compiled.lower.onednn_products import product
+from fsdp_compiled.lower.fusions.exchange import combine
+from fsdp_compiled.lower.fusions.onednn_products import product
 
 SHAPES = ((32, 64, 256), (128, 256, 256), (512, 256, 1024), (2048, 512, 512))  # rows, inner, columns
 SIZES = (0.5, 2, 8, 32)  # MiB of a whole buffer
@@ -75,7 +75,7 @@ def reductions() -> list[dict[str, Any]]:
 
         def exchanged() -> torch.Tensor:
             rows = c10d.all_to_all_single(whole, slices, slices, group.group_name)  # noqa: B023
-            return add_up(c10d.wait_tensor(rows), world, "avg")
+            return combine(c10d.wait_tensor(rows), world, "avg")
 
         torch.testing.assert_close(exchanged(), reduced())
         found.append({"mib": mib, **medians({"reduce_scatter": reduced, "exchange": exchanged}, together=True)})

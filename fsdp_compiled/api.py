@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from fsdp_compiled.capture.ambient import outside
 from fsdp_compiled.capture.sync_batchnorm import check_norms
 from fsdp_compiled.distributed.mesh import Mesh, agree, join
+from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
 from fsdp_compiled.plan.plan import Plan, make_plan
@@ -151,6 +152,7 @@ def _check(
         raise ValueError(f"The model's parameters are on several devices ({', '.join(devices)}); move them to one.")
     if odd := next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None):
         raise ValueError(f"{odd} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
+    check_names((policy or Policy()).without)
     check_norms(model, policy or Policy())
     check_hooks(model)
     check_initializable(model, init)

@@ -158,6 +158,10 @@ class Policy:
         backward each read four and write two less. ``"auto"``: where ``kernels`` are, whose update writes them on the
         way. Not with ``offload``. Whoever writes a shard between steps, other than with PyTorch's operators, says so
         with ``torch.autograd.graph.increment_version``.
+    without
+        Names of fusions to leave out, such as ``("exchange",)``, or ``"all"``: what remains are ATen's operators and
+        plain collectives. `fsdp_compiled.lower.fusions` lists them. Fusions make a step faster and mean the same: two
+        policies that differ in them agree to the last bits that another order of rounding leaves.
     programs
         How many compiled programs are kept: each kind of call (a step, forward, ...) on each shape of batch is one.
         Past it, the program that was used the longest time ago is dropped, which is said. Nothing falls back to
@@ -183,6 +187,7 @@ class Policy:
     dynamic: bool | tuple[int, ...] = False
     kernels: bool | Literal["auto"] = "auto"
     copies: bool | Literal["auto"] = "auto"
+    without: tuple[str, ...] | Literal["all"] = ()
     programs: int = 16
 
     def __post_init__(self) -> None:
@@ -204,6 +209,13 @@ class Policy:
             raise ValueError(
                 f"Policy.dynamic is {self.dynamic!r}; expected True, False, or dims counted from the front, such as "
                 "(0, 1)."
+            )
+        if self.without != "all" and not (
+            isinstance(self.without, tuple) and all(isinstance(name, str) for name in self.without)
+        ):
+            raise ValueError(
+                f'Policy.without is {self.without!r}; expected a tuple of names of fusions, ("exchange",) for one, or '
+                '"all".'
             )
         if not isinstance(self.programs, int) or isinstance(self.programs, bool) or self.programs < 1:
             raise ValueError(f"Policy.programs is {self.programs!r}; expected a whole number, 1 or more.")

@@ -50,6 +50,8 @@ def _arguments(like: Like, device: torch.device) -> tuple[list[Any], dict[str, A
     """The same in every call, on memory of its own."""
     generator = torch.Generator().manual_seed(0)
     lists = dict(like.lists)
+    if like.name == "flatten_":  # a call may have none but what is there already
+        lists.setdefault("gradients", (dict(like.scalars)["flat"],))
     schema = getattr(torch.ops.fsdp_compiled, like.name.partition(".")[0])
     overload = getattr(schema, like.name.partition(".")[2] or "default")
     found: list[Any] = []

@@ -25,6 +25,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_compiled.capture.dynamo import batch_tensors, capture_on
 from fsdp_compiled.distributed.mesh import Mesh, join
 from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, Port, Program
+from fsdp_compiled.lower.backends import Backends
+from fsdp_compiled.lower.fusions import Target, chosen
 from fsdp_compiled.lower.lowering import lower
 from fsdp_compiled.optim.groups import hyper
 from fsdp_compiled.optim.rule import Rule
@@ -133,14 +135,16 @@ def captured(rank: Rank, loss: Loss | None, batch: Batch, kind: str = "step") ->
 
 
 def passes(rank: Rank, kind: str = "step") -> tuple[Pass, ...]:
-    """The passes that make this kind of program."""
-    return {
+    """The passes and fusions that make this kind of program."""
+    wanted = {
         "step": step(rank.rules),
         "last microbatch": step(rank.rules, accumulated=True),
         "microbatch": MICROBATCH,
         "gradient": GRADIENT,
         "forward": FORWARD,
     }[kind]
+    target = Target(rank.plan, rank.rules, kind in ("step", "last microbatch", "microbatch"), Backends())
+    return (*wanted, *chosen(target))
 
 
 def stages(

@@ -16,11 +16,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled import Plan, Policy, Sharded, compile_sharded
+from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark
+from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.lower import direct_gradients, lowering
-from fsdp_compiled.lower.direct_gradients import product_
+from fsdp_compiled.lower import fusions
+from fsdp_compiled.lower.backends import decided, this_host
+from fsdp_compiled.lower.fusions.direct_gradients import direct_gradients, product_, write
+from fsdp_compiled.lower.lowering import Lowering
 from tests.allocator import record
 
 aten = torch.ops.aten
@@ -80,11 +84,12 @@ def traced(function: Callable[..., Any], *given: Tensor, symbolic: bool = False)
         node.meta["mark"] = Mark("flatten", "unit", "buffer")
     for node in graph.nodes:
         node.meta.setdefault("val", None)
+        node.meta.setdefault("phase", "backward")
     return graph
 
 
 def counts(graph: fx.Graph) -> Counter[Any]:
-    direct_gradients.write(graph)
+    write(graph)
     graph.lint()
     return Counter(node.target for node in graph.nodes if node.op == "call_function")
 
@@ -210,31 +215,23 @@ def trained(how: dict[str, Any], calls: tuple[str, ...] = ("step",) * 3) -> tupl
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-@pytest.fixture
-def written(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many products each lowering writes to their place."""
-    found: list[int] = []
-    write = direct_gradients.write
+WITHOUT = {"without": ("direct_gradients",)}
 
-    def counted(graph: fx.Graph, blocks: Any = ()) -> None:
-        write(graph, blocks)
-        found.append(sum(node.target is product_ for node in graph.nodes))
 
-    monkeypatch.setattr(lowering.direct_gradients, "write", counted)
-    return found
+def written(sharded: Sharded) -> list[int]:
+    """How many products each program writes to their place, by what it prints."""
+    return [program.text().count("fsdp_compiled.product_(") for program in sharded.programs]
 
 
 @pytest.mark.parametrize(
     "how", [{}, {"precision": BF16}, {"bucket_mb": 0}, {"accumulate": "full"}, {"recompute": "unit"}]
 )
-def test_steps_are_bit_for_bit_those_without(
-    how: dict[str, Any], written: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_bit_for_bit_those_without(how: dict[str, Any]) -> None:
     calls = ("step", "accumulate", "step", "step")
-    mine, _ = trained(how, calls)
-    assert written == [9, 9, 9], "two of each feed, and of the experts, the head and the stem"
-    monkeypatch.setattr(lowering.direct_gradients, "write", lambda graph, blocks: None)
-    other, _ = trained(how, calls)
+    mine, sharded = trained(how, calls)
+    assert written(sharded) == [9, 9, 9], "two of each feed, and of the experts, the head and the stem"
+    other, sharded = trained(how | WITHOUT, calls)
+    assert written(sharded) == [0, 0, 0]
     for left, right in zip(mine, other, strict=True):
         assert torch.equal(left, right)
 
@@ -242,14 +239,14 @@ def test_steps_are_bit_for_bit_those_without(
 def test_at_another_place_the_steps_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     right, _ = trained({})
-    write = direct_gradients.write
 
-    def shifted(graph: fx.Graph, blocks: Any = ()) -> None:
-        write(graph, blocks)
-        node = next(node for node in graph.nodes if node.target is product_ and node.args[1] > 0)
+    def shifted(program: Program, plan: Plan) -> Program:
+        edit = Edit(direct_gradients(program, plan))
+        node = next(node for node in edit.graph.nodes if node.target is product_ and node.args[1] > 0)
         node.args = (node.args[0], node.args[1] - 24, *node.args[2:])
+        return edit.done("broken")
 
-    monkeypatch.setattr(lowering.direct_gradients, "write", shifted)
+    monkeypatch.setattr(fusions, "direct_gradients", shifted)
     wrong, _ = trained({})
     assert torch.equal(right[0], wrong[0]) and not torch.equal(right[1], wrong[1])
 
@@ -277,45 +274,36 @@ class Lenders(nn.Module):
         return right(left(x, right), left)
 
 
-def test_blocks_that_multiply_with_each_others_weights(written: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_multiply_with_each_others_weights() -> None:
     """One block's stretch of the buffer then lies within another's; each product still writes its own place alone."""
-    found = []
-    for on in (True, False):
-        if not on:
-            monkeypatch.setattr(lowering.direct_gradients, "write", lambda graph, blocks: None)
+    found, counted = [], []
+    for without in ({}, WITHOUT):
         torch.manual_seed(0)
         model = Lenders()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        policy = Policy(kernels=True, bucket_mb=0)
+        policy = Policy(kernels=True, bucket_mb=0, **without)
         sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=policy)
         rows = torch.randn(8, 24)
         found.append([*(sharded.step(rows + step) for step in range(3)), *sharded.full_state_dict().values()])
-    assert written == [6]
+        counted += written(sharded)
+    assert counted == [6, 0]
     for left, right in zip(*found, strict=True):
         assert torch.equal(left, right)
 
 
-def test_equal_blocks_stay_one_piece(written: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_blocks_stay_one_piece() -> None:
     pieces = []
-
-    class Seen(lowering.Lowering):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            pieces.append(len(self.pieces))
-
-    monkeypatch.setattr("fsdp_compiled.runtime.program_cache.Lowering", Seen)
-    trained({}, ("step",))
-    monkeypatch.setattr(lowering.direct_gradients, "write", lambda graph, blocks: None)
-    trained({}, ("step",))
-    assert written == [9] and pieces[0] == pieces[1]
+    for how in ({}, WITHOUT):
+        _, sharded = trained(how, ("step",))
+        lowering = Lowering(sharded.program, {}, "inductor", sharded.plan.blocks)
+        pieces.append(len(lowering.pieces))
+    assert pieces[0] == pieces[1]
 
 
-def test_a_gradient_is_not_in_memory_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_is_not_in_memory_twice() -> None:
     allocated = []
-    for on in (True, False):
-        if not on:
-            monkeypatch.setattr(lowering.direct_gradients, "write", lambda graph, blocks: None)
-        _, sharded = trained({})
+    for how in ({}, WITHOUT):
+        _, sharded = trained(how)
         with record() as recording:
             sharded.step(torch.randn(8, 24))
         allocated.append(sum(event.nbytes for event in recording.events if event.nbytes > 0))
@@ -323,9 +311,11 @@ def test_a_gradient_is_not_in_memory_twice(monkeypatch: pytest.MonkeyPatch) -> N
     assert products <= allocated[1] - allocated[0] < 1.1 * products
 
 
-def test_inductor_is_left_to_choose_kernels_where_it_is_told_to(written: list[int]) -> None:
+def test_inductor_is_left_to_choose_kernels_where_it_is_told_to() -> None:
     with torch._inductor.config.patch(max_autotune_gemm=True):
-        assert lowering.chooses_products()
-    assert not lowering.chooses_products()
-    trained({"lower": "eager"}, ("step",))
-    assert written == []
+        tuned = this_host()
+    assert tuned.tuned and not this_host().tuned
+    assert written(trained({"lower": "eager"}, ("step",))[1]) == [0]
+    plan = trained({}, ("step",))[1].plan
+    on, off = (fusions.chosen(fusions.Target(plan, (), True, decided([host], {}))) for host in (this_host(), tuned))
+    assert direct_gradients in on and direct_gradients not in off

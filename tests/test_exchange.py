@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_compiled.lower.exchange import add_up
+from fsdp_compiled.lower.fusions.exchange import combine
 from tests.launch import launch
 
 WORKER = Path(__file__).parent / "workers" / "exchange.py"
@@ -30,4 +30,4 @@ def test_an_exchange_and_a_sum_are_a_reduce_scatter(world: int) -> None:
 def test_slices_are_added_up(world: int, how: str) -> None:
     rows = torch.randn(world, 7)
     expected = rows.sum(0) if how == "sum" else rows.mean(0)
-    torch.testing.assert_close(add_up(rows.flatten(), world, how), expected)
+    torch.testing.assert_close(combine(rows.flatten(), world, how), expected)

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compiled import Plan, Policy, Program, ProgramError, compile_sharded
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import is_collective, role_of
-from fsdp_compiled.ir.program import FACTOR, LOSS
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.passes.check import check
@@ -159,7 +158,7 @@ def test_gradients_that_are_handed_out_are_those_of_the_loss_itself() -> None:
     policy = Policy(precision=FP16, loss_scale=2.0**8, bucket_mb=0, lower="eager")
     recipe = Recipe((Block("linear"), Block("transposed")), policy=policy)
     without, with_them = (run(recipe, kernels, "gradient", 1) for kernels in (False, True))
-    assert count(with_them.program, MEASURE) == 1 and FACTOR not in with_them.program.outputs
+    assert count(with_them.program, MEASURE) == 1
     for name, shards in without.gradients.items():
         for mine, other in zip(with_them.gradients[name], shards, strict=True):
             assert torch.equal(mine, other), name
@@ -244,14 +243,14 @@ def test_the_comparison_notices_a_broken_program(damage: Rewrite) -> None:
     assert error > WRONG
 
 
-def test_a_factor_that_no_update_applies_is_refused() -> None:
+def test_what_must_hold_of_a_program_must_hold_of_the_fused_one() -> None:
     found, plan = built(replace(CLIPPED, policy=replace(CLIPPED.policy, kernels=True)))
-    by_name = {program.history[-1]: program for program in found}
-    assert FACTOR in by_name["clip"].outputs and FACTOR not in by_name["update"].outputs
-    edit = Edit(by_name["update"])
-    edit.set_output(FACTOR, edit.outputs[LOSS])
-    with pytest.raises(ProgramError, match="the factor of the gradients leaves the step"):
-        check(replace(edit.done("broken"), history=by_name["update"].history), plan)
+    assert found[-1].history[-1] == "optimizer_update"
+    edit = Edit(found[-1])
+    (call,) = [node for node in edit.graph.nodes if node.target is ADAM]
+    edit.graph.erase_node(call)
+    with pytest.raises(ProgramError, match=r"the shard of .* is never updated"):
+        check(replace(edit.done("broken"), history=found[-1].history), plan)
 
 
 class _Mine(torch.optim.AdamW):
@@ -286,7 +285,7 @@ def test_an_optimizer_without_formula_is_traced_and_clipped() -> None:
         for _ in range(3):
             sharded.step(batch)
         weights.append(sharded.full_state_dict()["weight"])
-    assert torch.equal(*weights)
+    torch.testing.assert_close(*weights, rtol=1e-6, atol=0)  # the norm's sum is in another order
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])

@@ -1,9 +1,10 @@
-"""Matrix products by oneDNN: the same numbers, only where it is faster and allowed, and only in compiled steps."""
+"""Matrix products by oneDNN: the same numbers, by a rule that all ranks share, and only in compiled steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product as every
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.lower import onednn_products
-from fsdp_compiled.lower.onednn_products import product
+from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.lower.backends import Backends, Host, decided, favours_onednn, this_host, vendor
+from fsdp_compiled.lower.fusions.onednn_products import onednn_products, product
+from fsdp_compiled.runtime import program_cache
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not there")  # type: ignore[no-untyped-call]
 
@@ -23,10 +26,10 @@ aten = torch.ops.aten
 NAME = "fsdp_compiled_cpu::product"
 
 
-@pytest.fixture(autouse=True)
-def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine says, oneDNN is twice as fast."""
-    monkeypatch.setattr(onednn_products, "_gain", lambda: 2.0)
+def hosts(monkeypatch: pytest.MonkeyPatch, favours: bool) -> None:
+    """Makes this machine one that is better off with oneDNN, or one that is not."""
+    mine = this_host
+    monkeypatch.setattr(program_cache, "this_host", lambda: Host(mine().allowed, favours, mine().tuned))
 
 
 @contextmanager
@@ -74,11 +77,15 @@ def _chosen(function: Callable[..., Tensor], *inputs: Tensor, symbolic: bool = F
     graph: fx.Graph = make_fx(function, tracing_mode="symbolic" if symbolic else "fake")(*inputs).graph
     for node in graph.nodes:
         node.meta.setdefault("phase", "forward")
-    onednn_products.choose(graph)
-    graph.lint()
-    module = fx.GraphModule(nn.Module(), graph)
-    torch.testing.assert_close(module(*inputs), function(*inputs), rtol=1e-5, atol=1e-4)
-    return [node.target for node in graph.nodes if node.op == "call_function"]
+    graph.output_node().args = (list(graph.output_node().all_input_nodes),)
+    places = [Port("in", "batch", node.name) for node in graph.find_nodes(op="placeholder")]
+    before = Program(graph, (*places, Port("out", "result", "0")), ())
+    text = before.text()
+    program = onednn_products(before, None)  # type: ignore[arg-type]
+    assert before.text() == text
+    (found,) = fx.GraphModule(nn.Module(), program.graph)(*inputs)
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-5, atol=1e-4)
+    return [node.target for node in program.graph.nodes if node.op == "call_function"]
 
 
 def test_only_large_float32_products_of_known_size_are_changed() -> None:
@@ -93,44 +100,52 @@ def test_only_large_float32_products_of_known_size_are_changed() -> None:
     assert _chosen(scaled, bias, large, large) == [aten.addmm.default]
 
 
-def test_a_slower_library_and_a_forbidden_one_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    large = torch.randn(256, 256)
-    with forbidden():
-        assert _chosen(torch.mm, large, large) == [aten.mm.default]
-    monkeypatch.setattr(onednn_products, "_gain", lambda: 1.1)
-    assert _chosen(torch.mm, large, large) == [aten.mm.default]
+def test_the_rule() -> None:
+    """AMD's processors with AVX-512, where PyTorch's BLAS is MKL."""
+    vendors, capabilities = ("AuthenticAMD", "HygonGenuine", "GenuineIntel", ""), ("AVX512", "AVX2", "DEFAULT")
+    found = [given for given in every(vendors, capabilities, (True, False)) if favours_onednn(*given)]
+    assert found == [("AuthenticAMD", "AVX512", True), ("HygonGenuine", "AVX512", True)]
+    assert vendor() == vendor() and this_host() == this_host()
 
 
-def test_the_gain_is_the_ratio_of_the_least_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    clock = iter(
-        [reading for run in range(2 * onednn_products.RUNS) for reading in (0.0, 4.0 - (run == 3) - 2 * (run == 9))]
-    )
-    monkeypatch.setattr(onednn_products.time, "perf_counter", lambda: next(clock))
-    assert onednn_products._gain.__wrapped__() == 3.0 / 2.0
+def test_rank_0_decides_and_any_rank_forbids() -> None:
+    amd, intel, without = Host(True, True, False), Host(True, False, False), Host(False, True, False)
+    assert decided([amd, intel], {"shard": "gloo"}) == Backends(("shard",), onednn=True)
+    assert decided([intel, amd], {"shard": "nccl"}) == Backends()
+    assert decided([amd, without], {}) == Backends()
+    assert decided([amd, Host(True, True, tuned=True)], {}).tuned
 
 
-def _trained(lower: str) -> tuple[list[float], int]:
-    """The losses of some steps, and how many products of ours the last one took."""
+def _trained(lower: str, without: tuple[str, ...] = ()) -> tuple[list[float], int, int]:
+    """The losses of some steps, how many products of ours the last one took, and how many the program says."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256, bias=False), nn.GELU(), nn.Linear(256, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sharded = compile_sharded(
-        model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=Policy(lower=lower)
+        model,
+        optimizer,
+        loss=lambda model, x: model(x).square().mean(),
+        policy=Policy(lower=lower, without=without),
     )
     rows = torch.randn(256, 256)
     losses = [sharded.step(rows).item() for _ in range(4)]
     with torch.profiler.profile(acc_events=True) as profile:
         losses.append(sharded.step(rows).item())
-    return losses, sum(event.count for event in profile.key_averages() if event.key == NAME)
+    taken = sum(event.count for event in profile.key_averages() if event.key == NAME)
+    return losses, taken, sharded.program.text().count("product(")
 
 
-def test_a_compiled_step_takes_them_and_an_eager_one_does_not() -> None:
-    losses, taken = _trained("inductor")
-    eager, none = _trained("eager")
+def test_a_compiled_step_takes_them_and_an_eager_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts(monkeypatch, True)
+    losses, taken, printed = _trained("inductor")
+    eager, none, nothing = _trained("eager")
     assert (taken, none) == (5, 0)  # two products of forward; of backward, two of weights and one of activations
+    assert (printed, nothing) == (5, 0)
     assert losses == pytest.approx(eager, rel=1e-6)
     assert losses != pytest.approx([loss * 1.0001 for loss in eager], rel=1e-6)
     with forbidden():
-        same, none = _trained("inductor")
-    assert none == 0 and same == pytest.approx(eager, rel=1e-6)
+        same, none, nothing = _trained("inductor")
+    assert none == nothing == 0 and same == pytest.approx(eager, rel=1e-6)
+    assert _trained("inductor", without=("onednn_products",))[1:] == (0, 0)
+    hosts(monkeypatch, False)
+    assert _trained("inductor")[1:] == (0, 0)

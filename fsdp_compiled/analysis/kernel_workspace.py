@@ -42,7 +42,7 @@ def backend_of(device: torch.device) -> Backend:
 
 def keeps_input(node: fx.Node, backend: Backend) -> bool:
     """Whether the collective holds on to what it reads until it is waited for."""
-    if node.target in GATHERS:
+    if node.target in GATHERS or node.target is c10d.all_to_all_single.default:
         return backend != "fake"
     return node.target is c10d.reduce_scatter_tensor.default and backend == "nccl"
 

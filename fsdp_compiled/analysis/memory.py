@@ -281,7 +281,7 @@ class _Run:
             return "gathered"
         if role == "fetch":
             return "fetched"
-        if role in ("flatten", "reduce", "cast", "sum") or node in self.gradients:
+        if role in ("flatten", "reduce", "combine", "cast", "sum") or node in self.gradients:
             return "gradients"
         return {"forward": "activations", "backward": "backward", "update": "update"}[node.meta["phase"]]
 

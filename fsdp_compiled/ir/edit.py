@@ -173,6 +173,18 @@ class Edit:
                         parts[index].args = (fewer, place)
         self.sweep()
 
+    def hoist(self, node: fx.Node, before: fx.Node) -> None:
+        """Moves a node, with all that it is made of, up to before another: numbers that nothing in between changes."""
+        order = positions(self.graph)
+        found: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            source = stack.pop()
+            if source.op == "call_function" and source not in found and order[source] > order[before]:
+                found.add(source)
+                stack += source.all_input_nodes
+        self.move(sorted(found, key=order.__getitem__), before)
+
     def move(self, nodes: Iterable[fx.Node], before: fx.Node) -> None:
         """Moves nodes, in this order, to just before another."""
         for node in nodes:

@@ -29,6 +29,7 @@ Role = Literal[
     "scale",
     "sum",
     "update",
+    "combine",
     "fetch",
     "return",
 ]
@@ -38,11 +39,21 @@ DISAGREE = "the ranks run different programs"
 
 @dataclass(frozen=True)
 class Mark:
-    """The role of an inserted node."""
+    """The role of an inserted node, and what it is for, where fusions are to know: ``"factor"``, on a multiplication
+    of a whole gradient by one number, for one."""
 
     role: Role
     unit: str = ""
     buffer: str = ""
+    purpose: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.role}: {self.purpose}" if self.purpose else self.role
+
+
+def purpose_of(node: fx.Node) -> str:
+    mark: Mark | None = node.meta.get("mark")
+    return mark.purpose if mark else ""
 
 
 def role_of(node: fx.Node) -> str | None:

@@ -46,8 +46,6 @@ class Port:
 
 LOSS = Port("out", "loss", "0")
 NORM = Port("out", "norm", "gradient")
-FACTOR = Port("out", "factor", "gradient")  # what all gradients are still to be multiplied by; leaves no program
-SQUARES = Port("out", "squares", "gradient")  # the sum over this rank's gradients, float64; inside the pipeline alone
 OVERFLOW = Port("out", "overflow", "gradient")  # how many buffers' gradients are not finite; in the end, whether any
 WEIGHT = Port("out", "weight", "rows")  # how much this rank's batch counts, float64; inside the pipeline alone
 CALL = Port("in", "call", "number")  # which program this rank runs with which rates, float64
@@ -121,7 +119,7 @@ class Program:
                 for port, value in self.outputs.items():
                     yield f"return {port}: {value}"
             else:
-                yield f"    {node.name}: {describe(node)} = {call_text(node)}" + (f"  # {mark.role}" if mark else "")
+                yield f"    {node.name}: {describe(node)} = {call_text(node)}" + (f"  # {mark}" if mark else "")
 
     def __str__(self) -> str:
         from fsdp_compiled.ir.text import summary  # which reads programs; this one call shows one

@@ -17,11 +17,9 @@ import torch
 from torch import fx, nn
 
 from fsdp_compiled.ir.edit import copied
-from fsdp_compiled.ir.nodes import is_collective, is_random, origin, role_of
+from fsdp_compiled.ir.nodes import is_collective, is_random, origin
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.lower import direct_gradients, onednn_products
-from fsdp_compiled.lower.exchange import copy_exchanged
-from fsdp_compiled.lower.inductor import Call, chooses_products, compile_all
+from fsdp_compiled.lower.inductor import Call, compile_all
 from fsdp_compiled.lower.partition import Piece, segments
 
 Runner = Callable[..., Sequence[torch.Tensor]]
@@ -40,9 +38,8 @@ class Lowering:
     """A program on its way to a callable: cut, and put together again when its pieces are compiled.
 
     ``groups`` gives the name of the process group along each axis; ``how`` is ``Policy.lower``; ``blocks`` names the
-    submodules that may be alike; ``gloo``, the axes whose collectives are gloo's; ``bind`` gives a random
-    operator a generator to draw from. ``pieces``: what is to be compiled,
-    each distinct piece once, by key.
+    submodules that may be alike; ``bind`` gives a random operator a generator to draw from. ``pieces``: what is to be
+    compiled, each distinct piece once, by key.
     """
 
     def __init__(
@@ -51,16 +48,10 @@ class Lowering:
         groups: Mapping[str, str],
         how: str,
         blocks: Collection[str] = (),
-        gloo: Collection[str] = (),
         bind: Bind | None = None,
     ) -> None:
         self.bind = bind
-        self.exchanged = {groups[axis] for axis in gloo}
         self.graph = _bind_groups(program.graph, groups)
-        if how == "inductor":
-            onednn_products.choose(self.graph)
-            if not chooses_products():
-                direct_gradients.write(self.graph, blocks)
         self.segments = segments(self.graph, blocks) if how == "inductor" else None
         self.keys = {part: part.key() for part in self.segments or () if isinstance(part, Piece)}
         self.pieces = {key: piece for piece, key in reversed(self.keys.items())}
@@ -68,7 +59,6 @@ class Lowering:
     def runner(self, compiled: Mapping[str, Call]) -> Runner:
         """The program with a call of a compiled function in the place of each piece."""
         if self.segments is None:
-            _views_that_fit(self.graph)
             for node in self.graph.nodes:
                 self._bind_random(node, node)
             return fx.GraphModule(nn.Module(), self.graph).forward
@@ -84,7 +74,7 @@ class Lowering:
 
         for segment in self.segments:
             if isinstance(segment, fx.Node):
-                mapping[segment] = copy_exchanged(segment, result, value, self.exchanged)
+                mapping[segment] = result.node_copy(segment, value)
                 self._bind_random(segment, mapping[segment])
                 continue
             given = result.call_function(boxed, tuple(value(node) for node in segment.inputs))
@@ -104,17 +94,6 @@ class Lowering:
 def boxed(*values: torch.Tensor) -> list[torch.Tensor]:
     """The only reference to a piece's inputs, so that the piece can free each after its last use."""
     return list(values)
-
-
-def _views_that_fit(graph: fx.Graph) -> None:
-    """Views of values become reshapes, which copy where they must.
-
-    Kernels do not always lay their results out as the fake ones say (softplus_backward, for one, on a gradient that is
-    transposed), and a view that was traced on those may not exist of these.
-    """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        if role_of(node) is None:
-            node.target = torch.ops.aten.reshape.default
 
 
 def _bind_groups(source: fx.Graph, groups: Mapping[str, str]) -> fx.Graph:

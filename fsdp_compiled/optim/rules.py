@@ -29,7 +29,15 @@ from fsdp_compiled.optim.scalars import Forks
 from fsdp_compiled.optim.tracing import Subject, for_size, text_of, trace
 from fsdp_compiled.optim.trial import FACTORS, SHAPES, Trial
 from fsdp_compiled.optim.twin import (
-    Refused, attributes_of, fresh_of, has_stepped, named_state, plain_options, state_of, step_of, twin_of,
+    Refused,
+    attributes_of,
+    fresh_of,
+    has_stepped,
+    named_state,
+    plain_options,
+    state_of,
+    step_of,
+    twin_of,
 )  # fmt: skip
 
 CPU = torch.device("cpu")

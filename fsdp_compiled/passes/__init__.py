@@ -14,16 +14,15 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes.accumulate import add_up, average, clear
 from fsdp_compiled.passes.check import check
 from fsdp_compiled.passes.clip import clip
-from fsdp_compiled.passes.copies import copies
 from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.host_offload import offload
 from fsdp_compiled.passes.limit import limit
 from fsdp_compiled.passes.loss_scale import scale, skip, unscale
-from fsdp_compiled.passes.measure import measure, settle
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.reduce import reduce
 from fsdp_compiled.passes.rematerialize import remake
 from fsdp_compiled.passes.report import report
+from fsdp_compiled.passes.reshape import reshape
 from fsdp_compiled.passes.row_weights import share, weigh
 from fsdp_compiled.passes.schedule import schedule
 from fsdp_compiled.passes.update import update
@@ -38,24 +37,22 @@ ASKED: Mapping[Pass, Callable[[Plan], bool]] = {
     **dict.fromkeys((scale, unscale, skip), lambda plan: plan.policy.scaling is not None),
     remake: lambda plan: plan.policy.remakes,
     **dict.fromkeys((weigh, share), lambda plan: plan.policy.weigh == "rows"),
-    **dict.fromkeys((measure, settle), lambda plan: plan.kernels),
-    copies: lambda plan: plan.copy_bytes > 0,
     offload: lambda plan: plan.policy.offload,
 }
 
 WHEN: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is settled what runs
-END: tuple[Pass, ...] = (store, offload, *WHEN)
+END: tuple[Pass, ...] = (store, offload, reshape, *WHEN)
 FORWARD: tuple[Pass, ...] = (gather, *END)
 REDUCED: tuple[Pass, ...] = (scale, gather, reduce, remake, recompute, weigh)
-KNOWN: tuple[Pass, ...] = (unscale, measure, report, share)
-GRADIENT: tuple[Pass, ...] = (*REDUCED, *KNOWN, settle, *END)
-MICROBATCH: tuple[Pass, ...] = (*REDUCED, copies, add_up, *END)
+KNOWN: tuple[Pass, ...] = (unscale, report, share)
+GRADIENT: tuple[Pass, ...] = (*REDUCED, *KNOWN, *END)
+MICROBATCH: tuple[Pass, ...] = (*REDUCED, add_up, *END)
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
     means, cleared = ((average,), (clear,)) if accumulated else ((), ())
-    return (*REDUCED, copies, *means, *KNOWN, *cleared, clip, update(rules), skip, *END)
+    return (*REDUCED, *means, *KNOWN, *cleared, clip, update(rules), skip, *END)
 
 
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:

@@ -19,10 +19,9 @@
 
 Holding shards costs one reduction a microbatch and a shard of memory; holding full gradients costs the memory of the
 whole gradient on every rank and one reduction a step (DDP's and FSDP's ``no_sync``). How many microbatches there were
-is counted on the device, so that their number may change from step to step. With the package's own kernels all shards
-join their sums in one call, ``accumulate_([sum, ...], [gradient, ...])``; at the end it is `measure` that joins them,
-and the update that divides. Where ranks count by rows (see `row_weights`), rows are counted in the place of
-microbatches, and what is left to divide is divided when all ranks' rows are known.
+is counted on the device, so that their number may change from step to step. Where ranks count by rows (see
+`row_weights`), rows are counted in the place of microbatches, and what is left to divide is divided when all ranks'
+rows are known.
 """
 
 from __future__ import annotations
@@ -35,8 +34,6 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit, weighed
 from fsdp_compiled.ir.nodes import Mark, reduction
 from fsdp_compiled.ir.program import LOSS, WEIGHT, Port, Program
-from fsdp_compiled.kernels.operators import operators
-from fsdp_compiled.passes.pending import joined_before, multiply
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
@@ -47,18 +44,12 @@ Pass = Callable[[Program, Plan], Program]
 def add_up(program: Program, plan: Plan) -> Program:
     """Gradients join the sums, and the loss, this rank's own, joins its sum and leaves as it is."""
     edit = Edit(program)
-    shards: list[tuple[fx.Node, fx.Node]] = []
     for buffer, port, gradient in _gradients(edit, plan):
         start, total = _sum(edit, buffer, gradient, plan)
-        if plan.kernels and start is None:
-            shards.append((total, gradient))
-        else:
-            with edit.at(start or edit.end, "backward" if start else "update"):
-                edit.call(aten.add_.Tensor, total, start.all_input_nodes[0] if start else gradient, mark=_mark(buffer))
+        own = start.all_input_nodes[0] if start else gradient
+        with edit.at(start or edit.end, "backward" if start else "update"):
+            edit.call(aten.add_.Tensor, total, own, mark=_mark(buffer, "join"))
         edit.remove_output(port)
-    if shards:
-        with edit.at(edit.end, "update"):
-            edit.call(operators.accumulate_.default, *map(list, zip(*shards, strict=True)), mark=Mark("sum"))
     count, losses = _scalars(edit, plan)
     loss, rows, mark = edit.outputs[LOSS], edit.outputs.get(WEIGHT), Mark("sum")
     assert loss is not None
@@ -79,24 +70,20 @@ def average(program: Program, plan: Plan) -> Program:
     rows, mark = edit.outputs.get(WEIGHT), Mark("sum")
     with edit.at(edit.end, "update"):
         batches = edit.call(aten.add.Tensor, count, rows or 1, mark=mark)
-        if plan.kernels and not rows:
-            multiply(edit, edit.call(aten.reciprocal.default, batches, mark=mark), mark)
         own = weighed(edit, loss, rows, mark) if rows else loss
         mean = edit.call(aten.div.Tensor, edit.call(aten.add.Tensor, losses, own, mark=mark), batches, mark=mark)
         edit.set_output(LOSS, edit.call(aten._to_copy.default, mean, dtype=loss.meta["val"].dtype, mark=mark))
     for buffer, port, gradient in _gradients(edit, plan):
         start, total = _sum(edit, buffer, gradient, plan)
-        if plan.kernels and start is None:
-            continue  # `measure` will join them
         own = start.all_input_nodes[0] if start else gradient
         with edit.at(start or edit.end, "backward" if start else "update"):
-            joined = edit.call(aten.add.Tensor, own, total, mark=_mark(buffer))
+            joined = edit.call(aten.add.Tensor, own, total, mark=_mark(buffer, "join"))
         if start:
             start.replace_input_with(own, joined)
         with edit.at(edit.end, "update"):
             whole = gradient if start else joined
-            divided = whole if rows or plan.kernels else edit.call(aten.div.Tensor, whole, batches, mark=_mark(buffer))
-            edit.set_output(port, divided)
+            mean = whole if rows else edit.call(aten.div.Tensor, whole, batches, mark=_mark(buffer, "factor"))
+            edit.set_output(port, mean)
     if rows:
         edit.set_output(WEIGHT, batches)
     return edit.done("average")
@@ -112,8 +99,8 @@ def clear(program: Program, plan: Plan) -> Program:
     return edit.done("clear")
 
 
-def _mark(buffer: Buffer) -> Mark:
-    return Mark("sum", buffer.unit, buffer.key)
+def _mark(buffer: Buffer, purpose: str) -> Mark:
+    return Mark("sum", buffer.unit, buffer.key, purpose)
 
 
 def _gradients(edit: Edit, plan: Plan) -> list[tuple[Buffer, Port, fx.Node]]:
@@ -131,7 +118,7 @@ def _gradients(edit: Edit, plan: Plan) -> list[tuple[Buffer, Port, fx.Node]]:
 
 def _sum(edit: Edit, buffer: Buffer, gradient: fx.Node, plan: Plan) -> tuple[fx.Node | None, fx.Node]:
     """Where the gradient's reduction starts, if it is to be held whole, and the input that holds its sum."""
-    start = reduction(gradient) if joined_before(gradient, plan) else None
+    start = reduction(gradient) if plan.policy.accumulate == "full" else None
     value = (start.all_input_nodes[0] if start else gradient).meta["val"]
     return start, edit.add_input(Port("in", "sum", buffer.key), edit.fake(value.shape, value.dtype, value.device))
 

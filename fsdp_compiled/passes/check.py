@@ -36,7 +36,7 @@ from fsdp_compiled.ir.nodes import (
     role_of,
     written,
 )
-from fsdp_compiled.ir.program import FACTOR, LOSS, Program
+from fsdp_compiled.ir.program import LOSS, Program
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 PHASES = ("forward", "backward", "update")
@@ -152,7 +152,7 @@ def _gradients_are_reduced(program: Program, plan: Plan) -> None:
 
 def _reduced(program: Program, plan: Plan, node: fx.Node, buffer: Buffer) -> None:
     source = node
-    while role_of(source) in ("cast", "norm", "scale", "sum", "weigh") and source.all_input_nodes:
+    while role_of(source) in ("cast", "norm", "scale", "sum", "weigh", "combine") and source.all_input_nodes:
         source = source.all_input_nodes[0]
     zero = role_of(source) == "flatten" and not source.all_input_nodes  # no gradient reaches this buffer
     if plan.axes and not zero:
@@ -205,8 +205,6 @@ def _shards_are_updated(program: Program, plan: Plan) -> None:
     for port, node in program.inputs.items():
         if port.kind in ("shard", "copy") and plan.buffer(port.name).updated and node not in targets:
             fail(program, node, f"the {port.kind} of {port.name} is never updated.")
-    if FACTOR in program.outputs:
-        fail(program, program.outputs[FACTOR], "the factor of the gradients leaves the step instead of scaling them.")
     _no_gradient_leaves(program, plan)
 
 

@@ -5,9 +5,6 @@
     return gradient             factor = min(1, clip / (norm + 1e-6))     return clamp(gradient, -value, value)
                                 return gradient * factor
 
-With the package's own kernels the factor leaves by itself, and the update, which reads the gradients anyhow, applies
-it.
-
 The formulas are those of `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_`. The norm reported is the one before
 clipping.
 """
@@ -19,7 +16,6 @@ import torch
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark
 from fsdp_compiled.ir.program import NORM, Port, Program
-from fsdp_compiled.passes.pending import apply, multiply
 from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
@@ -38,14 +34,12 @@ def clip(program: Program, plan: Plan) -> Program:
             factor = edit.call(aten.reciprocal.default, edit.call(aten.add.Tensor, norm, EPSILON, mark=mark), mark=mark)
             factor = edit.call(aten.mul.Tensor, factor, float(plan.policy.clip), mark=mark)
             factor = edit.call(aten.clamp.default, factor, None, 1.0, mark=mark)
-            if plan.kernels:
-                multiply(edit, factor, mark)
-            for buffer in plan.buffers if not plan.kernels else ():
+            for buffer in plan.buffers:
                 port = Port("out", "gradient", buffer.key)
                 if buffer.updated and (gradient := edit.outputs.get(port)) is not None:
-                    edit.set_output(port, edit.call(aten.mul.Tensor, gradient, factor, mark=mark))
+                    clipped = edit.call(aten.mul.Tensor, gradient, factor, mark=Mark("norm", purpose="factor"))
+                    edit.set_output(port, clipped)
     if (value := plan.policy.clip_value) is not None:
-        apply(edit, plan)
         with edit.at(edit.end, "update"):
             for buffer in plan.buffers:
                 port = Port("out", "gradient", buffer.key)

@@ -13,8 +13,7 @@
                                     exp_avg = where(overflow, before, exp_avg)
                                     factor *= backoff or growth or 1
 
-An operator that updates all shards of a group is told of the overflow and then writes nothing: what it updates needs no
-copies. Whether a step overflowed is known when its gradients are reduced, for an infinity or a NaN in any term of a sum
+Whether a step overflowed is known when its gradients are reduced, for an infinity or a NaN in any term of a sum
 stays one. It is a number on the device, so nothing waits for it. The rule for the factor is that of
 `torch.amp.GradScaler`.
 """
@@ -22,6 +21,7 @@ stays one. It is a number on the device, so nothing waits for it. The rule for t
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -29,8 +29,6 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, first, last, positions, versions
 from fsdp_compiled.ir.program import OVERFLOW, Port, Program
-from fsdp_compiled.kernels.operators import KERNELS
-from fsdp_compiled.passes.pending import multiply
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import LossScale
 
@@ -51,10 +49,7 @@ def scale(program: Program, plan: Plan) -> Program:
 
 
 def unscale(program: Program, plan: Plan) -> Program:
-    """Gradients are divided by the factor; how many of this rank's are not finite joins the outputs.
-
-    With the package's own kernels, which count when they measure (see `measure`), the division is left to the update.
-    """
+    """Gradients are divided by the factor; how many of this rank's are not finite joins the outputs."""
     edit = Edit(program)
     factor = edit.inputs.get(FACTOR)
     if factor is not None:
@@ -62,10 +57,7 @@ def unscale(program: Program, plan: Plan) -> Program:
             inverse = edit.call(aten._to_copy.default, factor, dtype=torch.float64, mark=MARK)
             inverse = edit.call(aten.reciprocal.default, inverse, mark=MARK)
             inverse = edit.call(aten._to_copy.default, inverse, dtype=torch.float32, mark=MARK)
-            if plan.kernels:
-                multiply(edit, inverse, MARK)
-            else:
-                _divide(edit, plan, inverse)
+            _divide(edit, plan, inverse)
     return edit.done("unscale")
 
 
@@ -73,15 +65,16 @@ def _divide(edit: Edit, plan: Plan, inverse: fx.Node) -> None:
     largest = []
     for port, gradient in edit.outputs.items():
         if port.kind == "gradient" and gradient is not None:
-            mark = Mark("scale", plan.buffer(port.name).unit, port.name)
+            mark = Mark("scale", plan.buffer(port.name).unit, port.name, "factor")
             if plan.buffer(port.name).updated:
-                size = edit.call(aten.linalg_vector_norm.default, gradient, math.inf, mark=mark)
-                largest.append(edit.call(aten._to_copy.default, size, dtype=torch.float64, mark=mark))
+                size = edit.call(aten.linalg_vector_norm.default, gradient, math.inf, mark=MARK)
+                largest.append(edit.call(aten._to_copy.default, size, dtype=torch.float64, mark=MARK))
             edit.set_output(port, edit.call(aten.mul.Tensor, gradient, inverse, mark=mark))
     if largest:
         finite = edit.call(aten.lt.Scalar, edit.call(aten.stack.default, largest, mark=MARK), math.inf, mark=MARK)
         odd = edit.call(aten.logical_not.default, finite, mark=MARK)
-        edit.set_output(OVERFLOW, edit.call(aten.sum.dim_IntList, odd, None, dtype=torch.float64, mark=MARK))
+        mark = Mark("scale", purpose="nonfinite")
+        edit.set_output(OVERFLOW, edit.call(aten.sum.dim_IntList, odd, None, dtype=torch.float64, mark=mark))
 
 
 def skip(program: Program, plan: Plan) -> Program:
@@ -93,7 +86,7 @@ def skip(program: Program, plan: Plan) -> Program:
             overflow = edit.call(aten.gt.Scalar, count, 0, mark=MARK)
         order = positions(edit.graph)
         for port, target in edit.inputs.items():
-            if port.kind in ("shard", "copy", "state") and len(chain := versions(target)) > 1 and not _is_told(chain):
+            if port.kind in ("shard", "state") and len(chain := versions(target)) > 1:
                 _put_back(edit, chain, overflow, order)
         with edit.at(edit.end, "update"):
             _move_on(edit, scaling, overflow, plan)
@@ -101,15 +94,10 @@ def skip(program: Program, plan: Plan) -> Program:
     return edit.done("skip")
 
 
-def _is_told(chain: list[fx.Node]) -> bool:
-    """Whether an operator writes this that leaves it as it was where the step is skipped."""
-    return any(node.target in KERNELS and "skipped" in node.kwargs for node in chain)
-
-
 def _put_back(edit: Edit, chain: list[fx.Node], overflow: fx.Node, order: dict[fx.Node, int]) -> None:
     """``target = where(overflow, before, target)``, after its last reader; a group's scalars are read until the end."""
     target, begin = chain[0], first(chain[1:], order)
-    mark = begin.meta["mark"]
+    mark = replace(begin.meta["mark"], purpose="void")
     end = last({user for node in chain for user in node.users}, order).next if target.meta["val"].dim() else edit.end
     with edit.at(begin, "update"):
         before = edit.call(aten.clone.default, target, mark=mark)

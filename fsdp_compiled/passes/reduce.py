@@ -25,7 +25,6 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, Role, last, positions
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 
 aten = torch.ops.aten
@@ -90,25 +89,10 @@ def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Pl
     """
     wanted = plan.reduce_dtype(buffer)
     before = _shares(plan.world)[0] if wanted == torch.float16 and plan.world > 1 else 1
-    if plan.kernels:
-        return _in_one_pass(edit, buffer, gradients, wanted, before, plan)
     flat = _joined(edit, buffer, gradients, plan)
     if wanted != flat.meta["val"].dtype:
         flat = edit.call(aten._to_copy.default, flat, dtype=wanted, mark=_mark(buffer, "flatten"))
     return edit.call(aten.div.Tensor, flat, before, mark=_mark(buffer, "scale")) if before != 1 else flat
-
-
-def _in_one_pass(
-    edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], dtype: torch.dtype, divisor: int, plan: Plan
-) -> fx.Node:
-    mark = _mark(buffer, "flatten")
-    slots = [slot for slot in buffer.slots if slot.name in gradients]
-    scale = None
-    if divisor != 1:
-        scale = edit.call(aten.full.default, [], 1 / divisor, dtype=torch.float32, device=plan.device, mark=mark)
-    sources = [_in_order(edit, buffer, slot, gradients[slot.name]) for slot in slots]
-    places = [slot.offset for slot in slots]
-    return edit.call(operators.flatten.default, sources, places, buffer.numel, dtype, scale, mark=mark)
 
 
 def _in_order(edit: Edit, buffer: Buffer, slot: Slot, gradient: fx.Node) -> fx.Node:

@@ -19,12 +19,14 @@ where ranks count by them (see `row_weights`).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit, weighed
 from fsdp_compiled.ir.nodes import ASSERT, DISAGREE, Mark
-from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, OVERFLOW, SQUARES, WEIGHT, Port, Program
+from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, OVERFLOW, WEIGHT, Port, Program
 from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
@@ -49,9 +51,7 @@ def report(program: Program, plan: Plan) -> Program:
         own = edit.call(aten._to_copy.default, loss, dtype=torch.float64, mark=mark)
         mine = [weighed(edit, own, rows, mark) if rows else own]
         if gradients:
-            mine.append(outputs.get(SQUARES) or _sum_of_squares(edit, gradients, mark))
-        if SQUARES in outputs:
-            edit.remove_output(SQUARES)
+            mine.append(_sum_of_squares(edit, gradients, mark))
         overflow = outputs.get(OVERFLOW)
         if overflow is not None:
             mine.append(overflow)
@@ -105,4 +105,5 @@ def _sum_of_squares(edit: Edit, gradients: list[fx.Node], mark: Mark) -> fx.Node
     ]
     stacked = edit.call(aten.stack.default, norms, mark=mark)
     stacked = edit.call(aten._to_copy.default, stacked, dtype=torch.float64, mark=mark)
-    return edit.call(aten.sum.default, edit.call(aten.mul.Tensor, stacked, stacked, mark=mark), mark=mark)
+    squares = edit.call(aten.mul.Tensor, stacked, stacked, mark=mark)
+    return edit.call(aten.sum.default, squares, mark=replace(mark, purpose="squares"))

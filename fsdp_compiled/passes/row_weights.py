@@ -21,7 +21,6 @@ import torch
 from fsdp_compiled.ir.edit import Edit, weighed
 from fsdp_compiled.ir.nodes import Mark, reduction
 from fsdp_compiled.ir.program import NORM, WEIGHT, Port, Program
-from fsdp_compiled.passes.pending import apply, multiply
 from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
@@ -60,9 +59,10 @@ def share(program: Program, plan: Plan) -> Program:
         one = edit.call(aten.reciprocal.default, mean, mark=Mark("norm"))
         any_rows = edit.call(aten.gt.Scalar, mean, 0, mark=Mark("norm"))
         factor = edit.call(aten.where.ScalarOther, any_rows, one, 0.0, mark=Mark("norm"))
-        multiply(edit, factor, Mark("norm"))
-        if not plan.kernels:
-            apply(edit, plan)
+        for port, gradient in edit.outputs.items():
+            if port.kind == "gradient" and gradient is not None:
+                mark = Mark("norm", plan.buffer(port.name).unit, port.name, "factor")
+                edit.set_output(port, edit.call(aten.mul.Tensor, gradient, factor, mark=mark))
         if (norm := edit.outputs.get(NORM)) is not None:
             exact = edit.call(aten.mul.Tensor, norm, factor, mark=Mark("norm"))
             edit.set_output(NORM, edit.call(aten._to_copy.default, exact, dtype=torch.float32, mark=Mark("norm")))

@@ -10,18 +10,9 @@
 A parameter that the loss never reaches has no gradient, and its optimizer would leave it alone, weight decay included;
 in a flat buffer it has a gradient of zeros, and is put back afterwards, with its state.
 
-The operators are those of the optimizer's own code, traced by `fsdp_compiled.optim.tracing`, or, with the package's own
-kernels and for the optimizers that have one (`fsdp_compiled.optim.fused`), one for all shards of a group:
-
-    return gradient, factor     step += 1
-                                adam_([shard, ...], [gradient, ...], [exp_avg, ...], ..., lr, step, factor)
-
-The factor is what the gradients are still to be multiplied by (see `measure`). Under ``Policy.loss_scale`` the call is
-told of an overflow, ``skipped``, and then writes nothing. Shards that are kept in the compute dtype as well (see
-`copies`) are written in that by the same call. Under ``Policy.offload`` each buffer is updated by itself all the same:
-one is on the device at a time. What depends on the step count and the hyperparameters alone is computed once a group. A
-parameter that the loss does not reach keeps its value and state, as a parameter whose ``grad`` is None does in eager
-PyTorch: its places are put back after the update.
+The operators are those of the optimizer's own code, traced by `fsdp_compiled.optim.tracing`. What depends on the step
+count and the hyperparameters alone is computed once a group. A parameter that the loss does not reach keeps its value
+and state, as a parameter whose ``grad`` is None does in eager PyTorch: its places are put back after the update.
 """
 
 from __future__ import annotations
@@ -34,7 +25,7 @@ from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark
-from fsdp_compiled.ir.program import FACTOR, OVERFLOW, Port, Program
+from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.optim.rule import Rule, rule_for
 from fsdp_compiled.plan.plan import Buffer, Plan
 
@@ -47,12 +38,7 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
     def transform(program: Program, plan: Plan) -> Program:
         edit = Edit(program)
         with edit.at(edit.end, "update"):
-            factor = edit.outputs.get(FACTOR)
-            if factor is not None:
-                edit.remove_output(FACTOR)
-            at_once = plan.kernels and not plan.policy.offload
             shared: dict[str, dict[int, fx.Node]] = {rule.key: {} for rule in rules}
-            together: dict[int, tuple[Rule, list[tuple[Buffer, fx.Node]]]] = {}
             for buffer in plan.buffers:
                 port = Port("out", "gradient", buffer.key)
                 if port not in edit.outputs:
@@ -64,87 +50,19 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
                 assert buffer.group is not None
                 rule = rule_for(rules, buffer.group, buffer.variant)
                 gradient = _own_part(edit, buffer, plan, gradient)
-                if at_once and rule.formula is not None:
-                    together.setdefault(buffer.group, (rule, []))[1].append((buffer, gradient))
-                    continue
-                if factor is not None:
-                    gradient = edit.call(aten.mul.Tensor, gradient, factor, mark=Mark("norm"))
                 kept = _idle(edit, rule, buffer, plan)
                 _inline(edit, rule, buffer, plan, gradient, shared[rule.key])
                 _put_back(edit, buffer, plan, kept)
-                _cast(edit, buffer)
-            for rule, members in together.values():
-                _call(edit, rule, members, factor, plan)
         return edit.done("update")
 
     transform.__name__ = "update"
     return transform
 
 
-def _call(
-    edit: Edit, rule: Rule, members: Sequence[tuple[Buffer, fx.Node]], factor: fx.Node | None, plan: Plan
-) -> None:
-    """The rule's formula, for all its buffers at once; those that have copies are another list from the others."""
-    formula = rule.formula
-    assert formula is not None
-    mark = Mark("update", f"optimizer {rule.key}")
-    kept = [(buffer, _idle(edit, rule, buffer, plan)) for buffer, _ in members]
-
-    def bind(name: str, buffer: Buffer, gradient: fx.Node) -> fx.Node:
-        return _bind(edit, rule, buffer, plan, name, gradient.meta["val"].numel(), gradient)[0]
-
-    def scalar(name: str | None) -> fx.Node | None:
-        return None if name is None else bind(name, *members[0])
-
-    own = scalar(f"state_{formula.scalar}" if formula.scalar else None)
-    scheduled = scalar(f"hyper_{formula.scheduled}" if formula.scheduled else None)
-    if formula.scalar == "step":
-        edit.call(aten.add_.Tensor, own, 1, mark=mark)
-    names = ("parameter", "gradient", *[f"state_{name}" if name else None for name in formula.lists])
-    scalars = (scalar("hyper_lr"), own, factor, scheduled)
-    skipped = edit.outputs.get(OVERFLOW)
-    for alike in _alike(edit, members):
-        edit.call(
-            formula.operator,
-            *([bind(name, *member) for member in alike] if name else [] for name in names),
-            [copy for buffer, _ in alike if (copy := _copy(edit, buffer))],
-            *scalars,
-            mark=mark,
-            **dict(formula.numbers),
-            **({"skipped": skipped} if skipped else {}),
-        )
-    if formula.scalar == "undamped":  # the first step is over
-        edit.call(aten.zero_.default, own, mark=mark)
-    for buffer, before in kept:
-        if before:
-            _put_back(edit, buffer, plan, before)
-            _cast(edit, buffer)
-
-
-def _alike(edit: Edit, members: Sequence[tuple[Buffer, fx.Node]]) -> list[list[tuple[Buffer, fx.Node]]]:
-    """Those without a copy, and those with one."""
-    rows: tuple[list[tuple[Buffer, fx.Node]], ...] = ([], [])
-    for member in members:
-        rows[_copy(edit, member[0]) is not None].append(member)
-    return [row for row in rows if row]
-
-
-def _copy(edit: Edit, buffer: Buffer) -> fx.Node | None:
-    """The shard in the compute dtype, where it is kept in that as well (see `copies`)."""
-    return edit.inputs.get(Port("in", "copy", buffer.key))
-
-
-def _cast(edit: Edit, buffer: Buffer) -> None:
-    """Writes the shard into its copy, if it has one."""
-    if copy := _copy(edit, buffer):
-        shard = edit.inputs[Port("in", "shard", buffer.key)]
-        edit.call(aten.copy_.default, copy, shard, mark=Mark("update", buffer.unit, buffer.key))
-
-
 def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Node, shared: dict[int, fx.Node]) -> None:
     """Copies the rule's graph in, for this buffer; ``shared`` holds, by place in that graph, the group's scalars."""
     size = gradient.meta["val"].numel()
-    mark = Mark("update", buffer.unit, buffer.key)
+    mark = Mark("update", buffer.unit, buffer.key, "rule")
     mapping: dict[fx.Node, fx.Node] = {}
     scalars: set[fx.Node] = set()
     for place, node in enumerate(rule.trace(size, buffer.dtype, plan.device).nodes):
@@ -160,7 +78,7 @@ def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Nod
                 mapping[node] = shared[place]
                 continue
             args, kwargs = _mapped(node, mapping)
-            used = Mark("update", f"optimizer {rule.key}") if scalar else mark
+            used = Mark("update", f"optimizer {rule.key}", purpose="rule") if scalar else mark
             mapping[node] = edit.call(node.target, *args, mark=used, **kwargs)  # type: ignore[arg-type]
             if scalar:
                 shared[place] = mapping[node]
@@ -175,7 +93,7 @@ def _idle(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan) -> dict[fx.Node, f
     entries = [entry for entry in rule.state if not entry.scalar]
     ports = {Port("in", "state", f"{buffer.key}.{entry.name}"): entry.dtype or buffer.dtype for entry in entries}
     targets = [shard, *(_input(edit, port, [size], dtype, plan) for port, dtype in ports.items())]
-    mark = Mark("update", buffer.unit, buffer.key)
+    mark = Mark("update", buffer.unit, buffer.key, "idle before")
     return {target: edit.call(aten.clone.default, target, mark=mark) for target in targets}
 
 
@@ -183,7 +101,7 @@ def _put_back(edit: Edit, buffer: Buffer, plan: Plan, kept: dict[fx.Node, fx.Nod
     """``target = where(idle, before, target)``; the places are this rank's, so the rank is an input."""
     if not kept:
         return
-    mark = Mark("update", buffer.unit, buffer.key)
+    mark = Mark("update", buffer.unit, buffer.key, "idle after")
     shard = edit.inputs[Port("in", "shard", buffer.key)]
     size = shard.meta["val"].numel()
     place = edit.call(aten.arange.default, size, dtype=torch.int64, device=plan.device, mark=mark)
@@ -216,7 +134,7 @@ def _own_part(edit: Edit, buffer: Buffer, plan: Plan, gradient: fx.Node) -> fx.N
     """This rank's slice, where the gradient is whole on every rank and the state is not."""
     if plan.placement.gradient or not plan.placement.state or plan.shard == 1:
         return gradient
-    mark = Mark("update", buffer.unit, buffer.key)
+    mark = Mark("update", buffer.unit, buffer.key, "own part")
     rank = _input(edit, Port("in", "rank", "shard"), [1], torch.int64, plan)
     rows = edit.call(aten.view.default, gradient, [plan.shard, buffer.numel // plan.shard], mark=mark)
     row = edit.call(aten.index_select.default, rows, 0, rank, mark=mark)

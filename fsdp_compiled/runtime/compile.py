@@ -17,6 +17,8 @@ from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
 from fsdp_compiled.ir.program import OVERFLOW, Port, Program
+from fsdp_compiled.lower.backends import Backends
+from fsdp_compiled.lower.fusions import Target, chosen
 from fsdp_compiled.lower.lowering import Runner
 from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
@@ -91,6 +93,7 @@ def build(
     sizes: Sizes,
     hints: Sizes,
     ambient: Ambient,
+    backends: Backends,
 ) -> Compiled:
     """Captures the model and loss on a batch like this one and runs the passes of this kind of program."""
     wanted = {
@@ -107,9 +110,15 @@ def build(
     )  # fmt: skip
     stages: list[Program] = []
     program = passes.run(captured.program, plan, wanted, stages.append)
+    target = Target(plan, tuple(rules), kind in ("step", "last", "accumulate"), backends)
+    fusions = chosen(target)
     held = memory.persistent(plan, rules, buffers, captured.constants, program)
-    stages, needed = memory_budget.fit(stages, plan, lambda one: memory.predict(one, plan, held))
-    stages[-1] = program = replace(stages[-1], needs=needed.lines())
+    stages = memory_budget.fit(stages, plan, lambda one: memory.predict(passes.run(one, plan, fusions), plan, held))
+    fused: list[Program] = []
+    program = passes.run(stages[-1], plan, fusions, fused.append)
+    needed = memory.predict(program, plan, held)
+    stages += fused[1:]
+    stages[-1] = program = replace(program, needs=needed.lines())
     return Compiled(
         program,
         captured,

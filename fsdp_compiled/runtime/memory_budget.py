@@ -27,16 +27,18 @@ log = logging.getLogger("fsdp_compiled")
 GIB = 2**30
 
 
-def fit(stages: Sequence[Program], plan: Plan, predict: Callable[[Program], Memory]) -> tuple[list[Program], Memory]:
-    """The stages, with other last ones if the program is over the budget, and the memory of the program.
+def fit(stages: Sequence[Program], plan: Plan, predict: Callable[[Program], Memory]) -> list[Program]:
+    """The stages, with other last ones if the program is over the budget.
 
-    What was chosen is in its notes. The last stages are those of `passes.WHEN`. Where nothing fits, it is the least
-    there is, with a warning.
+    ``predict``: the memory of what will run, which is the program fused. What was chosen is in its notes. The last
+    stages are those of `passes.WHEN`. Where nothing fits, it is the least there is, with a warning.
     """
+    if plan.policy.memory_gb is None:
+        return list(stages)
     *done, before = stages[: -len(passes.WHEN)]
     needed = predict(stages[-1])
-    if plan.policy.memory_gb is None or needed.peak.nbytes <= plan.policy.memory_gb * GIB:
-        return list(stages), needed
+    if needed.peak.nbytes <= plan.policy.memory_gb * GIB:
+        return list(stages)
     found = [(list(stages[len(done) :]), needed, "as chosen without it")]
     for policy in _tighter(plan.policy, most_alive(holdings(stages[-1].graph))):
         other: list[Program] = []
@@ -58,7 +60,7 @@ def fit(stages: Sequence[Program], plan: Plan, predict: Callable[[Program], Memo
         )
         log.warning("%s", reason)
     chosen[-1] = replace(chosen[-1], notes=(*before.notes, reason))
-    return [*done, *chosen], memory
+    return [*done, *chosen]
 
 
 def _tighter(policy: Policy, alive: int) -> Iterator[Policy]:

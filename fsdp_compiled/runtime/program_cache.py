@@ -31,6 +31,7 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchange
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.kernels.trial import distrust
+from fsdp_compiled.lower.backends import Backends, decided, this_host
 from fsdp_compiled.lower.cuda_graph import Replays, environment, make_device
 from fsdp_compiled.lower.inductor import Call, cache_place, compile_all, share
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
@@ -270,7 +271,8 @@ class Programs:
         self.meet(label)
         # Ranks may have other sizes; all trace with rank 0's.
         hints = traced_with(exchange(request.sizes, self._mesh)[0]) if request.sizes else {}
-        compiled = self._together(lambda: self._build(request, buffers, hints), lambda made: made.program.text())
+        who = self._backends()
+        compiled = self._together(lambda: self._build(request, buffers, hints, who), lambda made: made.program.text())
         replayed = self._can_replay(compiled)
         self._make_room(label)
         compiled.runner = self._lower(compiled.program)
@@ -287,19 +289,24 @@ class Programs:
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
         return compiled
 
-    def _build(self, request: Request, buffers: Mapping[str, torch.Tensor], hints: Sizes) -> Compiled:
+    def _backends(self) -> Backends:
+        return decided(exchange(this_host(), self._mesh), backends(self._mesh))
+
+    def _build(
+        self, request: Request, buffers: Mapping[str, torch.Tensor], hints: Sizes, backends: Backends
+    ) -> Compiled:
         check_devices(request.batch, request.named, self._plan.device)
         with self._taken.open() as model:
             return build(
                 request.kind, model, self._loss, self._plan, self.rules, buffers, request.batch, request.named,
                 request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
+                backends=backends,
             )  # fmt: skip
 
     def _lower(self, program: Program) -> Runner:
         """Each distinct piece is compiled by one rank; the others wait, and then find it in the cache on disk."""
         groups, how = self._mesh.groups, self._plan.policy.lower
-        gloo = [axis for axis, backend in backends(self._mesh).items() if backend == "gloo"]
-        lowering = self._together(lambda: Lowering(program, groups, how, self._plan.blocks, gloo, self._random.bound))
+        lowering = self._together(lambda: Lowering(program, groups, how, self._plan.blocks, self._random.bound))
         self._try_kernels(program)
         made: dict[str, Call] = {}
         if lowering.pieces and self._mesh.world > 1:

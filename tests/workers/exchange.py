@@ -10,40 +10,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compiled.distributed.mesh import close
-from fsdp_compiled.lower.exchange import copy_exchanged, is_over
+from fsdp_compiled.ir.nodes import Mark
+from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.lower.fusions.exchange import exchange
 from tests.workers.lowering import Sent
 
 c10d = torch.ops._c10d_functional
 CASES = [(how, dtype) for how in ("sum", "avg") for dtype in ("float32", "float64", "bfloat16")]
 
 
-def reduction(how: str, flat: Tensor, group: str) -> fx.Graph:
+def reduction(how: str, flat: Tensor, group: str) -> Program:
     """``wait(reduce_scatter(flat))``, scaled by 2."""
     world = dist.get_world_size()
     graph = fx.Graph()
     given = graph.placeholder("flat")
-    given.meta["val"] = flat
     part = graph.call_function(c10d.reduce_scatter_tensor.default, (given, how, world, group))
-    part.meta["val"] = flat[: flat.shape[0] // world]
     waited = graph.call_function(c10d.wait_tensor.default, (part,))
-    graph.output(graph.call_function(torch.ops.aten.mul.Tensor, (waited, 2)))
-    return graph
+    twice = graph.call_function(torch.ops.aten.mul.Tensor, (waited, 2))
+    graph.output([twice])
+    with FakeTensorMode():
+        whole = torch.empty_strided(flat.shape, flat.stride(), dtype=flat.dtype, device=flat.device)
+    for node, role in ((given, None), (part, "reduce"), (waited, "wait"), (twice, "scale")):
+        node.meta["val"] = whole if node is given else whole[: flat.shape[0] // world]
+        node.meta["phase"] = "backward"
+        if role:
+            node.meta["mark"] = Mark(role, "unit", "buffer")  # type: ignore[arg-type]
+    return Program(graph, (Port("in", "batch", "flat"), Port("out", "gradient", "buffer")), ())
 
 
-def copied(graph: fx.Graph, groups: set[str]) -> fx.Graph:
-    found = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        mapping[node] = copy_exchanged(node, found, mapping.__getitem__, groups)
-    found.lint()
-    return found
+def exchanged(program: Program, axes: set[str]) -> Program:
+    return exchange(axes)(program, None)  # type: ignore[arg-type]
 
 
-def run(graph: fx.Graph, flat: Tensor) -> tuple[Tensor, list[str]]:
+def run(program: Program, flat: Tensor) -> tuple[Tensor, list[str]]:
     with Sent() as sent:
-        result = fx.GraphModule(nn.Module(), graph)(flat)
+        (result,) = fx.GraphModule(nn.Module(), program.graph)(flat)
     return result, [name for name, _ in sent.calls]
 
 
@@ -51,9 +55,9 @@ def compared(how: str, dtype: torch.dtype, group: str) -> dict[str, Any]:
     world, rank = dist.get_world_size(), dist.get_rank()
     everyone = torch.randn(world, 5 * world, generator=torch.Generator().manual_seed(0)).to(dtype)
     flat = everyone[rank].clone()
-    graph = reduction(how, flat, group)
-    before, sent_before = run(copied(graph, set()), flat)
-    after, sent_after = run(copied(graph, {group}), flat)
+    program = reduction(how, flat, group)
+    before, sent_before = run(exchanged(program, set()), flat)
+    after, sent_after = run(exchanged(program, {group}), flat)
     exact = everyone.double().sum(0)[5 * rank : 5 * rank + 5] * 2 / (world if how == "avg" else 1)
     bound = 2 * world * torch.finfo(dtype).eps * everyone.double().abs().sum(0)[5 * rank : 5 * rank + 5]
     return {
@@ -71,7 +75,7 @@ def others(group: str) -> list[bool]:
     world = dist.get_world_size()
     found = []
     for given in (torch.zeros(2 * world, 3), torch.zeros(2 * world, device="meta"), torch.zeros(2 * world)):
-        found.append(any(is_over(node, {group}) for node in reduction("sum", given, group).nodes))
+        found.append(exchanged(reduction("sum", given, group), {group}).wire != reduction("sum", given, group).wire)
     return found
 
 

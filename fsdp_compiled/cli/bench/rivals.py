@@ -111,7 +111,7 @@ def ours(lower: str, **policy: Any) -> Callable[[Setting], Step]:
 
 
 def ours_by_blas(setting: Setting) -> Step:
-    """This package without `fsdp_compiled.lower.onednn_products`: what the rest of it gains by itself."""
+    """This package without `fsdp_compiled.lower.fusions.onednn_products`: what the rest of it gains by itself."""
     take = ours("inductor")(setting)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:

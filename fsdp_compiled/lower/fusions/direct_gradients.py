@@ -23,9 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import bmm_flop, mm_flop, register_flop_formula
 
+from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, fake_mode, first, is_view, positions
+from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.operators import operators
+from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import innermost
 
 aten = torch.ops.aten
@@ -51,6 +55,11 @@ torch.library.register_fake("fsdp_compiled::product_", lambda *_: None)
 product_ = torch.ops.fsdp_compiled.product_.default
 
 
+@register_flop_formula(product_.overloadpacket)  # type: ignore[untyped-decorator]
+def _flops(flat: Any, offset: int, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return int((mm_flop if len(left) == 2 else bmm_flop)(left, right))
+
+
 @dataclass(frozen=True)
 class Direct:
     """A product that becomes a part of a flat buffer, the views through which it does, and where it begins there."""
@@ -63,6 +72,13 @@ class Direct:
     @property
     def stop(self) -> int:
         return self.start + int(self.node.meta["val"].numel())
+
+
+def direct_gradients(program: Program, plan: Plan) -> Program:
+    """The fusion, on a program whose gradients are flattened by one operator (`flatten_gradients`)."""
+    edit = Edit(program)
+    write(edit.graph, plan.blocks)
+    return edit.done("direct_gradients")
 
 
 def write(graph: fx.Graph, blocks: Collection[str] = ()) -> None:
@@ -102,15 +118,16 @@ def _rewrite(graph: fx.Graph, flat: fx.Node, found: Sequence[Direct]) -> None:
     gradients, offsets, numel, dtype, *_ = flat.args
     meta = {key: value for key, value in flat.meta.items() if key != "val"}
     begin = first((one.node for one in found), positions(graph))
+    early = {**meta, "phase": begin.meta["phase"]}
     with graph.inserting_before(begin), fake_mode(graph):
         device = flat.meta["val"].device
         whole = graph.call_function(aten.empty.memory_format, ([numel],), {"dtype": dtype, "device": device})
-        whole.meta = {**meta, "val": torch.empty(numel, dtype=dtype, device=device)}  # type: ignore[arg-type]
+        whole.meta = {**early, "val": torch.empty(numel, dtype=dtype, device=device)}  # type: ignore[arg-type]
         bases = {}
         for block, start, stop in _stretches(found):
             part = graph.call_function(aten.slice.Tensor, (whole, 0, start, stop))
             mark = Mark("block", flat.meta["mark"].unit, flat.meta["mark"].buffer)
-            part.meta = {**meta, "mark": mark, "val": aten.slice.Tensor(whole.meta["val"], 0, start, stop)}
+            part.meta = {**early, "mark": mark, "val": aten.slice.Tensor(whole.meta["val"], 0, start, stop)}
             bases[block] = part, start
     with graph.inserting_before(flat):
         direct = {view for one in found for view in (one.node, *one.views)}

@@ -1,31 +1,28 @@
-"""Matrix products on a CPU, by the faster of the two libraries that PyTorch brings.
+"""Large matrix products on a CPU, by the other of the two libraries that PyTorch brings.
 
-    before                         after, on a processor where oneDNN is faster
+    before                         after
 
     y = mm(x, w)                   y = product(x, w)
     z = addmm(bias, y, v)          p = product(y, v)
                                    z = add(p, bias)
 
 PyTorch multiplies float32 matrices with its BLAS, which is MKL in its wheels; oneDNN comes along for convolutions and
-lower precision. On some processors (AMD's, where MKL leaves AVX-512 aside) oneDNN takes half the time. Which one it is
-is measured once a process, in some milliseconds. Small products stay: what oneDNN needs before it starts would cost
-more than it gains. ``torch.backends.mkldnn.enabled = False``, PyTorch's own switch, leaves all of them.
+lower precision. Which processors it is faster on, `fsdp_compiled.lower.backends` says. Small products stay: what oneDNN
+needs before it starts would cost more than it gains.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import cache
-
 import torch
 from torch import Tensor, fx
+from torch.utils.flop_counter import mm_flop, register_flop_formula
+
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
 LEAST = 1.6e7  # operations (2 m k n); below, the two are as fast, or oneDNN is slower
-TRIAL = 256  # rows and columns of the matrices that decide
-RUNS = 7
-WORTH = 1.25  # times as fast, or it stays as it is
 
 torch.library.define(
     "fsdp_compiled_cpu::product", "(Tensor left, Tensor right) -> Tensor", tags=torch.Tag.flexible_layout
@@ -44,37 +41,16 @@ def _product_shape(left: Tensor, right: Tensor) -> Tensor:
 torch.library.impl("fsdp_compiled_cpu::product", "CPU", _product)
 torch.library.register_fake("fsdp_compiled_cpu::product", _product_shape)
 product = torch.ops.fsdp_compiled_cpu.product.default
+register_flop_formula(product.overloadpacket)(mm_flop)
 
 
-def choose(graph: fx.Graph) -> None:
-    """Changes the products of the graph that another library makes faster; a piece knows them apart by its key."""
-    found = [node for node in graph.nodes if _is_large(node)]
-    if found and worth():
-        for node in found:
-            _replace(graph, node)
-
-
-def worth() -> bool:
-    """Whether oneDNN is there, allowed, and faster by as much as `WORTH`."""
-    return torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled and _gain() >= WORTH  # type: ignore[attr-defined]
-
-
-@cache
-def _gain() -> float:
-    """How many times as fast as PyTorch's product oneDNN's is, on this machine, with this many threads."""
-    left, right = torch.ones(2, TRIAL, TRIAL)
-    return _seconds(lambda: torch.mm(left, right)) / _seconds(lambda: _product(left, right))
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    """The least of some runs: what disturbs a run makes it longer."""
-    call()
-    found = []
-    for _ in range(RUNS):
-        begun = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - begun)
-    return min(found)
+def onednn_products(program: Program, plan: Plan) -> Program:
+    """The fusion: of the products those that are worth it."""
+    edit = Edit(program)
+    for node in list(edit.graph.nodes):
+        if _is_large(node):
+            _replace(edit, node)
+    return edit.done("onednn_products")
 
 
 def _is_large(node: fx.Node) -> bool:
@@ -93,12 +69,14 @@ def _is_large(node: fx.Node) -> bool:
     return all(isinstance(size, int) for size in (m, k, n)) and 2 * m * k * n >= LEAST
 
 
-def _replace(graph: fx.Graph, node: fx.Node) -> None:
+def _replace(edit: Edit, node: fx.Node) -> None:
     if node.target is aten.mm.default:
         node.target = product
+        edit.infer(node)
         return
     bias, left, right = node.args
-    with graph.inserting_before(node):
-        made = graph.call_function(product, (left, right))
-    made.meta = dict(node.meta)
+    with edit.at(node, node.meta["phase"]):
+        made = edit.call(product, left, right)
+    made.meta |= {key: value for key, value in node.meta.items() if key != "val"}
     node.target, node.args = aten.add.Tensor, (made, bias)
+    edit.infer(node)

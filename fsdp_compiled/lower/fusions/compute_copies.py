@@ -1,0 +1,49 @@
+"""Shards that are kept in the compute dtype as well are gathered from there, without a cast.
+
+    before                                  after
+
+    half: bfloat16[36] = cast(shard)        full = all_gather(copy)       # copy: bfloat16[36], of the last update
+    full = all_gather(half)                 ...
+    ...                                     full' = all_gather(copy)
+    half' = cast(shard)                     ...
+    full' = all_gather(half')               shard.addcdiv_(exp_avg, ...)
+    shard.addcdiv_(exp_avg, ...)            copy.copy_(shard)
+
+Who else writes a shard is followed by `fsdp_compiled.runtime.compute_copies`. Only the programs that train read copies:
+to run forward alone, or to differentiate, is not worth relying on them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import Mark, last, positions, role_of, versions, written
+from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.plan.plan import Buffer, Plan
+
+aten = torch.ops.aten
+
+
+def compute_copies(program: Program, plan: Plan) -> Program:
+    """Makes what reads a cast of such a shard read its copy, an input, and brings that up to date after the update."""
+    edit = Edit(program)
+    for buffer in plan.buffers:
+        if plan.copied(buffer):
+            shard = edit.inputs[Port("in", "shard", buffer.key)]
+            casts = [user for user in shard.users if role_of(user) == "cast"]
+            if casts:
+                copy = edit.add_input(Port("in", "copy", buffer.key), casts[0].meta["val"])
+                for cast in casts:
+                    cast.replace_all_uses_with(copy)
+                _write(edit, buffer, shard, copy)
+    return edit.done("compute_copies")
+
+
+def _write(edit: Edit, buffer: Buffer, shard: fx.Node, copy: fx.Node) -> None:
+    memory = versions(shard)
+    writes = [user for node in memory for user in node.users if set(written(user)).intersection(memory)]
+    if writes:
+        with edit.at(last(writes, positions(edit.graph)).next, "update"):
+            edit.call(aten.copy_.default, copy, shard, mark=Mark("update", buffer.unit, buffer.key, "copy"))
