@@ -1,5 +1,8 @@
 """Fully sharded data parallelism as a compiler: the training step is one program that you can read."""
 
+import fsdp_compiled.capture.cache_folder  # noqa: F401  before anything that imports Dynamo
+
+# isort: split
 from fsdp_compiled.api import compile_sharded
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.distributed.mesh import RankError

@@ -15,7 +15,10 @@ PACKAGE = ROOT.name
 
 # Surfaces of PyTorch that move from release to release, and the one file that moves with each.
 PRIVATE = {
-    "torch._dynamo": {"capture.dynamo", "capture.aot", "capture.guards", "capture.mutations", "capture.random_calls"},
+    "torch._dynamo": {
+        "capture.dynamo", "capture.aot", "capture.guards", "capture.mutations", "capture.random_calls",
+        "capture.source_lines",
+    },
     "torch._functorch": {"capture.aot", "capture.cache_key"},
     "torch._inductor": {"capture.aot", "capture.disk_cache", "lower.inductor", "lower.isa_probes"},
     "torch.cuda.CUDAGraph": {"lower.cuda_graph"},

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from fsdp_compiled.analysis.contained import described
+from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.analysis.timeline import estimate
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.ir.text import difference, summary
 from fsdp_compiled.plan.plan import Plan
 
 
-def write(folder: str | Path, plan: Plan, stages: Iterable[Program]) -> Path:
-    """Writes ``plan.txt``, one numbered text a stage, the differences between neighbours, ``program.txt`` and
-    ``timeline.txt``, an estimate of what runs when."""
+def write(folder: str | Path, plan: Plan, stages: Sequence[Program], memory: Memory | None = None) -> Path:
+    """Writes ``plan.txt``, one numbered text a stage, the differences between neighbours, ``program.txt``,
+    ``timeline.txt``, an estimate of what runs when, and ``memory.txt``.
+
+    Raises ``ValueError`` where the folder cannot be made or written. A text that cannot be made says why in its file.
+    """
     root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "plan.txt").write_text(f"{plan}\n")
-    before: Program | None = None
-    stages = list(stages)
-    for index, program in enumerate(stages):
-        name = program.history[-1]
-        (root / f"{index:02d}-{name}.txt").write_text(program.text() + "\n")
-        if before is not None:
-            change = "\n".join(difference(before, program))
-            (root / f"{index:02d}-{name}.diff").write_text(change + "\n")
-        before = program
-    (root / "program.txt").write_text(f"{summary(stages[-1])}\n")
-    (root / "timeline.txt").write_text(f"{estimate(stages[-1], plan).text()}\n")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        for name, text in _texts(plan, stages, memory):
+            made = described(text, lambda why, name=name: f"{name} could not be told: {why}")  # type: ignore[misc]
+            (root / name).write_text(f"{made}\n")
+    except OSError as error:
+        raise ValueError(
+            f"dump cannot write to {root}: {error.strerror or error}. Give a folder that this process may make and "
+            "write to."
+        ) from error
     return root
+
+
+def _texts(plan: Plan, stages: Sequence[Program], memory: Memory | None) -> Iterator[tuple[str, Callable[[], str]]]:
+    """The files' names, and what makes their texts."""
+    last = stages[-1]
+    yield "plan.txt", lambda: str(plan)
+    for index, program in enumerate(stages):
+        name = f"{index:02d}-{program.history[-1]}"
+        yield f"{name}.txt", program.text
+        if index:
+            yield f"{name}.diff", lambda one=stages[index - 1], two=program: "\n".join(difference(one, two))  # type: ignore[misc]
+    yield "program.txt", lambda: summary(last)
+    yield "timeline.txt", lambda: estimate(last, plan).text()
+    if memory is not None:
+        yield "memory.txt", memory.text

@@ -102,11 +102,15 @@ class Memory:
     batch: int
     timeline: tuple[Moment, ...]  # in the order the nodes run
     parts: tuple[Part, ...]  # what is alive at the peak besides what is persistent, largest first
+    unknown: str = ""  # why there is no prediction, where there is none
 
     @property
     def peak(self) -> Moment:
-        """The first node at which the most bytes are alive."""
-        return max(self.timeline, key=lambda moment: moment.nbytes)
+        """The first node at which the most bytes are alive; raises ``ValueError`` where that is not predicted."""
+        if self.unknown:
+            raise ValueError(f"This program's memory is not predicted: {self.unknown}. The program runs all the same.")
+        nothing = Moment("nothing runs", "forward", "(loss)", self.persistent.total + self.batch)
+        return max(self.timeline, key=lambda moment: moment.nbytes, default=nothing)
 
     def at_peak(self) -> dict[str, int]:
         """Bytes alive at the peak, by kind."""
@@ -117,11 +121,15 @@ class Memory:
 
     def lines(self) -> tuple[str, ...]:
         """Two lines for people: what is held between steps, and the peak."""
+        if self.unknown:
+            return f"memory: not predicted: {self.unknown}", "peak: not predicted"
         kinds = ", ".join(f"{kind} {human(size)}" for kind, size in self.at_peak().items() if size)
         return f"memory: {self.persistent}", f"peak: {human(self.peak.nbytes)} a rank at {self.peak}: {kinds}"
 
     def text(self) -> str:
         """The timeline: a line for each row of nodes of one unit and phase, as high as the highest of them."""
+        if self.unknown:
+            return "\n".join(self.lines())
         highest = self.peak
         lines = [*self.lines(), "", "alive at the peak:", f"  {human(self.persistent.total):>10}  state"]
         lines += [f"  {human(part.nbytes):>10}  {part.kind} {part.where}".rstrip() for part in self.parts]
@@ -135,6 +143,11 @@ class Memory:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+
+def unpredicted(reason: str) -> Memory:
+    """What there is to say where a prediction fails."""
+    return Memory(Persistent(), 0, (), (), reason)
 
 
 def persistent(

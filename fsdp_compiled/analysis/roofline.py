@@ -13,15 +13,17 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from fsdp_compiled.analysis.contained import described
 from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait
 from fsdp_compiled.plan.hardware import Machine
 
 
 def seconds(node: fx.Node, machine: Machine) -> float:
-    """Of computing a node; nothing for views, placeholders, waits and for starting a collective."""
+    """Of computing a node; nothing for views, placeholders, waits and for starting a collective, and for an operator
+    that the formulas cannot read: an estimate stops no program."""
     if node.op != "call_function" or is_view(node) or is_collective(node) or is_wait(node):
         return 0.0
-    return machine.compute(flops(node), traffic(node))
+    return described(lambda: machine.compute(flops(node), traffic(node)), lambda _: 0.0)
 
 
 def flops(node: fx.Node) -> int:
@@ -40,4 +42,6 @@ def traffic(node: fx.Node) -> int:
 
 
 def nbytes(value: Any) -> int:
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(as_traced(value)) if isinstance(leaf, torch.Tensor))
+    """Of all tensors in a value; nothing for what has no such size, a sparse tensor for one."""
+    leaves = pytree.tree_leaves(as_traced(value))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided)

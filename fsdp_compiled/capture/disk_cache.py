@@ -20,6 +20,8 @@ from typing import TypeVar
 from torch._inductor import config
 from torch._inductor.codecache import cache_dir
 
+from fsdp_compiled.capture.cache_folder import make_writable
+
 T = TypeVar("T")
 # Namespaces of operators that are PyTorch's or ours.
 KNOWN = ("aten", "prims", "_c10d_functional", "fsdp_compiled", "fsdp_compiled_cpu")
@@ -27,7 +29,11 @@ log = logging.getLogger("fsdp_compiled")
 
 
 def folder() -> Path | None:
-    """Where to keep what was compiled; None if Inductor is told to keep nothing."""
+    """Where to keep what was compiled; None if Inductor is told to keep nothing.
+
+    Inductor writes code to its cache folder in any case; one that cannot be written is replaced.
+    """
+    make_writable()
     if config.force_disable_caches or not config.fx_graph_cache:
         return None
     return Path(cache_dir()) / "fsdp_compiled"

@@ -12,6 +12,7 @@ This is the only file that touches private surfaces of Dynamo, but for its door 
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import types
 import warnings
@@ -37,7 +38,7 @@ from fsdp_compiled.capture.mutations import Mutations
 from fsdp_compiled.capture.next_call import Meaning
 from fsdp_compiled.capture.random_calls import refused, seeding
 from fsdp_compiled.capture.side_effects import WRAPPED, Leftovers, inside, speech, unwrapped
-from fsdp_compiled.capture.source_lines import cure, reason, user_line
+from fsdp_compiled.capture.source_lines import cure, explanation, reason, user_line
 from fsdp_compiled.capture.sync_batchnorm import synchronised
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.ir.program import LOSS, Port, Program
@@ -407,10 +408,13 @@ def _dynamo() -> Iterator[None]:
 
     nn.LSTM and its kin are traced: Dynamo steps aside for them unless told not to, and the fused CPU operator that
     they would become cannot be traced with its gradient. `torch.autograd.grad` inside the loss is traced too. A stance
-    or setting of the user's that turns `torch.compile` off is for the user's own functions.
+    or setting of the user's that turns `torch.compile` off is for the user's own functions. What PyTorch logs of an
+    operator that fails on fake tensors, twenty lines, is in the error that follows.
     """
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
+    loud = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, loud.disabled = loud.disabled, loud.disabled or not loud.isEnabledFor(logging.INFO)
     wanted = {"allow_rnn": True, "trace_autograd_ops": True, "ignore_logging_functions": speech(), "disable": False}
     wanted["skip_nnmodule_hook_guards"] = False
     try:
@@ -418,6 +422,7 @@ def _dynamo() -> Iterator[None]:
             yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+        loud.disabled = disabled
 
 
 def _name(node: fx.Node) -> str:
@@ -453,18 +458,10 @@ def _explained(model: nn.Module) -> Iterator[None]:
         if isinstance(error.inner_exception, CaptureError):
             raise error.inner_exception from None
         raise
-    except (Unsupported, UserError) as error:
-        why = reason(error)
-        raise CaptureError(
-            f"{type(model).__name__} cannot be traced whole.\n{user_line(error)}\n"
-            f"  Why: {why}\n  Cure: {cure(why, error)}"
-        ) from error
     except CaptureError:
         raise
     except (TorchDynamoException, RuntimeError, AssertionError, TypeError, AttributeError) as error:
-        raise CaptureError(
-            f"{type(model).__name__} failed while it was traced.\n{user_line(error)}\n  Why: {reason(error)}"
-        ) from error
+        raise CaptureError(explanation(type(model).__name__, error)) from error
 
 
 def capture_on(

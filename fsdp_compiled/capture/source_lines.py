@@ -12,6 +12,7 @@ import traceback
 
 import torch
 from torch import fx
+from torch._dynamo.exc import Unsupported, UserError
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package
 
@@ -47,17 +48,30 @@ def _flatten_getattr(text: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What Dynamo says, without its hints to report an issue and its own stack."""
+    """What Dynamo says, without its hints to report an issue and its own stack.
+
+    An exception that the user's code or an operator raised speaks for itself.
+    """
     said = str(error).split("from user code:")[0]
+    if "<function Sharded." in said:
+        return "A Sharded object of compile_sharded is called inside a loss: a program reaches no other model's shards."
     if "ShardedParameter" in said:
         return "A parameter that compile_sharded took over is read past the model (a closure, a list, another model)."
     if match := re.search(r"raised exception \w+\('(This \w+ was taken over by compile_sharded[^.;:]*)", said):
         return f"{match[1]}: it is called past the model that the loss is given."
+    for own in (r"raised exception (\w+)\((['\"])(.*)\2\)$", r": got (\w+)\((['\"])(.*)\2\)$"):
+        if found := re.search(own, said, re.MULTILINE):
+            return f"{found[1]}: {found[3]}"
     lines = str(error).split("\n\n")[0].strip().splitlines()
     return "\n  ".join(line.strip() for line in lines if not line.strip().startswith("Hint:"))
 
 
 CURES = (
+    (
+        "A Sharded object",
+        "put both models into one module (nn.ModuleDict) and shard that; or compute the other's results outside, "
+        "other(x), and pass them with the batch.",
+    ),
     (
         "compile_sharded",
         "read it through the model that the loss is given (model.head.weight); a second model can be a submodule of "
@@ -126,7 +140,16 @@ def cure(reason: str, error: BaseException | None = None) -> str:
     for names, text in CONTEXTS:
         if context is not None and any(name in context[1] for name in names):
             return text
-    return next((text for key, text in CURES if key.lower() in reason.lower()), CURE)
+    return next((text for key, text in CURES if key.lower() in reason.lower()), "")
+
+
+def explanation(model: str, error: BaseException) -> str:
+    """The error as a person reads it: the user's line, what went wrong there, and the cure where there is one."""
+    why = reason(error)
+    traced = isinstance(error, Unsupported | UserError) and not re.match(r"\w+(Error|Exception): ", why)
+    how = cure(why, error) or CURE * traced
+    what = "cannot be traced whole" if traced else "failed while it was traced"
+    return f"{model} {what}.\n{user_line(error)}\n  Why: {why}" + f"\n  Cure: {how}" * bool(how)
 
 
 def _is_users(path: str) -> bool:

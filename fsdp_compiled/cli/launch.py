@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,10 +61,18 @@ def settle(options: TrainOptions) -> TrainOptions:
 
 
 def refuse_used(out: Path) -> None:
+    """Raises ``ValueError`` for a folder that holds a run, or that cannot be made or written; makes the folder."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out: {out} is a file; give a folder")
     if any((out / name).exists() for name in CLAIMS):
         raise ValueError(f"--out: {out} already holds a run; give another folder or remove that one")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        why = error.strerror or error
+        raise ValueError(f"--out: {out} cannot be written ({why}); give a folder that can") from error
 
 
 def _train(options: TrainOptions) -> int:

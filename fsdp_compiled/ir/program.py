@@ -124,4 +124,7 @@ class Program:
     def __str__(self) -> str:
         from fsdp_compiled.ir.text import summary  # which reads programs; this one call shows one
 
-        return summary(self)
+        try:
+            return summary(self)
+        except Exception as error:  # what describes a program never stops it
+            return f"program: {' -> '.join(self.history)}; no summary: {type(error).__name__}: {error}"

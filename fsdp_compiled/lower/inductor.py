@@ -10,6 +10,7 @@ This is the only file that touches private surfaces of Inductor, but for `isa_pr
 from __future__ import annotations
 
 import hashlib
+import logging
 import socket
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ from torch._inductor.codecache import CacheBase, cache_dir, torch_key
 from torch._inductor.codegen.common import custom_backend_passes
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.standalone_compile import CacheCompiledArtifact, CompiledArtifact
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture import disk_cache
 from fsdp_compiled.capture.cache_key import settings
@@ -34,6 +37,7 @@ from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.lower.isa_probes import remembered
 from fsdp_compiled.lower.partition import Piece
 
+log = logging.getLogger("fsdp_compiled")
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -112,6 +116,7 @@ def chooses_products() -> bool:
 
 def cache_place() -> tuple[str, str]:
     """Equal on ranks that share Inductor's cache on disk."""
+    folder()  # which replaces one that cannot be written
     return socket.gethostname(), cache_dir()
 
 
@@ -170,7 +175,20 @@ def _unpack(content: bytes) -> CompiledArtifact:
 
 def _artifact(piece: Piece) -> Callable[..., Any]:
     module = _expand(piece.graph_module(_without_host_reads))
-    return torch._inductor.standalone_compile(module, examples(piece), dynamic_shapes="from_graph")
+    try:
+        return torch._inductor.standalone_compile(module, examples(piece), dynamic_shapes="from_graph")
+    except Exception as error:  # whatever a pass of Inductor's that asks for a size makes of not being told
+        if not any(free_unbacked_symbols(value) for value in pytree.tree_leaves([n.meta["val"] for n in piece.nodes])):
+            raise
+        what = str(error).strip().splitlines()[0]
+        log.warning("a piece whose sizes are in the data runs as it stands: Inductor cannot compile it (%s)", what)
+        return piece.graph_module(_that_fits)
+
+
+def _that_fits(node: fx.Node) -> None:
+    """A view becomes a reshape: kernels do not always lay their results out as the fake ones say."""
+    if node.target is torch.ops.aten.view.default:
+        node.target = torch.ops.aten.reshape.default
 
 
 def examples(piece: Piece) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -12,8 +13,10 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import passes
 from fsdp_compiled.analysis import memory
+from fsdp_compiled.analysis.contained import described
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.capture.ambient import Ambient
+from fsdp_compiled.capture.arguments import check_arguments
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
 from fsdp_compiled.ir.program import OVERFLOW, Port, Program
@@ -104,6 +107,7 @@ def build(
         "forward": passes.FORWARD,
     }[kind]
     forward = kind == "forward"
+    check_arguments(model, None if forward else loss, batch, named)
     captured = capture_on(
         model, None if forward else loss, plan, buffers, batch, named, gradient=not forward, sizes=sizes, hints=hints,
         ambient=ambient,
@@ -112,13 +116,18 @@ def build(
     program = passes.run(captured.program, plan, wanted, stages.append)
     target = Target(plan, tuple(rules), kind in ("step", "last", "accumulate"), backends)
     fusions = chosen(target)
-    held = memory.persistent(plan, rules, buffers, captured.constants, program)
-    stages = memory_budget.fit(stages, plan, lambda one: memory.predict(passes.run(one, plan, fusions), plan, held))
+    held = partial(memory.persistent, plan, rules, buffers, captured.constants, program)
+
+    def predicted(one: Program) -> Memory:
+        return described(lambda: memory.predict(one, plan, held()), memory.unpredicted)
+
+    stages = memory_budget.fit(stages, plan, lambda one: predicted(passes.run(one, plan, fusions)))
     fused: list[Program] = []
     program = passes.run(stages[-1], plan, fusions, fused.append)
-    needed = memory.predict(program, plan, held)
+    needed = predicted(program)
     stages += fused[1:]
-    stages[-1] = program = replace(program, needs=needed.lines())
+    lines = described(needed.lines, lambda why: (f"memory: not predicted: {why}",))
+    stages[-1] = program = replace(program, needs=lines)
     return Compiled(
         program,
         captured,

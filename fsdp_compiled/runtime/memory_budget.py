@@ -31,12 +31,17 @@ def fit(stages: Sequence[Program], plan: Plan, predict: Callable[[Program], Memo
     """The stages, with other last ones if the program is over the budget.
 
     ``predict``: the memory of what will run, which is the program fused. What was chosen is in its notes. The last
-    stages are those of `passes.WHEN`. Where nothing fits, it is the least there is, with a warning.
+    stages are those of `passes.WHEN`. Where nothing fits, it is the least there is, with a warning; where memory cannot
+    be predicted, nothing is chosen by it, with a warning.
     """
     if plan.policy.memory_gb is None:
         return list(stages)
     *done, before = stages[: -len(passes.WHEN)]
     needed = predict(stages[-1])
+    if needed.unknown:
+        reason = f"memory_gb={plan.policy.memory_gb:g} has no effect: memory is not predicted: {needed.unknown}"
+        log.warning("%s", reason)
+        return [*stages[:-1], replace(stages[-1], notes=(*stages[-1].notes, reason))]
     if needed.peak.nbytes <= plan.policy.memory_gb * GIB:
         return list(stages)
     found = [(list(stages[len(done) :]), needed, "as chosen without it")]
@@ -46,7 +51,9 @@ def fit(stages: Sequence[Program], plan: Plan, predict: Callable[[Program], Memo
             program = passes.run(before, replace(plan, policy=policy), passes.WHEN, other.append)
         except ValueError:  # a node reads more units than that
             break
-        found.append((other, predict(program), f"prefetch={policy.prefetch}, limit={policy.limit}"))
+        if (less := predict(program)).unknown:
+            break
+        found.append((other, less, f"prefetch={policy.prefetch}, limit={policy.limit}"))
         if found[-1][1].peak.nbytes <= plan.policy.memory_gb * GIB:
             break
     chosen, memory, how = min(found, key=lambda one: one[1].peak.nbytes)

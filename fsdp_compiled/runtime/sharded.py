@@ -245,11 +245,13 @@ class Sharded:
         return self._programs.newest.memory
 
     def dump(self, folder: str | Path) -> Path:
-        """Writes the plan, every stage of `program` with the differences, and its memory. Returns the folder."""
+        """Writes the plan, every stage of `program` with the differences, and its memory. Returns the folder.
+
+        Raises ``ValueError`` for a folder that cannot be made or written. What cannot be described is left out, and
+        its file says why.
+        """
         newest = self._programs.newest
-        root = dump.write(folder, self.plan, newest.stages)
-        (root / "memory.txt").write_text(newest.memory.text() + "\n")
-        return root
+        return dump.write(folder, self.plan, newest.stages, newest.memory)
 
     def __reduce__(self) -> Any:
         raise TypeError("A Sharded cannot be copied or pickled: it holds compiled programs and this rank's place.")
