@@ -62,6 +62,8 @@ def _add(total, part, inside, square, scale, nonfinite, COMPUTE: tl.constexpr):
     count_nonfinite(values, nonfinite)
     if scale is not None:
         values = values * tl.load(scale).to(COMPUTE)
+        if inside is not None:  # zero times an infinite scale is NaN
+            values = tl.where(inside, values, 0.0)
     tl.store(square, tl.sum(values * values).to(square.dtype.element_ty))
 
 

@@ -6,7 +6,7 @@ make.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -14,17 +14,38 @@ import triton
 import triton.language as tl
 
 
+def constants(value: Any) -> Any:
+    """A constant as Triton is given it: tuples, names and numbers, a dataclass as pairs of a name and a value.
+
+    Its text is a part of the key under which Triton keeps a compiled kernel, and its hooks write it as JSON. So all
+    that a kernel reads stands in it, what is worked out (``DERIVED``) too: a property, read while the kernel compiles,
+    would change without the key, and an old kernel would run.
+    """
+    if is_dataclass(value):
+        names = (*(entry.name for entry in fields(value)), *getattr(value, "DERIVED", ()))
+        return tuple((name, constants(getattr(value, name))) for name in names)
+    return tuple(map(constants, value)) if isinstance(value, tuple) else value
+
+
 @dataclass(frozen=True)
 class Launch:
+    """``arguments``: of the kernel, by name; ``GROUPS`` and ``OPTIONS`` are constants."""
+
     kernel: Any
     programs: int
     arguments: dict[str, Any]
     warps: int = 4
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments as the kernel gets them."""
+        made = {name: constants(self.arguments[name]) for name in ("GROUPS", "OPTIONS") if name in self.arguments}
+        return self.arguments | made
+
     def run(self, device: torch.device) -> None:
         if self.programs:
             with torch.cuda.device(device if device.type == "cuda" else -1):
-                self.kernel[(self.programs,)](**self.arguments, num_warps=self.warps)
+                self.kernel[(self.programs,)](**self.given, num_warps=self.warps)
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:
@@ -34,7 +55,7 @@ def triton_dtype(dtype: torch.dtype) -> Any:
 @triton.constexpr_function
 def of(groups, index, name):
     """A constant of one of a launch's groups."""
-    return getattr(groups[index], name)
+    return dict(groups[index])[name]
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -38,6 +38,8 @@ class Group:
     source, with dims that can be walked as one joined; empty where the sources are contiguous. ``tile``: which of the
     dims is the fastest in the source, where that is another than in the buffer and both are worth a tile; else -1.
     """
+
+    DERIVED: ClassVar = ("count", "wide", "places", "outer")
 
     starts: tuple[int, ...]
     offsets: tuple[int, ...]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
 class Adam:
     """`torch.optim.Adam`'s, or `AdamW`'s where the weight decay is ``decoupled`` from the gradient."""
+
+    DERIVED: ClassVar = ("fresh1", "fresh2", "log_beta1", "log_beta2")
 
     beta1: float
     beta2: float

@@ -64,7 +64,7 @@ def _store(pointers, values, inside):
 
 @triton.constexpr_function
 def get(options, name):
-    return getattr(options, name)
+    return dict(options)[name]
 
 
 @triton.jit

@@ -80,7 +80,7 @@ flattens_into = {name: flattens[name] for name in ("unit", "gaps", "dtype")} | {
 accumulates: dict[str, st.SearchStrategy[Any]] = {
     "lengths": sizes,
     "dtypes": st.tuples(st.sampled_from((torch.float32, torch.float64)), st.sampled_from(DTYPES)),
-    "scale": st.sampled_from((None, 0.25)),
+    "scale": st.sampled_from((None, 0.25, float("inf"))),
     "alone": st.booleans(),
     "specials": st.sampled_from((0, 2)),
 }

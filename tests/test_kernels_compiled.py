@@ -132,7 +132,7 @@ def compiled(launch: Launch, architecture: int, **options: Any) -> Compiled:
     before = driver._active
     driver.set_active(_StandIn(architecture))
     try:
-        kernel = launch.kernel.warmup(grid=(launch.programs,), num_warps=launch.warps, **launch.arguments, **options)
+        kernel = launch.kernel.warmup(grid=(launch.programs,), num_warps=launch.warps, **launch.given, **options)
         return _read(kernel.asm["cubin"])
     finally:
         driver._active = before  # none at first: asking for one would look for a GPU
