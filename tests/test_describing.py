@@ -14,6 +14,8 @@ from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.analysis import dump, memory, roofline, timeline
+from fsdp_compiled.cli import report
+from fsdp_compiled.cli.journal import Record
 from fsdp_compiled.ir import text
 from fsdp_compiled.plan.plan import Plan
 
@@ -136,3 +138,12 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"dump cannot write to .*file/dump: Not a directory"):
         sharded.dump(tmp_path / "file" / "dump")
     assert sharded.step(torch.randn(3, 4)).isfinite()
+
+
+def test_a_plot_that_cannot_be_drawn_loses_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report, "smooth", fail)
+    records = [Record(1, 2.0, 2.0, 1.0, 1e-3, 10.0, 1, 1.0)]
+    assert not report.curve(records, 3.0, tmp_path / "loss.png")
+    assert "no loss.png in this run: " in capsys.readouterr().out

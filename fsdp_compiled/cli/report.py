@@ -9,19 +9,29 @@ from typing import Any
 
 import torch
 
+from fsdp_compiled.analysis.contained import described
 from fsdp_compiled.cli.journal import EXTRA, Record
 from fsdp_compiled.cli.machine import versions
 from fsdp_compiled.cli.options import TrainOptions
 
 
 def curve(records: Sequence[Record], unigram: float, path: Path) -> bool:
-    """Draws train and validation loss over steps, with the byte-unigram model as the line to beat."""
+    """Draws train and validation loss over steps, with the byte-unigram model as the line to beat; whether it could."""
     try:
         import matplotlib
     except ImportError:
         print(f"no {path.name} in this run: matplotlib is not installed ({EXTRA})", flush=True)
         return False
     matplotlib.use("Agg")
+
+    def say(why: str) -> bool:
+        print(f"no {path.name} in this run: {why}", flush=True)
+        return False
+
+    return described(lambda: _draw(records, unigram, path), say)
+
+
+def _draw(records: Sequence[Record], unigram: float, path: Path) -> bool:
     from matplotlib import pyplot as plt
 
     steps = [record.step for record in records]

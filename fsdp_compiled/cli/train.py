@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.analysis.contained import described
 from fsdp_compiled.cli.data import (
     IGNORED,
     Windows,
@@ -138,7 +139,10 @@ class Job:
             raise ValueError(f"the loss is {value} at step {step}; try a smaller --lr or a smaller --clip")
         if step == 1 and self.here.first:
             assert self.options.out is not None
-            self.sharded.dump(self.options.out / "dump")
+            folder = self.options.out / "dump"
+            describing = described(lambda: str(self.sharded.dump(folder)), lambda why: f"no dump: {why}")
+            if describing.startswith("no dump"):
+                self.progress.say(describing)
         val_loss = self.validate() if validating else None
         if self.journal is not None:
             grad_norm = float(self.sharded.grad_norm)
