@@ -138,13 +138,18 @@ def _left(dispatch: bool) -> Iterator[None]:
             place.update(all_of_them)
 
 
+def is_tracker(hook: Any) -> bool:
+    """Whether a global hook of modules is one by which a dispatch mode follows them."""
+    return isinstance(getattr(hook, "__self__", None), ModuleTracker)
+
+
 def _without_trackers() -> list[tuple[dict[int, Any], dict[int, Any]]]:
     """Takes out the hooks by which a dispatch mode (FlopCounterMode) follows modules; gives what was there."""
     found = []
     for place in (module._global_forward_pre_hooks, module._global_forward_hooks):
         found.append((place, dict(place)))
         for key, hook in found[-1][1].items():
-            if isinstance(getattr(hook, "__self__", None), ModuleTracker):
+            if is_tracker(hook):
                 del place[key]
     return found
 

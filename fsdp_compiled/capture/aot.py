@@ -29,6 +29,7 @@ from fsdp_compiled.capture.source_lines import is_backward, path_of
 from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
 
+aten = torch.ops.aten
 DETACH = torch.ops.aten.detach.default  # nothing to detach from in a graph that holds its own backward
 
 
@@ -54,6 +55,19 @@ def differentiate(
     return Traced(_to_program(joint.graph, ports, list(results)), literals)
 
 
+def _empty_gradient(gradient: torch.Tensor, value: torch.Tensor, *_options: Any) -> Any:
+    """The gradient of a loss by a value without elements; of any other, what PyTorch makes of it."""
+    return torch.empty_like(value) if value.numel() == 0 else NotImplemented
+
+
+# On fake tensors PyTorch works these out with a division by the number of elements, which Python refuses for none.
+EMPTY = {
+    aten.mse_loss_backward.default: _empty_gradient,
+    aten.smooth_l1_loss_backward.default: _empty_gradient,
+    aten.huber_loss_backward.default: _empty_gradient,
+}
+
+
 class _Taken(Exception):
     """Leaves AOTAutograd as soon as it has handed over the joint graph."""
 
@@ -67,8 +81,9 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         raise _Taken
 
     compiler = aot_autograd(
-        fw_compiler=take, inference_compiler=take, partition_fn=take, keep_inference_input_mutations=False
-    )
+        fw_compiler=take, inference_compiler=take, partition_fn=take, keep_inference_input_mutations=False,
+        decompositions=EMPTY,
+    )  # fmt: skip
     # The setting keeps draws of random numbers that nothing uses: eager PyTorch makes them, and so moves its generator.
     draws = torch._inductor.config.patch(fallback_random=True)
     # Backward as `loss.backward()` after an autocast block, as PyTorch recommends: in the dtypes that forward chose.

@@ -44,6 +44,30 @@ def moving(tensor: torch.Tensor, sizes: Sizes) -> tuple[int, ...]:
     )
 
 
+def traceable(tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+    """The tensor as a program reads it: its numbers as they lie in memory, and strides that follow from its sizes.
+
+    Compiled code knows nothing of a negation or conjugation that is still to be done. Where a size moves, strides may
+    be those of any order of the dims, or zero (expanded); others (``x[:, ::2]``) are numbers that belong to no size.
+    """
+    if tensor.is_neg() or tensor.is_conj():
+        tensor = tensor.resolve_neg().resolve_conj()
+    if sizes and moving(tensor, sizes) and not _follow(tensor):
+        tensor = tensor.contiguous()
+    return tensor
+
+
+def _follow(tensor: torch.Tensor) -> bool:
+    """Whether the strides follow from the sizes."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride and size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
 def layout(tensor: torch.Tensor, sizes: Sizes) -> tuple[object, ...]:
     """What a program depends on of this tensor of a batch."""
     dims = moving(tensor, sizes) if sizes else ()

@@ -460,7 +460,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
         raise
     except CaptureError:
         raise
-    except (TorchDynamoException, RuntimeError, AssertionError, TypeError, AttributeError) as error:
+    except (TorchDynamoException, RuntimeError, AssertionError, TypeError, AttributeError, ArithmeticError) as error:
         raise CaptureError(explanation(type(model).__name__, error)) from error
 
 

@@ -45,6 +45,7 @@ from torch._dynamo.guards import _get_closure_vars
 from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compiled.capture.ambient import is_tracker
 from fsdp_compiled.capture.side_effects import inside, unwrapped
 
 PACKAGE = __name__.split(".")[0]
@@ -281,7 +282,8 @@ class Hooks:
         return [key for name in HOOKS for key, hook in getattr(self._root, name).items() if not _ours(hook)]
 
     def _globals(self) -> list[Any]:
-        return [key for name in GLOBAL_HOOKS for key in getattr(modules, name)]
+        places = (getattr(modules, name) for name in GLOBAL_HOOKS)
+        return [key for hooks in places for key, hook in hooks.items() if not is_tracker(hook)]
 
 
 class Methods:

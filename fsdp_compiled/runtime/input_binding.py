@@ -76,3 +76,10 @@ def same_tensors(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Empty where all are different objects; else, for each, the first that is the same object."""
     found = list(map(id, tensors))
     return () if len(set(found)) == len(found) else tuple(map(found.index, found))
+
+
+def replaced(
+    batch: tuple[Any, ...], named: dict[str, Any], others: Mapping[int, torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The batch with these tensors in the place of its own, by their identity."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: others[id(tensor)], (batch, named))

@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 
 from fsdp_compiled.capture import ambient
 from fsdp_compiled.capture.ambient import Ambient
-from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traced_with, unfit
+from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traceable, traced_with, unfit
 from fsdp_compiled.capture.dynamo import batch_tensors
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchange
@@ -40,7 +41,7 @@ from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import Compiled, Kind, build, check_devices, counting, label_of, plain, rows_of
-from fsdp_compiled.runtime.input_binding import flatten, same_tensors
+from fsdp_compiled.runtime.input_binding import flatten, replaced, same_tensors
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.state import State
@@ -142,6 +143,10 @@ class Programs:
         leaves, spec = flatten(batch, named)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         sizes = sizes_of(policy.moving, tensors)
+        read = [traceable(tensor, sizes) for tensor in tensors]
+        if not all(map(is_, read, tensors)):
+            batch, named = replaced(batch, named, dict(zip(map(id, tensors), read, strict=True)))
+            leaves, spec = flatten(batch, named)
         described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
         differentiable = tuple(tensor.requires_grad for tensor in tensors)
         if kind != "forward" and any(differentiable):
