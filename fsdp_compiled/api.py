@@ -31,6 +31,7 @@ from fsdp_compiled.runtime.autograd_hooks import check_hooks
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import check_initializable, read_leaves, read_scalars, take_over
 from fsdp_compiled.runtime.sharded import Sharded
+from fsdp_compiled.runtime.shared_memory import check_shared_memory
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import is_taken
 
@@ -155,6 +156,7 @@ def _check(
     check_names((policy or Policy()).without)
     check_norms(model, policy or Policy())
     check_hooks(model)
+    check_shared_memory(model)
     check_initializable(model, init)
     leaves = read_leaves(model, optimizer, find_units(model, units))
     rules = make_rules(optimizer) if optimizer is not None else ()

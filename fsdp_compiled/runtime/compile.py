@@ -16,6 +16,7 @@ from fsdp_compiled.analysis import memory
 from fsdp_compiled.analysis.contained import described
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.capture.ambient import Ambient
+from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.arguments import check_arguments
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
@@ -28,6 +29,7 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime import memory_budget
 from fsdp_compiled.runtime.input_binding import Binding
+from fsdp_compiled.runtime.shared_memory import shared
 from fsdp_compiled.runtime.state import State
 
 # "accumulate" is a microbatch that is not the last, "last" the one that ends a row and updates.
@@ -112,6 +114,7 @@ def build(
         model, None if forward else loss, plan, buffers, batch, named, gradient=not forward, sizes=sizes, hints=hints,
         ambient=ambient,
     )  # fmt: skip
+    _check_written(captured, buffers)
     stages: list[Program] = []
     program = passes.run(captured.program, plan, wanted, stages.append)
     target = Target(plan, tuple(rules), kind in ("step", "last", "accumulate"), backends)
@@ -144,6 +147,18 @@ def build(
         wire=program.wire,
         binding=Binding([port for port in program.ports if port.side == "in"], batch, named),
     )
+
+
+def _check_written(captured: Capture, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raises `CaptureError` where forward writes to memory that another tensor of the program has too."""
+    names = [port.name for port in captured.program.ports if port.side == "out" and port.kind in ("buffer", "constant")]
+    tensors = {**captured.constants, **buffers}
+    written = {name: tensors[name] for name in names if name in tensors}
+    if (pair := shared(written, tensors)) is not None:
+        raise CaptureError(
+            f"Forward writes to {pair[0]}, which shares memory with {pair[1]}: a program has two values there, "
+            "and the other would not follow. Give each memory of its own: tensor.clone()."
+        )
 
 
 def counting(runner: Runner, outputs: Sequence[Port]) -> Runner:

@@ -1,0 +1,104 @@
+"""Tensors of a model that share memory: refused where a program could not keep them alike.
+
+In eager PyTorch a write to one is a write to the other. In a program each is a value of its own, and parameters move
+into shards. So nothing may share memory with a parameter, but a parameter tied in the ordinary way (one object under
+two names); and of buffers and closed-over tensors that share memory, forward may write to none. Parts of one storage
+that do not overlap, as cuDNN's flat weights, share nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def check_shared_memory(model: nn.Module) -> None:
+    """Raises ``ValueError`` where a buffer, an attribute or another parameter is memory of a parameter."""
+    parameters = dict(model.named_parameters())
+    own = {id(parameter) for parameter in parameters.values()}
+    by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, parameter in parameters.items():
+        for other, tensor in by_storage.get(storage(parameter), ()):
+            if (parameter.requires_grad or tensor.requires_grad) and overlap(parameter, tensor):
+                raise ValueError(
+                    f"{name} and {other} are two parameters that share memory, as `.data` ties them: each would get "
+                    f"shards of its own, and they would part. Tie them as one parameter, {name} = {other}, before "
+                    "the optimizer is built."
+                )
+        by_storage.setdefault(storage(parameter), []).append((name, parameter))
+    for path, module in model.named_modules():
+        for name, tensor in _tensors(module):
+            if id(tensor) in own:
+                continue
+            for parameter_name, parameter in by_storage.get(storage(tensor), ()):
+                written = parameter.requires_grad or name in module._buffers
+                if written and overlap(tensor, parameter):
+                    where = f"{path}.{name}".lstrip(".")
+                    raise ValueError(
+                        f"{where} shares memory with the parameter {parameter_name}, whose values move into shards: it "
+                        "would not follow the training. Compute it in forward from the parameter, or give it memory of "
+                        "its own: tensor.clone()."
+                    )
+
+
+def shared(written: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """The first of these that shares memory with another tensor."""
+    for name, tensor in written.items():
+        for other, value in others.items():
+            if value is not tensor and storage(value) == storage(tensor) and overlap(value, tensor):
+                return name, other
+    return None
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers, and tensors in attributes and in lists, tuples and dictionaries there."""
+    yield from ((name, tensor) for name, tensor in module._buffers.items() if tensor is not None)
+    for name, value in vars(module).items():
+        if name not in ("_parameters", "_buffers", "_modules"):
+            yield from _inside(name, value, 3)
+
+
+def _inside(name: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif depth and isinstance(value, list | tuple):
+        for place, entry in enumerate(value):
+            yield from _inside(f"{name}[{place}]", entry, depth - 1)
+    elif depth and type(value) is dict:
+        for key, entry in value.items():
+            yield from _inside(f"{name}[{key!r}]", entry, depth - 1)
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """Equal for tensors on one storage."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # it has none
+        return -id(tensor)
+
+
+def overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors on one storage have an element in common."""
+    if not one.numel() or not two.numel():
+        return False
+    spans = [_span(tensor) for tensor in (one, two)]
+    if spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
+        return False
+    if one.element_size() != two.element_size() or all(tensor.is_contiguous() for tensor in (one, two)):
+        return True
+    start, end = min(span[0] for span in spans), max(span[1] for span in spans)
+    marks = torch.zeros((end - start) // one.element_size(), dtype=torch.uint8, device="cpu")
+    for tensor in (one, two):
+        place = tensor.storage_offset() - start // one.element_size()
+        marks.as_strided(tensor.shape, tensor.stride(), place).bitwise_or_(1 if tensor is one else 2)
+    return bool((marks == 3).any())
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that it lies in: the first, and the one after the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = tensor.storage_offset()
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
