@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from tests.launch import launch
@@ -357,3 +358,40 @@ def test_what_one_rank_alone_changed_is_an_error_on_every_rank(answers: Any, cas
 
 def test_what_all_ranks_change_compiles_once_a_value(answers: Any) -> None:
     assert [answer["result"]["captures"] for answer in answers["all_alike"]] == [2, 2]
+
+
+# What this package puts around a trace is no reason to trace again.
+
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+
+
+def linear() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0), nn.Linear(6, 2))
+
+
+def hooked() -> nn.Sequential:
+    model = linear()
+    model.register_forward_pre_hook(lambda _, given: (given[0] * 2,))
+    return model
+
+
+def compiled_part() -> nn.Sequential:
+    model = linear()
+    model[0] = torch.compile(model[0])  # type: ignore[assignment]
+    return model
+
+
+def synchronised() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 2), nn.SyncBatchNorm(2))
+
+
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [(linear, LOW), (hooked, None), (hooked, LOW), (compiled_part, None), (synchronised, None)],
+)
+def test_what_is_around_the_trace_alone_compiles_nothing_again(make: Any, precision: Any) -> None:
+    policy = Policy(lower="eager", precision=precision) if precision else EAGER
+    sharded = compile_sharded(make(), loss=mse, policy=policy)
+    for _ in range(3):
+        sharded.value_and_grad(*batch())
+    assert sharded.captures == 1

@@ -146,6 +146,7 @@ def capture(
     the user's line and the cure.
     """
     objective = _Objective(inside(model), loss)
+    wrapped = any(inside(module) is not module for module in objective.modules())
 
     def function(named: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = dict(named)
@@ -166,7 +167,7 @@ def capture(
         fresh = types.FunctionType(
             function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
         )
-        recorder = Recorder(objective.model)
+        recorder = Recorder(objective.model, wrapped)
         options = {"guard_filter_fn": recorder.keep}
         compiled = torch.compile(fresh, backend=made.backend, fullgraph=True, dynamic=False, options=options)
         named = {f"model.{name}": made.tensors[name] for name in _places(objective.model) if name in made.tensors}

@@ -46,7 +46,7 @@ from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compiled.capture.ambient import is_tracker
-from fsdp_compiled.capture.side_effects import inside, unwrapped
+from fsdp_compiled.capture.side_effects import unwrapped
 
 PACKAGE = __name__.split(".")[0]
 ELSEWHERE = {
@@ -64,11 +64,12 @@ LONG = 60  # characters of a value, as a message shows it
 class Recorder:
     """Takes Dynamo's guards while it traces, and makes `Guards` of them.
 
-    ``root``: the model, whose own hooks are taken off while it is traced.
+    ``root``: the model, whose own hooks are taken off while it is traced. ``wrapped``: whether parts of it are under
+    `torch.compile`, for which those inside stand while it is traced.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
+    def __init__(self, root: nn.Module, wrapped: bool = False) -> None:
+        self.root, self.wrapped = root, wrapped
         self.values: dict[str, Any] = {}  # what guards look at, by Dynamo's name
         self.empty: list[dict[Any, Any]] = []
         self.code: set[types.CodeType] = set()  # that was traced, functions of functions too
@@ -92,22 +93,23 @@ class Recorder:
             return False
         if entry.guard_type == "DUPLICATE_INPUT" and isinstance(entry.value, types.ModuleType | torch.Tensor):
             return not _library(entry.value) if isinstance(entry.value, types.ModuleType) else False
-        if any(name.endswith(f"._{kind}_with_kwargs") for kind in ("forward_hooks", "forward_pre_hooks")):
+        if "_hooks_with_kwargs" in name:
             return False  # how a hook is called; fixed when it is registered
         source = entry.orig_guard.originating_source
         while source is not None:
             value = self.values.get(source.name)
             if _ours(value) or id(value) in own:
                 return False
+            if isinstance(value, nn.SyncBatchNorm) and "['forward']" in name:
+                return False  # this package's, while it is traced
             source = getattr(source, "base", None)
         return True
 
     def guards(self, code: types.CodeType, scope: dict[str, Any], closed: Mapping[str, tuple[Any, Any]]) -> Guards:
         """What the trace of this code took for granted; ``closed``: tensors by our name, each with its source."""
         (entry,) = _debug_get_cache_entry_list(code)
-        found = Guards(
-            entry, scope, Hooks(self.root, self.empty), Methods(self.values.values(), self.code), self._alive
-        )
+        hooks, methods = Hooks(self.root, self.empty), Methods(self.values.values(), self.code)
+        found = Guards(entry, scope, hooks, methods, self._alive, self.wrapped)
         found.closed = Closed(closed, found.scope)
         self.values = {}
         return found
@@ -136,7 +138,9 @@ class Guards:
 
     closed: Closed
 
-    def __init__(self, entry: Any, scope: dict[str, Any], hooks: Hooks, methods: Methods, alive: list[Any]) -> None:
+    def __init__(
+        self, entry: Any, scope: dict[str, Any], hooks: Hooks, methods: Methods, alive: list[Any], wrapped: bool
+    ) -> None:
         self._manager = entry.guard_manager
         self._check = self._manager.root.check
         self._locals = scope
@@ -144,8 +148,6 @@ class Guards:
         # Dynamo names modules in the globals of what it traces, for as long as the code that it made is there.
         self._code = entry.code
         self.scope = {"L": scope, "G": self._manager.global_scope["G"], **_get_closure_vars()}
-        objective = scope["objective"]
-        wrapped = any(inside(module) is not module for module in objective.modules())
         self._around = [unwrapped] * wrapped + [hooks.as_traced] * bool(hooks.own)
         if self._around:
             self._check = self._check_around
