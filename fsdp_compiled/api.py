@@ -24,6 +24,7 @@ from fsdp_compiled.distributed.mesh import Mesh, agree, join
 from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
+from fsdp_compiled.optim.wrapped import check_step_hooks, unwrapped
 from fsdp_compiled.plan.plan import Plan, make_plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
@@ -53,7 +54,8 @@ def compile_sharded(
         Any ``nn.Module``. Its parameters are taken over: they move into shards, rank 0's values on every rank, and
         meta parameters take their place. On the meta device, ``init`` fills one unit at a time.
     optimizer
-        A ``torch.optim`` optimizer over the model's parameters, or None: then `Sharded.step` is refused.
+        A ``torch.optim`` optimizer over the model's parameters, or one that accelerate or Fabric prepared, or None:
+        then `Sharded.step` is refused.
     loss
         ``loss(model, *batch, **batch) -> scalar`` or ``(scalar, aux)``. Left out: what the model returns is the loss,
         or has ``.loss``.
@@ -75,6 +77,7 @@ def compile_sharded(
     failure: Exception | None = None
     text, checked = "", None
     try:
+        optimizer = unwrapped(optimizer)
         checked = _check(model, optimizer, loss, units, policy, init)
     except Exception as error:  # of the user's code too: the optimizer's step, the choice of units
         failure = error
@@ -159,6 +162,8 @@ def _check(
     check_shared_memory(model)
     check_initializable(model, init)
     leaves = read_leaves(model, optimizer, find_units(model, units))
+    if optimizer is not None:
+        check_step_hooks(optimizer)
     rules = make_rules(optimizer) if optimizer is not None else ()
     read_scalars(optimizer)
     leaves = [replace(leaf, variant=variant_of(rules, leaf.group, leaf.shape, leaf.dtype)) for leaf in leaves]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.optim import rules
@@ -304,3 +305,67 @@ def test_two_traces_that_begin_differently_are_not_joined() -> None:
     with pytest.raises(Refused, match="traced twice"):
         merge(graph(1.0), graph(2.0), 0)
     assert not list(merge(graph(1.0), graph(1.0), 0).output_node().args[0])
+
+
+def test_step_hooks_are_refused_whenever_they_were_registered() -> None:
+    def note(*_: Any) -> None: ...
+
+    model = _model()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    handle = optimizer.register_step_pre_hook(note)
+    with pytest.raises(ValueError, match=r"note is registered as a step pre-hook of SGD.*before sharded\.step"):
+        compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    handle.remove()
+    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded.step(torch.ones(4, 6))
+    handle = register_optimizer_step_post_hook(note)
+    try:
+        with pytest.raises(ValueError, match="step post-hook of SGD"):
+            sharded.step(torch.ones(4, 6))
+    finally:
+        handle.remove()
+    sharded.step(torch.ones(4, 6))
+
+
+def test_prepared_optimizers_are_unwrapped() -> None:
+    """Stand-ins for accelerate's, which is an optimizer, and Fabric's, which only looks like one."""
+
+    class AcceleratedOptimizer(optim.Optimizer):
+        __module__ = "accelerate.optimizer"
+
+        def __init__(self, inner: optim.Optimizer) -> None:
+            self.optimizer = inner
+
+    class _FabricOptimizer:
+        __module__ = "lightning.fabric.wrappers"
+
+        def __init__(self, inner: optim.Optimizer) -> None:
+            self._optimizer = inner
+
+    for wrapper in (AcceleratedOptimizer, _FabricOptimizer):
+        model = _model()
+        inner = optim.SGD(model.parameters(), lr=0.1)
+        sharded = compile_sharded(model, wrapper(inner), loss=_loss, policy=EAGER)  # type: ignore[arg-type]
+        assert sharded.optimizer is inner
+        sharded.step(torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {}])
+def test_parameters_in_half_precision_round_as_in_eager_pytorch(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).float().square().mean()  # type: ignore[no-any-return]
+
+    # Sizes that fill vectors: on a CPU the last few elements of a tensor may round in another way than the others.
+    eager, model = nn.Linear(64, 32).to(dtype), nn.Linear(64, 32).to(dtype)
+    model.load_state_dict(eager.state_dict())
+    optimizer = optim.SGD(eager.parameters(), lr=0.1, **options)
+    sharded = compile_sharded(model, optim.SGD(model.parameters(), lr=0.1, **options), loss=loss, policy=EAGER)
+    for _ in range(5):
+        batch = torch.randn(8, 64).to(dtype)
+        optimizer.zero_grad()
+        loss(eager, batch).backward()
+        optimizer.step()
+        sharded.step(batch)
+    found = sharded.full_state_dict()
+    assert all(torch.equal(found[name], value) for name, value in eager.state_dict().items())

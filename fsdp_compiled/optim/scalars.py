@@ -210,15 +210,21 @@ def _log(x: torch.Tensor, base: Any = None) -> torch.Tensor:
     return torch.log(x) if base is None else torch.log(x) / math.log(base)
 
 
-def _chosen(way: Callable[..., torch.Tensor], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _chosen(way: Callable[..., torch.Tensor], bound: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     """``max`` or ``min`` that makes a number of numbers, where Python's would branch."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         numbers = [value for value in args if isinstance(value, torch.Tensor)]
         if len(args) < 2 or kwargs or not numbers or any(value.dim() for value in numbers):
             return plain(*args, **kwargs)
-        wide = [torch.as_tensor(value, dtype=torch.float64, device=numbers[0].device) for value in args]
-        return functools.reduce(way, wide)
+        return functools.reduce(one, args)
+
+    def one(first: Any, second: Any) -> Any:
+        if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+            return way(first, second)
+        if isinstance(first, torch.Tensor):
+            return torch.clamp(first, **{bound: second})
+        return torch.clamp(second, **{bound: first}) if isinstance(second, torch.Tensor) else plain(first, second)
 
     return call
 
@@ -251,7 +257,7 @@ class _Math(types.ModuleType):
 
 _EITHER = {name: _either(name) for name in FUNCTIONS}
 _MATH = _Math("math")
-_CHOICES = {"max": _chosen(torch.maximum, max), "min": _chosen(torch.minimum, min)}
+_CHOICES = {"max": _chosen(torch.maximum, "min", max), "min": _chosen(torch.minimum, "max", min)}
 
 
 @functools.cache

@@ -33,7 +33,7 @@ from fsdp_compiled.optim.twin import Refused, attributes_of, named_state, state_
 
 aten = torch.ops.aten
 WORDS = {"group": "its group entry", "optimizer": "its attribute", "state": "its state"}
-WAYS = 16  # the most ways through an optimizer's code that are joined
+WAYS = 32  # the most ways through an optimizer's code that are joined
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.hyperparameters import Rates
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules
+from fsdp_compiled.optim.wrapped import check_step_hooks
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
@@ -374,6 +375,8 @@ class Sharded:
 
     def _read_rates(self) -> None:
         """Writes rates that changed to the device; a change of any other hyperparameter traces new rules."""
+        if self.optimizer is not None:
+            check_step_hooks(self.optimizer)
         if not self._rates.unchanged():
             if self._rates.outdated():
                 self._retrace()

@@ -1,0 +1,35 @@
+"""Optimizers that other libraries hand out in the place of the user's, and hooks around ``step``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim import optimizer as module
+
+# Their wrappers hold the user's optimizer, and add to ``step`` what happens around it, which here is the program's.
+LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside one that accelerate or Lightning Fabric prepared; any other as it is."""
+    while any(base.__module__.split(".")[0] in LIBRARIES for base in type(optimizer).__mro__):
+        inner = vars(optimizer).get("_optimizer", vars(optimizer).get("optimizer"))
+        if inner is None or inner is optimizer:
+            break
+        optimizer = inner
+    return optimizer
+
+
+def check_step_hooks(optimizer: Optimizer) -> None:
+    """Raises ``ValueError`` for step hooks, of this optimizer or of all: the update is inside the program."""
+    own = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    every = [module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks]
+    for kind, hooks in zip(("pre", "post"), zip(own, every, strict=True), strict=True):
+        if hook := next((hook for row in hooks for hook in row.values()), None):
+            name = getattr(hook, "__qualname__", repr(hook))
+            raise ValueError(
+                f"{name} is registered as a step {kind}-hook of {type(optimizer).__name__}, whose update is inside the "
+                "compiled step: no gradient or parameter is there for a hook to see. Remove it (handle.remove()), and "
+                f"call what it does {'before' if kind == 'pre' else 'after'} sharded.step(*batch)."
+            )

@@ -1,0 +1,71 @@
+"""No optimizer of these packages differs in silence: each trains as it does in eager PyTorch, or is refused by name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+
+import pytest
+import torch
+
+from fsdp_compiled.optim import rules
+from tests import third_party
+
+CHUNKS = 6
+
+
+def _expected(package: str) -> list[str]:
+    text = third_party.TABLE.read_text()
+    head = f"{third_party.PACKAGES[package]} {importlib.metadata.version(third_party.PACKAGES[package])}\n\n"
+    if head not in text:
+        pytest.skip(f"the table is of another version than {head.strip()}: python -m tests.third_party")
+    return text.split(head)[1].split("\n\n")[0].splitlines()
+
+
+def _agrees(package: str, place: int = 0, chunks: int = 1) -> None:
+    pytest.importorskip(package)
+    names = list(third_party.classes(package))[place::chunks]
+    expected = _expected(package)
+    starts = {line.split()[0]: index for index, line in enumerate(expected) if not line.startswith(" ")}
+    found = list(third_party.rows(package, names))
+    wanted = []
+    for name in names:
+        wanted.append(expected[starts[name]])
+        for line in expected[starts[name] + 1 :]:
+            if not line.startswith(" "):
+                break
+            wanted.append(line)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("place", range(CHUNKS))
+def test_pytorch_optimizer(place: int) -> None:
+    _agrees("pytorch_optimizer", place, CHUNKS)
+
+
+@pytest.mark.parametrize("package", ["optimi", "lion_pytorch", "schedulefree"])
+def test_others(package: str) -> None:
+    _agrees(package)
+
+
+def test_the_comparison_finds_a_rule_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the trial made blind and a wrong number in the trace, the steps beside the class itself show it."""
+    lion_pytorch = pytest.importorskip("lion_pytorch")
+    before = rules.trace
+
+    def doubles_the_rate(*args: object) -> object:
+        found = before(*args)  # type: ignore[arg-type]
+        graph = found.graph
+        rate = graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(rate):
+            double = graph.call_function(torch.ops.aten.mul.Tensor, (rate, 2))
+        double.meta = dict(rate.meta)
+        rate.replace_all_uses_with(double, delete_user_cb=lambda user: user is not double)
+        return found
+
+    monkeypatch.setattr(rules, "trace", doubles_the_rate)
+    monkeypatch.setattr(rules, "_VERDICTS", {})
+    monkeypatch.setattr(rules.Trial, "compare_all", lambda *_: None)
+    monkeypatch.setattr(rules.Trial, "compare", lambda *_: None)
+    with pytest.raises(AssertionError, match="Lion"), warnings.catch_warnings():
+        third_party.verdict(lion_pytorch.Lion, {})

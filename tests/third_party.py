@@ -1,0 +1,127 @@
+"""Every optimizer class of some packages, and whether it trains: a table, and steps beside the class itself.
+
+python -m tests.third_party          writes tests/golden/optimizers.txt again
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.optim import Optimizer
+
+from fsdp_compiled.optim.groups import hyper
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.optim.rules import make_rules, variant_of
+from fsdp_compiled.optim.trial import initial
+
+PACKAGES = {
+    "pytorch_optimizer": "pytorch_optimizer",
+    "optimi": "torch-optimi",
+    "lion_pytorch": "lion-pytorch",
+    "schedulefree": "schedulefree",
+}
+TABLE = Path(__file__).parent / "golden" / "optimizers.txt"
+RATES = (0.01, 0.02, 0.005, 0.0, 0.01)
+OPTIONS: tuple[dict[str, Any], ...] = ({}, {"weight_decay": 0.1})
+
+
+def classes(package: str) -> dict[str, type[Optimizer]]:
+    """By name, in alphabetical order."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = importlib.import_module(package)
+    found = {n: v for n, v in vars(module).items() if inspect.isclass(v) and issubclass(v, Optimizer)}
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def build(kind: type[Optimizer], options: dict[str, Any]) -> Optimizer | str:
+    """The optimizer over a matrix and a vector, ready to step; why not, if it takes something else."""
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))]
+    try:
+        optimizer = kind(parameters, lr=RATES[0], **options)  # type: ignore[call-arg]
+    except Exception as error:
+        return f"takes more than parameters and options ({type(error).__name__})"
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()
+    return optimizer
+
+
+def verdict(kind: type[Optimizer], options: dict[str, Any]) -> str:
+    """``"trained"``, or why not; fails where the rule does not do what the optimizer does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer, eager = build(kind, options), build(kind, options)
+        if isinstance(optimizer, str) or isinstance(eager, str):
+            return str(optimizer)
+        try:
+            rules = make_rules(optimizer)
+        except ValueError as error:
+            return "refused: " + str(error).split(" is not supported: ")[1].split(". An optimizer runs on")[0]
+        _check_steps(kind, rules, optimizer, eager)
+    return "trained"
+
+
+def _check_steps(kind: type[Optimizer], rules: Sequence[Rule], optimizer: Optimizer, eager: Optimizer) -> None:
+    draw = torch.Generator().manual_seed(1)
+    shards = []
+    for parameter in optimizer.param_groups[0]["params"]:
+        variant = variant_of(rules, 0, parameter.shape, parameter.dtype)
+        flat = parameter.detach().clone().reshape(-1)
+        shards.append((rules[variant], flat, {entry.name: initial(entry, flat) for entry in rules[variant].state}))
+    for rate in RATES:
+        eager.param_groups[0]["lr"] = rate
+        hypers = {
+            name: torch.tensor(hyper(eager.param_groups[0], name), dtype=torch.float64) for name in rules[0].hypers
+        }
+        gradients = [torch.randn(p.shape, generator=draw) for p in eager.param_groups[0]["params"]]
+        for parameter, gradient in zip(eager.param_groups[0]["params"], gradients, strict=True):
+            parameter.grad = gradient.clone()
+        if rate == 0 and rules[0].nonzero:
+            continue
+        eager.step()
+        for (rule, flat, state), gradient in zip(shards, gradients, strict=True):
+            update = fx.GraphModule(nn.Module(), rule.trace(flat.numel(), flat.dtype, flat.device))
+            with torch.no_grad():
+                update(flat, gradient.reshape(-1), *state.values(), *hypers.values())
+    for (_, flat, _), parameter in zip(shards, eager.param_groups[0]["params"], strict=True):
+        torch.testing.assert_close(
+            flat,
+            parameter.detach().reshape(-1),
+            rtol=1e-5,
+            atol=1e-6,
+            equal_nan=True,
+            msg=lambda text: f"{kind.__name__}: {text}",
+        )
+
+
+def rows(package: str, names: Sequence[str] | None = None) -> Iterator[str]:
+    """A line for each class, or for these, with more where an option changes the answer."""
+    known = classes(package)
+    for name in known if names is None else names:
+        kind = known[name]
+        plain, *others = [verdict(kind, options) for options in OPTIONS]
+        yield f"{name:<28}{plain}"
+        for options, other in zip(OPTIONS[1:], others, strict=True):
+            if other != plain and not other.startswith("takes"):
+                yield f"{'  ' + ', '.join(f'{k}={v}' for k, v in options.items()):<28}{other}"
+
+
+def table() -> str:
+    """All packages, each under its version."""
+    lines = []
+    for package, distribution in PACKAGES.items():
+        lines += [f"{distribution} {importlib.metadata.version(distribution)}", "", *rows(package), ""]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table())
