@@ -13,16 +13,18 @@ from fsdp_compiled.ir.text import difference, summary
 from fsdp_compiled.plan.plan import Plan
 
 
-def write(folder: str | Path, plan: Plan, stages: Sequence[Program], memory: Memory | None = None) -> Path:
+def write(
+    folder: str | Path, plan: Plan, stages: Sequence[Program], memory: Memory | None = None, lowered: str = ""
+) -> Path:
     """Writes ``plan.txt``, one numbered text a stage, the differences between neighbours, ``program.txt``,
-    ``timeline.txt``, an estimate of what runs when, and ``memory.txt``.
+    ``timeline.txt``, an estimate of what runs when, ``memory.txt``, and ``lowered.txt``: what the program became.
 
     Raises ``ValueError`` where the folder cannot be made or written. A text that cannot be made says why in its file.
     """
     root = Path(folder)
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for name, text in _texts(plan, stages, memory):
+        for name, text in _texts(plan, stages, memory, lowered):
             made = described(text, lambda why, name=name: f"{name} could not be told: {why}")  # type: ignore[misc]
             (root / name).write_text(f"{made}\n")
     except OSError as error:
@@ -33,7 +35,9 @@ def write(folder: str | Path, plan: Plan, stages: Sequence[Program], memory: Mem
     return root
 
 
-def _texts(plan: Plan, stages: Sequence[Program], memory: Memory | None) -> Iterator[tuple[str, Callable[[], str]]]:
+def _texts(
+    plan: Plan, stages: Sequence[Program], memory: Memory | None, lowered: str
+) -> Iterator[tuple[str, Callable[[], str]]]:
     """The files' names, and what makes their texts."""
     last = stages[-1]
     yield "plan.txt", lambda: str(plan)
@@ -46,3 +50,5 @@ def _texts(plan: Plan, stages: Sequence[Program], memory: Memory | None) -> Iter
     yield "timeline.txt", lambda: estimate(last, plan).text()
     if memory is not None:
         yield "memory.txt", memory.text
+    if lowered:
+        yield "lowered.txt", lambda: lowered

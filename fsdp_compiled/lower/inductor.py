@@ -38,14 +38,16 @@ from fsdp_compiled.lower.isa_probes import remembered
 from fsdp_compiled.lower.partition import Piece
 
 log = logging.getLogger("fsdp_compiled")
+COMPILED = "compiled by Inductor"
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class CompiledPiece:
-    """Calls compiled code with a list of inputs, which it empties."""
+    """Calls compiled code with a list of inputs, which it empties. ``source``: where the code came from."""
 
-    def __init__(self, artifact: Callable[..., Any], key: str) -> None:
+    def __init__(self, artifact: Callable[..., Any], key: str, source: str) -> None:
         self.__name__ = f"piece_{key[:16]}"
+        self.source = source
         self._artifact = artifact
         self._call: Call = self._first
 
@@ -102,7 +104,8 @@ def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
         if made is None:
             still = all(isinstance(node.meta["val"], torch.Tensor) for node in piece.inputs)
             with remembered(folder()):
-                made = CompiledPiece(_kept(piece, full) if still and around else _artifact(piece), key)
+                artifact, source = _kept(piece, full) if still and around else (_artifact(piece), COMPILED)
+                made = CompiledPiece(artifact, key, source)
             if still:
                 _compiled[full] = made  # else a size moves, and compiling it asked about this program's sizes
         found[key] = made
@@ -140,19 +143,19 @@ def _around() -> str:
     return f"{torch_key().hex()} {system} {options} {settings()}"
 
 
-def _kept(piece: Piece, key: str) -> Callable[..., Any]:
-    """The piece's code from disk, or compiled and put there."""
+def _kept(piece: Piece, key: str) -> tuple[Callable[..., Any], str]:
+    """The piece's code from disk, or compiled and put there; and which."""
     place = folder()
     if place is None or not all(_is_known(node.target) for node in piece.nodes):
-        return _artifact(piece)
+        return _artifact(piece), COMPILED
     place = place / "pieces" / key
     found = disk_cache.read(place, _unpack)
     if found is not None:
-        return found
+        return found, "from the cache on disk"
     made = _artifact(piece)
     if isinstance(made, CacheCompiledArtifact) and made.is_saveable():
         disk_cache.write(place, _pack(made))
-    return made
+    return made, COMPILED
 
 
 def _is_known(target: Any) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 
 from fsdp_compiled.ir.edit import copied
-from fsdp_compiled.ir.nodes import is_collective, is_random, origin
+from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, origin
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower.inductor import Call, compile_all
 from fsdp_compiled.lower.partition import Piece, segments
@@ -85,6 +85,28 @@ class Lowering:
                 mapping[node].meta["val"] = node.meta["val"]
         result.output([value(node) for node in self.graph.output_node().args[0]])  # type: ignore[union-attr, misc]
         return fx.GraphModule(nn.Module(), result).forward
+
+    def text(self, compiled: Mapping[str, Call]) -> str:
+        """What runs, call by call: as it stands, or as a piece, by its key and with what compiled it."""
+        if self.segments is None:
+            count = sum(node.op == "call_function" for node in self.graph.nodes)
+            return f"eager: {count} calls of PyTorch's and the package's own operators, as the program has them"
+        parts = [part for part in self.segments if isinstance(part, Piece)]
+        lines = [
+            f"inductor: {len(parts)} pieces, of which {len(self.pieces)} are distinct, and "
+            f"{len(self.segments) - len(parts)} calls that run as they stand"
+        ]
+        for part in self.segments:
+            if isinstance(part, fx.Node):
+                lines.append(f"    {part.name} = {call_text(part)}")
+            else:
+                key = self.keys[part]
+                source = getattr(compiled[key], "source", "")
+                lines.append(
+                    f"    piece {key[:16]} ({source}): {len(part.nodes)} operators, {len(part.inputs)} inputs -> "
+                    f"{', '.join(node.name for node in part.outputs) or 'what it writes'}"
+                )
+        return "\n".join(lines)
 
     def _bind_random(self, node: fx.Node, copy: fx.Node) -> None:
         if self.bind is not None and node.op == "call_function" and is_random(node):

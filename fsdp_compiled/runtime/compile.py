@@ -26,6 +26,7 @@ from fsdp_compiled.lower.fusions import Target, chosen
 from fsdp_compiled.lower.lowering import Runner
 from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime import memory_budget
 from fsdp_compiled.runtime.input_binding import Binding
@@ -34,6 +35,9 @@ from fsdp_compiled.runtime.state import State
 
 # "accumulate" is a microbatch that is not the last, "last" the one that ends a row and updates.
 Kind = Literal["step", "last", "accumulate", "gradient", "forward"]
+
+
+Predict = Callable[[Program], Memory]
 
 
 @dataclass
@@ -54,6 +58,7 @@ class Compiled:
     number: int  # the same on every rank for the same program
     wire: str
     binding: Binding
+    lowered: str = ""  # its pieces and what compiled them, once it is lowered
     runner: Runner = lambda *_: ()  # until it is lowered
     remainder: Remainder = field(init=False)  # once it is lowered
     fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
@@ -84,68 +89,99 @@ class Compiled:
         return {**self.capture.constants, **{name: state.constants[name] for name in written}}
 
 
-def build(
-    kind: Kind,
-    model: nn.Module,
-    loss: Callable[..., Any] | None,
-    plan: Plan,
-    rules: Sequence[Rule],
-    buffers: Mapping[str, torch.Tensor],
-    batch: tuple[Any, ...],
-    named: dict[str, Any],
-    label: str,
-    number: int,
-    sizes: Sizes,
-    hints: Sizes,
-    ambient: Ambient,
-    backends: Backends,
-) -> Compiled:
-    """Captures the model and loss on a batch like this one and runs the passes of this kind of program."""
-    wanted = {
-        "step": passes.step(rules),
-        "last": passes.step(rules, accumulated=True),
-        "accumulate": passes.MICROBATCH,
-        "gradient": passes.GRADIENT,
-        "forward": passes.FORWARD,
-    }[kind]
-    forward = kind == "forward"
-    check_arguments(model, None if forward else loss, batch, named)
+@dataclass(frozen=True)
+class Job:
+    """A program that is to be made: of which call, for which model as planned. Equal on all ranks but for the batch."""
+
+    kind: Kind
+    loss: Callable[..., Any] | None
+    plan: Plan
+    rules: tuple[Rule, ...]
+    buffers: Mapping[str, torch.Tensor]
+    batch: tuple[Any, ...]
+    named: dict[str, Any]
+    label: str
+    number: int
+    sizes: Sizes
+    hints: Sizes
+    ambient: Ambient
+    backends: Backends
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        if self.kind in ("step", "last"):
+            return passes.step(self.rules, accumulated=self.kind == "last")
+        return {"accumulate": passes.MICROBATCH, "gradient": passes.GRADIENT, "forward": passes.FORWARD}[self.kind]
+
+    @property
+    def fusions(self) -> tuple[Pass, ...]:
+        trains = self.kind in ("step", "last", "accumulate")
+        return chosen(Target(self.plan, self.rules, trains, self.backends))
+
+
+# The steps of making one, in order; `Programs._compile` is the way through them.
+
+
+def capture(model: nn.Module, job: Job) -> Capture:
+    """The call as a program, before any pass."""
+    loss = None if job.kind == "forward" else job.loss
+    check_arguments(model, loss, job.batch, job.named)
     captured = capture_on(
-        model, None if forward else loss, plan, buffers, batch, named, gradient=not forward, sizes=sizes, hints=hints,
-        ambient=ambient,
+        model, loss, job.plan, job.buffers, job.batch, job.named, gradient=job.kind != "forward",
+        sizes=job.sizes, hints=job.hints, ambient=job.ambient,
     )  # fmt: skip
-    _check_written(captured, buffers)
+    _check_written(captured, job.buffers)
+    return captured
+
+
+def transform(captured: Capture, job: Job) -> list[Program]:
+    """The captured program, and what each pass made of it."""
     stages: list[Program] = []
-    program = passes.run(captured.program, plan, wanted, stages.append)
-    target = Target(plan, tuple(rules), kind in ("step", "last", "accumulate"), backends)
-    fusions = chosen(target)
-    held = partial(memory.persistent, plan, rules, buffers, captured.constants, program)
+    passes.run(captured.program, job.plan, job.passes, stages.append)
+    return stages
 
-    def predicted(one: Program) -> Memory:
-        return described(lambda: memory.predict(one, plan, held()), memory.unpredicted)
 
-    stages = memory_budget.fit(stages, plan, lambda one: predicted(passes.run(one, plan, fusions)))
+def memory_of(captured: Capture, program: Program, job: Job) -> Predict:
+    """What a program of this step takes of a rank's memory; what cannot be predicted says so, and stops nothing."""
+    held = partial(memory.persistent, job.plan, job.rules, job.buffers, captured.constants, program)
+    return lambda one: described(lambda: memory.predict(one, job.plan, held()), memory.unpredicted)
+
+
+def fit_to_memory(stages: Sequence[Program], predict: Predict, job: Job) -> list[Program]:
+    """Other last stages, where what will run, the program fused, needs more than `Policy.memory_gb`."""
+    return memory_budget.fit(stages, job.plan, lambda one: predict(passes.run(one, job.plan, job.fusions)))
+
+
+def fuse(stages: Sequence[Program], job: Job) -> list[Program]:
+    """These stages, and what each fusion made of the last."""
+    *done, last = stages
     fused: list[Program] = []
-    program = passes.run(stages[-1], plan, fusions, fused.append)
-    needed = predicted(program)
-    stages += fused[1:]
+    passes.run(last, job.plan, job.fusions, fused.append)
+    return [*done, *fused]
+
+
+def describe(captured: Capture, stages: Sequence[Program], predict: Predict, job: Job) -> Compiled:
+    """The last stage, which is what will run, with all that is asked of it later."""
+    *before, program = stages
+    needed = predict(program)
     lines = described(needed.lines, lambda why: (f"memory: not predicted: {why}",))
-    stages[-1] = program = replace(program, needs=lines)
+    program = replace(program, needs=lines)
+    inputs = tuple(port for port in program.ports if port.side == "in")
     return Compiled(
         program,
         captured,
-        tuple(stages),
+        (*before, program),
         needed,
-        inputs=tuple(port for port in program.ports if port.side == "in"),
+        inputs=inputs,
         outputs=tuple(port for port in program.ports if port.side == "out"),
         random=program.random,
         copied=any(port.kind == "copy" for port in program.ports),
         idle=tuple(name for node in program.inputs.values() for name in node.meta.get("idle", ())),
-        kind=kind,
-        label=label,
-        number=number,
+        kind=job.kind,
+        label=job.label,
+        number=job.number,
         wire=program.wire,
-        binding=Binding([port for port in program.ports if port.side == "in"], batch, named),
+        binding=Binding(inputs, job.batch, job.named),
     )
 
 

@@ -32,15 +32,30 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchange
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.kernels.trial import distrust
-from fsdp_compiled.lower.backends import Backends, decided, this_host
+from fsdp_compiled.lower.backends import decided, this_host
 from fsdp_compiled.lower.cuda_graph import Replays, environment, make_device
 from fsdp_compiled.lower.inductor import Call, cache_place, compile_all, share
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
-from fsdp_compiled.lower.lowering import Lowering, Runner
+from fsdp_compiled.lower.lowering import Lowering
 from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.compile import Compiled, Kind, build, check_devices, counting, label_of, plain, rows_of
+from fsdp_compiled.runtime.compile import (
+    Compiled,
+    Job,
+    Kind,
+    capture,
+    check_devices,
+    counting,
+    describe,
+    fit_to_memory,
+    fuse,
+    label_of,
+    memory_of,
+    plain,
+    rows_of,
+    transform,
+)  # fmt: skip
 from fsdp_compiled.runtime.input_binding import flatten, replaced, same_tensors
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.rng import RandomNumbers
@@ -271,22 +286,34 @@ class Programs:
     # How it is made.
 
     def _compile(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Compiled:
+        """capture -> passes -> fit to memory -> fusions -> check -> agree -> partition -> compile -> graph"""
         begun = time.perf_counter()
         label = request.label
         self.meet(label)
-        # Ranks may have other sizes; all trace with rank 0's.
-        hints = traced_with(exchange(request.sizes, self._mesh)[0]) if request.sizes else {}
-        who = self._backends()
-        compiled = self._together(lambda: self._build(request, buffers, hints, who), lambda made: made.program.text())
+        job = self._job(request, buffers)
+
+        def build() -> Compiled:
+            check_devices(job.batch, job.named, job.plan.device)
+            with self._taken.open() as model:
+                captured = capture(model, job)
+            stages = transform(captured, job)  # checked after each pass
+            predict = memory_of(captured, stages[-1], job)
+            stages = fit_to_memory(stages, predict, job)
+            stages = fuse(stages, job)  # checked after each fusion
+            return describe(captured, stages, predict, job)
+
+        compiled = self._together(build, lambda made: made.program.text())  # agree
         replayed = self._can_replay(compiled)
         self._make_room(label)
-        compiled.runner = self._lower(compiled.program)
+        lowering = self._partition(compiled.program)
+        pieces = self._compile_pieces(lowering)
+        compiled.runner, compiled.lowered = lowering.runner(pieces), lowering.text(pieces)
         compiled.remainder = Remainder(compiled.runner)
         if request.sizes:
             self._together(lambda: self._check_fit(compiled, request))
         if compiled.updates:
             compiled.runner = counting(compiled.runner, compiled.outputs)
-        if replayed:
+        if replayed:  # as a CUDA graph
             ports = (*compiled.inputs, *[COUNT] * compiled.updates)
             compiled.runner = self.replays.wrap(compiled.runner, ports, label, self._all_say(label))
         self.captures += 1
@@ -294,31 +321,30 @@ class Programs:
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
         return compiled
 
-    def _backends(self) -> Backends:
-        return decided(exchange(this_host(), self._mesh), backends(self._mesh))
+    def _job(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Job:
+        """What is to be compiled, with what ranks must know of each other first."""
+        # Ranks may have other sizes; all trace with rank 0's.
+        hints = traced_with(exchange(request.sizes, self._mesh)[0]) if request.sizes else {}
+        hosts = exchange(self._together(this_host), self._mesh)
+        return Job(
+            request.kind, self._loss, self._plan, self.rules, buffers, request.batch, request.named, request.label,
+            number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
+            backends=decided(hosts, backends(self._mesh)),
+        )  # fmt: skip
 
-    def _build(
-        self, request: Request, buffers: Mapping[str, torch.Tensor], hints: Sizes, backends: Backends
-    ) -> Compiled:
-        check_devices(request.batch, request.named, self._plan.device)
-        with self._taken.open() as model:
-            return build(
-                request.kind, model, self._loss, self._plan, self.rules, buffers, request.batch, request.named,
-                request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
-                backends=backends,
-            )  # fmt: skip
-
-    def _lower(self, program: Program) -> Runner:
-        """Each distinct piece is compiled by one rank; the others wait, and then find it in the cache on disk."""
+    def _partition(self, program: Program) -> Lowering:
         groups, how = self._mesh.groups, self._plan.policy.lower
         lowering = self._together(lambda: Lowering(program, groups, how, self._plan.blocks, self._random.bound))
         self._try_kernels(program)
+        return lowering
+
+    def _compile_pieces(self, lowering: Lowering) -> dict[str, Call]:
+        """Each distinct piece is compiled by one rank; the others wait, and then find it in the cache on disk."""
         made: dict[str, Call] = {}
         if lowering.pieces and self._mesh.world > 1:
             place, count = among(self._together(cache_place), self._mesh)
             made = self._together(lambda: compile_all(share(lowering.pieces, count)[place]))
-        made |= self._together(lambda: compile_all(lowering.pieces))
-        return lowering.runner(made)
+        return made | self._together(lambda: compile_all(lowering.pieces))
 
     def _try_kernels(self, program: Program) -> None:
         """A kernel that fails or errs on any rank's device is replaced by its reference on all: they round alike."""

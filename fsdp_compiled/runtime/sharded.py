@@ -245,14 +245,20 @@ class Sharded:
         """What a rank holds between steps and while `program` runs, predicted, in bytes."""
         return self._programs.newest.memory
 
+    @property
+    def lowered(self) -> str:
+        """What `program` became: its pieces, by key, what compiled each, and the calls between them."""
+        return self._programs.newest.lowered
+
     def dump(self, folder: str | Path) -> Path:
-        """Writes the plan, every stage of `program` with the differences, and its memory. Returns the folder.
+        """Writes the plan, every stage of `program` with the differences, its memory, and what it was lowered to.
+        Returns the folder.
 
         Raises ``ValueError`` for a folder that cannot be made or written. What cannot be described is left out, and
         its file says why.
         """
         newest = self._programs.newest
-        return dump.write(folder, self.plan, newest.stages, newest.memory)
+        return dump.write(folder, self.plan, newest.stages, newest.memory, newest.lowered)
 
     def __reduce__(self) -> Any:
         raise TypeError("A Sharded cannot be copied or pickled: it holds compiled programs and this rank's place.")

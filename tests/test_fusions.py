@@ -1,0 +1,233 @@
+"""Fusions change how a program runs, and not what it means; what is printed is what runs."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fsdp_compiled
+from fsdp_compiled import Plan, Policy, Program, Sharded, compile_sharded
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.lower.backends import Backends
+from fsdp_compiled.lower.fusions import FUSIONS, Target, check_names, chosen
+from fsdp_compiled.lower.fusions.exchange import exchange
+from fsdp_compiled.lower.fusions.onednn_products import onednn_products
+from fsdp_compiled.passes import run as run_passes
+from tests import simulate
+from tests.models import Block, Recipe
+from tests.recipes import trained
+from tests.simulate import Simulation
+
+NAMES = tuple(fusion.name for fusion in FUSIONS)
+BY_KERNELS = ("compute_copies", "flatten_gradients", "microbatch_sums", "gradient_statistics", "optimizer_update")
+CLOSE = 1e-6  # relative, by tensor norm: the norm and the update's scalars are rounded in another order
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# What each fusion puts in, by which it is seen in the program's text.
+SEEN = {
+    "compute_copies": r"copy_\w+: bfloat16",
+    "flatten_gradients": r"fsdp_compiled\.flatten\(",
+    "microbatch_sums": r"fsdp_compiled\.accumulate_\(",
+    "gradient_statistics": r"fsdp_compiled\.measure\(|accumulate_\(\[.*\], \[.*\], \w+, ",
+    "optimizer_update": r"fsdp_compiled\.adam_\(",
+    "exchange": r"all_to_all_single\(.*(?s:.)*combine\(",
+    "direct_gradients": r"fsdp_compiled\.product_\(",
+}
+
+
+def recipe(shard: str, without: Any = (), **options: Any) -> Recipe:
+    policy = Policy(
+        shard=shard, lower="eager", bucket_mb=0, clip=0.05, kernels=True, copies=True, precision=BF16, without=without,
+        **options,
+    )  # fmt: skip
+    return Recipe((Block("linear"), Block("unreached")), policy=policy, optimizer="adamw", groups="two")
+
+
+@functools.cache
+def result(shard: str, without: Any, microbatches: int) -> Simulation:
+    return trained(recipe(shard, without), 2, microbatches)
+
+
+def furthest(mine: Simulation, other: Simulation) -> float:
+    pairs = [*zip(mine.losses, other.losses, strict=True)]
+    pairs += [(value, other.parameters[name]) for name, value in mine.parameters.items() if value.numel()]
+    return max(((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-3)).item() for a, b in pairs)
+
+
+def seen(program: Program) -> set[str]:
+    return {name for name, pattern in SEEN.items() if re.search(pattern, program.text())}
+
+
+# One by one.
+
+
+@pytest.mark.parametrize(
+    ("shard", "alone"),
+    [*(("zero1", name) for name in BY_KERNELS), *((shard, None) for shard in ("zero3", "zero2", "zero1", "ddp"))],
+)
+def test_each_alone_and_all_together_train_as_none_do(shard: str, alone: str | None) -> None:
+    """In the last microbatch of a row; its text shows the fusions that ran, and no others."""
+    without = tuple(name for name in NAMES if alone is not None and name != alone)
+    plain, fused = result(shard, "all", 2), result(shard, without, 2)
+    assert furthest(fused, plain) < CLOSE
+    wanted = {alone} if alone is not None else set(BY_KERNELS)
+    assert seen(fused.program) == wanted and seen(plain.program) == set()
+    assert {name for name in fused.program.history if name in NAMES} == wanted
+    assert {name for name in plain.program.history if name in NAMES} == set()
+    if alone == "compute_copies":  # which rounds nothing
+        assert all(torch.equal(value, plain.parameters[name]) for name, value in fused.parameters.items())
+
+
+def test_another_program_is_noticed() -> None:
+    """The control of the test above."""
+
+    def shifted(program: Program, plan: Plan) -> Program:
+        edit = Edit(program)
+        node = next(node for node in edit.graph.nodes if "adam_" in str(node.target))
+        node.kwargs = {**node.kwargs, "beta1": 0.8}
+        return edit.done("broken")
+
+    assert furthest(trained(recipe("zero3"), 2, damage=shifted), result("zero3", "all", 1)) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "world"), [("exchange", (2, 1)), ("exchange", (3, 1)), ("exchange", (2, 2)), ("direct_gradients", (2, 2))]
+)
+def test_those_for_compiled_steps_train_as_none_do(name: str, world: tuple[int, int]) -> None:
+    """Their operators run node by node as well; sums of two slices are the same bit for bit."""
+    policy = Policy(shard="zero3", lower="eager", bucket_mb=0, kernels=True)
+    what = Recipe((Block("linear"),), policy=policy, shard=world[0], replicate=world[1])
+
+    def fuse(program: Program, plan: Plan) -> Program:
+        compiled = replace(plan, policy=replace(plan.policy, lower="inductor", without=NAMES[:5]))
+        found = chosen(Target(compiled, (), True, Backends(gloo=("shard",) if name == "exchange" else ())))
+        wanted = [fusion for fusion in found if (fusion.__module__.rpartition(".")[2] == name)]
+        assert len(wanted) == 1
+        fused = run_passes(program, plan, wanted)
+        assert name in seen(fused)
+        return fused
+
+    plain, fused = trained(what, 2), trained(what, 2, damage=fuse)
+    exact = name == "direct_gradients" or world[0] == 2
+    assert furthest(fused, plain) <= (0 if exact else CLOSE)
+
+
+def test_which_suit_what() -> None:
+    plan = simulate.stages(*_model(), _loss, (torch.ones(2, 6),), Policy(bucket_mb=0))[1]
+
+    def names(backends: Backends, trains: bool = True, **policy: Any) -> list[str]:
+        target = Target(replace(plan, policy=replace(plan.policy, **policy)), (), trains, backends)
+        return [fusion.name for fusion in FUSIONS if fusion.suits(target)]
+
+    everywhere = Backends(gloo=("shard",), onednn=True)
+    assert names(everywhere) == ["exchange", "onednn_products"]
+    assert names(Backends()) == [] == names(everywhere, lower="eager")
+    assert names(everywhere, kernels=True, precision=BF16) == list(NAMES)
+    assert "compute_copies" not in names(everywhere, kernels=True, precision=BF16, trains=False)
+    assert "direct_gradients" not in names(Backends(tuned=True), kernels=True)
+    assert "optimizer_update" not in names(everywhere, kernels=True, offload=True)
+    assert onednn_products in chosen(Target(plan, (), True, everywhere))
+    without = replace(plan, policy=replace(plan.policy, without=("exchange",)))
+    assert chosen(Target(without, (), True, everywhere)) == (onednn_products,)
+
+
+def test_a_name_that_no_fusion_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="names 'flaten', which is no fusion; there are compute_copies"):
+        check_names(("flaten",))
+    with pytest.raises(ValueError, match=r"Policy\.without names 'flaten'"):
+        compile_sharded(torch.nn.Linear(2, 2), policy=Policy(without=("flaten",)))
+    with pytest.raises(ValueError, match=r"Policy\.without is 'exchange'; expected a tuple of names"):
+        Policy(without="exchange")  # type: ignore[arg-type]
+
+
+def test_only_the_table_asks_whether_there_are_kernels() -> None:
+    root = Path(fsdp_compiled.__file__).parent
+    readers = {
+        path.relative_to(root).as_posix()
+        for path in root.rglob("*.py")
+        if re.search(r"\b(plan|self)\.kernels\b", path.read_text())
+    }
+    assert readers == {"plan/plan.py", "lower/fusions/__init__.py"}
+    assert exchange.__module__ == "fsdp_compiled.lower.fusions.exchange"
+
+
+# What is printed is what runs.
+
+
+class Ran(TorchDispatchMode):
+    """The operators that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _model() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def _sharded(**policy: Any) -> Sharded:
+    model, optimizer = _model()
+    return compile_sharded(model, optimizer, loss=_loss, policy=Policy(**policy))
+
+
+def printed(program: Program) -> Iterator[str]:
+    """The operators that the program's text names, in order."""
+    for line in program.text().splitlines():
+        if match := re.match(r"    \w+: .* = ([\w.]+)\(", line):
+            yield match[1]
+
+
+@pytest.mark.parametrize("without", [(), "all", ("flatten_gradients", "optimizer_update")], ids=str)
+def test_an_eager_step_runs_the_operators_that_the_program_prints(without: Any) -> None:
+    sharded = _sharded(lower="eager", kernels=True, clip=0.5, without=without)
+    rows = torch.linspace(-1, 1, 24).view(4, 6)
+    sharded.step(rows)
+    with Ran() as ran:
+        sharded.step(rows)
+    wanted = [name for name in printed(sharded.program) if not name.startswith("getitem")]
+    # What is made of others (`reshape`) shows as those; ours, as themselves and what their references call.
+    mine = [name for name in wanted if name.startswith("fsdp_compiled.")]
+    assert [name.removesuffix(".default") for name in ran.names if name.startswith("fsdp_compiled.")] == mine
+    kernels = [name.partition(".")[2] for name in mine if name != "fsdp_compiled.addcdiv_"]  # which the rule has
+    assert kernels == {(): ["flatten", "measure", "adam_"], "all": []}.get(without, ["measure"])
+    shown = iter(name.removesuffix(".default") for name in ran.names)
+    missing = [name for name in wanted if name != "aten.reshape" and name not in shown]  # in this order
+    assert missing == []
+
+
+def test_what_it_was_lowered_to_can_be_read(tmp_path: Path) -> None:
+    rows = torch.linspace(-1, 1, 24).view(4, 6)
+    eager, compiled = _sharded(lower="eager"), _sharded(kernels=True)
+    for sharded in (eager, compiled):
+        sharded.step(rows)
+    assert re.match(r"eager: \d+ calls of PyTorch's", eager.lowered)
+    assert re.match(r"inductor: \d+ pieces, of which \d+ are distinct, and \d+ calls that run", compiled.lowered)
+    piece = r"piece [0-9a-f]{16} \((compiled by Inductor|from the cache on disk)\): \d+ operators"
+    assert len(re.findall(piece, compiled.lowered)) == int(compiled.lowered.split()[1]) > 0
+    assert "fsdp_compiled.adam_(" in compiled.lowered
+    folder = compiled.dump(tmp_path)
+    assert (folder / "lowered.txt").read_text() == compiled.lowered + "\n"
+    stages = sorted(path.name for path in folder.glob("*.diff"))
+    assert [name.partition("-")[2] for name in stages[-4:]] == [
+        f"{name}.diff" for name in ("microbatch_sums", "gradient_statistics", "optimizer_update", "direct_gradients")
+    ]
+    assert "+    " in (folder / next(name for name in stages if "optimizer_update" in name)).read_text()
