@@ -1,7 +1,7 @@
-"""What FSDP2, DDP and this package can do, a row each, with the tests that prove ours; and the table of the README.
+"""What FSDP2, DDP and this package can do, a row each, with the tests that prove ours; and the table of them.
 
-``python tests/capabilities.py --write`` runs those tests and puts the table between the README's markers, without the
-rows of which a test failed or did not run; ``--junit FILE`` reads the results of a run instead (``pytest
+``python tests/capabilities.py --write`` runs those tests and puts the table between the markers of docs/guarantees.md,
+without the rows of which a test failed or did not run; ``--junit FILE`` reads the results of a run instead (``pytest
 --junitxml=FILE``). What FSDP2 and DDP have is named by the API that does it.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "guarantees.md"
 BEGIN, END = "<!-- capabilities: written by tests/capabilities.py -->", "<!-- end of capabilities -->"
 NO = "no"
 
@@ -311,7 +311,7 @@ def table(rows: Collection[Row]) -> str:
         for file, function in map(path_of, row.tests):
             files[file].append(function)
         proofs = [
-            f"[{'`, `'.join(functions)}]({file})".replace("[", "[`").replace("](", "`](")
+            f"[{'`, `'.join(functions)}](../{file})".replace("[", "[`").replace("](", "`](")
             for file, functions in files.items()
         ]
         lines.append(
@@ -348,14 +348,14 @@ def run(rows: Collection[Row]) -> set[str]:
 
 
 def replaced(text: str, new: str) -> str:
-    """The README's text with this table in the place of the one between the markers."""
+    """The page's text with this table in the place of the one between the markers."""
     before, rest = text.split(BEGIN)
     return before + new + rest.split(END)[1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The README's table of capabilities, from test results.")
-    parser.add_argument("--write", action="store_true", help="put it into README.md; else it is printed")
+    parser = argparse.ArgumentParser(description="The table of capabilities, from test results.")
+    parser.add_argument("--write", action="store_true", help="put it into docs/guarantees.md; else it is printed")
     parser.add_argument("--junit", type=Path, metavar="FILE", nargs="+", help="results of runs, instead of running now")
     arguments = parser.parse_args()
     good = passed(*arguments.junit) if arguments.junit else run(ROWS)
@@ -365,7 +365,7 @@ def main() -> None:
             missing = [test for test in row.tests if test not in good]
             print(f"left out: {row.capability}: not passed: {', '.join(missing)}", file=sys.stderr)
     if arguments.write:
-        README.write_text(replaced(README.read_text(), table(rows)))
+        PAGE.write_text(replaced(PAGE.read_text(), table(rows)))
     else:
         print(table(rows))
 

@@ -1,4 +1,4 @@
-"""The tables of README.md and bench/README.md are those that the committed results make."""
+"""The tables of README.md, docs/ and bench/README.md are those that the committed results make."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_block_is_made_from_the_results_and_the_rest_is_left() -> None:
     filled = tables.fill(text, results)
     assert filled != text and tables.fill(filled, results) == filled
     assert "old" not in filled and filled.startswith("before\n") and filled.endswith("after\n")
-    assert "| FSDP2 | 40.0 ms (1.00 ×) |" in filled and "| this package, inductor | 10.0 ms (0.25 ×) |" in filled
+    assert "| FSDP2 | 40.0 ms (1.00 ×) |" in filled and "| this package, eager | 10.0 ms (0.25 ×) |" in filled
     assert "<!-- bench: large -->\nNot measured yet.\n<!-- end -->" in filled
     assert tables.fill(filled, {"thin": fixture(0.5)}) != filled, "another result is another table"
 
@@ -105,7 +105,7 @@ def test_goals_are_met_missed_or_not_measured() -> None:
         ("0.20", "met"),
     ]
     results["thin-4-first-step"] = first_step(4, 10.0, 6.0)
-    assert "| 1.5 | 3.00 | **missed** |" in tables.goals(results)
+    assert "| 1.5 | not measured |  | 3.00 | **missed** |" in tables.goals(results)
 
 
 def test_the_fastest_that_shards_is_the_one_that_counts() -> None:
@@ -116,7 +116,17 @@ def test_the_fastest_that_shards_is_the_one_that_counts() -> None:
         [0.5 * cpu for cpu in turn] for turn in result["rivals"]["fsdp2"]["cpu"]
     ]
     result["rivals"]["ddp"]["cpu"] = [[0.1 * cpu for cpu in turn] for turn in result["rivals"]["fsdp2"]["cpu"]]
-    assert "| 0.95 | 1.80 | **missed** |" in tables.goals({"large": result})
+    assert "| 0.95 | 1.80 | **missed** | 1.80 | **missed** |" in tables.goals({"large": result})
+
+
+def test_of_ours_the_line_by_blas_stands_first() -> None:
+    result = fixture(0.5)
+    result["rivals"]["ours"]["cpu"] = [[0.5 * cpu for cpu in turn] for turn in result["rivals"]["ours-blas"]["cpu"]]
+    lines = tables.fill("<!-- bench: headline -->\n<!-- end -->\n", {"thin": result}).splitlines()
+    blas, further = lines[-3:-1]
+    assert blas == "| **this package, inductor, BLAS only** | 20.0 ms (0.50 ×) |"
+    assert further == "| this package, inductor, oneDNN's products too | 10.0 ms (0.25 ×) |"
+    assert "| 0.2 | 0.50 | **missed** | 0.25 | **missed** |" in tables.goals({"thin": result})
 
 
 def test_what_is_committed_is_what_the_commands_make(tmp_path: Path) -> None:

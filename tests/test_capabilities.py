@@ -1,4 +1,4 @@
-"""The README's table of capabilities is the one that its rows make, and every test that it names exists."""
+"""The table of capabilities in docs/guarantees.md is what its rows make, and every test that it names exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.capabilities import BEGIN, README, ROOT, ROWS, passed, path_of, proven, replaced, table
+from tests.capabilities import BEGIN, PAGE, ROOT, ROWS, passed, path_of, proven, replaced, table
 
 
 def functions(file: str) -> set[str]:
@@ -22,8 +22,8 @@ def test_every_test_that_a_row_names_exists(row: object) -> None:
         assert function in functions(file), f"{file}::{function}"
 
 
-def test_the_table_of_the_readme_is_the_one_that_the_rows_make() -> None:
-    text = README.read_text()
+def test_the_table_of_the_page_is_the_one_that_the_rows_make() -> None:
+    text = PAGE.read_text()
     assert table(ROWS) in text, "python tests/capabilities.py --write"
     assert text.count(BEGIN) == 1
     assert replaced(text, table(ROWS)) == text

@@ -147,3 +147,10 @@ def test_a_plot_that_cannot_be_drawn_loses_nothing_else(
     records = [Record(1, 2.0, 2.0, 1.0, 1e-3, 10.0, 1, 1.0)]
     assert not report.curve(records, 3.0, tmp_path / "loss.png")
     assert "no loss.png in this run: " in capsys.readouterr().out
+
+
+def test_a_prompt_shows_what_print_shows() -> None:
+    sharded = trained(plain, torch.randn(2, 4))
+    for value in (sharded.plan, sharded.program, sharded.memory):
+        assert repr(value) == str(value) != ""
+    assert repr(sharded.program).startswith("program: capture -> gather")

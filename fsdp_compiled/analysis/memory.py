@@ -144,6 +144,8 @@ class Memory:
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
+    __repr__ = __str__  # what a prompt shows
+
 
 def unpredicted(reason: str) -> Memory:
     """What there is to say where a prediction fails."""

@@ -128,3 +128,5 @@ class Program:
             return summary(self)
         except Exception as error:  # what describes a program never stops it
             return f"program: {' -> '.join(self.history)}; no summary: {type(error).__name__}: {error}"
+
+    __repr__ = __str__  # what a prompt shows

@@ -208,6 +208,8 @@ class Plan:
     def __str__(self) -> str:
         return "\n".join(_describe(self))
 
+    __repr__ = __str__  # what a prompt shows
+
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """As `torch.empty(shape).stride()`: ``(2, 3)`` -> ``(3, 1)``."""
