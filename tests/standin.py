@@ -54,6 +54,8 @@ class StandIn:
         self.refuse, self.fail = refuse, fail
         self.log: list[str] = []
         self.graphs: list[Recorded] = []
+        self.rooms = 0  # how often room was made
+        self.released: list[int] = []  # how much of the log there was when memory was given back
 
     def obstacle(self, collectives: bool) -> str:
         return self.refuse
@@ -78,6 +80,13 @@ class StandIn:
         graph.finish()
         self.graphs.append(graph)
         return results, graph
+
+    def make_room(self) -> None:
+        self.rooms += 1
+
+    def release(self) -> None:
+        assert not any(graph.alive for graph in self.graphs), "memory of a graph that is there was given back"
+        self.released.append(len(self.log))
 
     def random_state(self) -> Callable[[], None]:
         state = torch.get_rng_state()

@@ -21,11 +21,11 @@ PRIVATE = {
     },
     "torch._functorch": {"capture.aot", "capture.cache_key"},
     "torch._inductor": {"capture.aot", "capture.disk_cache", "lower.inductor", "lower.isa_probes"},
-    "torch.cuda.CUDAGraph": {"lower.cuda_graph"},
-    "torch.cuda.graph": {"lower.cuda_graph"},
-    "torch.cuda.graph_pool_handle": {"lower.cuda_graph"},
+    "torch.cuda.CUDAGraph": {"lower.cuda_device"},
+    "torch.cuda.graph": {"lower.cuda_device"},
+    "torch.cuda.graph_pool_handle": {"lower.cuda_device"},
     "torch._C": {
-        "capture.ambient", "capture.cache_key", "capture.dynamo", "cli.bench.network", "lower.cuda_graph",
+        "capture.ambient", "capture.cache_key", "capture.dynamo", "cli.bench.network", "lower.cuda_device",
         "lower.lowering",
     },
 }  # fmt: skip

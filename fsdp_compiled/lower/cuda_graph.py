@@ -21,21 +21,18 @@ that one's tensors: their identity is asked, not their address, because whether 
 same on all ranks (so NCCL), and identity is.
 
 All graphs of a `Sharded` take their memory from one pool: what a graph works with is dead when it ends, so that
-several shapes, and `accumulate` beside `step`, need no more than the largest.
+several shapes, and `accumulate` beside `step`, need no more than the largest. Once no graph is left, because each was
+refused or all were closed, the pool is given back: what runs without a graph takes its memory elsewhere.
 
-This is the only file that touches CUDA graphs. It was written against torch 2.11; the pool is kept alive and warmed up
-in the way of `torch._inductor.cudagraph_trees`.
+What is done to CUDA is in `cuda_device`.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import os
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from operator import is_
 from typing import Any, Literal, Protocol
 
@@ -46,6 +43,7 @@ from fsdp_compiled.distributed.mesh import Unanimous, before_end
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.capturable import obstacles, sentence
+from fsdp_compiled.lower.cuda_device import CudaGraphs, environment
 from fsdp_compiled.lower.graph_trial import tried, written
 
 Runner = Callable[..., Sequence[torch.Tensor]]
@@ -75,6 +73,9 @@ class Device(Protocol):
     def obstacle(self, collectives: bool) -> str:
         """Why nothing can be captured on this device as it is set up; empty where it can."""
 
+    def make_room(self) -> None:
+        """Gives back memory that is cached and not used, before a program takes its own from the graphs' pool."""
+
     def warm(self, run: Callable[[], Any]) -> Any:
         """Runs it as a capture would, on its stream with its memory, and for real."""
 
@@ -84,121 +85,13 @@ class Device(Protocol):
     def random_state(self) -> Callable[[], None]:
         """What puts random numbers back to where they are now."""
 
-
-class CudaGraphs:
-    """`Device`: one stream and one pool of memory for all graphs on a GPU."""
-
-    capturable = frozenset({"nccl"})
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._made: tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph] | None = None
-        self._broken: list[torch.cuda.CUDAGraph] = []
-
-    def obstacle(self, collectives: bool) -> str:
-        if collectives and os.environ.get("NCCL_GRAPH_REGISTER") != "0" and _expandable():
-            return (
-                "the allocator has expandable segments, whose addresses NCCL cannot register with a graph. Start with "
-                "NCCL_GRAPH_REGISTER=0, or without expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF."
-            )
-        return ""
-
-    def warm(self, run: Callable[[], Any]) -> Any:
-        stream, pool, _ = self._stream_and_pool()
-        current = torch.cuda.current_stream(self.device)
-        stream.wait_stream(current)
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, pool)
-            try:
-                results = run()
-            finally:
-                self._leave(pool)
-        current.wait_stream(stream)
-        return results
-
-    def capture(self, run: Callable[[], Any]) -> tuple[Any, Graph]:
-        stream, pool, _ = self._stream_and_pool()
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # The outer context puts the stream back where the inner one, on an error, leaves it.
-            with (
-                torch.cuda.device(self.device),
-                torch.cuda.stream(torch.cuda.current_stream(self.device)),
-                self._capturing(graph, pool, stream),
-            ):
-                results = run()
-        except BaseException as error:
-            self._recover(graph, pool, stream)
-            # What ends a broken capture complains of the end; what broke it is the error before.
-            if isinstance(error, RuntimeError) and isinstance(error.__context__, RuntimeError):
-                raise error.__context__ from None
-            raise
-        return results, graph
-
-    def random_state(self) -> Callable[[], None]:
-        state = torch.cuda.get_rng_state(self.device)
-        return lambda: torch.cuda.set_rng_state(state, self.device)
-
-    @property
-    def _index(self) -> int:
-        return self.device.index if self.device.index is not None else torch.cuda.current_device()
-
-    def _leave(self, pool: Any) -> None:
-        """Ends that memory is taken from the pool."""
-        torch._C._cuda_endAllocateToPool(self._index, pool)
-        torch._C._cuda_releasePool(self._index, pool)
-
-    def _recover(self, graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Undoes what a capture leaves behind that CUDA broke off.
-
-        torch then stops before it has told the allocator and the generator of the end: memory would still be taken
-        from the pool, and random operators would be refused. A capture of nothing tells the generator. The allocator
-        may go on asking the graph whether it is being captured, so the object stays.
-        """
-        graph.reset()
-        self._broken.append(graph)
-        with suppress(RuntimeError):  # it was told, where what broke was not CUDA
-            self._leave(pool)
-        with suppress(RuntimeError), warnings.catch_warnings(), torch.cuda.device(self.device):
-            warnings.simplefilter("ignore")  # that it is empty
-            with torch.cuda.stream(torch.cuda.current_stream()), self._capturing(torch.cuda.CUDAGraph(), pool, stream):
-                pass
-
-    @staticmethod
-    def _capturing(graph: torch.cuda.CUDAGraph, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.graph:
-        # Other threads (a loader that pins memory, NCCL's watchdog) go on with calls that a capture forbids its own.
-        return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-
-    def _stream_and_pool(self) -> tuple[torch.cuda.Stream, Any, torch.cuda.CUDAGraph]:
-        """Made once. A pool lives as long as a graph uses it, so an empty graph does before there is another."""
-        if self._made is None:
-            with torch.cuda.device(self.device), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that it is empty
-                torch.cuda.synchronize()
-                stream, pool, keeper = torch.cuda.Stream(), torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-                stream.wait_stream(torch.cuda.current_stream())
-                with self._capturing(keeper, pool, stream):
-                    pass
-            self._made = stream, pool, keeper
-        return self._made
-
-
-def environment() -> str:
-    """What a report of something that went wrong here should name."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {device}."
+    def release(self) -> None:
+        """Gives back the memory that graphs had; called when no graph is left."""
 
 
 def make_device(device: torch.device, wanted: Wanted) -> Device | None:
     """What captures on this device; None where nothing is to be captured."""
     return CudaGraphs(device) if device.type == "cuda" and wanted is not False else None
-
-
-def _expandable() -> bool:
-    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
-    if any("expandable_segments:true" in setting.replace(" ", "").lower() for setting in settings):
-        return True
-    return any(segment.get("is_expandable", False) for segment in torch.cuda.memory_snapshot())
 
 
 class Replays:
@@ -239,6 +132,12 @@ class Replays:
         """Destroys the graphs; calls after this warm up and capture again."""
         for replay in list(self._replays):
             replay.drop()
+        self.release()
+
+    def release(self) -> None:
+        """Gives back the graphs' memory, if there is no graph."""
+        if self.device is not None and not any(replay.captured for replay in self._replays):
+            self.device.release()
 
 
 class _Weakly:
@@ -339,6 +238,10 @@ class Replay:
         rank = next((rank for rank, text in enumerate(reasons) if text), None)
         return "" if rank is None else f"(rank {rank}: {reasons[rank]})"
 
+    @property
+    def captured(self) -> bool:
+        return self._graph is not None
+
     def drop(self) -> None:
         """Back to before the first call."""
         self._release()
@@ -365,6 +268,8 @@ class Replay:
 
     def _warm(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         assert self._shared.device is not None
+        if self._calls == 1:
+            self._shared.device.make_room()
         results = self._shared.device.warm(lambda: self.runner(*given))
         return [result.clone() if isinstance(result, torch.Tensor) else result for result in results]
 
@@ -393,6 +298,7 @@ class Replay:
         log.info("captured %s as a CUDA graph", self.label)
 
     def _refuse(self, reason: str) -> None:
+        self._shared.release()
         if self._shared.wanted is True:
             raise Unanimous(
                 f"Policy.cuda_graph is True, but {self.label} cannot run as a graph: {reason}\n"

@@ -33,7 +33,8 @@ from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchang
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.kernels.trial import distrust
 from fsdp_compiled.lower.backends import decided, this_host
-from fsdp_compiled.lower.cuda_graph import Replays, environment, make_device
+from fsdp_compiled.lower.cuda_device import environment
+from fsdp_compiled.lower.cuda_graph import Replays, make_device
 from fsdp_compiled.lower.inductor import Call, cache_place, compile_all, share
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
 from fsdp_compiled.lower.lowering import Lowering

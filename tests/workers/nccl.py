@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compiled.ir.program import Port, c10d
-from fsdp_compiled.lower.cuda_graph import CudaGraphs, Replays
+from fsdp_compiled.lower.cuda_device import CudaGraphs
+from fsdp_compiled.lower.cuda_graph import Replays
 
 STEPS, WIDTH = 60, 512
 device = torch.device("cuda", 0)
