@@ -127,7 +127,7 @@ def launch(
                     ranks.append(
                         subprocess.Popen(
                             command,
-                            env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                            env=shared | {"RANK": str(rank)} | _gpu(rank, world, shared),
                             stdin=subprocess.DEVNULL,
                             stdout=None if rank == 0 else log,
                             stderr=log,
@@ -140,6 +140,16 @@ def launch(
             _kill(ranks)
             writing.close()
             os.close(reading)
+
+
+def _gpu(rank: int, world: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """What gives the rank its GPU, as the only one it sees: code that one rank compiled then runs on all of them."""
+    names = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        names = [str(index) for index in range(torch.cuda.device_count())]
+    if len(names) < world:
+        return {"LOCAL_RANK": str(rank)}
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": names[rank]}
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], received: list[int], stop: IO[bytes], logs: Path, name: str) -> int:

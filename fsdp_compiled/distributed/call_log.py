@@ -10,6 +10,8 @@ thread reads it meanwhile (`watchdog`).
 from __future__ import annotations
 
 import atexit
+import logging
+import sys
 import time
 import uuid
 import weakref
@@ -22,6 +24,12 @@ from fsdp_compiled.distributed.call_store import CLOSED, JOIN, REFUSED, Board, P
 from fsdp_compiled.distributed.mesh import Mesh, RankError, backends, close, exchange
 from fsdp_compiled.distributed.watchdog import Watch
 
+DEVICE_ASSERT = "device-side assert"
+LOST_DEVICE = (
+    "Nothing was updated in that call or after it, but the GPU is lost to this process. Start all processes again from "
+    "the last checkpoint."
+)
+log = logging.getLogger("fsdp_compiled")
 LOST = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "remote process has terminated")
 
 
@@ -34,6 +42,7 @@ class Calls:
         # Goes through the collectives of a call that the others are in; False where it cannot. The second argument:
         # whether they may hear nothing of it.
         self.take_part: Callable[[], Callable[[Posted, bool], bool] | None] = lambda: None  # a weak reference
+        self.rates = ""  # a digest of those that the next call goes by
         self.closed: str | None = None  # why no call can be made any more
         self._waits = mesh.device.type == "cpu"  # until its collectives are done, before a call returns
         self.board: Board | None = None
@@ -61,7 +70,7 @@ class Calls:
         self.check_open()
         self._made[0] += 1
         if self.board is not None:
-            call = Posted(self.count, wire, label)
+            call = Posted(self.count, wire, label, self.rates)
             self.board.post(call)
             if self.watch is not None:
                 self.watch.begin(call)
@@ -155,6 +164,14 @@ class Calls:
         self.leave(message)
         return message
 
+    def parting(self, error: BaseException) -> str | None:
+        """Why a GPU broke off with this error, if it is that ranks called with different programs or rates.
+
+        Each call compares these on the device, where it costs nothing, and where all that can be done is to stop:
+        before anything is updated, but for this process's use of the GPU, and without a word of why. The board has it.
+        """
+        return _parting(self.board, self.count, error)
+
     def _now(self, board: Board, rank: int, lost: bool) -> str:
         posted = board.read(rank, self.count)
         if posted.number == self.count:
@@ -174,8 +191,21 @@ def _finish(board: Board, made: list[int], watch: Watch | None = None) -> None:
     if watch is not None:
         watch.stop()
         watch.join()
+    # An error of the GPU that nobody caught, met outside of a call of ours: the reason is said here at the latest.
+    if (reason := _parting(board, made[0], getattr(sys, "last_value", None))) is not None:
+        log.error("%s", reason)
     with suppress(RuntimeError, dist.DistError):  # the store goes with the rank that holds it
         board.end(made[0])
+
+
+def _parting(board: Board | None, made: int, error: BaseException | None) -> str | None:
+    if board is None or not isinstance(error, RuntimeError) or DEVICE_ASSERT not in str(error):
+        return None
+    try:
+        found = board.parting(made)
+    except (RuntimeError, dist.DistError):  # the store went with the rank that held it
+        return None
+    return f"{found}\n{LOST_DEVICE}" if found is not None else None
 
 
 def _th(count: int) -> str:

@@ -1,7 +1,7 @@
 """The board: what each rank calls, on the store that all ranks can read without a collective.
 
-    rank 0: 7|5c1d09aa|step (float32[2, 4])         the number of its call, its wire, its label
-    rank 1: 7|77e0b3f2|forward (float32[2, 4])      the same number: so these two meet, and have different labels
+    rank 0: 7|5c1d09aa|d2|step (float32[2, 4])         the number of its call, its wire, its rates, its label
+    rank 1: 7|77e0b3f2|d2|forward (float32[2, 4])      the same number: so these two meet, and have different labels
 
 The *label* says what a rank calls with which shapes. The *wire* stands for the collectives that the call makes, in
 order; it is empty for a call that first meets the others. Calls with other labels are a mistake; calls with other wires
@@ -37,6 +37,7 @@ class Posted(NamedTuple):
     number: int
     wire: str
     label: str
+    rates: str = ""
 
 
 class Board:
@@ -48,15 +49,29 @@ class Board:
         self.store, self.rank, self.world = store, rank, world
 
     def post(self, call: Posted) -> None:
-        self.store.set(f"{self.rank}/{call.number % self.SLOTS}", f"{call.number}|{call.wire}|{call.label}")
+        text = f"{call.number}|{call.wire}|{call.rates}|{call.label}"
+        self.store.set(f"{self.rank}/{call.number % self.SLOTS}", text)
 
     def read(self, rank: int, number: int) -> Posted:
         """What stands in this call's slot; its number may be another, and is 0 where nothing stands there."""
         text = self.get(f"{rank}/{number % self.SLOTS}")
         if text is None:
             return Posted(0, "", "")
-        found, wire, label = text.split("|", 2)
-        return Posted(int(found), wire, label)
+        found, wire, rates, label = text.split("|", 3)
+        return Posted(int(found), wire, label, rates)
+
+    def parting(self, made: int) -> str | None:
+        """The first of the last calls in which ranks called other programs, or with other rates; None if none did."""
+        ranks = range(self.world) if self.world <= self.SLOTS else sorted({0, self.rank, (self.rank + 1) % self.world})
+        for number in range(max(1, made - self.SLOTS + 1), made + 1):
+            posted = [self.read(rank, number) for rank in ranks]
+            if any(call.number != number for call in posted) or len({call[1:] for call in posted}) == 1:
+                continue
+            rates = len({call.rates for call in posted}) > 1
+            calls = [f"{call.label}{f', rates {call.rates[:8]}' if rates else ''}" for call in posted]
+            lines = (f"  rank {rank}: {call}" for rank, call in zip(ranks, calls, strict=True))
+            return "\n".join([f"The ranks called with different batches or rates in call {number}:", *lines, CURE])
+        return None
 
     def newest(self, rank: int) -> int:
         """How many calls the rank has made."""

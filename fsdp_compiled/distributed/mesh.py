@@ -6,10 +6,10 @@ This is the only file that starts, asks or ends a process group.
 from __future__ import annotations
 
 import atexit
-import functools
 import hashlib
 import os
 import time
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+REGISTER = ("NCCL_GRAPH_REGISTER", "0")
 SETTLED = 0.05  # seconds in which a thread frees what it holds, on a machine however busy
 
 
@@ -50,10 +51,13 @@ def join(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh:
 
     Without a mesh, a process group that runs already is used; under ``torchrun`` (``RANK`` and ``WORLD_SIZE`` in the
     environment) one is started, nccl on GPUs and gloo on CPUs, and closed when Python exits; else the world is one.
+    On GPUs the rank's own becomes the current device, for a process group that runs already too: what ranks exchange
+    as Python objects goes through it.
     """
     if device is not None and device.type == "meta":
         device = None
     if mesh is not None:
+        _without_registration()
         return _from_device_mesh(mesh)
     if not dist.is_available():
         return Mesh(device or _default_device())
@@ -61,11 +65,18 @@ def join(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh:
         device = _default_device()
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+            os.environ.setdefault(*REGISTER)
+            dist.init_process_group("nccl", device_id=device)  # connects now, and knows its GPU in every call
+        else:
+            dist.init_process_group("gloo")
         atexit.register(close)
     if not dist.is_initialized():
         return Mesh(device or _default_device())
     device = device or _default_device()
+    if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)
+        _without_registration()
     world, rank = dist.get_world_size(), dist.get_rank()
     group = dist.group.WORLD
     assert group is not None
@@ -73,10 +84,32 @@ def join(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh:
     return Mesh(device, world, 1, rank, rank, groups)
 
 
+def _without_registration() -> None:
+    """Switches NCCL's registration of graphs' buffers off, if its communicator is not made yet, when that is read.
+
+    To register, ranks exchange handles while they capture: a rank whose capture fails in Python leaves the others
+    waiting for ever; and tiny collectives beside large registered ones may hang across nodes (NVIDIA/nccl 2389). It
+    gains little for buffers as large as a unit's. Whoever sets ``NCCL_GRAPH_REGISTER`` decides.
+    """
+    group = dist.group.WORLD
+    if group is None or not torch.cuda.is_available() or "nccl" not in str(dist.get_backend_config()):
+        return
+    initialized = getattr(group._get_backend(torch.device("cuda")), "_is_initialized", lambda: True)
+    if not initialized():
+        os.environ.setdefault(*REGISTER)
+
+
 def _default_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-    return torch.device("cpu")
+    """The GPU that the process group is bound to, that was made current, or that torchrun says, in this order."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    group = dist.group.WORLD if dist.is_available() else None
+    bound = getattr(group, "bound_device_id", None)
+    if bound is not None and bound.type == "cuda":
+        return bound
+    current, local = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", 0))
+    # Of one GPU that this process sees (CUDA_VISIBLE_DEVICES), the number is 0, whatever torchrun's is.
+    return torch.device("cuda", local if current == 0 and local < torch.cuda.device_count() else current)
 
 
 def close() -> None:
@@ -93,26 +126,46 @@ def close() -> None:
 
 
 _endings: list[Callable[[], None]] = []
+_end: list[Callable[..., None]] = []  # PyTorch's own code to end a process group
 
 
 def before_end(call: Callable[[], None]) -> None:
     """Has this called before a process group ends, whoever ends it.
 
     NCCL waits, however long it takes, for the graphs that hold its collectives to be destroyed; PyTorch has no place to
-    say so, and a script may end its process group while it still holds what it trained with. So the function itself
-    is wrapped, once something asks for it.
+    say so, and a script may end its process group while it still holds what it trained with. So once something asks
+    for it, the function has other code: scripts hold the function itself (``from torch.distributed import
+    destroy_process_group``), and a name of another function would not reach them.
     """
-    if not _endings:
-        end = dist.destroy_process_group
-
-        @functools.wraps(end)
-        def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-            for ending in _endings:
-                ending()
-            end(group)
-
-        dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroy_process_group
+    if not _end:
+        function = dist.destroy_process_group
+        _end.append(_copied(function))
+        try:
+            function.__code__ = _destroy_process_group.__code__
+        except ValueError:  # it is wrapped around others, and its code is bound to them
+            dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = _destroy_process_group
     _endings.append(call)
+
+
+def _copied(function: Any) -> Callable[..., None]:
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _destroy_process_group(group=None):  # type: ignore[no-untyped-def]
+    # Runs as PyTorch's own function, among its names: what it needs it imports.
+    from fsdp_compiled.distributed import mesh
+
+    mesh._end_graphs()
+    mesh._end[0](group)
+
+
+def _end_graphs() -> None:
+    for ending in _endings:
+        ending()
 
 
 def backends(mesh: Mesh) -> dict[str, str]:
@@ -147,7 +200,8 @@ def _from_device_mesh(mesh: DeviceMesh) -> Mesh:
             groups[axis] = mesh.get_group(index).group_name
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+        device = _default_device()
+        torch.cuda.set_device(device)
     return Mesh(
         device,
         sizes["shard"],

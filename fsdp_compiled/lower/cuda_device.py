@@ -75,9 +75,7 @@ class CudaGraphs:
         if self._place is None and self._held() >= STREAMS:
             gc.collect()  # some may be held by what nobody can reach any more
             if self._held() >= STREAMS:
-                return (
-                    f"{STREAMS} others hold a stream for graphs, and torch has no more. Call close() on some."
-                )
+                return f"{STREAMS} others hold a stream for graphs, and torch has no more. Call close() on some."
         if collectives and os.environ.get("NCCL_GRAPH_REGISTER") != "0" and _expandable():
             return (
                 "the allocator has expandable segments, whose addresses NCCL cannot register with a graph. Start with "

@@ -117,10 +117,16 @@ def chooses_products() -> bool:
     return bool(config.max_autotune or config.max_autotune_gemm)
 
 
-def cache_place() -> tuple[str, str]:
-    """Equal on ranks that share Inductor's cache on disk."""
+def cache_place(device: torch.device) -> tuple[str, str, str]:
+    """Equal on ranks that share Inductor's cache on disk, and can run each other's code.
+
+    Inductor writes the GPU's number into what it makes: the device guard and the stream of the generated code
+    (``torch.cuda._DeviceGuard(1)``, ``get_raw_stream(1)``), what kernels are compiled for, and the folder that Triton
+    keeps them in. So the numbers are in the pieces' keys, and ranks share code where each sees its GPU as the first:
+    under ``torchrun --virtual-local-rank``, or with one GPU each in ``CUDA_VISIBLE_DEVICES``.
+    """
     folder()  # which replaces one that cannot be written
-    return socket.gethostname(), cache_dir()
+    return socket.gethostname(), cache_dir(), str(device)
 
 
 def share(pieces: Mapping[str, Piece], count: int) -> list[dict[str, Piece]]:

@@ -63,10 +63,13 @@ class FailedCalls:
         """What this rank raises for the error, once the others are told. ``ran``: whether the program was started."""
         if isinstance(error, RankError | Unanimous):
             return error
+        if (reason := self._calls.parting(error)) is not None:
+            self._calls.closed = reason  # and no end of the process group: NCCL would wait for the lost GPU
+            return RankError(reason)
         if isinstance(error, RuntimeError) and DISAGREE in str(error):  # all ranks are here
             return RankError(self._heard(compiled, state) or different(exchange(compiled.label + rates, self._mesh)))
-        if ran and isinstance(error, RuntimeError) and (reason := self._calls.reason(error)) is not None:
-            return RankError(reason)
+        if ran and isinstance(error, RuntimeError) and (other := self._calls.reason(error)) is not None:
+            return RankError(other)
         place = compiled.remainder.place(error) if ran else compiled.remainder.before()
         what = f"{type(error).__name__}: {error}".strip()
         if (cause := self._for_good(compiled, place, error)) is not None:

@@ -340,10 +340,10 @@ class Programs:
         return lowering
 
     def _compile_pieces(self, lowering: Lowering) -> dict[str, Call]:
-        """Each distinct piece is compiled by one rank; the others wait, and then find it in the cache on disk."""
+        """Each distinct piece is compiled by one rank of those that share code, for whose cache on disk others wait."""
         made: dict[str, Call] = {}
         if lowering.pieces and self._mesh.world > 1:
-            place, count = among(self._together(cache_place), self._mesh)
+            place, count = among(self._together(lambda: cache_place(self._plan.device)), self._mesh)
             made = self._together(lambda: compile_all(share(lowering.pieces, count)[place]))
         return made | self._together(lambda: compile_all(lowering.pieces))
 

@@ -310,6 +310,7 @@ class Sharded:
                 holder.pop(name, None) if tensor is None else holder.update({name: tensor})
         if self._joined is not None:
             self._joined.announce(kind, request.label, (batch, named), self._rates.values, request.ambient)
+        self._calls.rates = f"{self._rates.digest:x}"
         compiled = self._programs.get(request, self._state.buffers)
         self._programs.read_closed(compiled, request, state)
         ran = False
