@@ -3,8 +3,10 @@
 #
 #     bench/gpu.sh [--dry-run] [OUT]           OUT: bench/results/gpu
 #
-# Run from anywhere; uses PYTHON (default: .venv/bin/python, or python3) on the tree as it lies. A part that fails or
-# runs out of its time is said at the end, and the exit code is not zero; the other parts run.
+# Run from anywhere, on the tree as it lies. PYTHON: the Python to run (default: .venv/bin/python, or python3). OTHERS:
+# more Pythons, with other versions of torch, whose check, graphs and kernels are tried as well (default: those of
+# .venv-*/bin/python), which takes longer. A part that fails or runs out of its time is said at the end, and the exit
+# code is not zero; the other parts run. Ends with a table, and with all that was written as one file, OUT.tar.gz.
 set -u
 root=$(CDPATH= cd -- "$(dirname -- "$0")/.." && pwd)
 cd "$root" || exit 2
@@ -17,15 +19,22 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     if [ -x .venv/bin/python ]; then PYTHON=.venv/bin/python; fi
 fi
+if [ -z "${OTHERS+set}" ]; then
+    OTHERS=
+    for other in .venv-*/bin/python; do
+        if [ -x "$other" ]; then OTHERS="$OTHERS $other"; fi
+    done
+fi
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-failed=
+failed=0
 total=0
+table=
 
-# run NAME SECONDS COMMAND...
+# run NAME SECONDS WHAT COMMAND...       WHAT it shows, for the table
 run() {
-    name=$1 seconds=$2
-    shift 2
+    name=$1 seconds=$2 what=$3
+    shift 3
     total=$((total + seconds))
     if [ "$dry" = yes ]; then
         echo "$name, at most $seconds s: $*"
@@ -33,28 +42,57 @@ run() {
     fi
     echo "== $name"
     mkdir -p "$out"
+    begun=$(date +%s)
     { timeout -k 5 "$seconds" "$@" 2>&1; echo $? >"$out/.code"; } | tee "$out/$name.log"
     code=$(cat "$out/.code")
     rm -f "$out/.code"
+    took=$(($(date +%s) - begun))
+    verdict=held report=
     if [ "$code" -ne 0 ]; then
-        reason="exit code $code"
-        if [ "$code" -eq 124 ]; then reason="no end after $seconds s"; fi
-        failed="$failed
-  $name: $reason (see $out/$name.log)"
+        failed=$((failed + 1))
+        verdict="exit code $code" report="report $out/$name.log"
+        if [ "$code" -eq 124 ] || [ "$code" -eq 137 ]; then verdict="no end in $seconds s"; fi
     fi
+    row=$(printf '  %-20s %-46s %-17s %4s s  %s' "$name" "$what" "$verdict" "$took" "$report")
+    table="$table
+$row"
 }
 
-run tests 130 "$PYTHON" -P -m pytest -q -m gpu -p no:cacheprovider tests
-run step-thin 90 "$PYTHON" -P bench/gpu_step.py "$out" --preset thin
-run step-gpt2 110 "$PYTHON" -P bench/gpu_step.py "$out" --preset gpt2
-run kernels 80 "$PYTHON" -P bench/kernels.py "$out/kernels.json"
-run step-llama 120 "$PYTHON" -P bench/gpu_step.py "$out" --preset llama --rounds 5 --steps 5
+# tried PYTHON SUFFIX: what is wanted of every version of torch, the riskiest first
+tried() {
+    run "check$2" 80 "each kind of thing once, beside what it equals" "$1" -P -m fsdp_compiled check --out "$out/check$2"
+    # In a process of their own, to the first failure: one that breaks CUDA would fail all that follow.
+    run "graphs$2" 120 "steps as CUDA graphs" \
+        "$1" -P -m pytest -q -x --tb=long -p no:cacheprovider tests/test_cuda_graph_gpu.py
+    run "kernel-tests$2" 80 "kernels against their references" \
+        env KERNEL_EXAMPLES=5 "$1" -P -m pytest -q -m "gpu and not slow" -p no:cacheprovider tests/test_kernels_gpu.py
+}
+
+tried "$PYTHON" ""
+run step-thin 60 "time of a step, many small operators" "$PYTHON" -P bench/gpu_step.py "$out" --preset thin
+run kernels 60 "the kernels' share of a copy's bandwidth" "$PYTHON" -P bench/kernels.py "$out/kernels.json"
+run step-gpt2 70 "time of a step, GPT-2 124M" "$PYTHON" -P bench/gpu_step.py "$out" --preset gpt2 --rounds 5
+run step-llama 70 "time of a step, Llama 1B" \
+    "$PYTHON" -P bench/gpu_step.py "$out" --preset llama --rounds 3 --steps 5
+number=1
+for other in $OTHERS; do
+    number=$((number + 1))
+    tried "$other" "-$number"
+done
 
 if [ "$dry" = yes ]; then
     echo "$total s in all, at most"
-elif [ -n "$failed" ]; then
-    echo "== failed:$failed"
-    exit 1
-else
-    echo "== all parts passed; results in $out"
+    exit 0
 fi
+{
+    "$PYTHON" -P -c 'import torch; print("torch", torch.__version__, torch.cuda.is_available() and torch.cuda.get_device_name())' \
+        2>&1
+    echo "  part                 shows                                          result"
+    echo "${table#?}"
+} | tee "$out/summary.txt"
+tar -czf "$out.tar.gz" -C "$(dirname -- "$out")" "$(basename -- "$out")" && echo "all of it: $out.tar.gz"
+if [ "$failed" -ne 0 ]; then
+    echo "== $failed failed: please report them, with $out.tar.gz"
+    exit 1
+fi
+echo "== all parts held"

@@ -8,8 +8,10 @@ the median over rounds of that within a round. At most two are alive at once, so
 
 For each: milliseconds a step; from the profiler, how much of the time from its first kernel to its last the GPU was
 idle, and how often the host launched something; and the peak of allocated and of reserved memory, less what was there
-before. What a rival cannot do is a line that says so. The file is written anew after each, so that a run that is cut
-short keeps what it has.
+before: of the steps after the first, which compiles and tries kernels in memory of its own, and with cuBLAS's workspace
+of the current stream made beforehand. A graph is captured on another stream, which has its own: `own_workspace` says
+how many bytes of the peak that is. What a rival cannot do is a line that says so. The file is written anew after each,
+so that a run that is cut short keeps what it has.
 
 --tiny: a model of a few thousand parameters, on a CPU if there is no GPU; what needs one is left out. For tests.
 """
@@ -248,6 +250,9 @@ RIVALS: dict[str, tuple[str, Callable[[Setting], Step], bool]] = {  # title, bui
 }
 
 
+GRAPHS = (OURS, CASTS, "fsdp2-graph")  # captured on a stream of their own
+
+
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -326,17 +331,37 @@ def clean(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def workspace(device: torch.device) -> int:
+    """Makes cuBLAS's workspace for the current stream, and says how large it is, by another stream's."""
+    if device.type != "cuda":
+        return 0
+    torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.current_blas_handle()
+        _workspace.append(torch.cuda.memory_allocated() - before)
+    return max(_workspace)  # nothing is made where that stream had one
+
+
+_workspace: list[int] = []
+
+
 def begin(name: str, setting: Setting, losses: dict[str, list[float]]) -> tuple[Step, dict[str, Any]]:
     """Builds a rival, checks its losses, and says what that took."""
+    own = workspace(setting.device)
     clean(setting.device)
     before, begun = memory(setting.device), time.perf_counter()
     step = RIVALS[name][1](setting)
-    losses[name] = first_losses(step, setting)
+    first, *others = setting.batches(CHECKED)
+    losses[name] = [step(first).item()]
+    clean(setting.device)
+    losses[name] += [step(tokens).item() for tokens in others]
     found: dict[str, Any] = {"title": RIVALS[name][0], "losses": losses[name]}
     found["seconds_to_build"] = time.perf_counter() - begun
     if setting.device.type == "cuda":
         found["peak_allocated"] = torch.cuda.max_memory_allocated() - before[0]
         found["peak_reserved"] = torch.cuda.max_memory_reserved() - before[1]
+        found["own_workspace"] = own if name in GRAPHS else 0
     if REFERENCE in losses:
         found["distance"] = distance(losses[name], losses[REFERENCE])
         if not found["distance"] <= BOUND[setting.preset.dtype]:
@@ -350,9 +375,14 @@ def contest(setting: Setting, names: Sequence[str], rounds: int, steps: int, kee
     losses: dict[str, list[float]] = {}
     step, _ = begin(REFERENCE, setting, losses)  # before there is anything to compare with
     del step
-    mine, results[OURS] = begin(OURS, setting, losses)
-    results[OURS] |= profile(mine, setting)
-    results[OURS]["milliseconds"] = statistics.median(turn(mine, setting, steps) for _ in range(rounds))
+    mine: Step | None = None
+    try:
+        step, found = begin(OURS, setting, losses)
+        found |= profile(step, setting)
+        found["milliseconds"] = statistics.median(turn(step, setting, steps) for _ in range(rounds))
+        mine, results[OURS] = step, found
+    except Exception as error:  # the rivals' figures are worth having without ours
+        results[OURS] = failure(OURS, error)
     keep(results)
     for name in names:
         if name == OURS or (name == CASTS and setting.preset.dtype == torch.float32):  # nothing is cast: the same
@@ -365,20 +395,25 @@ def contest(setting: Setting, names: Sequence[str], rounds: int, steps: int, kee
             found |= profile(other, setting)
             pairs = []
             for index in range(rounds):
-                order = [(0, mine), (1, other)]
+                order = [(0, mine or other), (1, other)]
                 times = {place: turn(run, setting, steps) for place, run in (order if index % 2 else order[::-1])}
                 pairs.append((times[0], times[1]))
             found["milliseconds"] = statistics.median(theirs for _, theirs in pairs)
-            found["ours_beside"] = statistics.median(own for own, _ in pairs)
-            found["times_ours"] = statistics.median(theirs / own for own, theirs in pairs)
+            if mine is not None:
+                found["ours_beside"] = statistics.median(own for own, _ in pairs)
+                found["times_ours"] = statistics.median(theirs / own for own, theirs in pairs)
             results[name] = found
             del other
         except Exception as error:  # one that fails is reported, and the others go on
-            traceback.print_exc()
-            results[name] = {"title": RIVALS[name][0], "error": f"{type(error).__name__}: {error}".splitlines()[0]}
+            results[name] = failure(name, error)
         keep(results)
         print(line(name, results[name]), flush=True)
     return results
+
+
+def failure(name: str, error: Exception) -> dict[str, Any]:
+    traceback.print_exc()
+    return {"title": RIVALS[name][0], "error": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 def line(name: str, found: dict[str, Any]) -> str:

@@ -5,7 +5,9 @@
 Needs a GPU with Triton. Every candidate moves the same gradients or shards, those of GPT-2 124M's blocks and of a
 wide layer. A figure is bytes that must be read and written, over the time by CUDA events, as a share of what a
 device-to-device copy of the same number of bytes reaches in the same run; candidates take turns, and the medians are
-reported. Nothing is reported of a candidate whose result is wrong: each is compared with plain PyTorch first.
+reported. The copy is captured in a graph like the others, and each runs over several sets of tensors in turn, 200 MB
+or more of them together, so that none finds its own in the GPU's cache. Nothing is reported of a candidate whose result
+is wrong: each is compared with plain PyTorch first.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.kernels.options import Adam
 
 Run = Callable[[], object]
+OUTSIDE = 200_000_000  # bytes; more than any GPU's cache holds
+MOST = 16  # sets of tensors
 WIDTH = 768
 BLOCK = [(WIDTH,), (WIDTH,), (3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,), (WIDTH,), (WIDTH,)]
 BLOCK += [(4 * WIDTH, WIDTH), (4 * WIDTH,), (WIDTH, 4 * WIDTH), (WIDTH,)]
@@ -78,17 +82,36 @@ def milliseconds(run: Run, graph: bool, repeat: int) -> float:
     return start.elapsed_time(end) / repeat
 
 
-def measure(contest: Contest, rounds: int, repeat: int) -> dict[str, Any]:
-    """Each candidate's median time, and its share of a copy of as many bytes."""
-    source = torch.empty(contest.nbytes // 2, dtype=torch.uint8, device="cuda").fill_(1)
-    target = torch.empty_like(source)
-    runs = {"copy": lambda: target.copy_(source), **contest.runs}
+def rotated(make: Callable[[], Contest]) -> list[Contest]:
+    """Contests of the same work on tensors of their own, so many that together they do not fit into the cache."""
+    first = make()
+    count = min(MOST, -(-OUTSIDE // max(first.nbytes, 1)))
+    return [first, *(make() for _ in range(count - 1))]
+
+
+def in_turn(runs: Sequence[Run]) -> Run:
+    def run() -> None:
+        for each in runs:
+            each()
+
+    return run
+
+
+def measure(contests: Sequence[Contest], rounds: int, repeat: int) -> dict[str, Any]:
+    """Each candidate's median time for one of the contests, and its share of a copy of as many bytes."""
+    contest, count = contests[0], len(contests)
+    pairs = [[torch.ones(contest.nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2)] for _ in contests]
+    runs = {"copy": in_turn([lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs])}
+    runs |= {name: in_turn([each.runs[name] for each in contests]) for name in contest.runs}
+    repeat = max(1, repeat // count)
+    captured = {name: can_be_captured(run) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            times[name].append(milliseconds(run, name != "copy" and can_be_captured(run), repeat))
+            times[name].append(milliseconds(run, captured[name], repeat) / count)
     copy = statistics.median(times["copy"])
     found: dict[str, Any] = {"work": contest.work, "bytes": contest.nbytes, "refused": contest.refused}
+    found |= {"sets of tensors": count, "launched one by one": [name for name, graph in captured.items() if not graph]}
     found["candidates"] = {
         name: {
             "milliseconds": statistics.median(values),
@@ -101,24 +124,24 @@ def measure(contest: Contest, rounds: int, repeat: int) -> dict[str, Any]:
     return found
 
 
-_capturable: dict[int, bool] = {}
-
-
 def can_be_captured(run: Run) -> bool:
     """Tables staged through the host cannot; those candidates are timed as they are launched."""
-    if id(run) not in _capturable:
-        try:
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                run()
-            _capturable[id(run)] = True
-        except RuntimeError:
-            torch.cuda.synchronize()
-            _capturable[id(run)] = False
-    return _capturable[id(run)]
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            run()
+        return True
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return False
 
 
 def same(mine: torch.Tensor, expected: torch.Tensor, rtol: float = 0.0) -> None:
     torch.testing.assert_close(mine, expected, rtol=rtol, atol=rtol * 0.1)
+
+
+@torch.compile
+def compiled_cat(pieces: Sequence[torch.Tensor], dtype: torch.dtype, scale: torch.Tensor) -> torch.Tensor:
+    return torch.cat([piece.reshape(-1) for piece in pieces]).to(dtype) * scale
 
 
 def flatten(
@@ -161,10 +184,8 @@ def flatten(
         torch._chunk_cat([piece.reshape(-1) for piece in pieces if piece.numel()], dim=0, num_chunks=1, out=out)
         result["flat"] = out.view(-1).mul_(scale)
 
-    compiled = torch.compile(lambda: torch.cat([piece.reshape(-1) for piece in pieces]).to(reduced) * scale)
-
     def inductor() -> None:
-        result["flat"] = compiled()
+        result["flat"] = compiled_cat(pieces, reduced, scale)
 
     runs = {"fsdp_compiled": ours, "cat + mul": cat, "_foreach_copy_ + mul": foreach, "_chunk_cat + mul": chunk_cat}
     for name, run in {**runs, "torch.compile of cat": inductor}.items():
@@ -292,7 +313,7 @@ def main() -> None:
     results = []
     for make in contests:
         torch.manual_seed(0)
-        results.append(measure(make(), arguments.rounds, arguments.repeat))
+        results.append(measure(rotated(make), arguments.rounds, arguments.repeat))
         shares = {name: f"{each['share_of_copy']:.0%}" for name, each in results[-1]["candidates"].items()}
         print(f"{results[-1]['work']:<60} {shares}", flush=True)
         torch.cuda.empty_cache()

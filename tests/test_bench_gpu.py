@@ -6,20 +6,28 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from bench import gpu_step
+from bench import gpu_step, kernels
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "bench" / "gpu.sh"
+FIRST = ["check", "graphs", "kernel-tests"]  # the riskiest first
+PARTS = [*FIRST, "step-thin", "kernels", "step-gpt2", "step-llama"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["sh", str(SCRIPT), *arguments], env=os.environ | environment, capture_output=True, text=True, timeout=60
+        ["sh", str(SCRIPT), *arguments],
+        env=os.environ | {"OTHERS": ""} | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -27,7 +35,7 @@ def test_the_plan_fits_into_nine_minutes_and_its_files_exist() -> None:
     answer = run("--dry-run")
     *parts, total = answer.stdout.splitlines()
     assert answer.returncode == 0 and not answer.stderr
-    assert [line.split(",")[0] for line in parts] == ["tests", "step-thin", "step-gpt2", "kernels", "step-llama"]
+    assert [line.split(",")[0] for line in parts] == PARTS
     assert int(total.split()[0]) <= 540
     named = {word for line in parts for word in line.split() if word.endswith(".py")}
     assert "bench/gpu_step.py" in named and (ROOT / "bench" / "gpu_step.py").exists()
@@ -38,17 +46,54 @@ def test_parts_that_fail_are_named_at_the_end_and_the_others_run(tmp_path: Path)
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\ncase "$*" in *thin*) echo fine; exit 0 ;; *) exit 3 ;; esac\n')
     python.chmod(0o755)
-    answer = run(str(tmp_path / "out"), PYTHON=str(python))
+    answer = run(str(tmp_path / "out"), PYTHON=str(python), OTHERS=str(python))
     assert answer.returncode == 1
-    end = answer.stdout.split("== failed:")[1]
-    assert [line.split(":")[0].strip() for line in end.strip().splitlines()] == [
-        "tests", "step-gpt2", "kernels", "step-llama",
-    ]  # fmt: skip
-    assert "exit code 3" in end and (tmp_path / "out" / "step-thin.log").read_text() == "fine\n"
+    summary = (tmp_path / "out" / "summary.txt").read_text()
+    rows = [line.split() for line in summary.splitlines() if " held " in line or "exit code" in line]
+    assert [row[0] for row in rows] == [*PARTS, *(f"{name}-2" for name in FIRST)]
+    assert [row[0] for row in rows if "held" in row] == ["step-thin"]
+    assert "exit code 3" in summary and f"report {tmp_path}/out/graphs.log" in summary
+    assert summary in answer.stdout and "9 failed: please report them" in answer.stdout
+    assert (tmp_path / "out" / "step-thin.log").read_text() == "fine\n"
+    with tarfile.open(tmp_path / "out.tar.gz") as file:
+        assert {"out/summary.txt", "out/graphs.log", "out/graphs-2.log"} <= set(file.getnames())
     fine = tmp_path / "fine"
     fine.write_text("#!/bin/sh\nexit 0\n")
     fine.chmod(0o755)
-    assert run(str(tmp_path / "out"), PYTHON=str(fine)).returncode == 0
+    answer = run(str(tmp_path / "out"), PYTHON=str(fine))
+    assert answer.returncode == 0 and "all parts held" in answer.stdout
+
+
+def test_where_our_own_step_fails_the_rivals_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: gpu_step.Setting) -> gpu_step.Step:
+        raise RuntimeError("no graph")
+
+    monkeypatch.setitem(gpu_step.RIVALS, "ours", ("ours", fails, False))
+    setting = gpu_step.Setting(gpu_step.PRESETS["thin"], torch.device("cpu"), tiny=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = gpu_step.contest(setting, ["ours", "fsdp2"], 1, 1, lambda results: None)
+    finally:
+        dist.destroy_process_group()
+    assert found["ours"]["error"] == "RuntimeError: no graph"
+    assert found["fsdp2"]["milliseconds"] > 0 and "times_ours" not in found["fsdp2"]
+
+
+def test_tensors_are_rotated_until_they_do_not_fit_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[kernels.Contest] = []
+
+    def make() -> kernels.Contest:
+        contest = kernels.Contest("copy", 30_000_000)
+        contest.runs["a"] = lambda number=len(made): order.append(number)
+        made.append(contest)
+        return contest
+
+    order: list[int] = []
+    contests = kernels.rotated(make)
+    assert len(contests) == 7 and sum(contest.nbytes for contest in contests) >= kernels.OUTSIDE
+    kernels.in_turn([contest.runs["a"] for contest in contests])()
+    assert order == list(range(7))
+    assert len(kernels.rotated(lambda: kernels.Contest("small", 10))) == kernels.MOST
 
 
 def test_a_tiny_run_checks_losses_and_writes_what_it_has(tmp_path: Path) -> None:

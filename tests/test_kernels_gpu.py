@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -26,10 +27,12 @@ from tests.kernel_cases import (
     flattens_into,
 )
 
+# Most of an example's time is a compilation, so that a machine lent for minutes tries few.
+EXAMPLES = int(os.environ.get("KERNEL_EXAMPLES", "40"))
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
 @given(**flattens)
 def test_flatten(**case: Any) -> None:
     compare_flatten(**case, device="cuda")
@@ -41,13 +44,13 @@ def test_flatten_of_one(shape: tuple[int, ...], layout: str) -> None:
     compare_flatten([Gradient(shape, layout, torch.bfloat16, 2)], [3, 70], torch.float32, 0.5, "cuda")
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=EXAMPLES // 2, deadline=None, derandomize=True)
 @given(**flattens_into)
 def test_flatten_the_rest(**case: Any) -> None:
     compare_flatten_into(**case, device="cuda")
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=EXAMPLES // 2, deadline=None, derandomize=True)
 @given(**accumulates)
 def test_accumulate(**case: Any) -> None:
     compare_accumulate(**case, device="cuda")
