@@ -43,6 +43,12 @@ def test_the_plan_fits_into_nine_minutes_and_its_files_exist() -> None:
     assert run("--wrong").returncode == 2
 
 
+def test_the_page_for_those_who_have_a_gpu_says_what_runs() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert "bench/gpu.sh" in page and "bench/results/gpu.tar.gz" in page
+    assert all(f"`{part}`" in page for part in PARTS)
+
+
 def test_parts_that_fail_are_named_at_the_end_and_the_others_run(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\ncase "$*" in *thin*) echo fine; exit 0 ;; *) exit 3 ;; esac\n')

@@ -160,6 +160,14 @@ def test_while_another_program_has_its_graph_the_pool_stays_and_goes_with_it(cud
     assert shared.launches == 3
 
 
+def test_the_trial_of_the_first_launch_takes_no_memory_of_its_own(cuda: Cuda) -> None:
+    shared = replays(cuda)
+    step = wrap(shared, cuda.program(), cuda)
+    for _ in range(WARM + 2):
+        step()
+    assert shared.launches == 2 and cuda.reserved == 1000 + WORKSPACE
+
+
 def test_without_giving_back_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     monkeypatch.setattr(CudaGraphs, "release", lambda self: None)

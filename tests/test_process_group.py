@@ -6,6 +6,7 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fsdp_compiled.distributed.call_store import Board
 from fsdp_compiled.distributed.mesh import Mesh, RankError, before_end, join
 from fsdp_compiled.lower.inductor import cache_place, share
 from fsdp_compiled.runtime.failed_calls import FailedCalls
+from tests.launch import launch
 
 ASSERT = RuntimeError("CUDA error: device-side assert triggered")
 
@@ -193,6 +195,13 @@ def test_our_launcher_shows_each_rank_its_own_gpu(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert _gpu(1, 2, {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == expected
+
+
+def test_two_ranks_on_one_device_train_as_one_on_both_batches() -> None:
+    """What tests/test_cuda_graph_gpu.py runs on one GPU."""
+    answer = launch(Path(__file__).parent / "workers" / "one_gpu.py", 2, "cpu", timeout=100)
+    assert answer["losses"] == pytest.approx(answer["expected"], rel=1e-5)
+    assert answer["apart"] < 1e-4
 
 
 def test_inductor_writes_the_gpus_number_into_what_it_makes() -> None:

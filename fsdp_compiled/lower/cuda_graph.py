@@ -218,7 +218,9 @@ class Replay:
         if (found := self._said(reason)) or kept is None:
             log.warning("%s: its graph is not compared with the program, for want of host memory %s", self.label, found)
             return self._launch(given)
-        trial = tried(lambda: self.runner(*given), kept, self._shared.device.random_state())
+        # In the graphs' memory, which is free while none runs: elsewhere it would be held twice from here on.
+        device, program = self._shared.device, lambda: self.runner(*given)
+        trial = tried(lambda: device.warm(program), kept, device.random_state())
         results = self._launch(given)
         odd = self._said(trial.difference(results))
         if not odd:
