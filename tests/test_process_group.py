@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import destroy_process_group as imported_by_name
 
+from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.launch import _gpu
 from fsdp_compiled.distributed import mesh
 from fsdp_compiled.distributed.call_log import Calls, _finish
@@ -151,6 +152,22 @@ def test_a_device_that_is_lost_over_rates_is_an_error_by_name_on_every_rank() ->
         assert "lost to this process" in str(error)
         with pytest.raises(RankError, match="in call 2"):
             calls.check_open()
+
+
+def test_a_lost_device_is_an_error_by_name_where_it_comes_out_in_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).sum(), policy=Policy(lower="eager"))
+    both = ranks(2)
+    make(both, "aa", "ab")
+    sharded._calls = both[0]
+
+    def fill(*_: object) -> bool:
+        raise ASSERT
+
+    monkeypatch.setattr(sharded._rates, "unchanged", fill)
+    with pytest.raises(RankError, match=r"in call 1:\n  rank 0: step \(a\), rates aa"):
+        sharded.step(torch.ones(1, 2))
 
 
 def test_another_assertion_of_a_device_is_not_blamed_on_the_ranks() -> None:

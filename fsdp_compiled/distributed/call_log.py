@@ -170,7 +170,9 @@ class Calls:
         Each call compares these on the device, where it costs nothing, and where all that can be done is to stop:
         before anything is updated, but for this process's use of the GPU, and without a word of why. The board has it.
         """
-        return _parting(self.board, self.count, error)
+        found = _parting(self.board, self.count, error)
+        self.closed = found or self.closed  # without an end of the process group: NCCL would wait for the lost GPU
+        return found
 
     def _now(self, board: Board, rank: int, lost: bool) -> str:
         posted = board.read(rank, self.count)

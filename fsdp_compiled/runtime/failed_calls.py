@@ -64,7 +64,6 @@ class FailedCalls:
         if isinstance(error, RankError | Unanimous):
             return error
         if (reason := self._calls.parting(error)) is not None:
-            self._calls.closed = reason  # and no end of the process group: NCCL would wait for the lost GPU
             return RankError(reason)
         if isinstance(error, RuntimeError) and DISAGREE in str(error):  # all ranks are here
             return RankError(self._heard(compiled, state) or different(exchange(compiled.label + rates, self._mesh)))

@@ -22,7 +22,7 @@ from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.capture.ambient import left, untraced
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.call_store import Posted
-from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.mesh import Mesh, RankError
 from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
 from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port, Program
 from fsdp_compiled.lower.lowering import below_autograd
@@ -411,6 +411,8 @@ class Sharded:
         try:
             yield
         except Exception as error:
+            if (lost := self._calls.parting(error)) is not None:
+                raise RankError(lost) from error
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             if self._joined is not None and self._joined.shadows is None:  # else the others are in the call already
                 self._joined.refuse(reason)
