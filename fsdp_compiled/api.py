@@ -1,8 +1,8 @@
 """compile_sharded: the whole pipeline on one screen.
 
-    model + loss + optimizer -> capture -> plan -> passes -> lower -> step
+    model + loss + optimizer -> plan -> capture -> passes -> fusions -> lower -> step
 
-The plan is made here, from the model alone. Capture, passes and lowering run when the first batch is seen, in
+The plan is made here, from the model alone. Capture and all that follows run when the first batch is seen, in
 `fsdp_compiled.runtime.sharded`.
 """
 
@@ -51,8 +51,9 @@ def compile_sharded(
     """Shards a model and its optimizer over the ranks, to be trained by one compiled program.
 
     model
-        Any ``nn.Module``. Its parameters are taken over: they move into shards, rank 0's values on every rank, and
-        meta parameters take their place. On the meta device, ``init`` fills one unit at a time.
+        Any ``nn.Module``. Its parameters are taken over: their values, rank 0's on every rank, move into shards; the
+        objects stay, tell what they are, and refuse to be read or written. On the meta device, ``init`` fills one unit
+        at a time.
     optimizer
         A ``torch.optim`` optimizer over the model's parameters, or one that accelerate or Fabric prepared, or None:
         then `Sharded.step` is refused.

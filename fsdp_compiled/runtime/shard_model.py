@@ -84,7 +84,7 @@ def check_initializable(model: nn.Module, init: Initializer | None) -> None:
 def take_over(
     model: nn.Module, optimizer: Optimizer | None, plan: Plan, mesh: Mesh, init: Initializer | None
 ) -> tuple[Taken, dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Moves every parameter into shards and leaves meta parameters in its place.
+    """Moves every parameter into shards and leaves a `ShardedParameter` in its place.
 
     Returns the taken model, the shards by buffer key, the module buffers by name, and the shards of optimizer state
     that the optimizer already had, by ``"<buffer key>.<name>"`` (per element) or ``"group <g>.<name>"`` (scalars).
