@@ -48,7 +48,6 @@ def start(options: TrainOptions, arguments: Sequence[str]) -> int:
 def settle(options: TrainOptions) -> TrainOptions:
     """Checks what can be checked before anything is started, and chooses what was left open."""
     out = options.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
-    refuse_used(out)
     if options.data is not None and not options.data.exists():
         raise ValueError(f"--data: {options.data} does not exist; give a file or folder of text")
     gpus = torch.cuda.device_count()
@@ -57,6 +56,7 @@ def settle(options: TrainOptions) -> TrainOptions:
     lower, reason = (options.lower, None) if options.lower else choose_lower(cuda=gpus > 0)
     if reason:
         print(reason, flush=True)
+    refuse_used(out)  # last, since it makes the folder
     return replace(options, out=out, nproc=options.nproc or gpus or 2, lower=lower)
 
 

@@ -72,7 +72,6 @@ def start(options: BenchOptions, arguments: Sequence[str]) -> int:
 def settle(options: BenchOptions) -> BenchOptions:
     """Checks what can be checked before anything is started, and chooses what was left open."""
     out = options.out or Path("runs", time.strftime("bench-%Y%m%d-%H%M%S"))
-    refuse_used(out)
     if (out / RESULT).exists():
         raise ValueError(f"--out: {out} already holds a result; give another folder or remove that one")
     gpus = torch.cuda.device_count()
@@ -81,6 +80,7 @@ def settle(options: BenchOptions) -> BenchOptions:
     if gpus and options.network_gbps is not None:
         raise ValueError("--network-gbps simulates a network between CPUs; leave it out on GPUs")
     chosen(options)
+    refuse_used(out)  # last, since it makes the folder
     return replace(options, out=out, nproc=options.nproc or gpus or 2)
 
 
