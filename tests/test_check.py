@@ -172,7 +172,8 @@ def a_copy_of_a_gathered_value_kept(program: Program, plan: Plan) -> Program:
 
 def a_loss_of_one_rank(program: Program, plan: Plan) -> Program:
     edit = Edit(program)
-    stack = next(node for node in program.marked("norm") if "all_reduce" in str(node.target)).args[0]
+    packet = next(node for node in program.marked("norm") if "all_reduce" in str(node.target)).args[0]
+    stack = packet.args[0][0]  # type: ignore[union-attr, index]
     edit.set_output(LOSS, edit.map[stack.args[0][0].args[0]])  # type: ignore[union-attr, index]
     return done(edit, program)
 

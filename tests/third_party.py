@@ -1,6 +1,6 @@
 """Every optimizer class of some packages, and whether it trains: a table, and steps beside the class itself.
 
-python -m tests.third_party          writes tests/golden/optimizers.txt again
+python -m tests.third_party          writes docs/optimizers.txt again
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PACKAGES = {
     "lion_pytorch": "lion-pytorch",
     "schedulefree": "schedulefree",
 }
-TABLE = Path(__file__).parent / "golden" / "optimizers.txt"
+TABLE = Path(__file__).parent.parent / "docs" / "optimizers.txt"
 RATES = (0.01, 0.02, 0.005, 0.0, 0.01)
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"weight_decay": 0.1})
 

@@ -385,9 +385,10 @@ class Sharded:
         if self.optimizer is not None:
             check_step_hooks(self.optimizer)
         if not self._rates.unchanged():
-            if self._rates.outdated():
-                self._retrace()
-            self._rates.write(self._programs.rules)
+            with left():  # tensors made in the caller's inference mode could never be written again
+                if self._rates.outdated():
+                    self._retrace()
+                self._rates.write(self._programs.rules)
 
     def _shadow(self, call: Announced) -> None:
         """Makes another rank's call, on a batch that counts nothing."""
