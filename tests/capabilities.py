@@ -259,6 +259,7 @@ ROWS = (
         "yes; a new rate compiles nothing",
         (
             "test_optim::test_the_traced_update_is_the_eager_one",
+            "test_optimizer_trial::test_a_rule_that_differs_is_not_believed",
             "test_api::test_a_learning_rate_schedule_drives_the_step_without_a_recompile",
         ),
     ),
@@ -283,6 +284,37 @@ ROWS = (
         "yes",
         ("test_ranks::test_a_disagreement_is_an_error_on_every_rank",),
     ),
+    Row(
+        "A call that fails on one rank",
+        "the others wait",
+        "the others wait",
+        "an error on every rank, after which all can go on",
+        (
+            "test_failed_calls::test_all_ranks_raise_and_go_on_as_if_the_call_had_not_been",
+            "test_failed_calls::test_with_nothing_told_the_other_rank_waits",
+        ),
+    ),
+    Row(
+        "`autocast` around a step, with parts in fp32",
+        "yes",
+        "yes",
+        "yes; one program a mode",
+        ("test_modes::test_autocast_around_a_model_with_a_part_in_fp32",),
+    ),
+    Row(
+        "Hooks of autograd on parameters and modules",
+        "yes",
+        "yes",
+        "refused by name, with what does the same",
+        (
+            "test_autograd_hooks::test_a_hook_on_a_parameter_is_refused_before_anything_is_changed",
+            "test_autograd_hooks::test_the_cure_for_a_hook_on_a_parameter_does_what_the_hook_does",
+        ),
+    ),
+    Row("`loss.backward()` and `optimizer.step()` in a loop of one's own", "yes", "yes", NO),
+    Row("Checkpoints that another number of ranks loads", "`torch.distributed.checkpoint`", "`torch.save`", NO),
+    Row("Tensor parallelism on a further axis", "`parallelize_module`", "not stated", NO),
+    Row("Optimizers that mix a parameter's elements", "where `DTensor` has their operators", "yes", NO),
     Row(
         "Every combination of placement, precision, accumulation, clipping and recomputation",
         "not stated",
