@@ -11,9 +11,10 @@ from types import ModuleType
 
 import pytest
 
-from fsdp_compiled import Policy
+from fsdp_compiled import Policy, Sharded
 from fsdp_compiled.lower.fusions import FUSIONS
-from tests import policy_page
+from tests.reference_pages import DOCS, policy, reference
+from tests.reference_pages import PAGES as PAGES_OF_DOCSTRINGS
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "bench" / "README.md")
@@ -61,10 +62,16 @@ def test_code_on_a_page_is_python_and_runs_where_it_says_so(page: Path, monkeypa
             exec(compile(code, str(page), "exec"), vars(module))
 
 
-def test_the_page_of_the_policy_is_what_its_docstring_says() -> None:
-    assert policy_page.PAGE.read_text() == policy_page.text(), "run: python -m tests.policy_page --write"
-    described = re.findall(r"^## `(\w+) ", policy_page.text(), re.MULTILINE)
+@pytest.mark.parametrize("name", PAGES_OF_DOCSTRINGS)
+def test_a_page_of_docstrings_is_what_they_say(name: str) -> None:
+    assert (DOCS / name).read_text() == PAGES_OF_DOCSTRINGS[name](), "run: python -m tests.reference_pages --write"
+
+
+def test_every_field_of_the_policy_and_every_call_is_described() -> None:
+    described = re.findall(r"^## `(\w+) ", policy(), re.MULTILINE)
     assert described == [field.name for field in fields(Policy)]
+    public = {name for name in vars(Sharded) if not name.startswith("_")}
+    assert public <= set(re.findall(r"^### `(\w+)", reference(), re.MULTILINE))
 
 
 def test_the_readme_is_short() -> None:

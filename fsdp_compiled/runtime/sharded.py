@@ -46,7 +46,11 @@ log = logging.getLogger("fsdp_compiled")
 
 
 class Sharded:
-    """A sharded model, its optimizer, and the compiled programs that train it; made by `compile_sharded`."""
+    """A sharded model, its optimizer, and the compiled programs that train it; made by `compile_sharded`.
+
+    ``plan``: who is gathered with whom, and where every element lives. ``model`` and ``optimizer``: those that were
+    taken over, for their modes, buffers and rates.
+    """
 
     def __init__(
         self,

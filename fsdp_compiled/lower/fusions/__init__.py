@@ -3,16 +3,16 @@
 They run after the passes, by the same runner, and what they leave is checked, dumped, hashed, agreed upon by the ranks
 and run: nothing rewrites a program after them.
 
-| name               | makes                                            | of                        | where    |
-|--------------------|--------------------------------------------------|---------------------------|----------|
+| name                  | makes                                            | of                        | where    |
+|-----------------------|--------------------------------------------------|---------------------------|----------|
 | `compute_copies`      | gathers of a shard kept in the compute dtype     | a cast, for each gather   | training |
 | `flatten_gradients`   | one operator                                     | reshape, cat, cast, scale | a GPU    |
 | `microbatch_sums`     | one operator                                     | a sum for each buffer     | a GPU    |
 | `gradient_statistics` | one operator                                     | norms, of each gradient   | a GPU    |
 | `optimizer_update`    | one operator a group                             | scaling, and the update   | a GPU    |
-| `exchange`         | an exchange and a sum                            | a reduce-scatter          | gloo     |
-| `onednn_products`  | oneDNN's products                                | large products            | a CPU    |
-| `direct_gradients` | products that write into the buffer that is sent | a flatten and its sources | Inductor |
+| `exchange`            | an exchange and a sum                            | a reduce-scatter          | gloo     |
+| `onednn_products`     | oneDNN's products                                | large products            | a CPU    |
+| `direct_gradients`    | products that write into the buffer that is sent | a flatten and its sources | Inductor |
 
 To leave one out: ``Policy(without=("exchange",))``. To add one: a file here, its test, and an entry in `FUSIONS`. A
 fusion finds its work by ports, marks and the operators that passes emit, and knows nothing of other fusions.
@@ -69,9 +69,7 @@ def _compiled(target: Target) -> bool:
 
 
 FUSIONS: tuple[Fusion, ...] = (
-    Fusion(
-        "compute_copies", lambda target: compute_copies, lambda target: target.trains and target.plan.copy_bytes > 0
-    ),
+    Fusion("compute_copies", lambda target: compute_copies, _copies),
     Fusion("flatten_gradients", lambda target: flatten_gradients, _kernels),
     Fusion("microbatch_sums", lambda target: microbatch_sums, _kernels),
     Fusion("gradient_statistics", lambda target: gradient_statistics, _kernels),
