@@ -8,7 +8,7 @@ The plan is made here, from the model alone. Capture and all that follows run wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.capture.ambient import outside
 from fsdp_compiled.capture.sync_batchnorm import check_norms
+from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh, agree, join
 from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.optim.rule import Rule
@@ -30,11 +31,11 @@ from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks
 from fsdp_compiled.runtime.rng import RandomNumbers
-from fsdp_compiled.runtime.shard_model import check_initializable, read_leaves, read_scalars, take_over
+from fsdp_compiled.runtime.shard_model import check_initializable, half_taken, read_leaves, read_scalars, take_over
 from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.shared_memory import check_shared_memory
 from fsdp_compiled.runtime.state import State, optimizer_state
-from fsdp_compiled.runtime.taken_model import is_taken
+from fsdp_compiled.runtime.taken_model import Taken, is_taken
 
 
 @outside
@@ -87,11 +88,29 @@ def compile_sharded(
     if checked is not None:
         leaves, rules, policy = checked
         failure = _device_refusal(policy, place.device)
-        plan = make_plan(leaves, policy, place.device, place.shard, place.replicate)
-        text = _fingerprint(model, plan, rules, optimizer)
+        try:
+            plan = make_plan(leaves, policy, place.device, place.shard, place.replicate)
+            text = _fingerprint(model, plan, rules, optimizer)
+        except Exception as error:
+            failure = failure or error
     agree(place, "What compile_sharded was called with", text, failure)
     assert plan is not None and checked is not None
-    taken, shards, buffers, adopted = take_over(model, optimizer, plan, place, init)
+    with half_taken(place):
+        begin = _begin(model, optimizer, plan, place, init, checked[1])
+        taken, state, random = lockstep(place, "What compile_sharded takes over", begin)
+    return Sharded(taken, optimizer, loss, plan, place, state, checked[1], random)
+
+
+def _begin(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    plan: Plan,
+    place: Mesh,
+    init: Callable[[nn.Module], Any] | None,
+    rules: tuple[Rule, ...],
+) -> Generator[str, None, tuple[Taken, State, RandomNumbers]]:
+    """Takes the model over and makes the state that training starts from; in stages, for `lockstep`."""
+    taken, shards, buffers, adopted = yield from take_over(model, optimizer, plan, place, init)
     random = RandomNumbers(plan.device, place.rank, place.world)
     state = State(
         parameters=shards,
@@ -103,7 +122,7 @@ def compile_sharded(
         random=random.state,
         step=torch.zeros((), dtype=torch.int64, device=plan.device),
     )
-    return Sharded(taken, optimizer, loss, plan, place, state, rules, random)
+    return taken, state, random
 
 
 def _device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
@@ -186,5 +205,8 @@ def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimize
         for group in optimizer.param_groups:
             options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
             lines.append(f"optimizer {type(optimizer).__name__} {options}")
+        brought = {name: sorted(optimizer.state.get(p, {})) for name, p in model.named_parameters()}
+        lines += [f"optimizer's state of {name}: {', '.join(found)}" for name, found in brought.items() if found]
+        lines += [f"optimizer's state {name}: {value.item()}" for name, value in read_scalars(optimizer).items()]
     lines += [f"rule {rule.name} {rule.state}" for rule in rules]
     return "\n".join(lines)

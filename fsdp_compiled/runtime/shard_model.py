@@ -6,14 +6,16 @@ holds its shards plus one unit. Rank 0's values are broadcast, so that all ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_shards
+from fsdp_compiled.distributed.lockstep import lockstep
+from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast, gather_shards
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, dense_stride
 from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import at_home, settle
@@ -21,6 +23,12 @@ from fsdp_compiled.runtime.sharded_parameter import replace
 from fsdp_compiled.runtime.taken_model import Taken, holding
 
 Initializer = Callable[[nn.Module], Any]
+HALF = (
+    "The model is half taken over: a part of its parameters may be in shards or filled already. Build it and its "
+    "optimizer again before the next compile_sharded."
+)
+Shards = dict[str, torch.Tensor]
+Stages = Generator[str, None, Shards]  # says what comes next before each collective, as `lockstep` wants it
 
 
 def read_leaves(model: nn.Module, optimizer: Optimizer | None, units: Sequence[str]) -> list[Leaf]:
@@ -81,17 +89,29 @@ def check_initializable(model: nn.Module, init: Initializer | None) -> None:
             )
 
 
+@contextmanager
+def half_taken(mesh: Mesh) -> Iterator[None]:
+    """What fails inside says what became of the model."""
+    try:
+        yield
+    except RankError as error:
+        raise RankError(f"{error}\n{HALF}") from None
+    except BaseException as error:
+        error.add_note(f"This was on rank {mesh.rank}, inside compile_sharded. {HALF}")
+        raise
+
+
 def take_over(
     model: nn.Module, optimizer: Optimizer | None, plan: Plan, mesh: Mesh, init: Initializer | None
-) -> tuple[Taken, dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Moves every parameter into shards and leaves a `ShardedParameter` in its place.
+) -> Generator[str, None, tuple[Taken, Shards, Shards, Shards]]:
+    """Moves every parameter into shards and leaves a `ShardedParameter` in its place; in stages, for `lockstep`.
 
     Returns the taken model, the shards by buffer key, the module buffers by name, and the shards of optimizer state
     that the optimizer already had, by ``"<buffer key>.<name>"`` (per element) or ``"group <g>.<name>"`` (scalars).
     """
     homes = _homes(model)
     originals = {name: _get(places[0]) for name, places in homes.items()}
-    shards: dict[str, torch.Tensor] = {}
+    shards: Shards = {}
     adopted = read_scalars(optimizer)
     for unit in plan.units:
         for buffer in unit.buffers:
@@ -101,16 +121,17 @@ def take_over(
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
             for slot, parameter in parameters.items():
                 write_slot(flat, slot, parameter.detach())
+            yield buffer.key
             broadcast(flat, mesh)
             shards[buffer.key] = _own_slice(flat, buffer, plan, mesh)
             del flat
             if optimizer is not None:
-                adopted |= _adopt(optimizer, buffer, parameters, plan, mesh)
+                adopted |= yield from _adopt(optimizer, buffer, parameters, plan, mesh)
             del parameters
             for slot, owner in owners.items():
                 _replace(originals[slot.name], owner, slot.leaf, plan.device, buffer.key, optimizer)
     _materialize_buffers(model, plan.device, init)
-    buffers = _take_buffers(model, plan.device, mesh)
+    buffers = yield from _take_buffers(model, plan.device, mesh)
     return Taken(model, optimizer), shards, buffers, adopted
 
 
@@ -209,7 +230,7 @@ def _replace(
 
 def _adopt(
     optimizer: Optimizer, buffer: Buffer, parameters: Mapping[Slot, nn.Parameter], plan: Plan, mesh: Mesh
-) -> dict[str, torch.Tensor]:
+) -> Stages:
     """State per element that an optimizer brings along, such as Adagrad's sums or a resumed run's moments."""
     states = {slot: optimizer.state.get(parameter, {}) for slot, parameter in parameters.items()}
     names = {
@@ -225,6 +246,7 @@ def _adopt(
         for slot, state in states.items():
             if name in state:
                 write_slot(flat, slot, state[name].detach())
+        yield f"the optimizer's {name} of {buffer.key}, {dtype}"
         broadcast(flat, mesh)
         found[f"{buffer.key}.{name}"] = _own_slice(flat, buffer, plan, mesh)
     return found
@@ -256,7 +278,7 @@ def read_scalars(optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
     return found
 
 
-def _take_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> dict[str, torch.Tensor]:
+def _take_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> Stages:
     """The module buffers, on the device, with rank 0's values; they stay on the model as well."""
     moved: dict[int, torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
@@ -267,6 +289,7 @@ def _take_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> dict[st
             if id(tensor) not in moved:
                 own = tensor.detach().to(device)
                 own = own.clone() if own.is_contiguous() is False else own
+                yield f"buffer {path}.{name}: {own.dtype}{list(own.shape)}"
                 broadcast(own, mesh)
                 moved[id(tensor)] = own
                 moved[id(own)] = own
@@ -282,11 +305,27 @@ def full_state_dict(
     shards: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
-    """The ordinary ``model.state_dict()``, on rank 0 and on the CPU; an empty dictionary elsewhere. Collective."""
+    """The ordinary ``model.state_dict()``, on rank 0 and on the CPU; an empty dictionary elsewhere. Collective.
+
+    What fails on one rank, such as a hook of the model's on rank 0, is an error on every rank; nothing is changed.
+    """
+    return lockstep(mesh, "What full_state_dict collects", _collecting(model, plan, mesh, shards, buffers))
+
+
+def _collecting(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    shards: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> Generator[str, None, dict[str, Any]]:
+    """`full_state_dict`, in stages as `lockstep` wants them."""
     settle(plan)
-    whole: dict[str, torch.Tensor] = {}
+    whole: Shards = {}
     for buffer in plan.buffers:
         own = shards[buffer.key].to(plan.device)
+        if plan.placement.parameter:
+            yield buffer.key
         full = gather_shards(own, mesh) if plan.placement.parameter else own
         if mesh.rank == 0:
             for slot in buffer.slots:
