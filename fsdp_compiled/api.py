@@ -25,7 +25,7 @@ from fsdp_compiled.distributed.mesh import Mesh, agree, join
 from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
-from fsdp_compiled.optim.wrapped import check_step_hooks, unwrapped
+from fsdp_compiled.optim.wrapped import check_own_step, check_step_hooks, unwrapped
 from fsdp_compiled.plan.plan import Plan, make_plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
@@ -184,6 +184,7 @@ def _check(
     leaves = read_leaves(model, optimizer, find_units(model, units))
     if optimizer is not None:
         check_step_hooks(optimizer)
+        check_own_step(optimizer)
     rules = make_rules(optimizer) if optimizer is not None else ()
     read_scalars(optimizer)
     leaves = [replace(leaf, variant=variant_of(rules, leaf.group, leaf.shape, leaf.dtype)) for leaf in leaves]

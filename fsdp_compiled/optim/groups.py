@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 # Where schedulers note their bounds; no optimizer's step reads them, but for its own ``max_lr`` where it has one.
@@ -14,12 +14,12 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
 
 
-def scheduled(group: Mapping[str, Any], others: Collection[str] = ()) -> tuple[str, ...]:
-    """The hyperparameters that may change from step to step: the rate, what cyclic schedulers drive with it, others."""
+def scheduled(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The hyperparameters that may change from step to step: the rate, and what cyclic schedulers drive with it."""
     names = ["lr"] if "lr" in group else []
     if "max_momentum" in group:  # OneCycleLR and CyclicLR note their bounds in the group
         names.append("momentum" if "momentum" in group else "beta1")
-    return (*names, *(name for name in others if name not in names))
+    return tuple(names)
 
 
 def hyper(group: Mapping[str, Any], name: str) -> float:
@@ -32,9 +32,9 @@ def with_hyper(group: Mapping[str, Any], name: str, value: Any) -> dict[str, Any
     return {**group, **({"betas": (value, *group["betas"][1:])} if name == "beta1" else {name: value})}
 
 
-def signature(group: Mapping[str, Any], others: Collection[str] = ()) -> tuple[Any, ...]:
+def signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a traced rule depends on: every hyperparameter that is not scheduled, and whether momentum is zero."""
-    moving = scheduled(group, others)
+    moving = scheduled(group)
     notes = (*NOTES, *(["max_lr"] if "initial_lr" in group and "min_lr" in group else []))
     fixed = []
     for name, value in sorted(options_of(group).items()):
@@ -45,13 +45,3 @@ def signature(group: Mapping[str, Any], others: Collection[str] = ()) -> tuple[A
         *((name, repr(value)) for name, value in fixed),
         *((name, hyper(group, name) == 0) for name in moving if name != "lr"),
     )
-
-
-def changed(before: Mapping[str, Any], after: Mapping[str, Any], moving: Collection[str]) -> set[str]:
-    """Hyperparameters that are one finite number each, and changed: what may become scheduled too."""
-    return {
-        name
-        for name, value in after.items()
-        if name not in moving and name in before and before[name] != value and type(value) in (int, float)
-        and type(before[name]) in (int, float)
-    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The optimizer's hyperparameters: scheduled ones as tensors on the device, a change of any other one noticed.
+"""The optimizer's hyperparameters: scheduled ones as tensors on the device, a change of anything else noticed.
 
 Reading them is part of every step, so it costs one comparison while nothing changes.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fsdp_compiled.optim.attributes import Attributes
 from fsdp_compiled.optim.groups import hyper, options_of, signature
 from fsdp_compiled.optim.rule import Rule
 
@@ -27,22 +28,47 @@ class Rates:
         self.digest = 0  # of the values, below 2**60
         self._optimizer, self._device = optimizer, device
         self._fixed: list[Any] = []  # what is not scheduled
+        self._attributes: Attributes | None = None
         self.traced()
         self._seen: list[tuple[Any, ...]] | None = None
 
     def unchanged(self) -> bool:
-        """Whether the groups say what they said at the last `write`."""
-        return self._seen is not None and self._look() == self._seen
+        """Whether groups, attributes and class say what they said at the last `write`."""
+        return (
+            self._seen is not None
+            and self._look() == self._seen
+            and (self._attributes is None or self._attributes.unchanged())
+        )
 
-    def outdated(self) -> bool:
-        """Whether something that is not scheduled changed, so that rules have to be traced again."""
+    def changed(self, rules: Iterable[Rule]) -> list[str]:
+        """What changed and is not scheduled, so that rules have to be traced again, by name.
+
+        Raises ``ValueError`` for what is state of the optimizer, which lives elsewhere.
+        """
         if len(self._groups()) != len(self._fixed):
             raise ValueError("A param group was added or removed after compile_sharded; do so before.")
-        return [signature(group) for group in self._groups()] != self._fixed
+        attributes = self._attributes.changed() if self._attributes is not None else []
+        found: dict[tuple[str, int | None, str], str] = {}
+        found |= {("optimizer", None, name): f"optimizer.{name}" for name in attributes}
+        for index, (group, fixed) in enumerate(zip(self._groups(), self._fixed, strict=True)):
+            names = dict.fromkeys(name for name, _ in set(signature(group)) ^ set(fixed))
+            found |= {("group", index, name): f"optimizer.param_groups[{index}][{name!r}]" for name in names}
+        for rule in rules:
+            for entry in rule.state:
+                key = (entry.place, rule.group if entry.place == "group" else None, entry.name)
+                if key in found:
+                    raise ValueError(
+                        f"{found[key]} was set after compile_sharded, where nothing reads it: it is state of "
+                        f"{rule.name}, and lives in sharded.state.optimizer[{f'{rule.key}.{entry.name}'!r}]. Write it "
+                        "there, and put this back."
+                    )
+        return list(found.values())
 
     def traced(self) -> None:
-        """Remembers that rules were traced with what the groups say now."""
+        """Remembers that rules were traced with what groups, attributes and class say now."""
         self._fixed = [signature(group) for group in self._groups()]
+        if self._optimizer is not None:
+            self._attributes = Attributes(self._optimizer)
 
     def write(self, rules: Iterable[Rule]) -> None:
         """Brings the tensors up to date, without waiting for the device."""

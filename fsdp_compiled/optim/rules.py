@@ -13,7 +13,7 @@ eager one. ``foreach``, ``fused`` and ``capturable`` choose between implementati
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from fsdp_compiled.optim.discovery import begin_of, discover
 from fsdp_compiled.optim.fused import formula_of
 from fsdp_compiled.optim.groups import hyper, options_of, scheduled
-from fsdp_compiled.optim.rule import Rule, StateTensor
+from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.optim.scalars import Forks
 from fsdp_compiled.optim.tracing import Subject, for_size, text_of, trace
 from fsdp_compiled.optim.trial import FACTORS, SHAPES, Trial
@@ -60,19 +60,38 @@ class Verdict:
 _VERDICTS: dict[Any, Verdict | str] = {}  # by class, options and attributes; a text is a refusal
 
 
-def make_rules(optimizer: Optimizer, moving: Mapping[int, Collection[str]] | None = None) -> tuple[Rule, ...]:
-    """The rules of each parameter group. Raises ``ValueError`` for an optimizer that cannot be used, by name.
-
-    ``moving``: by group, hyperparameters besides the rate that change from step to step.
-    """
+def make_rules(optimizer: Optimizer) -> tuple[Rule, ...]:
+    """The rules of each parameter group. Raises ``ValueError`` for an optimizer that cannot be used, by name."""
     rules: list[Rule] = []
     for index, group in enumerate(optimizer.param_groups):
-        names = scheduled(group, (moving or {}).get(index, ()))
         try:
-            rules += _rules_of(optimizer, index, group, names)
+            rules += _rules_of(optimizer, index, group, scheduled(group))
         except Refused as error:
             raise ValueError(_refusal(type(optimizer), str(error))) from error
     return tuple(rules)
+
+
+def make_rules_again(optimizer: Optimizer, before: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The rules of an optimizer that was changed, for buffers and state that were laid out by those of ``before``."""
+    rules = make_rules(optimizer)
+    found = []
+    for old in before:
+        variants = {variant_of(rules, old.group, shape, dtype) for dtype, shape in old.kinds}
+        if len(variants) > 1:
+            raise ValueError(
+                f"{old.name} was changed after compile_sharded, and now updates parameters in several ways that it "
+                f"updated alike (group {old.group}), by which they are laid out in shards. Change it before "
+                "compile_sharded."
+            )
+        new = replace(rule_for(rules, old.group, variants.pop()), variant=old.variant, kinds=old.kinds)
+        kept, wanted = ({entry.name for entry in rule.state} for rule in (old, new))
+        if kept and "first" in wanted and kept != wanted:
+            raise ValueError(
+                f"{old.name} was changed after compile_sharded, and now needs state that it makes only at its first "
+                f"step ({', '.join(sorted(wanted - kept)) or 'first'}). Change it before compile_sharded."
+            )
+        found.append(new)
+    return tuple(found)
 
 
 def variant_of(rules: Sequence[Rule], group: int | None, shape: Sequence[int], dtype: torch.dtype) -> int:

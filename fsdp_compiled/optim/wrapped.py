@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as module
+
+from fsdp_compiled.optim.twin import step_of
 
 # Their wrappers hold the user's optimizer, and add to ``step`` what happens around it, which here is the program's.
 LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
@@ -19,6 +21,23 @@ def unwrapped(optimizer: Any) -> Any:
             break
         optimizer = inner
     return optimizer
+
+
+def check_own_step(optimizer: Optimizer) -> None:
+    """Raises ``ValueError`` where ``optimizer.step`` is not its class's, which is what is traced."""
+    step = vars(optimizer).get("step")
+    while step is not None:
+        step = getattr(step, "__func__", step)
+        if getattr(step, "__globals__", {}).get("__name__") != lr_scheduler.__name__:
+            break
+        step = getattr(step, "__wrapped__", None)  # schedulers put a function there that only counts calls
+    if step is not None and step is not type(optimizer).step and step is not step_of(type(optimizer)):
+        raise ValueError(
+            f"optimizer.step of this {type(optimizer).__name__} is {getattr(step, '__qualname__', step)!r}, not its "
+            "class's: the update is made from the class's step, inside the program, and this one would never be "
+            "called. Write it as the step of a class of your own, or remove it (del optimizer.step) and call what it "
+            "adds before or after sharded.step(*batch)."
+        )
 
 
 def check_step_hooks(optimizer: Optimizer) -> None:

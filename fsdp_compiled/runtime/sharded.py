@@ -28,7 +28,7 @@ from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port, Program
 from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.hyperparameters import Rates
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.optim.rules import make_rules
+from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.optim.wrapped import check_step_hooks
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import Compiled, Kind
@@ -390,8 +390,8 @@ class Sharded:
             check_step_hooks(self.optimizer)
         if not self._rates.unchanged():
             with left():  # tensors made in the caller's inference mode could never be written again
-                if self._rates.outdated():
-                    self._retrace()
+                if changed := self._rates.changed(self._programs.rules):
+                    self._retrace(changed)
                 self._rates.write(self._programs.rules)
 
     def _shadow(self, call: Announced) -> None:
@@ -401,11 +401,11 @@ class Sharded:
         with call.ambient.entered():
             calls.get(call.kind, self.step)(*batch, **named)
 
-    def _retrace(self) -> None:
-        log.warning("A hyperparameter other than the scheduled ones changed: the step is compiled again.")
+    def _retrace(self, changed: Sequence[str]) -> None:
+        log.warning("%s changed, which is not scheduled: the step is compiled again.", ", ".join(changed))
         assert self.optimizer is not None
         with left():
-            self._programs.retrace(make_rules(self.optimizer))
+            self._programs.retrace(make_rules_again(self.optimizer, self._programs.rules))
         self._rates.traced()
         for name, value in optimizer_state(self.plan, self._programs.rules, {}).items():
             self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one

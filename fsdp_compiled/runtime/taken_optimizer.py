@@ -81,6 +81,12 @@ class TakenOptimizer:
                 "The parameters in the optimizer's groups were changed after compile_sharded, by which they are laid "
                 "out in shards. Put them back, or choose them before compile_sharded."
             )
+        if vars(self._optimizer).get("step") is not _refuse_step:
+            raise ValueError(
+                "optimizer.step was replaced after compile_sharded, where nothing calls it: sharded.step(*batch) "
+                "updates the parameters as the class's own step says. Leave it alone, and call what yours adds before "
+                "or after sharded.step."
+            )
         if self._optimizer.state is not self._state:
             raise ValueError(
                 "optimizer.state was replaced after compile_sharded, where nothing reads it: its state lives in "

@@ -1,0 +1,204 @@
+"""What of an optimizer is changed after compile_sharded, besides its groups: followed, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.optim.attributes import Attributes
+
+EAGER = Policy(lower="eager", shard="zero1")
+
+
+class Flagged(optim.Optimizer):
+    """Reads a flag, a dictionary, a list, an object and its defaults; counts in an attribute and in its groups."""
+
+    sign = False
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "decay": 0.1})
+        self.flag, self.table, self.row, self.config = True, {"scale": 1.0}, [1.0], Config()
+        self.config.power = 1.0
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, group)
+
+    def update(self, p: Any, g: Any, group: dict[str, Any]) -> None:
+        if self.flag:
+            p.mul_(1 - group["lr"] * self.defaults["decay"])
+        scale = self.table["scale"] * self.row[0] / self.count**self.config.power / group["step"]
+        p.add_(g.sign() if self.sign else g, alpha=-group["lr"] * scale)
+
+
+class Config:
+    power: float
+
+
+def _update(self: Any, p: Any, g: Any, group: dict[str, Any]) -> None:
+    p.add_(g, alpha=-0.5 * group["lr"])
+
+
+def _set(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda optimizer: setattr(optimizer, name, value)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "defaults": (lambda o: o.defaults.update(decay=0.5), "optimizer.defaults"),
+    "dictionary": (lambda o: o.table.update(scale=0.3), "optimizer.table"),
+    "list": (lambda o: o.row.__setitem__(0, 0.3), "optimizer.row"),
+    "object": (lambda o: setattr(o.config, "power", 0.0), "optimizer.config"),
+    "attribute": (_set("flag", False), "optimizer.flag"),
+    "class attribute": (lambda o: setattr(type(o), "sign", True), "Flagged.sign"),
+    "method": (lambda o: setattr(type(o), "update", _update), "Flagged.update"),
+}
+
+
+def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()  # type: ignore[no-any-return]
+
+
+def _pair(kind: Any) -> tuple[Any, Any, nn.Module, Any]:
+    torch.manual_seed(0)
+    eager, model = nn.Linear(6, 3), nn.Linear(6, 3)
+    model.load_state_dict(eager.state_dict())
+    theirs, mine = kind(eager.parameters()), kind(model.parameters())
+    return eager, theirs, mine, compile_sharded(model, mine, loss=_loss, policy=EAGER)
+
+
+def _eager_step(model: nn.Module, optimizer: Any, batch: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    _loss(model, batch).backward()
+    optimizer.step()
+
+
+def _train(eager: nn.Module, theirs: Any, sharded: Any, batch: torch.Tensor | None = None) -> None:
+    batch = torch.randn(4, 6) if batch is None else batch
+    _eager_step(eager, theirs, batch)
+    sharded.step(batch)
+
+
+def _kind() -> Any:
+    return type("Flagged", (Flagged,), {"sign": False, "update": Flagged.update, "__qualname__": "Flagged"})
+
+
+def test_changes_of_the_optimizer_are_followed_at_the_next_step(caplog: pytest.LogCaptureFixture) -> None:
+    eager, theirs, mine, sharded = _pair(_kind())
+    batch = torch.randn(4, 6)
+    _train(eager, theirs, sharded, batch)
+    for what, (change, name) in CHANGES.items():
+        memo: dict[int, Any] = {}
+        plain, other = copy.deepcopy(eager, memo), object.__new__(type(theirs))
+        other.__dict__.update(copy.deepcopy(vars(theirs), memo))
+        _eager_step(plain, other, batch)  # control: without the change, a step leads elsewhere
+        change(theirs)
+        change(mine)
+        caplog.clear()
+        _train(eager, theirs, sharded, batch)
+        assert f"{name} changed" in caplog.text
+        found = sharded.full_state_dict()["weight"]
+        torch.testing.assert_close(found, eager.weight.detach(), msg=lambda text, what=what: f"{what}: {text}")
+        assert not torch.allclose(plain.weight.detach(), found, rtol=1e-4, atol=1e-5), what
+
+
+def test_a_class_that_is_replaced_is_followed() -> None:
+    eager, theirs, mine, sharded = _pair(_kind())
+    _train(eager, theirs, sharded)
+    other = type("Other", (Flagged,), {"update": _update})
+    theirs.__class__ = mine.__class__ = other
+    _train(eager, theirs, sharded)
+    torch.testing.assert_close(sharded.full_state_dict()["weight"], eager.weight.detach())
+
+
+def test_a_step_method_of_the_class_that_is_replaced_is_followed() -> None:
+    kind = _kind()
+    eager, theirs, _, sharded = _pair(kind)
+    _train(eager, theirs, sharded)
+
+    def step(self: Any, closure: Any = None) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.sub_(p.grad.sign() * 0.01)
+
+    kind.step = step
+    _train(eager, theirs, sharded)
+    torch.testing.assert_close(sharded.full_state_dict()["weight"], eager.weight.detach())
+
+
+def test_state_that_is_set_in_the_optimizer_is_refused_with_where_it_lives() -> None:
+    eager, theirs, mine, sharded = _pair(_kind())
+    _train(eager, theirs, sharded)
+    mine.count = 7
+    with pytest.raises(ValueError, match=r"optimizer.count was set .*sharded.state.optimizer\['group 0.count'\]"):
+        sharded.step(torch.ones(4, 6))
+    mine.count = 0
+    mine.param_groups[0]["step"] = 7
+    with pytest.raises(ValueError, match=r"param_groups\[0\]\['step'\] was set .*\['group 0.step'\]"):
+        sharded.step(torch.ones(4, 6))
+    del mine.param_groups[0]["step"]
+    _train(eager, theirs, sharded)
+    torch.testing.assert_close(sharded.full_state_dict()["weight"], eager.weight.detach())
+
+
+def test_a_step_of_the_instance_is_refused() -> None:
+    model = nn.Linear(6, 3)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+    with pytest.raises(ValueError, match=r"optimizer.step of this SGD is .*lambda.*not its class's"):
+        compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    del optimizer.step
+    optim.lr_scheduler.StepLR(optimizer, 2)  # puts a function there that counts calls
+    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded.step(torch.ones(4, 6))
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign, assignment]
+    with pytest.raises(ValueError, match=r"optimizer.step was replaced after compile_sharded"):
+        sharded.step(torch.ones(4, 6))
+
+
+def test_a_change_that_asks_for_another_layout_is_refused() -> None:
+    class Decays(Flagged):
+        def update(self, p: Any, g: Any, group: dict[str, Any]) -> None:
+            if self.flag and p.dim() > 1:
+                p.mul_(0.9)
+            p.add_(g, alpha=-group["lr"])
+
+    model = nn.Linear(6, 3)
+    optimizer = Decays(model.parameters())
+    optimizer.flag = False
+    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded.step(torch.ones(4, 6))
+    optimizer.flag = True
+    with pytest.raises(ValueError, match=r"Decays was changed after compile_sharded, and now updates .* several ways"):
+        sharded.step(torch.ones(4, 6))
+    optimizer.flag = False
+    sharded.step(torch.ones(4, 6))
+    # The other way round, several ways become one.
+    eager, theirs, mine, sharded = _pair(Decays)
+    _train(eager, theirs, sharded)
+    theirs.flag = mine.flag = False
+    _train(eager, theirs, sharded)
+    torch.testing.assert_close(sharded.full_state_dict()["weight"], eager.weight.detach())
+
+
+def test_what_is_not_part_of_the_update_traces_nothing_again() -> None:
+    optimizer = optim.AdamW(nn.Linear(2, 2).parameters())
+    attributes = Attributes(optimizer)
+    optim.lr_scheduler.StepLR(optimizer, 2)
+    optimizer.zero_grad()
+    optim.AdamW(nn.Linear(2, 2).parameters())
+    assert attributes.changed() == []
+    assert attributes.unchanged()
+    optimizer.defaults["eps"] = 1.0
+    assert not attributes.unchanged() and attributes.changed() == ["defaults"]
