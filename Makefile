@@ -6,7 +6,7 @@
 RUN := .venv/bin/python -P -m
 
 .NOTPARALLEL:
-.PHONY: help train bench check test lint format clean
+.PHONY: help train bench check test fuzz lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -26,6 +26,10 @@ check: ## try this machine: kernels, lowerings, graphs, collectives, a step agai
 # Two at a time, a file each; a thread for each, or they and the ranks that they start contend for the cores.
 test: lint ## lint, then run the tests (PYTEST_ARGS="-k plan -x")
 	OMP_NUM_THREADS=1 $(RUN) pytest -q --numprocesses 2 --dist loadfile --durations=10 $(PYTEST_ARGS)
+
+fuzz: ## two thousand generated programs against plain PyTorch (ARGS="--start 5000 --count 100", "--seed 17")
+	@sh .ci/setup test
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) tests.fuzz $(or $(ARGS),--count 2000)
 
 lint: ## check style and types
 	@sh .ci/setup test

@@ -1,0 +1,80 @@
+"""A hundred of the fuzzer's programs (tests/fuzz.py; `make fuzz` runs two thousand): right, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import fuzz
+from tests.fuzz import Case, Factor, Outcome, make_case, run, shrunk
+from tests.launch import launch
+
+CHUNK = 10
+REFUSALS: list[Outcome] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    yield
+    REFUSALS.clear()
+
+
+@pytest.mark.parametrize("start", range(0, 100, CHUNK))
+def test_generated_programs_are_plain_pytorch_or_refused_by_name(start: int) -> None:
+    wrong = []
+    for seed in range(start, start + CHUNK):
+        outcome = run(make_case(seed))
+        if outcome.kind == "refused":
+            REFUSALS.append(outcome)
+        elif outcome.kind:
+            least = shrunk(outcome)
+            wrong.append(
+                f"seed {seed} (python -m tests.fuzz --seed {seed}): {outcome.kind}: {outcome.said}\n"
+                f"at its smallest: {least.case}\n{least.said}\n{least.trace}"
+            )
+    assert not wrong, "\n".join(wrong)
+
+
+def test_generated_programs_on_two_ranks() -> None:
+    """Each with a call at the end that fails on one of them."""
+    found = launch(Path(__file__).parent / "workers" / "fuzz.py", 2, "0", "8")
+    wrong = {case: said for case, said in found.items() if any(not one.startswith("refused") for one in said if one)}
+    assert not wrong, json.dumps(wrong, indent=1)
+    assert all(all(said) for said in found.values()), "refused on one rank alone"
+    assert len(found) <= 3
+
+
+def test_few_of_them_are_refused() -> None:
+    assert len(REFUSALS) <= 20, [outcome.said for outcome in REFUSALS]
+
+
+def test_a_case_is_its_seed() -> None:
+    assert make_case(7) == make_case(7) != make_case(8)
+    assert len({make_case(seed) for seed in range(200)}) == 200
+
+
+CASE = Case(0, ("factor", "linear"), "weighted", "adamw", True, "decay", (), False, (3,), ("step", "step", "step"))
+
+
+def test_the_plain_case_is_right() -> None:
+    assert run(CASE).kind == ""
+
+
+@pytest.mark.parametrize("broken", ["act", "rate", "weights"])
+def test_a_side_that_does_otherwise_is_noticed(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: a change of the model, of the rate or of the result that one side alone sees."""
+    right = getattr(fuzz.Ours, broken)
+
+    def act(side: fuzz.Ours, action: str, call: int) -> object:
+        for module in side.modules(Factor):
+            module.factor = 0.7001
+        return right(side, action, call)
+
+    damaged = {"act": act, "rate": lambda side, _: None, "weights": lambda side: {**right(side), "more": None}}
+    monkeypatch.setattr(fuzz.Ours, broken, damaged[broken])
+    outcome = run(fuzz.replace(CASE, actions=("step", "rate", "step")))
+    assert outcome.kind == "differs"
+    assert shrunk(outcome).kind == "differs"
