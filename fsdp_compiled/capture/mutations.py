@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import re
 import types
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._guards import TracingContext
@@ -180,6 +182,8 @@ class Mutations:
                 continue
             for key in {**changed.before, **now}:
                 old, new = changed.before.get(key, MISSING), now.get(key, MISSING)
+                if _of_torch(changed.target, key, new):
+                    continue
                 if new is not old and not (type(old) is type(new) and isinstance(old, PLAIN) and old == new):
                     if changed.kind == "set" and old == new:
                         continue
@@ -277,6 +281,20 @@ def _contents(cell: types.CellType) -> dict[str, Any]:
         return {"": cell.cell_contents}
     except ValueError:
         return {}
+
+
+def _of_torch(target: Any, name: str, value: Any) -> bool:
+    """Whether a module of PyTorch's keeps parameters there, for itself: ``_flat_weights`` of `nn.LSTM`.
+
+    Its forward writes the attribute whenever parameters were exchanged, which tracing does.
+    """
+    if not isinstance(target, nn.Module) or not isinstance(value, list | tuple):
+        return False
+    held = [leaf() if isinstance(leaf, weakref.ref) else leaf for leaf in value]
+    theirs = [member for base in type(target).__mro__ if base.__module__.startswith("torch.nn.modules.")
+              for member in vars(base).values() if isinstance(member, types.FunctionType)]  # fmt: skip
+    named = any(name in function.__code__.co_names for function in theirs)
+    return named and all(leaf is None or isinstance(leaf, nn.Parameter) for leaf in held)
 
 
 def _attribute(target: Any, name: str) -> Any:

@@ -70,12 +70,14 @@ CURES = (
     (
         "A Sharded object",
         "put both models into one module (nn.ModuleDict) and shard that; or compute the other's results outside, "
-        "other(x), and pass them with the batch.",
+        "other(x), and pass them with the batch. Two Sharded cannot be differentiated through each other yet.",
     ),
     (
         "compile_sharded",
-        "read it through the model that the loss is given (model.head.weight); a second model can be a submodule of "
-        "that one, frozen with requires_grad_(False) before compile_sharded.",
+        "read it through the model that the loss is given (model.head.weight). A second model that is not trained can "
+        "be a submodule of that one, frozen with requires_grad_(False) before compile_sharded. Where both are trained "
+        "(a GAN), one cannot be differentiated through the other yet: pass the other's outputs, other(x), or its "
+        "weights with the batch.",
     ),
     (
         "data-dependent branching",
