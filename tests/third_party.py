@@ -9,7 +9,7 @@ import importlib
 import importlib.metadata
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fsdp_compiled.optim.groups import hyper
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
 from fsdp_compiled.optim.trial import initial
+from fsdp_compiled.optim.wrapped import unwrapped
 
 PACKAGES = {
     "pytorch_optimizer": "pytorch_optimizer",
@@ -42,14 +43,71 @@ def classes(package: str) -> dict[str, type[Optimizer]]:
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 
+def _plainly(kind: Any, parameters: list[nn.Parameter], options: dict[str, Any]) -> Optimizer:
+    return kind(parameters, **options)  # type: ignore[no-any-return]
+
+
+def _around(kind: Any, parameters: list[nn.Parameter], options: dict[str, Any]) -> Optimizer:
+    return kind(torch.optim.SGD(parameters, **options))  # type: ignore[no-any-return]
+
+
+def _given(**more: Any) -> Callable[..., Optimizer]:
+    return lambda kind, parameters, options: kind(parameters, **options, **more)
+
+
+def _by_use(kind: Any, parameters: list[nn.Parameter], options: dict[str, Any]) -> Optimizer:
+    """Matrices by Muon's formula, vectors by Adam's."""
+    groups = [{"params": [p], "use_muon": p.dim() > 1} for p in parameters]
+    return kind(groups, **options)  # type: ignore[no-any-return]
+
+
+def _of_model(kind: Any, parameters: list[nn.Parameter], options: dict[str, Any]) -> Optimizer:
+    return kind(_model(parameters), **options)  # type: ignore[no-any-return]
+
+
+def _model(parameters: list[nn.Parameter]) -> nn.Module:
+    model = nn.Module()
+    model.weight, model.bias = parameters
+    return model
+
+
+def _sharpness_of_model(kind: Any, parameters: list[nn.Parameter], options: dict[str, Any]) -> Optimizer:
+    return kind(_model(parameters), parameters, torch.optim.SGD, **options)  # type: ignore[no-any-return]
+
+
+def _scheduled_sharpness(kind: Any, parameters: list[nn.Parameter], options: dict[str, Any]) -> Optimizer:
+    class Constant:
+        def step(self) -> float:
+            return 0.1
+
+    inner = torch.optim.SGD(parameters, **options)
+    return kind(parameters, inner, _model(parameters), rho_scheduler=Constant())  # type: ignore[no-any-return]
+
+
+# Classes of pytorch_optimizer that take something else than parameters and options.
+MADE: dict[str, Callable[..., Optimizer]] = {
+    **dict.fromkeys(("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon"), _by_use),
+    **dict.fromkeys(("AdaLOMO", "AdamMini", "LOMO"), _of_model),
+    **dict.fromkeys(
+        ("Lookahead", "OrthoGrad", "PCGrad", "SafeFP16Optimizer", "ScheduleFreeWrapper", "TRAC"), _around
+    ),
+    **dict.fromkeys(("FriendlySAM", "LookSAM", "SAM"), _given(base_optimizer=torch.optim.SGD)),
+    "BSAM": _given(num_data=100),
+    "Ranger21": _given(num_iterations=100),
+    "WSAM": _sharpness_of_model,
+    "GSAM": _scheduled_sharpness,
+}  # fmt: skip
+
+
 def build(kind: type[Optimizer], options: dict[str, Any]) -> Optimizer | str:
     """The optimizer over a matrix and a vector, ready to step; why not, if it takes something else."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))]
+    options = {"lr": RATES[0], **options}
     try:
-        optimizer = kind(parameters, lr=RATES[0], **options)  # type: ignore[call-arg]
+        optimizer = MADE.get(kind.__name__, _plainly)(kind, parameters, options)
     except Exception as error:
-        return f"takes more than parameters and options ({type(error).__name__})"
+        return f"cannot be made: {error}"
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
     return optimizer
@@ -63,9 +121,9 @@ def verdict(kind: type[Optimizer], options: dict[str, Any]) -> str:
         if isinstance(optimizer, str) or isinstance(eager, str):
             return str(optimizer)
         try:
-            rules = make_rules(optimizer)
+            rules = make_rules(unwrapped(optimizer))
         except ValueError as error:
-            return "refused: " + str(error).split(" is not supported: ")[1].split(". An optimizer runs on")[0]
+            return "refused: " + str(error).split(": ", 1)[1].split(". An optimizer runs on")[0].rstrip(".")
         _check_steps(kind, rules, optimizer, eager)
     return "trained"
 
@@ -111,7 +169,7 @@ def rows(package: str, names: Sequence[str] | None = None) -> Iterator[str]:
         plain, *others = [verdict(kind, options) for options in OPTIONS]
         yield f"{name:<28}{plain}"
         for options, other in zip(OPTIONS[1:], others, strict=True):
-            if other != plain and not other.startswith("takes"):
+            if other != plain and not other.startswith("cannot be made"):
                 yield f"{'  ' + ', '.join(f'{k}={v}' for k, v in options.items()):<28}{other}"
 
 

@@ -235,9 +235,22 @@ def _judge(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, 
     except (Refused, Forks) as error:
         raise Refused(str(error)) from error
     except Exception as error:
-        text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
-        raise Refused(f"its step cannot be traced ({text})") from error
+        raise Refused(_why(error)) from error
     raise Refused(f"on flat shards it does not do what it does on parameters: {reasons[-1]}")
+
+
+def _why(error: Exception) -> str:
+    """What it means that the optimizer's step failed in this way."""
+    text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
+    if "closure" in text:
+        return "its step needs a closure that computes the loss again, and here loss and step are one program"
+    if "does not require grad" in text:
+        return "its step differentiates gradients again, and here they have no graph"
+    if isinstance(error, NotImplementedError):
+        return "its class has no step: it updates in another way"
+    if "'NoneType' object is not callable" in text:
+        return "its step calls a function that it was not given, such as a closure"
+    return f"its step cannot be traced ({text})"
 
 
 def _forms(verdict: Verdict, options: Mapping[str, Any], own: bool, begun: bool) -> list[Verdict]:

@@ -165,6 +165,10 @@ class Numbers(TorchFunctionMode):
                 return func(*args, **kwargs)
             getattr(operators, base + "_")(target, *others, scale)
             return target
+        if base == "full_like" and self.is_number(args[1] if len(args) > 1 else kwargs.get("fill_value")):
+            fill = args[1] if len(args) > 1 else kwargs["fill_value"]
+            rest = {key: value for key, value in kwargs.items() if key != "fill_value"}
+            return torch.zeros_like(args[0], **rest).copy_(fill)
         if base == "lerp":
             end = args[1] if len(args) > 1 else kwargs["end"]
             weight = args[2] if len(args) > 2 else kwargs["weight"]

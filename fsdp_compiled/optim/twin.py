@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 # Of every optimizer, or set by schedulers and by us: no part of how it updates.
 OWN = ("state", "param_groups", "step", "state_dict", "load_state_dict", "_opt_called", "_step_count",
        "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")  # fmt: skip
+WRAPS = "it wraps another optimizer, and changes what that one does: pass that one itself"
 # These choose between implementations of one formula; the plain one is traced.
 IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable", "triton")
 
@@ -64,7 +65,7 @@ def twin_of(
         twin.param_groups = list(map(dict, groups))
         twin.state = state
     except AttributeError as error:
-        raise Refused(f"it wraps another optimizer ({error})") from error
+        raise Refused(WRAPS) from error
     return twin
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as module
 
-from fsdp_compiled.optim.twin import step_of
+from fsdp_compiled.optim.twin import WRAPS, step_of
 
 # Their wrappers hold the user's optimizer, and add to ``step`` what happens around it, which here is the program's.
 LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
@@ -20,6 +20,8 @@ def unwrapped(optimizer: Any) -> Any:
         if inner is None or inner is optimizer:
             break
         optimizer = inner
+    if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"{type(optimizer).__name__} is not supported: {WRAPS}.")
     return optimizer
 
 
