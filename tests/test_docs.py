@@ -98,17 +98,6 @@ def test_every_pass_and_every_fusion_has_a_line() -> None:
     assert rows(text, "Passes") == passes_of_the_package()
 
 
-def test_optimizers_are_counted_as_they_were_tried() -> None:
-    page = (ROOT / "docs" / "behaviour.md").read_text()
-    for table in (ROOT / "docs" / "optimizers.txt").read_text().strip().split("\n\n"):
-        lines = table.split("\n")
-        if len(lines) == 1 and len(lines[0].split()) == 2:
-            package = lines[0]
-            continue
-        counts = [sum(f"  {verdict}" in line for line in lines) for verdict in ("trained", "refused", "takes more")]
-        assert f"| {package} | {' | '.join(map(str, counts))} |" in page and sum(counts) == len(lines)
-
-
 def passes_of_the_package() -> set[str]:
     import fsdp_compiled.passes as package
 
