@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compiled.cli.options import TrainOptions
-from fsdp_compiled.cli.rank import BEGAN, FAILURE, STOP, STOPPED, joined, own_launcher, place, tell_failure
+from fsdp_compiled.cli.rank import BEGAN, FAILURE, STOP, STOPPED, Place, joined, own_launcher, place, tell_failure
 from fsdp_compiled.cli.toolchain import choose_lower
+from fsdp_compiled.distributed.mesh import RankError, agree, join
 
 CLAIMS = ("config.json", "metrics.jsonl", "model.pt")  # any of them makes a folder a run
 POLL = 0.1  # seconds between two looks at the ranks
@@ -78,12 +79,7 @@ def refuse_used(out: Path) -> None:
 def _train(options: TrainOptions) -> int:
     here = place()
     if not own_launcher():
-        if here.first:
-            if options.nproc is not None:
-                print(f"--nproc is ignored: torchrun has started {here.world} processes", flush=True)
-            options = settle(replace(options, nproc=None))
-        elif options.lower is None:
-            options = replace(options, lower=choose_lower(cuda=here.device.type == "cuda")[0])
+        options = _settle_together(options, here)
     try:
         from fsdp_compiled.cli.train import train
 
@@ -91,6 +87,25 @@ def _train(options: TrainOptions) -> int:
     except BaseException as error:
         tell_failure(here.rank, error)
         raise
+
+
+def _settle_together(options: TrainOptions, here: Place) -> TrainOptions:
+    """`settle` on rank 0 of those that torchrun started; what it refuses is said by every rank, and none waits."""
+    failure: Exception | None = None
+    try:
+        if here.first:
+            if options.nproc is not None:
+                print(f"--nproc is ignored: torchrun has started {here.world} processes", flush=True)
+            options = settle(replace(options, nproc=None))
+        elif options.lower is None:
+            options = replace(options, lower=choose_lower(cuda=here.device.type == "cuda")[0])
+    except Exception as error:
+        failure = error
+    try:
+        agree(join(None), "What train was called with", "", failure)
+    except RankError as error:
+        raise ValueError(str(error)) from None  # in one line, as on rank 0
+    return options
 
 
 def launch(

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from operator import getitem, is_
 from pathlib import Path
@@ -39,6 +40,7 @@ from fsdp_compiled.lower.partition import Piece
 
 log = logging.getLogger("fsdp_compiled")
 COMPILED = "compiled by Inductor"
+WATCHING = threading.RLock()  # while CompiledFxGraph.__call__ is another
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 
@@ -58,21 +60,26 @@ class CompiledPiece:
         """Runs with AOTAutograd's wrappers around the compiled code, and drops them if they pass everything through.
 
         They are for aliases, subclasses and autograd, none of which a piece has, and cost more than a small kernel.
+        What runs inside of them they do not tell: for one call, the method by which they run it is replaced, for the
+        whole process. Other threads run by it as ever, and one piece at a time does so.
         """
         seen: list[tuple[Any, list[Any], Sequence[Any]]] = []
-        run = CompiledFxGraph.__call__
+        thread = threading.get_ident()
 
         def watch(graph: Any, given: Any) -> Any:
             before = list(given)
             results = run(graph, given)
-            seen.append((graph, before, results))
+            if threading.get_ident() == thread:
+                seen.append((graph, before, results))
             return results
 
-        CompiledFxGraph.__call__ = watch  # type: ignore[method-assign, assignment]
-        try:
-            results = self._artifact(*inputs)
-        finally:
-            CompiledFxGraph.__call__ = run  # type: ignore[method-assign]
+        with WATCHING:
+            run = CompiledFxGraph.__call__
+            CompiledFxGraph.__call__ = watch  # type: ignore[method-assign, assignment]
+            try:
+                results = self._artifact(*inputs)
+            finally:
+                CompiledFxGraph.__call__ = run  # type: ignore[method-assign]
         self._call = self._wrapped
         if len(seen) == 1:
             graph, before, inner = seen[0]

@@ -3,11 +3,15 @@
 Before it loads the first piece for a CPU, Inductor compiles a trial for each of the processor's extensions and starts
 a Python process that loads it: half a dozen processes for each rank, at every start. What a compiler of this version
 could do with these flags it can do the next time, on a processor of this capability: hosts may share the folder.
+
+Inductor has no place to say so: while a piece is compiled, `VecISA.check_build` is another, for the whole process. A
+thread of the user's that compiles meanwhile gets the same answers; a second one of ours waits.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +21,12 @@ from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint
 
 from fsdp_compiled.capture import disk_cache
 
+REPLACING = threading.RLock()
+
 
 @contextmanager
 def remembered(folder: Path | None) -> Iterator[None]:
     """Inside, trials that once succeeded are taken as done; those that failed are made again. None: all are made."""
-    check = VecISA.check_build
 
     def asked(isa: VecISA, code: str) -> bool:
         assert folder is not None
@@ -37,8 +42,10 @@ def remembered(folder: Path | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    VecISA.check_build = asked  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        VecISA.check_build = check  # type: ignore[method-assign]
+    with REPLACING:
+        check = VecISA.check_build
+        VecISA.check_build = asked  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            VecISA.check_build = check  # type: ignore[method-assign]
