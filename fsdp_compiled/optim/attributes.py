@@ -109,7 +109,14 @@ def _value(value: Any, depth: int) -> Any:
     own = getattr(value, "__dict__", None)
     if depth and type(own) is dict and own and not isinstance(value, torch.nn.Module) and not callable(value):
         return _Same(value), {name: _value(item, depth - 1) for name, item in own.items()}
-    return _Same(value)
+    return _Same(_inside(value))
+
+
+def _inside(value: Any) -> Any:
+    """The function itself: Dynamo's first trace puts `torch.compiler.disable` around optimizers' ``_init_group``."""
+    while (inner := getattr(value, "_torchdynamo_orig_callable", None)) is not None:
+        value = inner
+    return value
 
 
 class _Same:
