@@ -229,6 +229,15 @@ def test_a_replaced_buffer_is_read_and_written_as_it_is_now() -> None:
     assert sharded.captures == 2
 
 
+def test_a_replaced_buffer_is_the_states_at_once() -> None:
+    """Nothing is called between the replacement and the reading."""
+    sharded, _ = pair()
+    sharded.model.norm.running_mean = torch.full((6,), 0.5)  # type: ignore[union-attr]
+    assert sharded.full_state_dict()["norm.running_mean"].tolist() == [0.5] * 6
+    sharded.model.norm.running_mean = torch.full((6,), 0.25)  # type: ignore[union-attr]
+    assert sharded.state.buffers["norm.running_mean"].tolist() == [0.25] * 6
+
+
 TENSORS: dict[str, Callable[[Any], Any]] = {
     "a teacher's parameter": lambda m: setattr(
         m.teacher[0], "weight", nn.Parameter(torch.ones(2, 6), requires_grad=False)

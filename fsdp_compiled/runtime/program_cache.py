@@ -182,6 +182,10 @@ class Programs:
         label = self._label(kind, batch, named, sizes, changed, around)
         return Request(kind, batch, named, leaves, sizes, rows, around, key, None, changed, label, {}, buffers)
 
+    def replaced_buffers(self) -> Mapping[str, torch.Tensor | None]:
+        """The model's buffers that are other tensors than at the last call."""
+        return self._buffers.replaced()
+
     def get(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Compiled:
         """The program that was found, or one that is compiled now; ``buffers`` are the model's, as the state has them.
 

@@ -220,6 +220,7 @@ class Sharded:
     def state(self) -> State:
         """This rank's state, to be handed to `apply`."""
         settle(self.plan)
+        self._take_buffers(self._programs.replaced_buffers(), self._state)
         return self._state
 
     @untraced
@@ -230,6 +231,7 @@ class Sharded:
             raise RuntimeError("full_state_dict inside join: the other ranks may still train. Call it after the block.")
         with self._refusing():
             self._taken.check()
+            self._take_buffers(self._programs.replaced_buffers(), state)
         self._programs.meet("full_state_dict")
         with left():
             return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
@@ -307,11 +309,15 @@ class Sharded:
         with left(watched=True):
             return self._execute(request, state)
 
-    def _execute(self, request: Request, state: State) -> tuple[Compiled, dict[Port, torch.Tensor]]:
-        kind, batch, named = request.kind, request.batch, request.named
-        for name, tensor in request.buffers.items():
+    def _take_buffers(self, replaced: Mapping[str, torch.Tensor | None], state: State) -> None:
+        """Buffers that the user put into the model's modules are the state's; None: one that was deleted."""
+        for name, tensor in replaced.items():
             for holder in {id(one): one for one in (state.buffers, self._state.buffers)}.values():
                 holder.pop(name, None) if tensor is None else holder.update({name: tensor})
+
+    def _execute(self, request: Request, state: State) -> tuple[Compiled, dict[Port, torch.Tensor]]:
+        kind, batch, named = request.kind, request.batch, request.named
+        self._take_buffers(request.buffers, state)
         if self._joined is not None:
             self._joined.announce(kind, request.label, (batch, named), self._rates.values, request.ambient)
         self._calls.rates = f"{self._rates.digest:x}"
