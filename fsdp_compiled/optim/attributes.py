@@ -77,9 +77,17 @@ def _snapshot(optimizer: Optimizer) -> dict[tuple[str, type | None], Any]:
     }
     for base in _bases(kind):
         for name, value in base.__dict__.items():
-            if name[:2] != "__" and name != "step":  # which PyTorch wraps when an instance is made
+            # PyTorch wraps `step` when an instance is made.
+            if name[:2] != "__" and name != "step" and not _is_inherited(kind, base, name, value):
                 found[f"{base.__qualname__}.{name}", base] = _value(value, DEPTH)
     return {**found, ("step", kind): step_of(kind), ("__class__", None): kind}
+
+
+def _is_inherited(kind: type, base: type, name: str, value: Any) -> bool:
+    """Whether the class says again what it would have of the next one: Dynamo puts its wrappers on every class."""
+    later = kind.__mro__[kind.__mro__.index(base) + 1 :]
+    above = next((other.__dict__[name] for other in later if name in other.__dict__), _Same)
+    return _inside(value) is _inside(above)
 
 
 def _is_flat(value: Any) -> bool:
