@@ -21,6 +21,7 @@ Loss = Callable[..., torch.Tensor]
 GLOBAL_LOG: list[torch.Tensor] = []
 GLOBAL_COUNT = 0
 NUMBERS = itertools.count(1)
+OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 @pytest.fixture(autouse=True)
@@ -128,6 +129,7 @@ def everything(model: Model, x: torch.Tensor) -> torch.Tensor:
     return y.square().mean()
 
 
+@pytest.mark.skipif(OLDER, reason="its Dynamo refuses, by name, what sets an attribute of a class")
 def test_what_is_only_kept_is_undone_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
     before = kept(Model())
     counts = []
@@ -312,7 +314,7 @@ DEPENDS = {
 }
 
 
-@pytest.mark.parametrize("loss", DEPENDS)
+@pytest.mark.parametrize("loss", [one for one in DEPENDS if not (OLDER and one is drawing)])
 def test_what_the_next_call_would_read_is_refused_and_nothing_is_changed(loss: Loss) -> None:
     torch.manual_seed(0)
     model = Model()
