@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.ir.nodes import written
 from fsdp_compiled.optim.branches import merge, resolve_aliases
+from fsdp_compiled.optim.elementwise import check_elementwise
 from fsdp_compiled.optim.groups import with_hyper
 from fsdp_compiled.optim.rule import StateTensor
 from fsdp_compiled.optim.scalars import Numbers, functions_of_tensors
@@ -323,67 +323,3 @@ def for_size(graph: fx.Graph, shape: Sequence[int], numel: int) -> fx.Graph:
 def text_of(graph: fx.Graph, shape: Sequence[int]) -> str:
     """The graph as text, the same for all shapes that it is the same for."""
     return "\n".join(f"{n.name} {n.target} {n.args} {n.kwargs}" for n in for_size(graph, shape, -1).nodes)
-
-
-# Operators without the pointwise tag that still keep every element where it is.
-_KEEP_PLACES = (
-    aten.copy_.default,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.view_as.default,
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.empty_like.default,
-    aten.full.default,
-    aten.zeros.default,
-    aten.ones.default,
-    aten.zero_.default,
-    aten.fill_.Scalar,
-    aten.fill_.Tensor,
-    aten.lerp_.Scalar,
-    aten.lerp_.Tensor,
-    aten.lerp.Scalar,
-    aten.lerp.Tensor,
-    aten.index_put_.default,  # x[mask] = number
-    aten.index_put.default,
-    aten.maximum.out,
-    aten.minimum.out,
-    aten.masked_fill.Scalar,
-    aten.masked_fill_.Scalar,
-    aten.lift_fresh_copy.default,
-)
-
-
-def _is_pointwise(target: torch._ops.OpOverload) -> bool:
-    """By its tag, or that of the operator that it is the in-place form of."""
-    if torch.Tag.pointwise in target.tags:
-        return True
-    packet, name = str(target).split(".")[1], target._overloadname
-    plain = getattr(aten, packet.rstrip("_"), None) if packet.endswith("_") else None
-    return torch.Tag.pointwise in getattr(getattr(plain, name, None), "tags", ())
-
-
-def check_elementwise(graph: fx.Graph, shape: tuple[int, ...]) -> None:
-    """Raises `Refused` for an operator that may mix the elements of a parameter of this shape, or draws numbers."""
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            raise Refused(f"its step closes over {node.target}")
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise Refused(f"its step draws random numbers ({node.target})")
-        values = [source.meta["val"] for source in node.all_input_nodes]
-        values += [node.meta["val"]] if isinstance(node.meta.get("val"), torch.Tensor) else []
-        shapes = {tuple(value.shape) for value in values if isinstance(value, torch.Tensor)}
-        if shapes <= {(), (1,)}:
-            continue
-        if node.target not in _KEEP_PLACES and not _is_pointwise(node.target):
-            raise Refused(f"its step uses {node.target}, which does not keep every element where it is")
-        if odd := [list(size) for size in shapes if size not in ((), (1,), shape)]:
-            raise Refused(f"its step makes a tensor of shape {odd[0]} for a parameter of shape {list(shape)}")
-        made = node.meta.get("val")
-        if isinstance(made, torch.Tensor) and tuple(made.shape) in ((), (1,)) and math.prod(shape) != 1:
-            raise Refused(f"its step makes one number of a parameter's elements ({node.target})")
