@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compiled.cli.machine import hardware, versions
+from fsdp_compiled.kernels.products import product
 from fsdp_compiled.lower.fusions.exchange import combine
-from fsdp_compiled.lower.fusions.onednn_products import product
 
 SHAPES = ((32, 64, 256), (128, 256, 256), (512, 256, 1024), (2048, 512, 512))  # rows, inner, columns
 SIZES = (0.5, 2, 8, 32)  # MiB of a whole buffer

@@ -21,9 +21,10 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.operators import operators
+from fsdp_compiled.kernels.products import product_
 from fsdp_compiled.lower import fusions
 from fsdp_compiled.lower.backends import decided, this_host
-from fsdp_compiled.lower.fusions.direct_gradients import direct_gradients, product_, write
+from fsdp_compiled.lower.fusions.direct_gradients import direct_gradients, write
 from fsdp_compiled.lower.lowering import Lowering
 from tests.allocator import record
 

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fsdp_compiled.capture import cache_key
+from fsdp_compiled.kernels.products import product
 from fsdp_compiled.lower import inductor
-from fsdp_compiled.lower.fusions.onednn_products import product
 from fsdp_compiled.lower.partition import Piece
 
 Compile = Callable[..., tuple[list[torch.Tensor], int]]

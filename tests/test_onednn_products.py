@@ -16,8 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.kernels.products import product
 from fsdp_compiled.lower.backends import Backends, Host, decided, favours_onednn, this_host, vendor
-from fsdp_compiled.lower.fusions.onednn_products import onednn_products, product
+from fsdp_compiled.lower.fusions.onednn_products import onednn_products
 from fsdp_compiled.runtime import program_cache
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not there")  # type: ignore[no-untyped-call]

@@ -16,48 +16,24 @@ to, and on a GPU from padding a product whose sides are no multiple of 16 bytes,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.utils.flop_counter import bmm_flop, mm_flop, register_flop_formula
+from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, fake_mode, first, is_view, positions
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.operators import operators
+from fsdp_compiled.kernels.products import product_
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import innermost
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 ALIGNED = 16  # bytes
-
-torch.library.define(
-    "fsdp_compiled::product_",
-    "(Tensor(a!) flat, int offset, Tensor left, Tensor right) -> ()",
-    tags=torch.Tag.flexible_layout,
-)
-
-
-def _product(flat: Tensor, offset: int, left: Tensor, right: Tensor) -> None:
-    """``flat[offset : offset + n] = left @ right``, matrices or batches of them, of any strides, row by row."""
-    shape = (*left.shape[:-1], right.shape[-1])
-    out = flat[offset : offset + math.prod(shape)].view(shape)
-    (torch.mm if len(shape) == 2 else torch.bmm)(left, right, out=out)
-
-
-torch.library.impl("fsdp_compiled::product_", ("CPU", "CUDA"), _product)
-torch.library.register_fake("fsdp_compiled::product_", lambda *_: None)
-product_ = torch.ops.fsdp_compiled.product_.default
-
-
-@register_flop_formula(product_.overloadpacket)  # type: ignore[untyped-decorator]
-def _flops(flat: Any, offset: int, left: Any, right: Any, *_: Any, **__: Any) -> int:
-    return int((mm_flop if len(left) == 2 else bmm_flop)(left, right))
 
 
 @dataclass(frozen=True)

@@ -14,34 +14,15 @@ needs before it starts would cost more than it gains.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, fx
-from torch.utils.flop_counter import mm_flop, register_flop_formula
+from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.program import Program
+from fsdp_compiled.kernels.products import product
 from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
 LEAST = 1.6e7  # operations (2 m k n); below, the two are as fast, or oneDNN is slower
-
-torch.library.define(
-    "fsdp_compiled_cpu::product", "(Tensor left, Tensor right) -> Tensor", tags=torch.Tag.flexible_layout
-)
-
-
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right``: float32 [m, k] and [k, n] of any strides -> [m, n], contiguous."""
-    return torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")  # type: ignore[no-any-return]
-
-
-def _product_shape(left: Tensor, right: Tensor) -> Tensor:
-    return left.new_empty(left.shape[0], right.shape[1])
-
-
-torch.library.impl("fsdp_compiled_cpu::product", "CPU", _product)
-torch.library.register_fake("fsdp_compiled_cpu::product", _product_shape)
-product = torch.ops.fsdp_compiled_cpu.product.default
-register_flop_formula(product.overloadpacket)(mm_flop)
 
 
 def onednn_products(program: Program, plan: Plan) -> Program:

@@ -1,0 +1,57 @@
+"""Matrix products as operators: into a place of a flat buffer, and by oneDNN on a CPU.
+
+``product_`` writes a gradient where it is sent from (see `fsdp_compiled.lower.fusions.direct_gradients`); ``product``
+is the product of the other library that PyTorch brings (see `onednn_products` there).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import bmm_flop, mm_flop, register_flop_formula
+
+torch.library.define(
+    "fsdp_compiled::product_",
+    "(Tensor(a!) flat, int offset, Tensor left, Tensor right) -> ()",
+    tags=torch.Tag.flexible_layout,
+)
+
+
+def _product(flat: Tensor, offset: int, left: Tensor, right: Tensor) -> None:
+    """``flat[offset : offset + n] = left @ right``, matrices or batches of them, of any strides, row by row."""
+    shape = (*left.shape[:-1], right.shape[-1])
+    out = flat[offset : offset + math.prod(shape)].view(shape)
+    (torch.mm if len(shape) == 2 else torch.bmm)(left, right, out=out)
+
+
+torch.library.impl("fsdp_compiled::product_", ("CPU", "CUDA"), _product)
+torch.library.register_fake("fsdp_compiled::product_", lambda *_: None)
+product_ = torch.ops.fsdp_compiled.product_.default
+
+
+@register_flop_formula(product_.overloadpacket)  # type: ignore[untyped-decorator]
+def _flops(flat: Any, offset: int, left: Any, right: Any, *_: Any, **__: Any) -> int:
+    return int((mm_flop if len(left) == 2 else bmm_flop)(left, right))
+
+
+torch.library.define(
+    "fsdp_compiled_cpu::product", "(Tensor left, Tensor right) -> Tensor", tags=torch.Tag.flexible_layout
+)
+
+
+def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``: float32 [m, k] and [k, n] of any strides -> [m, n], contiguous."""
+    return torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _by_onednn_shape(left: Tensor, right: Tensor) -> Tensor:
+    return left.new_empty(left.shape[0], right.shape[1])
+
+
+torch.library.impl("fsdp_compiled_cpu::product", "CPU", _by_onednn)
+torch.library.register_fake("fsdp_compiled_cpu::product", _by_onednn_shape)
+product = torch.ops.fsdp_compiled_cpu.product.default
+register_flop_formula(product.overloadpacket)(mm_flop)
