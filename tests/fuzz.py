@@ -484,8 +484,13 @@ class Plain(Side):
         for batch in batches:
             loss, aux = self._value(batch)
             with torch.autocast("cpu", enabled=False):  # backward is called outside, as PyTorch asks
-                (loss / len(batches)).backward()
+                loss.backward()
             losses.append(loss.detach())
+        # Divided after the sum, as here: a bias before a BatchNorm has a gradient of rounding alone, which Adamax and
+        # its kin blow up to whole steps.
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and len(batches) > 1:
+                parameter.grad.div_(len(batches))
         self.update()
         return torch.stack(losses).mean(), aux
 
