@@ -11,7 +11,8 @@ import torch
 from torch import fx
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.ir.program import Port, Program, c10d
+from fsdp_compiled.ir.nodes import c10d
+from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.capturable import INDEXING, READS, RULES, obstacles, sentence
 from tests.test_api import batches, build, mse
 
