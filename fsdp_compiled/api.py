@@ -23,6 +23,7 @@ from fsdp_compiled.capture.sync_batchnorm import check_norms
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh, agree, join
 from fsdp_compiled.lower.fusions import check_names
+from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
 from fsdp_compiled.optim.wrapped import check_own_step, check_step_hooks, unwrapped
@@ -206,7 +207,7 @@ def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimize
         for group in optimizer.param_groups:
             options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
             lines.append(f"optimizer {type(optimizer).__name__} {options}")
-        brought = {name: sorted(optimizer.state.get(p, {})) for name, p in model.named_parameters()}
+        brought = {name: sorted(all_leaves(optimizer.state.get(p, {}))) for name, p in model.named_parameters()}
         lines += [f"optimizer's state of {name}: {', '.join(found)}" for name, found in brought.items() if found]
         lines += [f"optimizer's state {name}: {value.item()}" for name, value in read_scalars(optimizer).items()]
     lines += [f"rule {rule.name} {rule.state}" for rule in rules]

@@ -256,7 +256,7 @@ def test_parameters_whose_shapes_are_asked_for_lie_in_buffers_of_their_rule() ->
         (History, "changes its attribute 'rates', a list"),
         (Rows, "flip"),
         (ThroughFloat, r"makes a Python number \(float\)"),
-        (KeepsList, "state 'all' is a list"),
+        (KeepsList, "state 'all', a list, does not keep its form"),
     ],
 )
 def test_what_cannot_be_done_on_flat_shards_is_refused_by_name(kind: type[Own], reason: str) -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_compiled.optim.nested import Form, all_leaves, copied, form_of, is_container, named_leaves
 from fsdp_compiled.optim.rule import Place, StateTensor
 from fsdp_compiled.optim.twin import OWN, Refused, attributes_of, fresh_of, has_stepped, named_state, step_of, twin_of
 
@@ -30,6 +31,7 @@ class Kept:
     state: tuple[StateTensor, ...]
     started: tuple[str, ...]
     empty: tuple[str, ...]  # names in the parameter's state that hold None
+    forms: tuple[tuple[str, Form], ...]  # of containers in the parameter's state, by name
     begun: bool  # whether some state starts from the parameter or the gradient, not from a constant
 
 
@@ -42,7 +44,7 @@ class _FirstWritten(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self.initial and name not in self and value is not None:
-            self.initial[name] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+            self.initial[name] = copied(value)
         super().__setitem__(name, value)
 
     def update(self, *given: Any, **named: Any) -> None:
@@ -65,7 +67,7 @@ class _FirstState(defaultdict[Any, Any]):
 
     def __setitem__(self, name: Any, value: Any) -> None:
         if isinstance(name, str) and name not in self and value is not None:
-            self.initial[name] = value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+            self.initial[name] = copied(value)
         super().__setitem__(name, value)
 
 
@@ -95,21 +97,23 @@ def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtyp
     others = {name: value for name, value in state.items() if isinstance(name, str)}
     if len(state) > 1 + len(others):
         raise Refused("it keeps state that belongs to no parameter")
-    result = [_of_parameter(name, value, dtype) for name, value in entries.initial.items() if name in entries]
-    for place, values, first in (
+    first = {name: value for name, value in entries.initial.items() if name in entries}
+    result = [entry for name, value in first.items() for entry in _of_parameter(name, value, entries[name], dtype)]
+    for place, values, begin in (
         ("group", changed[0], group.initial),
         ("optimizer", changed[1], {}),
         ("state", others, state.initial),
     ):
         for name, value in values.items():
-            begins = first.get(name, value)
+            begins = begin.get(name, value)
             result.append(_one(name, begins, place, {entry.name for entry in result}))  # type: ignore[arg-type]
     begun = any(
         isinstance(value, torch.Tensor) and value.numel() > 1 and not bool((value == value.flatten()[0]).all())
-        for value in entries.initial.values()
+        for value in all_leaves(entries.initial).values()
     )
     empty = tuple(name for name, value in entries.items() if value is None and isinstance(name, str))
-    return Kept(tuple(result), tuple(started), empty, begun)
+    forms = tuple((name, form_of(value)) for name, value in first.items() if is_container(value))
+    return Kept(tuple(result), tuple(started), empty, forms, begun)
 
 
 def begin_of(optimizer: Optimizer, options: Mapping[str, Any], fresh: Optimizer | None) -> dict[str, Any]:
@@ -141,7 +145,16 @@ def _comparable(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in attributes_of(optimizer).items() if isinstance(value, kinds)}
 
 
-def _of_parameter(name: str, value: Any, dtype: torch.dtype) -> StateTensor:
+def _of_parameter(name: str, first: Any, last: Any, dtype: torch.dtype) -> list[StateTensor]:
+    """What is kept under a name of the parameter's state: one value, or as many as its container holds."""
+    if not is_container(first):
+        return [_leaf(name, first, dtype)]
+    if form_of(first) != form_of(last):
+        raise Refused(f"its state {name!r}, a {type(first).__name__}, does not keep its form from step to step")
+    return [replace(_leaf(label, leaf, dtype), container=name) for label, leaf in named_leaves(name, first).items()]
+
+
+def _leaf(name: str, value: Any, dtype: torch.dtype) -> StateTensor:
     if type(value) in NUMBERS:
         return _number(name, value, "parameter", set())
     if not isinstance(value, torch.Tensor):

@@ -28,6 +28,7 @@ class StateTensor:
     dtype: torch.dtype | None  # None: the parameter's
     place: Place = "parameter"
     number: bool = False  # a Python number in the optimizer's code, not a 0-d tensor
+    container: str | None = None  # where the code keeps it in a dictionary or a list: that one's name
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from fsdp_compiled.optim.discovery import begin_of, discover
 from fsdp_compiled.optim.fused import formula_of
 from fsdp_compiled.optim.groups import hyper, options_of, scheduled
+from fsdp_compiled.optim.nested import Form
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.optim.scalars import Forks
 from fsdp_compiled.optim.tracing import Subject, for_size, text_of, trace
@@ -51,6 +52,7 @@ class Verdict:
     state: tuple[StateTensor, ...]
     started: tuple[str, ...]
     empty: tuple[str, ...]
+    forms: tuple[tuple[str, Form], ...]
     branchless: bool
     first: bool
     asked_shape: bool
@@ -138,7 +140,8 @@ def _subject(
     if verdict.branchless:
         options = {**options, "capturable": True}
     return Subject(
-        optimizer, options, values, verdict.state, verdict.started, verdict.empty, verdict.branchless, verdict.first
+        optimizer, options, values, verdict.state, verdict.started, verdict.empty, verdict.forms, verdict.branchless,
+        verdict.first,
     )  # fmt: skip
 
 
@@ -221,7 +224,7 @@ def _judge(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, 
             damped = any(entry.name == "momentum_buffer" for entry in state) and options.get("dampening", 0) != 0
             if damped and step_of(type(optimizer)) is step_of(torch.optim.SGD):
                 state = (*state, StateTensor("undamped", True, 1.0, torch.float64, "ours"))
-            verdict = Verdict(state, kept.started, kept.empty, False, False, False)
+            verdict = Verdict(state, kept.started, kept.empty, kept.forms, False, False, False)
             reasons = []
             for one in _forms(verdict, options, own, kept.begun):
                 try:

@@ -27,6 +27,7 @@ from fsdp_compiled.ir.nodes import written
 from fsdp_compiled.optim.branches import merge, resolve_aliases
 from fsdp_compiled.optim.elementwise import check_elementwise
 from fsdp_compiled.optim.groups import with_hyper
+from fsdp_compiled.optim.nested import Form, filled, form_of, leaves_of
 from fsdp_compiled.optim.rule import StateTensor
 from fsdp_compiled.optim.scalars import Numbers, functions_of_tensors
 from fsdp_compiled.optim.twin import Refused, attributes_of, named_state, state_of, step_of, twin_of
@@ -46,6 +47,7 @@ class Subject:
     state: tuple[StateTensor, ...]
     started: tuple[str, ...]  # the parameter's state that the constructor made
     empty: tuple[str, ...] = ()  # and what holds None
+    forms: tuple[tuple[str, Form], ...] = ()  # of containers in it
     branchless: bool = False  # in the optimizer's form for compilers
     first: bool = False  # whether the first step is a way of its own, chosen by the state ``first``
 
@@ -161,6 +163,10 @@ def _step(subject: Subject, twin: Optimizer, given: Mapping[str, torch.Tensor], 
         if entry.place in places and not (begins and (entry.number or not _is_there(entry, subject))):
             value = given[f"state_{entry.name}"]
             places[entry.place][entry.name] = mode.number(value, entry.name) if entry.number else value
+    for name, form in subject.forms:
+        inside = [entry.name for entry in subject.state if entry.container == name]
+        if all(label in entries for label in inside):
+            entries[name] = filled(form, [entries.pop(label) for label in inside])
     undamped = given.get("state_undamped")
     if undamped is not None:  # the first step adds the gradient whole: no dampening
         group["dampening"] = group["dampening"] * (1 - undamped)
@@ -174,7 +180,12 @@ def _step(subject: Subject, twin: Optimizer, given: Mapping[str, torch.Tensor], 
     before, started = attributes_of(twin), dict(own)
     step_of(type(twin))(twin)
     asked = mode.asked_shape
-    places = {"parameter": state[parameter], "group": own, "optimizer": attributes_of(twin), "state": state}
+    places = {
+        "parameter": _opened(subject, state[parameter]),
+        "group": own,
+        "optimizer": attributes_of(twin),
+        "state": state,
+    }
     for entry in subject.state:
         if entry.place in places:
             _write(given[f"state_{entry.name}"], places[entry.place].get(entry.name))
@@ -184,6 +195,18 @@ def _step(subject: Subject, twin: Optimizer, given: Mapping[str, torch.Tensor], 
         given["state_first"].zero_()
     _check_kept(subject, places, started, before)
     mode.asked_shape = asked
+
+
+def _opened(subject: Subject, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameter's state, what is in containers by its own name."""
+    found = dict(entries)
+    for name, form in subject.forms:
+        value = found.pop(name, None)
+        if value is None or form_of(value) != form:
+            raise Refused(f"its state {name!r}, a {form.type.__name__}, does not keep its form from step to step")
+        inside = [entry.name for entry in subject.state if entry.container == name]
+        found |= dict(zip(inside, leaves_of(value), strict=True))
+    return found
 
 
 def _write(target: torch.Tensor, value: Any) -> None:
@@ -224,7 +247,7 @@ def _check_kept(
 def _is_there(entry: StateTensor, subject: Subject) -> bool:
     """Whether the code finds this entry before its first step."""
     if entry.place == "parameter":
-        return entry.name in subject.started
+        return (entry.container or entry.name) in subject.started
     if entry.place == "state":
         return entry.name in state_of(subject.optimizer)
     return entry.name in (subject.options if entry.place == "group" else attributes_of(subject.optimizer))

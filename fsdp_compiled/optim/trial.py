@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.groups import with_hyper
+from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.optim.rule import StateTensor
 from fsdp_compiled.optim.tracing import Subject, names_of
 from fsdp_compiled.optim.twin import Refused, fresh_of, named_state, step_of, twin_of
@@ -78,7 +79,10 @@ class Trial:
                 self._counters = [
                     entry
                     for entry in subject.state
-                    if entry.scalar and entry.place != "ours" and _counts([row[entry.name] for row in counted[-3:]])
+                    if entry.scalar
+                    and entry.place != "ours"
+                    and not entry.container
+                    and _counts([row[entry.name] for row in counted[-3:]])
                 ]
                 for entry in self._counters:
                     for parameter in parameters:
@@ -94,9 +98,9 @@ class Trial:
             )
         self.scalars = counted[-1]
         self.state = [
-            {e.name: state[parameter][e.name] for e in subject.state
-             if not e.scalar and isinstance(state[parameter].get(e.name), torch.Tensor)}
-            for parameter in parameters
+            {e.name: kept[e.name] for e in subject.state
+             if not e.scalar and isinstance(kept.get(e.name), torch.Tensor)}
+            for kept in (all_leaves(state[parameter]) for parameter in parameters)
         ]  # fmt: skip
 
     def compare(self, graphs: Graphs) -> str | None:
@@ -176,7 +180,8 @@ def _holder(twin: Optimizer, entry: StateTensor, parameter: torch.Tensor) -> dic
 
 
 def _value(twin: Optimizer, entry: StateTensor, parameter: torch.Tensor) -> float:
-    value = _holder(twin, entry, parameter).get(entry.name)
+    holder = _holder(twin, entry, parameter)
+    value = all_leaves(holder).get(entry.name) if entry.container else holder.get(entry.name)
     if value is None:
         raise Refused(f"its state {entry.name!r} is not always there")
     return float(value)

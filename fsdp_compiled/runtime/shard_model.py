@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast, gather_shards
+from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, dense_stride
 from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import at_home, settle
@@ -232,7 +233,7 @@ def _adopt(
     optimizer: Optimizer, buffer: Buffer, parameters: Mapping[Slot, nn.Parameter], plan: Plan, mesh: Mesh
 ) -> Stages:
     """State per element that an optimizer brings along, such as Adagrad's sums or a resumed run's moments."""
-    states = {slot: optimizer.state.get(parameter, {}) for slot, parameter in parameters.items()}
+    states = {slot: all_leaves(optimizer.state.get(parameter, {})) for slot, parameter in parameters.items()}
     names = {
         name
         for slot, state in states.items()
@@ -262,7 +263,7 @@ def read_scalars(optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
         return found
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            for name, value in optimizer.state.get(parameter, {}).items():
+            for name, value in all_leaves(optimizer.state.get(parameter, {})).items():
                 scalar = value if isinstance(value, torch.Tensor) else torch.tensor(value or 0.0)
                 if parameter.dim() == 0 and name != "step":
                     continue
