@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compiled.capture.dynamo import batch_tensors, capture_on
 from fsdp_compiled.distributed.mesh import Mesh, join
-from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, Port, Program
+from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, STEP, Port, Program
 from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, chosen
 from fsdp_compiled.lower.lowering import lower
@@ -83,12 +83,12 @@ class Rank:
         given = dict(self.values)
         given |= {Port("in", "batch", name): value for name, value in batch_tensors(batch, {}).items()}
         rows = float(len(batch[0])) if self.weight is None else self.weight
-        given[Port("in", "weight", "rows")] = torch.tensor(rows, dtype=torch.float64)
+        given[Port("in", "rows")] = torch.tensor(rows, dtype=torch.float64)
         for rule in self.rules:
             assert self.optimizer is not None
             for name in rule.hypers:
                 value = hyper(self.optimizer.param_groups[rule.group], name)
-                given[Port("in", "hyper", f"{rule.group}.{name}")] = torch.tensor(value, dtype=torch.float64)
+                given[Port("in", "hyper", str(rule.group), name)] = torch.tensor(value, dtype=torch.float64)
         for port, node in program.inputs.items():
             if port.kind == "copy" and port not in given:
                 shard = self.values[Port("in", "shard", port.name)]
@@ -120,9 +120,14 @@ def enlist(
     values = {Port("in", "shard", name): value for name, value in shards.items()}
     values |= {Port("in", "buffer", name): value for name, value in buffers.items()}
     state = optimizer_state(plan, rules, adopted)
-    values |= {Port("in", "state", name): value for name, value in state.items()}
+    for rule in rules:
+        mine = [buffer.key for buffer in plan.buffers if (buffer.group, buffer.variant) == (rule.group, rule.variant)]
+        for entry in rule.state:
+            ports = [Port("in", "state", owner, entry.name) for owner in ([rule.key] if entry.scalar else mine)]
+            values |= {port: state[port.key] for port in ports if port.key in state}
+    values[STEP] = torch.zeros((), dtype=torch.int64)
     values |= {Port("in", "scale", name): value for name, value in plan.policy.initial_scale(plan.device).items()}
-    values[Port("in", "rank", "shard")] = torch.tensor([mesh.shard_rank])
+    values[Port("in", "rank")] = torch.tensor([mesh.shard_rank])
     values[CALL] = torch.ones(CALL_PARTS, dtype=torch.float64)
     return Rank(mesh, plan, taken, optimizer, rules, values, noise(mesh.rank))
 

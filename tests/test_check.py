@@ -182,7 +182,7 @@ def sums_cleared_early(program: Program, plan: Plan) -> Program:
     """Before ranks know that they all make this step."""
     edit = Edit(program)
     with edit.at(edit.map[program.marked("agree")[0]], "update"):
-        edit.call(aten.zero_.default, edit.inputs[Port("in", "sum", "(count)")], mark=Mark("sum"))
+        edit.call(aten.zero_.default, edit.inputs[Port("in", "sum", part="count")], mark=Mark("sum"))
     return done(edit, program)
 
 

@@ -141,7 +141,7 @@ def test_a_rank_holds_its_share_between_steps_and_no_more(shard: str, replicate:
         assert held == plan.persistent_bytes == (full + padding) // pieces
         for buffer in plan.buffers:
             for name in ("exp_avg", "exp_avg_sq"):
-                state = rank.values[Port("in", "state", f"{buffer.key}.{name}")]
+                state = rank.values[Port("in", "state", buffer.key, name)]
                 assert state.numel() == buffer.numel // (what.shard if plan.placement.state else 1)
 
 

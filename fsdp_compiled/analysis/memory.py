@@ -239,7 +239,7 @@ class _Run:
         self.shards.update(program.marked("fetch"))
         self.batch = 0
         for port, node in program.inputs.items():
-            storage = _Storage(self._rounded(_extent(as_traced(node.meta["val"]))), port.kind, port.name, holders=1)
+            storage = _Storage(self._rounded(_extent(as_traced(node.meta["val"]))), port.kind, port.key, holders=1)
             self.values[node] = [storage]
             if port.kind == "batch":
                 self.batch += storage.nbytes

@@ -173,7 +173,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
                     "sparse=False: during backward its gradient is as large as the parameter."
                 )
             if port.kind == "parameter":
-                outputs[Port("out", "gradient", port.name)] = mapping[value]
+                outputs[Port("out", "parameter gradient", port.name)] = mapping[value]
         elif value is not None and not isinstance(
             description, GradAOTOutput | ForwardTokenAOTOutput | BackwardTokenAOTOutput
         ):

@@ -22,6 +22,7 @@ import json
 import os
 import types
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from operator import getitem
 from typing import Any
 
@@ -208,7 +209,7 @@ def _written(traced: Traced) -> bytes:
     content = {
         "nodes": [said(node) for node in program.graph.nodes],
         "traces": list(traces),
-        "ports": [[port.side, port.kind, port.name] for port in program.ports],
+        "ports": [astuple(port) for port in program.ports],
         "history": program.history,
         "literals": {name: _literal(value) for name, value in traced.literals.items()},
     }

@@ -41,7 +41,7 @@ from fsdp_compiled.capture.side_effects import WRAPPED, Leftovers, inside, speec
 from fsdp_compiled.capture.source_lines import cure, explanation, reason, user_line
 from fsdp_compiled.capture.sync_batchnorm import synchronised
 from fsdp_compiled.ir.nodes import fake_tensor
-from fsdp_compiled.ir.program import LOSS, Port, Program
+from fsdp_compiled.ir.program import LOSS, Port, PortKind, Program
 from fsdp_compiled.plan.plan import Plan, contiguous_stride
 
 CURE = "Return one floating-point number that depends on the parameters, such as `errors.mean()`, or (scalar, aux)."
@@ -240,7 +240,7 @@ def _output_ports(
 ) -> dict[int, Port]:
     """What each result of the traced function is, by its identity; the rest of them are left out of the program."""
     results = {id(result) for result in trace.results}
-    kind = "aux" if gradient else "result"
+    kind: PortKind = "aux" if gradient else "result"
     ports: dict[int, Port] = {}
     for index, leaf in enumerate(flat):
         if id(leaf) in results:
@@ -291,7 +291,9 @@ class _Trace:
         values = {**tensors.parameters, **tensors.buffers}
         self.tensors = {WRAPPED.sub("", name): tensor for name, tensor in values.items()}
         self.ports: dict[int, Port] = {}
-        for kind, group in (("parameter", tensors.parameters), ("buffer", tensors.buffers), ("batch", batch)):
+        groups: dict[PortKind, Mapping[str, torch.Tensor]]
+        groups = {"parameter": tensors.parameters, "buffer": tensors.buffers, "batch": batch}
+        for kind, group in groups.items():
             for name, tensor in group.items():
                 self.ports.setdefault(id(tensor), Port("in", kind, name))
         self.constants: dict[str, torch.Tensor] = {}
@@ -399,7 +401,7 @@ class _Trace:
             if port is not None and port.kind == "batch":
                 for dim, own in enumerate(node.meta["example_value"].shape):
                     if isinstance(own, torch.SymInt) and own.node.expr == size.node.expr:
-                        return Port("in", "size", f"{port.name} dim {dim}")
+                        return Port("in", "size", port.name, dim=dim)
         raise CaptureError(f"{size} is a size that varies from call to call, and of no tensor of the batch.")
 
 

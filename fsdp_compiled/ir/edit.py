@@ -100,7 +100,7 @@ class Edit:
         """A new placeholder, after those there are; ``value`` is a fake tensor."""
         last = self.graph.find_nodes(op="placeholder")[-1]
         with self.graph.inserting_after(last):
-            node = self.graph.placeholder(_identifier(f"{port.kind}_{port.name}"))
+            node = self.graph.placeholder(_identifier(str(port)))
         node.meta["val"] = value
         self._inputs[port] = node
         return node

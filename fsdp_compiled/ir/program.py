@@ -23,32 +23,61 @@ from torch import fx
 
 from fsdp_compiled.ir.nodes import Mark, Role, call_text, describe, is_collective, is_random, role_of
 
+Side = Literal["in", "out"]
+PortKind = Literal[
+    # inputs
+    "parameter",  # by name, whole; before `gather`
+    "shard",  # this rank's slice of a flat buffer, by the buffer's key
+    "copy",  # the same in the compute dtype
+    "buffer",  # the model's own, by name; as an output, its new value
+    "constant",  # a tensor that the model or the loss closes over, by name; as an output, its new value
+    "batch",  # a tensor of the batch, by its place in it
+    "size",  # of a tensor of the batch along ``dim``, where sizes move
+    "state",  # of the optimizer: ``part``, of a flat buffer or of a whole group
+    "hyper",  # a scheduled hyperparameter: ``part``, of a group
+    "sum",  # of a flat buffer's gradients over microbatches; without a name, of their losses or of how many they are
+    "scale",  # what `Policy.loss_scale` needs, by name
+    "step",  # how many updates were made
+    "rank",  # this rank's place among the shards
+    "rows",  # how much this rank's batch counts; as an output, inside the pipeline alone
+    "call",  # which program this rank runs with which hyperparameters
+    # outputs
+    "loss",
+    "aux",  # what the loss function returned beside it, by place
+    "result",  # what forward returned, by place
+    "parameter gradient",  # by the parameter's name, whole; before `reduce`
+    "gradient",  # of a flat buffer, by its key; from `reduce` on
+    "norm",
+    "overflow",  # how many flat buffers' gradients are not finite; in the end, whether any
+]
+
 
 @dataclass(frozen=True)
 class Port:
-    """What one placeholder or output is.
+    """What one placeholder or output is: of which ``kind``, whose (``name``), and which ``part`` of what that has."""
 
-    ``side`` is ``"in"`` or ``"out"``. ``kind``, for inputs: ``"parameter"`` (full; before `gather`), ``"shard"`` (a
-    buffer's slice), ``"copy"`` (the same in the compute dtype), ``"buffer"`` (a module buffer), ``"batch"``,
-    ``"constant"`` (a tensor the model or loss closes over), ``"state"`` (optimizer), ``"hyper"`` (a scheduled
-    hyperparameter), ``"sum"`` (over microbatches), ``"scale"`` (of the loss), ``"rank"``, ``"call"``. For outputs:
-    ``"loss"``, ``"aux"``, ``"result"`` (forward alone), ``"gradient"``, ``"norm"``, ``"overflow"``, ``"buffer"`` or
-    ``"constant"`` (the updated value of the input of that name).
-    """
+    side: Side
+    kind: PortKind
+    name: str = ""
+    part: str = ""
+    dim: int | None = None
 
-    side: Literal["in", "out"]
-    kind: str
-    name: str
+    @property
+    def key(self) -> str:
+        """What it goes by among those of its kind: in a `State`, for one."""
+        part = f".{self.part}" if self.name else f"({self.part})"
+        return self.name + (part if self.part else "")
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.name}"
+        return " ".join(filter(None, (self.kind, self.key, "" if self.dim is None else f"dim {self.dim}")))
 
 
-LOSS = Port("out", "loss", "0")
-NORM = Port("out", "norm", "gradient")
-OVERFLOW = Port("out", "overflow", "gradient")  # how many buffers' gradients are not finite; in the end, whether any
-WEIGHT = Port("out", "weight", "rows")  # how much this rank's batch counts, float64; inside the pipeline alone
-CALL = Port("in", "call", "number")  # which program this rank runs with which rates, float64
+LOSS = Port("out", "loss")
+NORM = Port("out", "norm")
+OVERFLOW = Port("out", "overflow")
+STEP = Port("in", "step")  # int64
+WEIGHT = Port("out", "rows")  # float64
+CALL = Port("in", "call")  # float64
 CALL_PARTS = 3  # of 20 bits each, in one element each
 
 

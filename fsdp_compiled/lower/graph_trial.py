@@ -20,7 +20,7 @@ import torch
 
 from fsdp_compiled.ir.program import Port
 
-WRITTEN = ("shard", "copy", "buffer", "state", "constant", "sum", "scale", "count")  # kinds of ports a program writes
+WRITTEN = ("shard", "copy", "buffer", "state", "constant", "sum", "scale", "step")  # kinds of ports a program writes
 BOUND = 1e-4  # of the sum of magnitudes; float32 sums in another order differ by 1e-6 of it, a wrong tensor by half
 
 Checksum = tuple[float, float]

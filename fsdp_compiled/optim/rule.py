@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -31,12 +31,28 @@ class StateTensor:
     container: str | None = None  # where the code keeps it in a dictionary or a list: that one's name
 
 
+class RuleInput(NamedTuple):
+    """What one placeholder of a rule's graph is; the name is that of the state or hyperparameter."""
+
+    kind: Literal["parameter", "gradient", "state", "hyper"]
+    name: str = ""
+
+    def __str__(self) -> str:
+        return "_".join(filter(None, self))
+
+
+def inputs_of(state: Sequence[StateTensor], hypers: Iterable[str]) -> list[RuleInput]:
+    """The placeholders of a rule's graph, in order."""
+    tensors = [RuleInput("state", entry.name) for entry in state]
+    return [RuleInput("parameter"), RuleInput("gradient"), *tensors, *(RuleInput("hyper", name) for name in hypers)]
+
+
 @dataclass(frozen=True)
 class Rule:
     """How the parameters of one group, or those of them that are updated alike, are updated on flat shards.
 
-    ``trace(numel, dtype, device)`` gives an ATen graph with placeholders named ``parameter``, ``gradient``,
-    ``state_<name>`` and ``hyper_<name>``, which it writes in place. ``formula`` is the same as one operator, where
+    ``trace(numel, dtype, device)`` gives an ATen graph whose placeholders are ``inputs``, in this order, of which it
+    writes parameter and state in place. ``formula`` is the same as one operator, where
     there is one. Rules of one group differ in their ``variant``: 0, 1, ...
     """
 
@@ -49,6 +65,10 @@ class Rule:
     variant: int = 0
     kinds: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()  # dtype and shape of the parameters it is for
     nonzero: bool = False  # whether the optimizer's code fails at a rate of zero
+
+    @property
+    def inputs(self) -> list[RuleInput]:
+        return inputs_of(self.state, self.hypers)
 
     @property
     def key(self) -> str:

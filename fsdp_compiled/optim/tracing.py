@@ -28,7 +28,7 @@ from fsdp_compiled.optim.branches import merge, resolve_aliases
 from fsdp_compiled.optim.elementwise import check_elementwise
 from fsdp_compiled.optim.groups import with_hyper
 from fsdp_compiled.optim.nested import Form, filled, form_of, leaves_of
-from fsdp_compiled.optim.rule import StateTensor
+from fsdp_compiled.optim.rule import RuleInput, StateTensor, inputs_of
 from fsdp_compiled.optim.scalars import Numbers, functions_of_tensors
 from fsdp_compiled.optim.twin import Refused, attributes_of, named_state, state_of, step_of, twin_of
 
@@ -93,11 +93,6 @@ def trace(subject: Subject, shape: Sequence[int], dtype: torch.dtype, device: to
     return Traced(graph, asked, ways > 1)
 
 
-def names_of(state: Sequence[StateTensor], hypers: Sequence[str]) -> list[str]:
-    """The placeholders of a rule's graph, in order."""
-    return ["parameter", "gradient", *(f"state_{entry.name}" for entry in state), *(f"hyper_{n}" for n in hypers)]
-
-
 def _one_way(
     subject: Subject, decisions: tuple[bool, ...], shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> tuple[fx.Graph | None, tuple[bool, ...], bool]:
@@ -105,29 +100,33 @@ def _one_way(
 
     The graph returns the predicates that were decided.
     """
-    names = names_of(subject.state, list(subject.hypers))
+    inputs = inputs_of(subject.state, subject.hypers)
     found: dict[str, Any] = {}
     twin = twin_of(subject.optimizer, [{"params": []}], {})
 
     def update(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        given = dict(zip(names, tensors, strict=True))
-        fixed = {name: (given[f"hyper_{name}"], value) for name, value in subject.hypers.items() if name != "lr"}
+        given = dict(zip(inputs, tensors, strict=True))
+        fixed = {
+            name: (given[RuleInput("hyper", name)], value) for name, value in subject.hypers.items() if name != "lr"
+        }
         mode = Numbers(decisions, fixed, catches_zero=_catches_zero(type(subject.optimizer)))
         found["mode"] = mode
         with functions_of_tensors(type(subject.optimizer)), _quiet(), _compiling(subject.branchless), mode:
             _step(subject, twin, given, mode)
         return tuple(mode.predicates)
 
-    def example(name: str) -> torch.Tensor:
-        entry = next((entry for entry in subject.state if f"state_{entry.name}" == name), None)
-        if name.startswith("hyper_"):
+    entries = {entry.name: entry for entry in subject.state}
+
+    def example(one: RuleInput) -> torch.Tensor:
+        if one.kind == "hyper":
             return torch.zeros((), dtype=torch.float64, device=device)
-        if entry is not None:
+        if one.kind == "state":
+            entry = entries[one.name]
             return torch.zeros(() if entry.scalar else tuple(shape), dtype=entry.dtype or dtype, device=device)
         return torch.zeros(tuple(shape), dtype=dtype, device=device)
 
     with torch._subclasses.FakeTensorMode(), torch.no_grad():
-        examples = [example(name) for name in names]
+        examples = [example(one) for one in inputs]
         try:
             traced = make_fx(update)(*examples)
         except ZeroDivisionError:
@@ -135,9 +134,9 @@ def _one_way(
             return None, tuple(mode.decided), mode.asked_shape
     graph = traced.graph
     _inline_constants(traced)
-    for node, name in zip(graph.find_nodes(op="placeholder"), names, strict=True):
-        node.target = name
-        node._rename(name)
+    for node, one in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
+        node.target = str(one)
+        node._rename(str(one))
     resolve_aliases(graph)
     check_elementwise(graph, tuple(shape))
     if not found["mode"].decided:
@@ -147,12 +146,12 @@ def _one_way(
     return graph, tuple(found["mode"].decided), found["mode"].asked_shape
 
 
-def _step(subject: Subject, twin: Optimizer, given: Mapping[str, torch.Tensor], mode: Numbers) -> None:
+def _step(subject: Subject, twin: Optimizer, given: Mapping[RuleInput, torch.Tensor], mode: Numbers) -> None:
     """The twin's step on these tensors; whatever its code keeps is written to the tensor that holds it."""
     group = dict(subject.options)
     for name in subject.hypers:
-        group = with_hyper(group, name, mode.number(given[f"hyper_{name}"], f"hyper_{name}"))
-    begins = subject.first and mode.decide(given["state_first"] != 0)
+        group = with_hyper(group, name, mode.number(given[RuleInput("hyper", name)], f"hyper_{name}"))
+    begins = subject.first and mode.decide(given[RuleInput("state", "first")] != 0)
     entries: dict[str, Any] = {} if begins else dict.fromkeys(subject.empty)
     attributes: dict[str, Any] = {}
     shared = named_state(subject.optimizer)
@@ -161,17 +160,17 @@ def _step(subject: Subject, twin: Optimizer, given: Mapping[str, torch.Tensor], 
     }  # fmt: skip
     for entry in subject.state:
         if entry.place in places and not (begins and (entry.number or not _is_there(entry, subject))):
-            value = given[f"state_{entry.name}"]
+            value = given[RuleInput("state", entry.name)]
             places[entry.place][entry.name] = mode.number(value, entry.name) if entry.number else value
     for name, form in subject.forms:
         inside = [entry.name for entry in subject.state if entry.container == name]
         if all(label in entries for label in inside):
             entries[name] = filled(form, [entries.pop(label) for label in inside])
-    undamped = given.get("state_undamped")
+    undamped = given.get(RuleInput("state", "undamped"))
     if undamped is not None:  # the first step adds the gradient whole: no dampening
         group["dampening"] = group["dampening"] * (1 - undamped)
-    parameter = given["parameter"]
-    parameter.grad = given["gradient"]
+    parameter = given[RuleInput("parameter")]
+    parameter.grad = given[RuleInput("gradient")]
     state: Any = defaultdict(dict)
     state |= {parameter: entries, **shared}
     own = group | {"params": [parameter]}
@@ -188,11 +187,11 @@ def _step(subject: Subject, twin: Optimizer, given: Mapping[str, torch.Tensor], 
     }
     for entry in subject.state:
         if entry.place in places:
-            _write(given[f"state_{entry.name}"], places[entry.place].get(entry.name))
+            _write(given[RuleInput("state", entry.name)], places[entry.place].get(entry.name))
     if undamped is not None:
         undamped.zero_()
     if subject.first:
-        given["state_first"].zero_()
+        given[RuleInput("state", "first")].zero_()
     _check_kept(subject, places, started, before)
     mode.asked_shape = asked
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.optim.groups import with_hyper
 from fsdp_compiled.optim.nested import all_leaves
-from fsdp_compiled.optim.rule import StateTensor
-from fsdp_compiled.optim.tracing import Subject, names_of
+from fsdp_compiled.optim.rule import RuleInput, StateTensor, inputs_of
+from fsdp_compiled.optim.tracing import Subject
 from fsdp_compiled.optim.twin import Refused, fresh_of, named_state, step_of, twin_of
 
 Graphs = Callable[[tuple[int, ...]], fx.Graph]  # the rule for a parameter of this shape
@@ -122,18 +122,20 @@ class Trial:
 
         mine = flat(self._begin)
         state = {entry.name: initial(entry, mine) for entry in self.subject.state}
-        names = names_of(self.subject.state, list(self.subject.hypers))
+        inputs = inputs_of(self.subject.state, self.subject.hypers)
         update = fx.GraphModule(nn.Module(), graph)
         begin = mine.clone().double()
         for step, hypers in enumerate((*self.rates, *self.late)):
             if step == len(self.rates):
                 for entry in self._counters:
                     state[entry.name] += LATE
-            given = {f"state_{name}": value for name, value in state.items()}
-            given |= {f"hyper_{name}": torch.tensor(value, dtype=torch.float64) for name, value in hypers.items()}
-            given |= {"parameter": mine, "gradient": flat(self._gradients[step]).clone()}
+            given = {RuleInput("parameter"): mine, RuleInput("gradient"): flat(self._gradients[step]).clone()}
+            given |= {RuleInput("state", name): value for name, value in state.items()}
+            given |= {
+                RuleInput("hyper", name): torch.tensor(value, dtype=torch.float64) for name, value in hypers.items()
+            }
             with torch.no_grad():
-                update(*[given[name] for name in names])
+                update(*[given[one] for one in inputs])
             theirs = flat(self.parameters[step])
             moved = float((theirs.double() - begin).nan_to_num().abs().max()) if len(theirs) else 0.0
             if (worst := self._off(mine, theirs, moved)) is not None:

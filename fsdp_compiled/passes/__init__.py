@@ -14,6 +14,7 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes.accumulate import add_up, average, clear
 from fsdp_compiled.passes.check import check
 from fsdp_compiled.passes.clip import clip
+from fsdp_compiled.passes.count_updates import count_updates
 from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.host_offload import offload
 from fsdp_compiled.passes.limit import limit
@@ -52,7 +53,7 @@ MICROBATCH: tuple[Pass, ...] = (*REDUCED, add_up, *END)
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
     means, cleared = ((average,), (clear,)) if accumulated else ((), ())
-    return (*REDUCED, *means, *KNOWN, *cleared, clip, update(rules), skip, *END)
+    return (*REDUCED, *means, *KNOWN, *cleared, clip, update(rules), skip, count_updates, *END)
 
 
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:

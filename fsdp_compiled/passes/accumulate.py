@@ -37,7 +37,7 @@ from fsdp_compiled.ir.program import LOSS, WEIGHT, Port, Program
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
-COUNT, TOTAL = Port("in", "sum", "(count)"), Port("in", "sum", "(loss)")
+COUNT, TOTAL = Port("in", "sum", part="count"), Port("in", "sum", part="loss")
 Pass = Callable[[Program, Plan], Program]
 
 

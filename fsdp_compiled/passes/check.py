@@ -146,6 +146,8 @@ def _gathered_once_a_phase(program: Program, plan: Plan) -> None:
 
 def _gradients_are_reduced(program: Program, plan: Plan) -> None:
     for port, node in program.outputs.items():
+        if port.kind == "parameter gradient":
+            fail(program, node, f"the gradient of {port.name} is still that of one parameter on one rank.")
         if port.kind == "gradient":
             _reduced(program, plan, node, plan.buffer(port.name))
 

@@ -48,8 +48,7 @@ def _held(edit: Edit, buffer: Buffer) -> list[fx.Node]:
     """The buffer's shard, and what the optimizer keeps for each of its elements."""
     found = []
     for port, node in edit.inputs.items():
-        mine = port.name if port.kind == "shard" else port.name.rpartition(".")[0] if port.kind == "state" else None
-        if mine == buffer.key:
+        if port.kind in ("shard", "state") and port.name == buffer.key:
             found.append(node)
     return found
 

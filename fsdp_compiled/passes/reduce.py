@@ -42,7 +42,7 @@ def reduce(program: Program, plan: Plan) -> Program:
             continue
         found: dict[str, fx.Node] = {}
         for slot in buffer.slots:
-            port = Port("out", "gradient", slot.name)
+            port = Port("out", "parameter gradient", slot.name)
             if port in outputs:
                 node = outputs[port]
                 edit.remove_output(port)

@@ -29,7 +29,7 @@ aten = torch.ops.aten
 def weigh(program: Program, plan: Plan) -> Program:
     """Gradients are multiplied by this rank's rows before their reduction; the rows are one more output."""
     edit = Edit(program)
-    rows = edit.add_input(Port("in", "weight", "rows"), edit.fake([], torch.float64, plan.device))
+    rows = edit.add_input(Port("in", "rows"), edit.fake([], torch.float64, plan.device))
     for port, value in edit.outputs.items():
         if port.kind == "gradient" and value is not None:
             mark = Mark("weigh", plan.buffer(port.name).unit, port.name)

@@ -26,7 +26,7 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.optim.rule import Rule, rule_for
+from fsdp_compiled.optim.rule import Rule, RuleInput, rule_for
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
@@ -65,9 +65,10 @@ def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Nod
     mark = Mark("update", buffer.unit, buffer.key, "rule")
     mapping: dict[fx.Node, fx.Node] = {}
     scalars: set[fx.Node] = set()
+    inputs = iter(rule.inputs)
     for place, node in enumerate(rule.trace(size, buffer.dtype, plan.device).nodes):
         if node.op == "placeholder":
-            mapping[node], scalar = _bind(edit, rule, buffer, plan, str(node.target), size, gradient)
+            mapping[node], scalar = _bind(edit, rule, buffer, plan, next(inputs), size, gradient)
             if scalar:
                 scalars.add(node)
         elif node.op == "call_function":
@@ -91,7 +92,7 @@ def _idle(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan) -> dict[fx.Node, f
         return {}
     size = shard.meta["val"].numel()
     entries = [entry for entry in rule.state if not entry.scalar]
-    ports = {Port("in", "state", f"{buffer.key}.{entry.name}"): entry.dtype or buffer.dtype for entry in entries}
+    ports = {Port("in", "state", buffer.key, entry.name): entry.dtype or buffer.dtype for entry in entries}
     targets = [shard, *(_input(edit, port, [size], dtype, plan) for port, dtype in ports.items())]
     mark = Mark("update", buffer.unit, buffer.key, "idle before")
     return {target: edit.call(aten.clone.default, target, mark=mark) for target in targets}
@@ -106,7 +107,7 @@ def _put_back(edit: Edit, buffer: Buffer, plan: Plan, kept: dict[fx.Node, fx.Nod
     size = shard.meta["val"].numel()
     place = edit.call(aten.arange.default, size, dtype=torch.int64, device=plan.device, mark=mark)
     if plan.placement.state and plan.shard > 1:
-        rank = _input(edit, Port("in", "rank", "shard"), [1], torch.int64, plan)
+        rank = _input(edit, Port("in", "rank"), [1], torch.int64, plan)
         place = edit.call(aten.add.Tensor, place, edit.call(aten.mul.Tensor, rank, size, mark=mark), mark=mark)
     idle: fx.Node | None = None
     for slot in buffer.slots:
@@ -135,29 +136,28 @@ def _own_part(edit: Edit, buffer: Buffer, plan: Plan, gradient: fx.Node) -> fx.N
     if plan.placement.gradient or not plan.placement.state or plan.shard == 1:
         return gradient
     mark = Mark("update", buffer.unit, buffer.key, "own part")
-    rank = _input(edit, Port("in", "rank", "shard"), [1], torch.int64, plan)
+    rank = _input(edit, Port("in", "rank"), [1], torch.int64, plan)
     rows = edit.call(aten.view.default, gradient, [plan.shard, buffer.numel // plan.shard], mark=mark)
     row = edit.call(aten.index_select.default, rows, 0, rank, mark=mark)
     return edit.call(aten.view.default, row, [buffer.numel // plan.shard], mark=mark)
 
 
 def _bind(
-    edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, name: str, size: int, gradient: fx.Node
+    edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, given: RuleInput, size: int, gradient: fx.Node
 ) -> tuple[fx.Node, bool]:
     """The node that a placeholder of the rule stands for, and whether it is a scalar of the group."""
-    if name == "parameter":
+    if given.kind == "parameter":
         return edit.inputs[Port("in", "shard", buffer.key)], False
-    if name == "gradient":
+    if given.kind == "gradient":
         return gradient, False
-    kind, _, rest = name.partition("_")
-    if kind == "hyper":
-        return _input(edit, Port("in", "hyper", f"{rule.group}.{rest}"), [], torch.float64, plan), True
-    entry = next(entry for entry in rule.state if entry.name == rest)
+    if given.kind == "hyper":
+        return _input(edit, Port("in", "hyper", str(rule.group), given.name), [], torch.float64, plan), True
+    entry = next(entry for entry in rule.state if entry.name == given.name)
     if entry.scalar:
         assert entry.dtype is not None
-        return _input(edit, Port("in", "state", f"{rule.key}.{rest}"), [], entry.dtype, plan), True
+        return _input(edit, Port("in", "state", rule.key, entry.name), [], entry.dtype, plan), True
     dtype = entry.dtype or buffer.dtype
-    return _input(edit, Port("in", "state", f"{buffer.key}.{rest}"), [size], dtype, plan), False
+    return _input(edit, Port("in", "state", buffer.key, entry.name), [size], dtype, plan), False
 
 
 def _input(edit: Edit, port: Port, shape: list[int], dtype: torch.dtype, plan: Plan) -> fx.Node:

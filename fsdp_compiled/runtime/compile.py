@@ -20,7 +20,7 @@ from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.arguments import check_arguments
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
-from fsdp_compiled.ir.program import OVERFLOW, Port, Program
+from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, chosen
 from fsdp_compiled.lower.lowering import Runner
@@ -69,7 +69,7 @@ class Compiled:
 
     def zeros(self) -> dict[str, torch.Tensor]:
         """The sums that the program adds to, at nothing."""
-        wanted = {port.name: node.meta["val"] for port, node in self.program.inputs.items() if port.kind == "sum"}
+        wanted = {port.key: node.meta["val"] for port, node in self.program.inputs.items() if port.kind == "sum"}
         return {
             name: torch.zeros(value.shape, dtype=value.dtype, device=value.device) for name, value in wanted.items()
         }
@@ -195,19 +195,6 @@ def _check_written(captured: Capture, buffers: Mapping[str, torch.Tensor]) -> No
             f"Forward writes to {pair[0]}, which shares memory with {pair[1]}: a program has two values there, "
             "and the other would not follow. Give each memory of its own: tensor.clone()."
         )
-
-
-def counting(runner: Runner, outputs: Sequence[Port]) -> Runner:
-    """The runner with one input more, the number of updates, which it advances unless the step was void."""
-    place = outputs.index(OVERFLOW) if OVERFLOW in outputs else None
-
-    def run(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        *given, count = inputs
-        results = runner(*given)
-        count.add_(1 if place is None else ~results[place])
-        return results
-
-    return run
 
 
 def plain(value: Any) -> tuple[type, str]:

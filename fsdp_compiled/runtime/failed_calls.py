@@ -116,7 +116,7 @@ class FailedCalls:
 
         def given(index: int) -> torch.Tensor:
             port = compiled.inputs[index]
-            return {"shard": state.parameters, "copy": self._copies}[port.kind][port.name]
+            return {"shard": state.parameters, "copy": self._copies}[port.kind][port.key]
 
         compiled.remainder.finish(place, given)
 

@@ -57,12 +57,12 @@ class Binding:
             elif port.kind == "size":
                 yield self._now, next(sizes)
             else:
-                yield holders[port.kind], port.name
+                yield holders[port.kind], port.key
 
 
 def _dim(port: Port, leaf: Mapping[str, int]) -> tuple[int, int]:
-    place, _, dim = port.name.rpartition(" dim ")
-    return leaf[place], int(dim)
+    assert port.dim is not None
+    return leaf[port.name], port.dim
 
 
 def flatten(batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Sequence[Any], object]:

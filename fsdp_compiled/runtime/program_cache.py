@@ -30,7 +30,7 @@ from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, tracea
 from fsdp_compiled.capture.dynamo import batch_tensors
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchange
-from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.trial import distrust
 from fsdp_compiled.lower.backends import decided, this_host
 from fsdp_compiled.lower.cuda_device import environment
@@ -47,7 +47,6 @@ from fsdp_compiled.runtime.compile import (
     Kind,
     capture,
     check_devices,
-    counting,
     describe,
     fit_to_memory,
     fuse,
@@ -68,7 +67,6 @@ T = TypeVar("T")
 CALLS: dict[Kind, str] = {
     "step": "step", "last": "step", "accumulate": "accumulate", "gradient": "value_and_grad", "forward": "sharded(...)",
 }  # fmt: skip
-COUNT = Port("in", "count", "updates")  # the number of updates, which is no part of the program
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -316,11 +314,8 @@ class Programs:
         compiled.remainder = Remainder(compiled.runner)
         if request.sizes:
             self._together(lambda: self._check_fit(compiled, request))
-        if compiled.updates:
-            compiled.runner = counting(compiled.runner, compiled.outputs)
         if replayed:  # as a CUDA graph
-            ports = (*compiled.inputs, *[COUNT] * compiled.updates)
-            compiled.runner = self.replays.wrap(compiled.runner, ports, label, self._all_say(label))
+            compiled.runner = self.replays.wrap(compiled.runner, compiled.inputs, label, self._all_say(label))
         self.captures += 1
         self._say_idle(compiled)
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)

@@ -357,8 +357,7 @@ class Sharded:
         self._set_number("rows", 0 if shadows else request.rows)
         if compiled.copied:
             self._copies.follow(state.parameters)
-        given = compiled.binding.inputs(request.leaves, state.held, lambda: self._holders(compiled, state))
-        return [*given, state.step] if compiled.updates else given
+        return compiled.binding.inputs(request.leaves, state.held, lambda: self._holders(compiled, state))
 
     def _holders(self, compiled: Compiled, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Who holds a program's inputs, by kind, but for the batch.
@@ -373,11 +372,12 @@ class Sharded:
             "state": state.optimizer,
             "constant": compiled.constants(state),
             "hyper": self._rates.tensors,
-            "rank": {"shard": self._rank},
+            "rank": {"": self._rank},
             "sum": state.sums,
             "scale": state.scale,
-            "call": {"number": self._call},
-            "weight": {"rows": self._tensors["rows"]},
+            "call": {"": self._call},
+            "rows": {"": self._tensors["rows"]},
+            "step": {"": state.step},
         }
 
     def _set_number(self, name: str, value: float) -> None:

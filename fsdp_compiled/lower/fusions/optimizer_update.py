@@ -136,10 +136,10 @@ def _call(
     mark = Mark("update", f"optimizer {rule.key}")
 
     def state(name: str | None) -> fx.Node | None:
-        return inputs[Port("in", "state", f"{rule.key}.{name}")] if name else None
+        return inputs[Port("in", "state", rule.key, name)] if name else None
 
     def rate(name: str | None) -> fx.Node | None:
-        return inputs[Port("in", "hyper", f"{rule.group}.{name}")] if name else None
+        return inputs[Port("in", "hyper", str(rule.group), name)] if name else None
 
     own = state(formula.scalar)
     if formula.scalar == "step":
@@ -148,7 +148,7 @@ def _call(
         alike = [member for member in members if (member[0].copy is not None) == copied]
         if alike:
             lists = [
-                [inputs[Port("in", "state", f"{member.buffer.key}.{name}")] for member, _ in alike] if name else []
+                [inputs[Port("in", "state", member.buffer.key, name)] for member, _ in alike] if name else []
                 for name in formula.lists
             ]
             edit.call(
