@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench import gpu_step, kernels
+from fsdp_compiled.cli.bench import gpu_kernels, gpu_step
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "bench" / "gpu.sh"
@@ -38,8 +38,8 @@ def test_the_plan_fits_into_nine_minutes_and_its_files_exist() -> None:
     assert answer.returncode == 0 and not answer.stderr
     assert [line.split(",")[0] for line in parts] == PARTS
     assert int(total.split()[0]) <= 540
-    named = {word for line in parts for word in line.split() if word.endswith(".py")}
-    assert "bench/gpu_step.py" in named and (ROOT / "bench" / "gpu_step.py").exists()
+    named = {word for line in parts for word in line.split() if word.startswith("fsdp_compiled.cli.bench.")}
+    assert named == {gpu_step.__name__, gpu_kernels.__name__}
     assert run("--wrong").returncode == 2
 
 
@@ -87,24 +87,33 @@ def test_where_our_own_step_fails_the_rivals_are_measured(monkeypatch: pytest.Mo
 
 
 def test_tensors_are_rotated_until_they_do_not_fit_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[kernels.Contest] = []
+    made: list[gpu_kernels.Contest] = []
 
-    def make() -> kernels.Contest:
-        contest = kernels.Contest("copy", 30_000_000)
+    def make() -> gpu_kernels.Contest:
+        contest = gpu_kernels.Contest("copy", 30_000_000)
         contest.runs["a"] = partial(order.append, len(made))
         made.append(contest)
         return contest
 
     order: list[int] = []
-    contests = kernels.rotated(make)
-    assert len(contests) == 7 and sum(contest.nbytes for contest in contests) >= kernels.OUTSIDE
-    kernels.in_turn([contest.runs["a"] for contest in contests])()
+    contests = gpu_kernels.rotated(make)
+    assert len(contests) == 7 and sum(contest.nbytes for contest in contests) >= gpu_kernels.OUTSIDE
+    gpu_kernels.in_turn([contest.runs["a"] for contest in contests])()
     assert order == list(range(7))
-    assert len(kernels.rotated(lambda: kernels.Contest("small", 10))) == kernels.MOST
+    assert len(gpu_kernels.rotated(lambda: gpu_kernels.Contest("small", 10))) == gpu_kernels.MOST
 
 
 def test_a_tiny_run_checks_losses_and_writes_what_it_has(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "bench/gpu_step.py", str(tmp_path), "--preset", "thin", "--tiny"]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "fsdp_compiled.cli.bench.gpu_step",
+        str(tmp_path),
+        "--preset",
+        "thin",
+        "--tiny",
+    ]
     subprocess.run(
         [*command, "--rounds", "1", "--steps", "1", "--rivals", "ours", "fsdp2", "fsdp2-graph", "ours-casts"],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}, check=True, timeout=200,

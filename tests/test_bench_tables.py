@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdp_compiled.cli.bench import run_all, tables
 from fsdp_compiled.cli.bench.presets import PRESETS
 from fsdp_compiled.cli.bench.rivals import RIVALS
 
 ROOT = Path(__file__).parents[1]
-
-
-def script(name: str) -> Any:
-    """A script of bench/, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look up annotations
-    spec.loader.exec_module(module)
-    return module
-
-
-tables = script("tables")
 
 
 def fixture(ours: float, memory: float = 1.0) -> dict[str, Any]:
@@ -68,7 +55,7 @@ def first_step(layers: int, cold: float, warm: float) -> dict[str, Any]:
 @pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_documents_hold_what_the_committed_results_make(document: Path) -> None:
     text = document.read_text()
-    assert tables.fill(text, tables.load()) == text, "run: python bench/tables.py"
+    assert tables.fill(text, tables.load()) == text, "run: python -m fsdp_compiled.cli.bench.tables"
 
 
 def test_the_benchmarks_own_document_has_every_table() -> None:
@@ -130,7 +117,7 @@ def test_of_ours_the_line_by_blas_stands_first() -> None:
 
 
 def test_what_is_committed_is_what_the_commands_make(tmp_path: Path) -> None:
-    commands = script("run").COMMANDS
+    commands = run_all.COMMANDS
     assert set(commands) == {*tables.PRESETS, *tables.FIRST_STEPS}
     for name in commands:
         (tmp_path / f"{name}.json").write_text(json.dumps({"name": name}))

@@ -21,8 +21,9 @@ PRIVATE = {
     },
     "torch._functorch": {"capture.aot", "capture.cache_key"},
     "torch._inductor": {"capture.aot", "capture.disk_cache", "lower.inductor", "lower.isa_probes"},
-    "torch.cuda.CUDAGraph": {"lower.cuda_device"},
-    "torch.cuda.graph": {"lower.cuda_device"},
+    # Of the rivals, and of kernels by themselves, the benchmarks make graphs of their own.
+    "torch.cuda.CUDAGraph": {"lower.cuda_device", "cli.bench.gpu_step", "cli.bench.gpu_kernels"},
+    "torch.cuda.graph": {"lower.cuda_device", "cli.bench.gpu_step", "cli.bench.gpu_kernels"},
     "torch.cuda.graph_pool_handle": {"lower.cuda_device"},
     "torch._C": {
         "capture.ambient", "capture.cache_key", "capture.dynamo", "cli.bench.network", "lower.cuda_device",

@@ -4,4 +4,14 @@
 
 `presets` says what is trained, `rivals` by whom, `observe` reads one step's profile, `network` makes gloo as slow
 as a real wire.
+
+What a clone measures for its own documents is run as a module: `run_all` every result of the table, `tables` the tables
+of the documents, `record` a training run, `library_choices` who multiplies faster; on a GPU, `gpu_step` and
+`gpu_kernels`, all by ``bench/gpu.sh``. They read and write ``bench/results``.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[3] / "bench" / "results"  # of a clone; no part of an installed package

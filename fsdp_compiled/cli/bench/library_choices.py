@@ -1,6 +1,6 @@
 """What two choices for CPUs rest on: who multiplies matrices faster, and what a reduce-scatter over gloo costs.
 
-    torchrun --standalone --nproc-per-node 2 bench/choices.py bench/results/choices.json
+    torchrun --standalone --nproc-per-node 2 -m fsdp_compiled.cli.bench.library_choices bench/results/choices.json
 
 Each way takes turns with the other; the medians are written. On a machine with nothing else to do.
 """
@@ -89,7 +89,7 @@ def main(out: Path) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         result = {
-            "command": f"torchrun --standalone --nproc-per-node {dist.get_world_size()} bench/choices.py",
+            "command": f"torchrun --standalone --nproc-per-node {dist.get_world_size()} -m {__spec__.name}",
             "hardware": hardware(),
             "versions": versions(),
             "load": os.getloadavg()[0],

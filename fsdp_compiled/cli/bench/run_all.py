@@ -1,6 +1,6 @@
 """Measures everything that bench/results holds of `fsdp-compiled bench`, and makes the tables anew.
 
-    python bench/run.py [NAME ...]
+    python -m fsdp_compiled.cli.bench.run_all [NAME ...]
 
 Every result if none is named (--help lists them). On a machine with nothing else to do: the
 load average is written beside the figures. A result takes the place of an older one once it is complete.
@@ -15,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-RESULTS = Path(__file__).parent / "results"
+from fsdp_compiled.cli.bench import RESULTS
+
 COMMANDS = {
     "thin": "--preset thin",
     "small": "--preset small",
@@ -45,4 +46,4 @@ if __name__ == "__main__":
         parser.error(f"unknown: {', '.join(unknown)}; there is {', '.join(COMMANDS)}")
     for name in names:
         measure(name)
-    subprocess.run([sys.executable, str(Path(__file__).parent / "tables.py")], check=True)
+    subprocess.run([sys.executable, "-m", "fsdp_compiled.cli.bench.tables"], check=True)

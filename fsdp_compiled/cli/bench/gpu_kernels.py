@@ -1,6 +1,6 @@
 """How near the kernels come to the memory's bandwidth, against PyTorch's own, as JSON.
 
-    python bench/kernels.py bench/results/kernels.json
+    python -m fsdp_compiled.cli.bench.gpu_kernels bench/results/kernels.json
 
 Needs a GPU with Triton. Every candidate moves the same gradients or shards, those of GPT-2 124M's blocks and of a
 wide layer. A figure is bytes that must be read and written, over the time by CUDA events, as a share of what a
@@ -18,6 +18,7 @@ import platform
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,8 @@ def in_turn(runs: Sequence[Run]) -> Run:
 def measure(contests: Sequence[Contest], rounds: int, repeat: int) -> dict[str, Any]:
     """Each candidate's median time for one of the contests, and its share of a copy of as many bytes."""
     contest, count = contests[0], len(contests)
-    pairs = [[torch.ones(contest.nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(2)] for _ in contests]
-    runs = {"copy": in_turn([lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs])}
+    pairs = [torch.ones(2, contest.nbytes // 2, dtype=torch.uint8, device="cuda").unbind() for _ in contests]
+    runs = {"copy": in_turn([partial(target.copy_, source) for source, target in pairs])}
     runs |= {name: in_turn([each.runs[name] for each in contests]) for name in contest.runs}
     repeat = max(1, repeat // count)
     captured = {name: can_be_captured(run) for name, run in runs.items()}
@@ -202,8 +203,8 @@ def update(unit: str, shapes: Sequence[tuple[int, ...]], copies: bool) -> Contes
     nbytes = numel * (4 * 4 + 3 * 4 + (2 if copies else 0))
     contest = Contest(f"AdamW and clipping, {unit}" + (", with a bfloat16 copy" if copies else ""), nbytes)
     expected = [tensor.clone() for tensor in start]
-    lists = [[tensor] for tensor in expected]
-    reference.adam(*lists, [], [], rate, torch.tensor(5.0, device="cuda"), factor, options=OPTIONS)
+    p, g, m, s = ([tensor] for tensor in expected)
+    reference.adam(p, g, m, s, [], [], rate, torch.tensor(5.0, device="cuda"), factor, options=OPTIONS)
 
     def enter(name: str, prepare: Callable[[list[torch.Tensor]], tuple[Run, list[torch.Tensor]]]) -> None:
         run, results = prepare([tensor.clone() for tensor in start])
@@ -295,20 +296,20 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20, help="runs in a turn (default: %(default)s)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("bench/kernels.py needs a GPU: torch finds none.")
+        raise SystemExit("fsdp_compiled.cli.bench.gpu_kernels needs a GPU: torch finds none.")
     import triton
 
     bf16, fp32 = torch.bfloat16, torch.float32
     contests: list[Callable[[], Contest]] = []
     for unit, shapes in UNITS.items():
         contests += [
-            lambda unit=unit, shapes=shapes: flatten(unit, shapes, bf16, bf16),
-            lambda unit=unit, shapes=shapes: flatten(unit, shapes, bf16, fp32),
-            lambda unit=unit, shapes=shapes: flatten(unit, shapes, fp32, fp32),
-            lambda unit=unit, shapes=shapes: flatten(unit, shapes, bf16, fp32, transposed=True),
-            lambda unit=unit, shapes=shapes: update(unit, shapes, copies=False),
-            lambda unit=unit, shapes=shapes: update(unit, shapes, copies=True),
-            lambda unit=unit, shapes=shapes: accumulate(unit, shapes),
+            partial(flatten, unit, shapes, bf16, bf16),
+            partial(flatten, unit, shapes, bf16, fp32),
+            partial(flatten, unit, shapes, fp32, fp32),
+            partial(flatten, unit, shapes, bf16, fp32, transposed=True),
+            partial(update, unit, shapes, copies=False),
+            partial(update, unit, shapes, copies=True),
+            partial(accumulate, unit, shapes),
         ]
     results = []
     for make in contests:
@@ -318,7 +319,7 @@ def main() -> None:
         print(f"{results[-1]['work']:<60} {shares}", flush=True)
         torch.cuda.empty_cache()
     record = {
-        "command": "python bench/kernels.py " + str(arguments.out),
+        "command": "python -m fsdp_compiled.cli.bench.gpu_kernels " + str(arguments.out),
         "hardware": torch.cuda.get_device_name(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "rounds": arguments.rounds,

@@ -1,8 +1,8 @@
 """Rewrites the tables of README.md, docs/ and bench/README.md from bench/results, and draws bench/results/bench.png.
 
-    python bench/tables.py
+    python -m fsdp_compiled.cli.bench.tables
 
-bench/run.py does this after it has measured. A table stands between `<!-- bench: NAME -->` and `<!-- end -->`, where
+`run_all` does this after it has measured. A table stands between `<!-- bench: NAME -->` and `<!-- end -->`, where
 NAME is `headline`, `summary`, `memory`, `goals`, `first-step`, `train`, or a result's. What was not measured, they say.
 """
 
@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_compiled.cli.bench import report
+from fsdp_compiled.cli.bench import RESULTS, report
 from fsdp_compiled.cli.bench.plot import plot
 from fsdp_compiled.cli.bench.rivals import RIVALS
 from fsdp_compiled.cli.bench.summary import Row, ratio, rows
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-DOCUMENTS = (HERE.parent / "README.md", HERE.parent / "docs" / "benchmarks.md", HERE / "README.md")
+ROOT = RESULTS.parents[1]
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "bench" / "README.md")
 PRESETS = ("thin", "small", "large", "llama")
 FIRST_STEPS = ("thin-first-step", "thin-4-first-step")
 BLOCK = re.compile(r"(<!-- bench: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)

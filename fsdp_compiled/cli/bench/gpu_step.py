@@ -1,6 +1,6 @@
 """One training step on one GPU: this package's CUDA graph against PyTorch's own means, as JSON and a plot.
 
-    python bench/gpu_step.py bench/results/gpu --preset thin
+    python -m fsdp_compiled.cli.bench.gpu_step bench/results/gpu --preset thin
 
 Losses first: every rival's first steps are compared with FSDP2's, and one that trains something else is reported as
 wrong, without figures. Then each takes turns with this package's graph, a few steps each, in one process; a ratio is
@@ -139,7 +139,7 @@ def ours(graph: bool, copies: bool | Literal["auto"] = "auto") -> Callable[[Sett
     def build(setting: Setting) -> Step:
         model = setting.model()
         lower = "eager" if setting.tiny else "inductor"
-        graphed = graph if setting.device.type == "cuda" else "auto"
+        graphed: bool | Literal["auto"] = graph if setting.device.type == "cuda" else "auto"
         policy = Policy(precision=setting.precision, lower=lower, cuda_graph=graphed, copies=copies)
         return compile_sharded(model, AdamW(model.parameters(), **ADAMW), loss=loss_of, policy=policy).step
 
@@ -454,13 +454,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a few thousand parameters, on any machine")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available() and not given.tiny:
-        print("bench/gpu_step.py needs a GPU: torch finds none. --tiny runs without.", file=sys.stderr)
+        print("fsdp_compiled.cli.bench.gpu_step needs a GPU: torch finds none. --tiny runs without.", file=sys.stderr)
         return 2
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     setting = Setting(PRESETS[given.preset], device, given.tiny)
     given.out.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {
-        "command": f"python bench/gpu_step.py {given.out} --preset {given.preset}" + " --tiny" * given.tiny,
+        "command": f"python -m fsdp_compiled.cli.bench.gpu_step {given.out} --preset {given.preset}"
+        + " --tiny" * given.tiny,
         "preset": given.preset,
         "batch": list(setting.batches(1)[0].shape),
         "dtype": str(setting.preset.dtype).removeprefix("torch."),
