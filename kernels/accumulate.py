@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from fsdp_compiled.kernels.launch import Launch, count_nonfinite, located, of, pick, triton_dtype
-from fsdp_compiled.kernels.layout import by_dtype, ceil_div, list_group
+from fsdp_compiled.kernels.layout import list_groups
 from fsdp_compiled.kernels.reference import SQUARES, compute_dtype, squares_of
 
 
@@ -74,13 +74,9 @@ def launches(
     scale: torch.Tensor | None = None,
     nonfinite: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """One launch for each pair of dtypes; without ``totals`` the parts are measured."""
-    firsts = [0]
-    for part in parts:
-        firsts.append(firsts[-1] + ceil_div(part.numel(), SQUARES))
+    """One launch for each pair of dtypes, aligned or not; without ``totals`` the parts are measured."""
     found = []
-    for places in by_dtype(totals, parts):
-        group = list_group([parts[i].numel() for i in places], SQUARES, [firsts[i] for i in places])
+    for places, group in list_groups(parts, totals, block=SQUARES, numbered=True):
         first = [tensors[places[0]] for tensors in (totals, parts) if tensors]
         arguments = {
             "totals": tuple(totals[i] for i in places) if totals else None,

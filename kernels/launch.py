@@ -7,11 +7,14 @@ make.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from fsdp_compiled.kernels.layout import PLANS, Group
 
 
 def constants(value: Any) -> Any:
@@ -27,6 +30,12 @@ def constants(value: Any) -> Any:
     return tuple(map(constants, value)) if isinstance(value, tuple) else value
 
 
+@lru_cache(PLANS)
+def group_constants(group: Group) -> Any:
+    """The same of a group, worked out once."""
+    return constants(group)
+
+
 @dataclass(frozen=True)
 class Launch:
     """``arguments``: of the kernel, by name; ``GROUPS`` and ``OPTIONS`` are constants."""
@@ -39,7 +48,9 @@ class Launch:
     @property
     def given(self) -> dict[str, Any]:
         """The arguments as the kernel gets them."""
-        made = {name: constants(self.arguments[name]) for name in ("GROUPS", "OPTIONS") if name in self.arguments}
+        made = {"GROUPS": tuple(map(group_constants, self.arguments["GROUPS"]))}
+        if "OPTIONS" in self.arguments:
+            made["OPTIONS"] = constants(self.arguments["OPTIONS"])
         return self.arguments | made
 
     def run(self, device: torch.device) -> None:

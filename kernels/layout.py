@@ -10,6 +10,8 @@ to stage through host memory, and a captured launch can be replayed. More than `
 
 A kernel finds its piece by a binary search over each piece's first program: a tree of branches on constants, with one
 body of loads and stores behind it.
+
+What is planned depends on the tensors' form alone, so it is planned once and found again by it at every later call.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from functools import lru_cache
+from operator import attrgetter
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -27,6 +31,7 @@ VECTOR = 16  # bytes that a thread loads or stores at once, at addresses that ar
 TILE = 64  # rows and columns that a program transposes: 128 bytes along either of a two-byte type
 MOST = 32  # tensors of a launch
 NARROW = 16  # a transposed matrix with fewer rows or columns is read element by element
+PLANS = 4096  # that are kept
 
 
 @dataclass(frozen=True)
@@ -105,8 +110,24 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % VECTOR == 0
 
 
-Member = tuple[torch.Tensor, int, int, int]  # a source, where it goes, how much it has, how far it fills
+class Form(NamedTuple):
+    """What of a tensor decides how it is read and written."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Form:
+        return Form(tensor.shape, tensor.stride(), tensor.dtype, is_aligned(tensor))
+
+
+Member = tuple[int, int, int, int]  # which source, where it goes, how much it has, how far it fills
 Part = tuple[tuple[Group, ...], tuple[tuple[torch.Tensor, ...], ...], int]
+Planned = tuple[tuple[Group, ...], tuple[tuple[int, ...], ...], int]
+DTYPE = attrgetter("dtype")
+OUT = -1  # no source: the buffer itself, of which nothing is read
 
 
 def flat_groups(
@@ -119,41 +140,55 @@ def flat_groups(
     of one dtype share a group, and with it vector loads; a source whose address or place is not aligned goes to
     another, so that it does not narrow theirs. Others are a group each, compiled for their strides.
     """
-    ends = [offset + source.numel() for source, offset in zip(sources, offsets, strict=True)]
-    known = [*zip(offsets, ends, sources, strict=True), *((*pair, None) for pair in zip(kept[::2], kept[1::2]))]
-    taken = sorted(((start, end, source) for start, end, source in known if end > start), key=lambda one: one[0])
-    bounds = [*(start for start, _, _ in taken), out.numel()]
+    planned = _planned(tuple(map(Form.of, sources)), tuple(offsets), Form.of(out), block, tuple(kept))
+    given = (*sources, out)
+    return [(groups, tuple(tuple(given[i] for i in some) for some in places), n) for groups, places, n in planned]
+
+
+@lru_cache(PLANS)
+def _planned(
+    sources: tuple[Form, ...], offsets: tuple[int, ...], out: Form, block: int, kept: tuple[int, ...]
+) -> list[Planned]:
+    """By launch: groups, the numbers of each one's sources, and how many programs there are."""
+    sizes = [math.prod(source.shape) for source in sources]
+    numel = math.prod(out.shape)
+    ends = [offset + size for size, offset in zip(sizes, offsets, strict=True)]
+    known = [*zip(offsets, ends, range(len(sources)), strict=True)]
+    known += [(*pair, OUT) for pair in zip(kept[::2], kept[1::2], strict=True)]
+    taken = sorted(one for one in known if one[1] > one[0])
+    bounds = [*(start for start, _, _ in taken), numel]
     pieces: dict[object, list[Member]] = {}
 
-    def add(source: torch.Tensor, offset: int, size: int, stop: int, key: object) -> None:
+    def add(place: int, offset: int, size: int, stop: int, alone: bool = False) -> None:
         if stop > offset:
-            aligned = is_aligned(source) and offset * out.element_size() % VECTOR == 0
-            pieces.setdefault((source.dtype, aligned) if key is None else key, []).append((source, offset, size, stop))
+            source = sources[place] if place != OUT else out
+            aligned = source.aligned and offset * out.dtype.itemsize % VECTOR == 0
+            pieces.setdefault(place if alone else (source.dtype, aligned), []).append((place, offset, size, stop))
 
-    add(out, 0, 0, bounds[0], None)  # nothing is read from a source of size 0: `out` stands in for one
-    for index, ((offset, end, source), bound) in enumerate(zip(taken, bounds[1:], strict=True)):
-        if source is None:
-            add(out, end, 0, bound, None)
+    add(OUT, 0, 0, bounds[0])
+    for (offset, end, place), bound in zip(taken, bounds[1:], strict=True):
+        if place == OUT:
+            add(OUT, end, 0, bound)
             continue
-        shape, stride = joined(source.shape, source.stride())
-        plain = stride in ((), (1,))
+        shape, stride = joined(sources[place].shape, sources[place].stride)
         tiled = tile_dim(shape, stride) >= 0
-        add(source, offset, source.numel(), end if tiled else bound, None if plain else index)
+        add(place, offset, sizes[place], end if tiled else bound, alone=stride not in ((), (1,)))
         if tiled:
-            add(out, end, 0, bound, None)
+            add(OUT, end, 0, bound)
     batches: list[list[list[Member]]] = []
     for members in pieces.values():
         for some in in_turns(members):
             if not batches or sum(map(len, batches[-1])) + len(some) > MOST:
                 batches.append([])
             batches[-1].append(some)
-    return [_grouped(batch, block) for batch in batches]
+    return [_grouped(batch, sources, block) for batch in batches]
 
 
-def _grouped(batch: Sequence[Sequence[Member]], block: int) -> Part:
-    groups, tensors, program = [], [], 0
+def _grouped(batch: Sequence[Sequence[Member]], sources: Sequence[Form], block: int) -> Planned:
+    groups, numbers, program = [], [], 0
     for members in batch:
-        shape, stride = joined(members[0][0].shape, members[0][0].stride()) if members[0][2] else ((), ())
+        first, _, size, _ = members[0]
+        shape, stride = joined(sources[first].shape, sources[first].stride) if size else ((), ())
         if stride in ((), (1,)):
             shape, stride = (), ()
         tile = tile_dim(shape, stride)
@@ -167,28 +202,52 @@ def _grouped(batch: Sequence[Sequence[Member]], block: int) -> Part:
             starts.append(program)
         places, sizes, stops = (tuple(member[column] for member in members) for column in (1, 2, 3))
         groups.append(Group(tuple(starts), places, sizes, stops, shape, stride, tile))
-        tensors.append(tuple(source for source, *_ in members))
-    return tuple(groups), tuple(tensors), program
+        numbers.append(tuple(number for number, *_ in members))
+    return tuple(groups), tuple(numbers), program
 
 
-def list_group(sizes: Sequence[int], block: int, offsets: Sequence[int] = ()) -> Group:
-    """The programs of tensors that are read and written in place; ``offsets``: each one's first program's number in
-    what the programs return."""
-    starts = [0]
+def list_groups(
+    *lists: Sequence[torch.Tensor], block: int, most: int = MOST, numbered: bool = False
+) -> list[tuple[tuple[int, ...], Group]]:
+    """Of parallel lists of tensors that are read and written in place, by launch: the places that it works on, not
+    empty, of the same dtypes, no more than ``most``; and its programs.
+
+    A row with an address that is not aligned is not among those whose addresses all are: it would narrow their loads.
+    ``numbered``: whether each program returns something, at its number over all the first list.
+    """
+    present = [tensors for tensors in lists if tensors]
+    dtypes = tuple(tuple(map(DTYPE, tensors)) for tensors in present)
+    aligned = tuple(tuple(map(is_aligned, tensors)) for tensors in present)
+    return _listed(tuple(map(torch.Tensor.numel, present[0])), dtypes, aligned, block, most, numbered)
+
+
+@lru_cache(PLANS)
+def _listed(
+    sizes: tuple[int, ...],
+    dtypes: tuple[tuple[torch.dtype, ...], ...],
+    aligned: tuple[tuple[bool, ...], ...],
+    block: int,
+    most: int,
+    numbered: bool,
+) -> list[tuple[tuple[int, ...], Group]]:
+    alike: dict[object, list[int]] = {}
+    for place, (size, kinds, whole) in enumerate(zip(sizes, zip(*dtypes), zip(*aligned), strict=True)):
+        if size:
+            alike.setdefault((kinds, all(whole)), []).append(place)
+    firsts = [0]
     for size in sizes:
-        starts.append(starts[-1] + ceil_div(size, block))
-    return Group(tuple(starts), tuple(offsets) or tuple(starts[:-1]), tuple(sizes), tuple(sizes))
+        firsts.append(firsts[-1] + ceil_div(size, block))
+    found = []
+    for places in (some for found in alike.values() for some in in_turns(found, most)):
+        own = tuple(sizes[place] for place in places)
+        starts = [0]
+        for size in own:
+            starts.append(starts[-1] + ceil_div(size, block))
+        offsets = tuple(firsts[place] for place in places) if numbered else tuple(starts[:-1])
+        found.append((tuple(places), Group(tuple(starts), offsets, own, own)))
+    return found
 
 
-def by_dtype(*lists: Sequence[torch.Tensor]) -> list[list[int]]:
-    """The places in parallel lists that one launch can work on: not empty, of the same dtypes, no more than `MOST`."""
-    found: dict[tuple[torch.dtype, ...], list[int]] = {}
-    for index, row in enumerate(zip(*(tensors for tensors in lists if tensors), strict=True)):
-        if row[0].numel():
-            found.setdefault(tuple(tensor.dtype for tensor in row), []).append(index)
-    return [some for places in found.values() for some in in_turns(places)]
-
-
-def in_turns(items: list[T]) -> list[list[T]]:
-    """No more than `MOST` at a time."""
-    return [items[begin : begin + MOST] for begin in range(0, len(items), MOST)]
+def in_turns(items: list[T], most: int = MOST) -> list[list[T]]:
+    """No more than ``most`` at a time."""
+    return [items[begin : begin + most] for begin in range(0, len(items), most)]

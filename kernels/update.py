@@ -8,7 +8,13 @@
     copy = parameter.to(bfloat16)
 
 The formulas are those of `torch.optim`'s fused kernels, in float32 (float64 where the parameter is). Clipping's factor,
-rates, the step count, and whether the step is skipped (it overflowed), are read from 0-d tensors on the device.
+rates, the step count, and whether the step is skipped (it overflowed), are read from 0-d tensors on the device, after
+the shards' elements are asked for: so the two waits are one. An element of Adam's is one division: the correction of
+the second moment, which divides each root in the formula, multiplies the rate and ``eps`` instead.
+
+A launch works on eight tensors at most, in blocks of eight warps. Each address that a program may need is a register
+while it searches for its own; with 32 tensors in five lists that were 109 of them, and 16 warps on a multiprocessor
+(sm_90) in the place of 48.
 """
 
 from __future__ import annotations
@@ -21,11 +27,13 @@ import triton
 import triton.language as tl
 
 from fsdp_compiled.kernels.launch import Launch, located, of, pick, triton_dtype
-from fsdp_compiled.kernels.layout import by_dtype, list_group
+from fsdp_compiled.kernels.layout import list_groups
 from fsdp_compiled.kernels.options import SGD, Adam
 from fsdp_compiled.kernels.reference import compute_dtype
 
 BLOCK = 1024
+WARPS = 8
+TENSORS = 8  # of a launch
 
 
 @triton.jit
@@ -50,16 +58,32 @@ def ratio(x, y, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _gradient(pointers, inside, factor, MAXIMIZE: tl.constexpr, COMPUTE: tl.constexpr):
-    values = tl.load(pointers, mask=inside).to(COMPUTE)
+def number(pointer):
+    """What a 0-d tensor holds; None of none."""
+    return tl.load(pointer) if pointer is not None else None
+
+
+@triton.jit
+def _gradient(values, factor, MAXIMIZE: tl.constexpr, COMPUTE: tl.constexpr):
     if factor is not None:
-        values = values * tl.load(factor).to(COMPUTE)
+        values = values * factor.to(COMPUTE)
     return -values if MAXIMIZE else values
 
 
 @triton.jit
 def _store(pointers, values, inside):
     tl.store(pointers, values.to(pointers.dtype.scalar.element_ty), mask=inside)
+
+
+@triton.jit
+def writable(inside, skipped):
+    """What of ``inside`` is written: all of it, unless the step is skipped. As a mask, since code behind a branch would
+    take the loads with it, and they would wait for the branch."""
+    if skipped is None:
+        return inside
+    else:
+        made = (skipped > 0) == 0
+        return made if inside is None else inside & made
 
 
 @triton.constexpr_function
@@ -80,41 +104,50 @@ def _adam(
     step,
     factor,
     scheduled,
+    skipped,
     OPTIONS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     DECAY: tl.constexpr = get(OPTIONS, "weight_decay")
+    value = tl.load(parameter, mask=inside).to(COMPUTE)
+    slope = tl.load(gradient, mask=inside).to(COMPUTE)
+    mean = tl.load(average, mask=inside).to(COMPUTE)
+    energy = tl.load(square, mask=inside).to(COMPUTE)
+    most = energy
+    if largest is not None:
+        most = tl.load(largest, mask=inside).to(COMPUTE)
     rate = tl.load(lr).to(COMPUTE)
     count = tl.load(step).to(COMPUTE)
+    factor, scheduled, skipped = number(factor), number(scheduled), number(skipped)
     fresh1 = tl.full((), get(OPTIONS, "fresh1"), COMPUTE)
     log_beta1 = tl.full((), get(OPTIONS, "log_beta1"), COMPUTE)
     log_beta2 = tl.full((), get(OPTIONS, "log_beta2"), COMPUTE)
     if scheduled is not None:
-        fresh1 = (1 - tl.load(scheduled)).to(COMPUTE)
-        log_beta1 = tl.log(tl.load(scheduled)).to(COMPUTE)
-    correction1 = one_minus_exp(count * log_beta1, COMPUTE)
-    correction2 = root(one_minus_exp(count * log_beta2, COMPUTE), COMPUTE)
-    value = tl.load(parameter, mask=inside).to(COMPUTE)
-    slope = _gradient(gradient, inside, factor, get(OPTIONS, "maximize"), COMPUTE)
+        fresh1 = (1 - scheduled).to(COMPUTE)
+        log_beta1 = tl.log(scheduled).to(COMPUTE)
+    slope = _gradient(slope, factor, get(OPTIONS, "maximize"), COMPUTE)
     if DECAY != 0:
         if get(OPTIONS, "decoupled"):
             value -= rate * DECAY * value
         else:
             slope += DECAY * value
-    mean = tl.load(average, mask=inside).to(COMPUTE)
     mean += fresh1 * (slope - mean)
-    energy = tl.load(square, mask=inside).to(COMPUTE)
     energy = get(OPTIONS, "beta2") * energy + get(OPTIONS, "fresh2") * (slope * slope)
-    _store(average, mean, inside)
-    _store(square, energy, inside)
+    written = writable(inside, skipped)
+    _store(average, mean, written)
+    _store(square, energy, written)
     if largest is not None:
-        energy = tl.maximum(tl.load(largest, mask=inside).to(COMPUTE), energy, propagate_nan=tl.PropagateNan.ALL)
-        _store(largest, energy, inside)
-    below = ratio(root(energy, COMPUTE), correction2, COMPUTE) + get(OPTIONS, "eps")
-    value -= ratio(ratio(rate, correction1, COMPUTE) * mean, below, COMPUTE)
-    _store(parameter, value, inside)
+        most = tl.maximum(most, energy, propagate_nan=tl.PropagateNan.ALL)
+        _store(largest, most, written)
+    else:
+        most = energy
+    correction1 = one_minus_exp(count * log_beta1, COMPUTE)
+    correction2 = root(one_minus_exp(count * log_beta2, COMPUTE), COMPUTE)
+    below = root(most, COMPUTE) + get(OPTIONS, "eps") * correction2
+    value -= ratio(ratio(rate, correction1, COMPUTE) * correction2 * mean, below, COMPUTE)
+    _store(parameter, value, written)
     if copy is not None:
-        _store(copy, value.to(parameter.dtype.scalar.element_ty), inside)
+        _store(copy, value.to(parameter.dtype.scalar.element_ty), written)
 
 
 @triton.jit
@@ -135,9 +168,6 @@ def _adam_kernel(
     BLOCK: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    if skipped is not None:
-        if tl.load(skipped) > 0:
-            return
     program = tl.program_id(0)
     STARTS: tl.constexpr = of(GROUPS, 0, "starts")
     begin, _, size, _ = located(GROUPS, 0, program, BLOCK)
@@ -154,9 +184,9 @@ def _adam_kernel(
     if copies is not None:
         c = pick(copies, STARTS, program, 0, COUNT) + places
     if begin + BLOCK <= size:
-        _adam(p, g, a, s, m, c, None, lr, step, factor, scheduled, OPTIONS, COMPUTE)
+        _adam(p, g, a, s, m, c, None, lr, step, factor, scheduled, skipped, OPTIONS, COMPUTE)
     else:
-        _adam(p, g, a, s, m, c, places < size, lr, step, factor, scheduled, OPTIONS, COMPUTE)
+        _adam(p, g, a, s, m, c, places < size, lr, step, factor, scheduled, skipped, OPTIONS, COMPUTE)
 
 
 @triton.jit
@@ -170,31 +200,40 @@ def _sgd(
     undamped,
     factor,
     scheduled,
+    skipped,
     OPTIONS: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     DECAY: tl.constexpr = get(OPTIONS, "weight_decay")
     value = tl.load(parameter, mask=inside).to(COMPUTE)
-    slope = _gradient(gradient, inside, factor, get(OPTIONS, "maximize"), COMPUTE)
+    slope = tl.load(gradient, mask=inside).to(COMPUTE)
+    velocity = slope
+    if buffer is not None:
+        velocity = tl.load(buffer, mask=inside).to(COMPUTE)
+    rate = tl.load(lr).to(COMPUTE)
+    undamped, factor, scheduled, skipped = number(undamped), number(factor), number(scheduled), number(skipped)
+    slope = _gradient(slope, factor, get(OPTIONS, "maximize"), COMPUTE)
     if DECAY != 0:
         slope += DECAY * value
     if buffer is not None:
         keep = tl.full((), get(OPTIONS, "momentum"), COMPUTE)
         if scheduled is not None:
-            keep = tl.load(scheduled).to(COMPUTE)
+            keep = scheduled.to(COMPUTE)
         damp = tl.full((), get(OPTIONS, "dampening"), COMPUTE)
         if undamped is not None:
-            damp *= 1 - tl.load(undamped).to(COMPUTE)
-        velocity = keep * tl.load(buffer, mask=inside).to(COMPUTE) + (1 - damp) * slope
-        _store(buffer, velocity, inside)
+            damp *= 1 - undamped.to(COMPUTE)
+        velocity = keep * velocity + (1 - damp) * slope
         if get(OPTIONS, "nesterov"):
             slope += keep * velocity
         else:
             slope = velocity
-    value -= tl.load(lr).to(COMPUTE) * slope
-    _store(parameter, value, inside)
+    value -= rate * slope
+    written = writable(inside, skipped)
+    if buffer is not None:
+        _store(buffer, velocity, written)
+    _store(parameter, value, written)
     if copy is not None:
-        _store(copy, value.to(parameter.dtype.scalar.element_ty), inside)
+        _store(copy, value.to(parameter.dtype.scalar.element_ty), written)
 
 
 @triton.jit
@@ -213,9 +252,6 @@ def _sgd_kernel(
     BLOCK: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    if skipped is not None:
-        if tl.load(skipped) > 0:
-            return
     program = tl.program_id(0)
     STARTS: tl.constexpr = of(GROUPS, 0, "starts")
     begin, _, size, _ = located(GROUPS, 0, program, BLOCK)
@@ -230,27 +266,25 @@ def _sgd_kernel(
     if copies is not None:
         c = pick(copies, STARTS, program, 0, COUNT) + places
     if begin + BLOCK <= size:
-        _sgd(p, g, b, c, None, lr, undamped, factor, scheduled, OPTIONS, COMPUTE)
+        _sgd(p, g, b, c, None, lr, undamped, factor, scheduled, skipped, OPTIONS, COMPUTE)
     else:
-        _sgd(p, g, b, c, places < size, lr, undamped, factor, scheduled, OPTIONS, COMPUTE)
+        _sgd(p, g, b, c, places < size, lr, undamped, factor, scheduled, skipped, OPTIONS, COMPUTE)
 
 
 def _launches(
     kernel: Any, lists: Mapping[str, Sequence[torch.Tensor]], scalars: Mapping[str, Any], options: Any
 ) -> list[Launch]:
-    """One launch for each set of dtypes; a list that is empty is not there."""
+    """One launch for each `TENSORS` of a set of dtypes; a list that is empty is not there."""
     found = []
-    for places in by_dtype(*lists.values()):
-        parameters = [lists["parameters"][i] for i in places]
-        group = list_group([parameter.numel() for parameter in parameters], BLOCK)
+    for places, group in list_groups(*lists.values(), block=BLOCK, most=TENSORS):
         chosen = {name: tuple(tensors[i] for i in places) if tensors else None for name, tensors in lists.items()}
         constants = {
             "GROUPS": (group,),
             "OPTIONS": options,
             "BLOCK": BLOCK,
-            "COMPUTE": triton_dtype(compute_dtype(parameters[0])),
+            "COMPUTE": triton_dtype(compute_dtype(lists["parameters"][places[0]])),
         }
-        found.append(Launch(kernel, group.starts[-1], {**chosen, **scalars, **constants}))
+        found.append(Launch(kernel, group.starts[-1], {**chosen, **scalars, **constants}, WARPS))
     return found
 
 

@@ -224,10 +224,12 @@ def compare_update(
     undamped: float | None = None,
     buffers: bool = True,
     skipped: float | None = None,
+    odd: int = 0,
     seed: int = 0,
     rounds: bool = True,
 ) -> list[torch.Tensor]:
-    """Runs one update by the kernel and by its reference; returns the kernel's parameters."""
+    """Runs one update by the kernel and by its reference; returns the kernel's parameters. Each ``odd``-th parameter
+    begins at an address that is not aligned."""
     generator = torch.Generator().manual_seed(seed)
 
     def one(positive: bool = False) -> list[torch.Tensor]:
@@ -248,6 +250,8 @@ def compare_update(
     results = []
     for module in (update, reference):
         own = [[tensor.clone() for tensor in tensors] for tensors in lists]
+        for place in range(0, len(lengths), odd or len(lengths) + 1)[1:]:
+            own[0][place] = torch.cat([own[0][place][:1], own[0][place]])[1:]
         own.append([inner if module is update else inner.clone() for inner, _ in copies])
         getattr(module, kind.__name__.lower())(*own, *scalars, options=options)
         results.append(own)

@@ -68,18 +68,30 @@ def _measure(dtype: torch.dtype) -> Launch:
     return launch
 
 
-def _adam(copies: bool) -> Launch:
-    lists = [_shards() for _ in range(4)]
-    (launch,) = update.adam_launches(
-        *lists,
+def _adam(copies: bool, count: int = 3, skipped: bool = False) -> Launch:
+    """The first launch for so many shards."""
+    launches = _adams(copies, count, skipped)
+    assert len(launches) == -(-count // update.TENSORS)
+    return launches[0]
+
+
+def _adams(copies: bool, count: int, skipped: bool = False) -> list[Launch]:
+    def shards(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        return [_tensor(7_077_888 + 1024 * index, dtype=dtype) for index in range(count - 1)] + [
+            _tensor(1037, dtype=dtype)
+        ]
+
+    return update.adam_launches(
+        *[shards() for _ in range(4)],
         [],
-        _shards(torch.bfloat16) if copies else [],
+        shards(torch.bfloat16) if copies else [],
         _tensor(dtype=torch.float64),
         _tensor(),
         _tensor(),
+        None,
+        _tensor() if skipped else None,
         options=ADAMW,
     )
-    return launch
 
 
 def _sgd() -> Launch:
@@ -99,6 +111,8 @@ CASES: dict[str, tuple[Any, int, int]] = {
     "measure float32": (lambda: _measure(FP32), 4 * SQUARES, 0),
     "adamw": (lambda: _adam(False), 16 * update.BLOCK, 12 * update.BLOCK),
     "adamw with bfloat16 copy": (lambda: _adam(True), 16 * update.BLOCK, 14 * update.BLOCK),
+    "adamw, 32 shards": (lambda: _adam(False, 32), 16 * update.BLOCK, 12 * update.BLOCK),
+    "adamw with bfloat16 copy, 32 shards": (lambda: _adam(True, 32, True), 16 * update.BLOCK, 14 * update.BLOCK),
     "sgd": (_sgd, 12 * update.BLOCK, 8 * update.BLOCK),
 }
 
@@ -109,6 +123,16 @@ class Compiled:
     spilled: bool
     wide_loads: int  # 128-bit instructions
     wide_stores: int
+    shared: int  # bytes of shared memory
+    loads: tuple[str, ...]  # the instructions, in order
+    reciprocals: int  # instructions that a division begins with
+    bodies: int  # how often the block's code is there: for a whole one, and for the end of a tensor
+
+    def blocks(self, warps: int) -> int:
+        """How many a multiprocessor of sm_80 to sm_100 works on: it has 65,536 registers, given out by the warp in
+        portions of 256, and room for 64 warps."""
+        each = -(-self.registers * THREADS // 256) * 256
+        return min(65_536 // (each * warps), 64 // warps)
 
 
 class _StandIn:
@@ -149,6 +173,10 @@ def _read(cubin: bytes) -> Compiled:
         spilled=bool(int(local) or int(stack) or re.search(r"\b(LDL|STL)\b", code)),
         wide_loads=len(re.findall(r"\bLDG\S*\.128\b", code)),
         wide_stores=len(re.findall(r"\bSTG\S*\.128\b", code)),
+        shared=int(re.findall(r"SHARED:(\d+)", usage)[0]),
+        loads=tuple(re.findall(r"\bLDG\S*", code)),
+        reciprocals=len(re.findall(r"\bMUFU\.RCP\b", code)),
+        bodies=len(re.findall(r"\bMUFU\.EX2\b", code)) // 2,
     )
 
 
@@ -187,6 +215,40 @@ def test_it_compiles_to_wide_accesses_without_spills(name: str, architecture: in
         assert found.registers == record["registers"][name][f"sm_{architecture}"]
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("copies", [False, True])
+def test_adamw_over_32_shards_keeps_the_memory_busy(copies: bool, architecture: int) -> None:
+    """48 of a multiprocessor's 64 warps or more, each with four loads of 16 bytes a thread on their way; an element is
+    divided once. Of one launch for all 32, in blocks of four warps: 109 registers, 16 warps."""
+    launch = _adam(copies, 32, skipped=True)
+    found = compiled(launch, architecture)
+    assert found.blocks(launch.warps) * launch.warps >= 48
+    assert found.shared == 0
+    elements = update.BLOCK // (launch.warps * THREADS)
+    assert found.reciprocals <= found.bodies * (elements + 1) + 1, "and one for the rate, and a subroutine's"
+    scalars = 4  # rate, step, factor, skipped
+    first = found.loads[: 4 + scalars]
+    assert sum("128" in load for load in first) == 4, f"all are asked for before any is waited for: {first}"
+
+
+def test_one_launch_for_32_shards_would_not() -> None:
+    """The control: the form that this one took the place of."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(update, "TENSORS", MOST)
+        patch.setattr(update, "WARPS", 4)
+        (launch,) = _adams(True, 32)
+    assert compiled(launch, 90).blocks(4) * 4 < 32
+
+
+def test_a_row_with_an_odd_address_does_not_narrow_the_others() -> None:
+    lists = [[torch.empty(4097)[1:], *(torch.empty(4096) for _ in range(2))], *([torch.empty(4096)] * 3,) * 3]
+    whole, odd = update.adam_launches(*lists, [], [], _tensor(), _tensor(), options=ADAMW)[::-1]
+    assert [len(launch.arguments["parameters"]) for launch in (whole, odd)] == [2, 1]
+    assert not problems("adamw", compiled(whole, 90))
+    whole, odd = accumulate.launches(lists[0], lists[1], _tensor(3), None, None)[::-1]
+    assert compiled(whole, 90).wide_loads > compiled(odd, 90).wide_loads
+
+
 def test_narrow_accesses_are_noticed() -> None:
     """Addresses that are no multiple of 16 bytes; the memory is never touched."""
     lists = [[torch.empty(9_437_185)[1:]] for _ in range(4)]
@@ -199,6 +261,19 @@ def test_narrow_accesses_are_noticed() -> None:
 def test_spills_are_noticed() -> None:
     name = "flatten float32"
     assert problems(name, compiled(CASES[name][0](), 90, maxnreg=24)) == ["registers are spilled"]
+
+
+def test_what_a_call_works_on_is_planned_once() -> None:
+    """Later calls on tensors of the same form find the plan; of another form, dtype or alignment, they do not."""
+    launch, again, other = (_flatten(*dtypes) for dtypes in ((BF16, FP32), (BF16, FP32), (FP32, FP32)))
+    assert launch.arguments["GROUPS"] is again.arguments["GROUPS"] is not other.arguments["GROUPS"]
+    first, second = (_adam(True).arguments["GROUPS"][0] for _ in range(2))
+    assert first is second
+    places = [torch.empty(4097)[:-1], torch.empty(4097)[1:]]
+    even, odd = (accumulate.launches((), [place], _tensor(1))[0].arguments["GROUPS"][0] for place in places)
+    assert even is not odd
+    two, three = (flatten.launches(torch.empty(64), [torch.empty(8)], [at])[0].arguments["GROUPS"] for at in (0, 16))
+    assert two != three
 
 
 def test_one_odd_address_does_not_narrow_the_others() -> None:
@@ -221,7 +296,7 @@ def test_many_tensors_are_launches_that_each_compile_well(kind: str) -> None:
             sources[:MOST] = [source.t() for source in sources[:MOST]]
         launches = flatten.launches(_tensor(16_384 * many), sources, [16_384 * index for index in range(many)])
         assert sum(len(group.sizes) for launch in launches for group in launch.arguments["GROUPS"]) == many
-    assert len(launches) == 4
+    assert len(launches) == (-(-many // update.TENSORS) if kind == "adam" else 4)
     for launch in launches[:1]:
         found = compiled(launch, 90)
         assert not found.spilled and found.registers <= REGISTERS and found.wide_loads

@@ -64,6 +64,11 @@ def test_adam(dtype: torch.dtype, step: int) -> None:
         compare_update(Adam, ADAM, [1, 0, 1037, 100_000], dtype, factor=0.5, device="cuda", step=step, **given)
 
 
+def test_adam_with_copies_over_32_shards() -> None:
+    lengths = [100_000 + 1037 * index for index in range(32)]
+    compare_update(Adam, ADAM, lengths, torch.float32, torch.bfloat16, 0.5, "cuda", skipped=0.0, odd=7)
+
+
 @pytest.mark.parametrize("buffers", [True, False])
 def test_sgd(buffers: bool) -> None:
     numbers, lengths = MOMENTUM | {"nesterov": True}, [1, 0, 1037, 100_000]

@@ -82,6 +82,15 @@ def test_lists_of_more_than_a_launch_holds() -> None:
     compare_update(Adam, ADAM, lengths, torch.float32, None, 0.5, "cpu", rounds=False)
 
 
+@pytest.mark.parametrize("kind", [Adam, SGD])
+def test_an_update_with_copies_over_32_shards(kind: type[Any]) -> None:
+    """The default form at scale: several launches, some rows at addresses that are not aligned."""
+    lengths = [1 + 211 * index % 3000 for index in range(32)]
+    numbers = ADAM if kind is Adam else MOMENTUM
+    for skipped in (None, 0.0, 2.0):
+        compare_update(kind, numbers, lengths, torch.float32, torch.float16, 0.5, "cpu", skipped=skipped, odd=5)
+
+
 def test_a_gradient_read_in_the_wrong_order_is_noticed() -> None:
     unit = [Gradient((64, 64), "permuted", torch.float32, 0)]
     with pytest.raises(AssertionError):

@@ -195,13 +195,15 @@ def flatten(
     return contest
 
 
-def update(unit: str, shapes: Sequence[tuple[int, ...]], copies: bool) -> Contest:
-    """AdamW on a rank's shard, clipped, float32; ``copies``: with the next step's bfloat16 copy."""
+def update(unit: str, shapes: Sequence[tuple[int, ...]], copies: bool, shards: int = 1) -> Contest:
+    """AdamW on a rank's ``shards``, clipped, float32; ``copies``: with the next step's bfloat16 copy."""
     numel = sum(torch.Size(shape).numel() for shape in shapes)
+    numel -= numel % (8 * shards)
     start = [torch.randn(numel, device="cuda") for _ in range(3)] + [torch.rand(numel, device="cuda")]
     rate, factor = torch.tensor(1e-3, dtype=torch.float64, device="cuda"), torch.tensor(0.5, device="cuda")
     nbytes = numel * (4 * 4 + 3 * 4 + (2 if copies else 0))
-    contest = Contest(f"AdamW and clipping, {unit}" + (", with a bfloat16 copy" if copies else ""), nbytes)
+    label = (f", {shards} shards" if shards > 1 else "") + (", with a bfloat16 copy" if copies else "")
+    contest = Contest(f"AdamW and clipping, {unit}{label}", nbytes)
     expected = [tensor.clone() for tensor in start]
     p, g, m, s = ([tensor] for tensor in expected)
     reference.adam(p, g, m, s, [], [], rate, torch.tensor(5.0, device="cuda"), factor, options=OPTIONS)
@@ -218,9 +220,10 @@ def update(unit: str, shapes: Sequence[tuple[int, ...]], copies: bool) -> Contes
 
     def ours(own: list[torch.Tensor]) -> tuple[Run, list[torch.Tensor]]:
         copy = [torch.full((numel,), float("nan"), dtype=torch.bfloat16, device="cuda")] if copies else []
-        lists = [[tensor] for tensor in own]
+        lists = [list(tensor.chunk(shards)) for tensor in own]
+        parts = list(copy[0].chunk(shards)) if copies else []
         step = torch.tensor(5.0, device="cuda")
-        return lambda: operators.adam_(*lists, [], copy, rate, step, factor, **NUMBERS), [own[0], *copy]
+        return lambda: operators.adam_(*lists, [], parts, rate, step, factor, **NUMBERS), [own[0], *copy]
 
     def torch_fused(own: list[torch.Tensor]) -> tuple[Run, list[torch.Tensor]]:
         parameter = torch.nn.Parameter(own[0])
@@ -311,6 +314,7 @@ def main() -> None:
             partial(update, unit, shapes, copies=True),
             partial(accumulate, unit, shapes),
         ]
+    contests.append(lambda: update("eight blocks of GPT-2", BLOCK * 8, copies=True, shards=32))
     results = []
     for make in contests:
         torch.manual_seed(0)
