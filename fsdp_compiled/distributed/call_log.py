@@ -15,13 +15,14 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch.distributed as dist
 
-from fsdp_compiled.distributed.call_store import CLOSED, JOIN, REFUSED, Board, Posted, different, times
-from fsdp_compiled.distributed.mesh import Mesh, RankError, backends, close, exchange
+from fsdp_compiled.distributed.call_store import ABSENT, CLOSED, JOIN, REFUSED, Board, Posted, different, times
+from fsdp_compiled.distributed.mesh import Mesh, RankError, backends, close, exchange, timeout
+from fsdp_compiled.distributed.vanished import vanished
 from fsdp_compiled.distributed.watchdog import Watch
 
 DEVICE_ASSERT = "device-side assert"
@@ -30,7 +31,11 @@ LOST_DEVICE = (
     "the last checkpoint."
 )
 log = logging.getLogger("fsdp_compiled")
-LOST = ("closed by peer", "reset by peer", "Broken pipe", "Timed out", "remote process has terminated")
+NO_STORE = (
+    "The store at which ranks meet is gone: torchrun's agent that holds it has ended, or, without torchrun, rank 0 has"
+)
+TIMEOUT = "Timed out"
+LOST = ("closed by peer", "reset by peer", "Broken pipe", TIMEOUT, "remote process has terminated")
 
 
 class Calls:
@@ -52,6 +57,7 @@ class Calls:
             store = dist.PrefixStore(f"fsdp_compiled/{exchange(uuid.uuid4().hex, mesh)[0]}", store)
             self.board = Board(store, mesh.rank, mesh.world)
             self.watch = Watch(self.board, cuts=set(backends(mesh).values()) == {"gloo"})
+            self.watch.start()
             weakref.finalize(self, self.watch.stop)
             atexit.register(_finish, self.board, self._made, self.watch)
 
@@ -71,14 +77,19 @@ class Calls:
         self._made[0] += 1
         if self.board is not None:
             call = Posted(self.count, wire, label, self.rates)
-            self.board.post(call)
+            try:
+                self.board.post(call)
+            except (RuntimeError, dist.DistError) as error:
+                message = f"{NO_STORE} ({error}).\n{CLOSED}"
+                self.leave(message)
+                raise RankError(message) from error
             if self.watch is not None:
                 self.watch.begin(call)
 
     def returned(self) -> None:
         """The call is over. A GPU may still be at it, and is watched until the next."""
-        if self.watch is not None and self._waits:
-            self.watch.end()
+        if self.watch is not None:
+            self.watch.end(self._waits)
 
     def meet(self, label: str) -> None:
         """Returns when every rank has posted this call with this label; raises `RankError` where one has another."""
@@ -102,7 +113,10 @@ class Calls:
     def refuse(self, reason: str) -> None:
         """Returns where every rank refuses its call for this reason; else raises `RankError`, as on the others."""
         self.post(REFUSED + reason)
-        self.meet(REFUSED + reason)
+        try:
+            self.meet(REFUSED + reason)
+        finally:
+            self.returned()
 
     def tell(self, error: str) -> None:
         """Tells the others that this call failed here; `told` is what they hear."""
@@ -132,7 +146,8 @@ class Calls:
         self.leave(message)
 
     def _wait_for(self, board: Board, rank: int) -> Posted:
-        """What the rank posted for this call, or that it ended before."""
+        """What the rank posted for this call, or that it ended before, or did not come in time."""
+        until = time.monotonic() + timeout(self.mesh)
         while True:
             posted = board.read(rank, self.count)
             if posted.number >= self.count:
@@ -142,6 +157,8 @@ class Calls:
             if (message := board.error()) is not None:  # from a call before this one, which that rank will not survive
                 self.leave(message)
                 raise RankError(message)
+            if time.monotonic() > until:
+                return Posted(self.count, "", f"{ABSENT} after {times(board.newest(rank))}")
             time.sleep(0.005)
 
     def reason(self, error: Exception) -> str | None:
@@ -152,10 +169,14 @@ class Calls:
         try:
             message = self.board.error()
             if message is None:
-                found = [self._now(self.board, rank, lost) for rank in range(self.mesh.world)]
-                if len(set(found)) == 1:
+                late = TIMEOUT in str(error)
+                found = [self._now(self.board, rank, lost, late) for rank in range(self.mesh.world)]
+                if len(set(found)) > 1:
+                    message = f"{different(found)}\n{CLOSED}"
+                elif lost and (gone := vanished(self.board, str(error))):
+                    message = self._without(self.board, gone)
+                else:
                     return None
-                message = f"{different(found)}\n{CLOSED}"
                 self.board.fail(message)
         except (RuntimeError, dist.DistError):  # the store went with the rank that held it
             return f"Rank 0 is gone, while this rank makes its {_th(self.count)} call. {JOIN}" if lost else None
@@ -174,12 +195,22 @@ class Calls:
         self.closed = found or self.closed  # without an end of the process group: NCCL would wait for the lost GPU
         return found
 
-    def _now(self, board: Board, rank: int, lost: bool) -> str:
+    def _without(self, board: Board, gone: Sequence[int]) -> str:
+        """The sentence for ranks that ended in the same call."""
+        names = ", ".join(board.name(rank) for rank in gone)
+        verb = "is" if len(gone) == 1 else "are"
+        call = board.read(self.mesh.rank, self.count).label
+        where = f"in or after its {_th(self.count)} call, {call}" if self.count else "before its first call"
+        return f"{names} {verb} gone: the connection broke {where}, as rank {self.mesh.rank} sees it.\n{CLOSED}"
+
+    def _now(self, board: Board, rank: int, lost: bool, late: bool) -> str:
         posted = board.read(rank, self.count)
         if posted.number == self.count:
             return posted.label
         if not lost or posted.number > self.count:  # it may be slow, or ahead: that made no call fail
             return board.read(self.mesh.rank, self.count).label
+        if late and board.ended(rank) is None:
+            return f"{ABSENT} after {times(board.newest(rank))}"
         return f"gone after {times(board.newest(rank))}"
 
     def leave(self, reason: str) -> None:

@@ -10,12 +10,15 @@ wait for each other forever.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 REFUSED = "refused: "
+ABSENT = "still absent"
 CURE = (
     "Give every rank a batch of the same shapes and dtypes in every call (drop or pad the last one), and the same "
     "learning rate."
@@ -24,6 +27,10 @@ SAME = "Make the same calls in the same order on every rank, those that only eva
 JOIN = (
     "Give every rank as many batches (DistributedSampler pads), or train inside `with sharded.join():`, where a rank "
     "that has run out goes on with weight zero."
+)
+HANGS = (
+    "It hangs, or does something between its calls that takes longer than the process group's timeout: look where it "
+    "is (py-spy dump --pid), or give more time: dist.init_process_group(..., timeout=...)."
 )
 CLOSED = (
     "No rank goes on: the process group was ended (dist.destroy_process_group, whoever started it), and this Sharded "
@@ -86,6 +93,23 @@ class Board:
         """Says that this process ends, and after how many calls."""
         self.set(f"{self.rank}/ended", str(made))
 
+    def beat(self, count: int) -> None:
+        """A sign of life; another count each time."""
+        self.set(f"{self.rank}/alive", str(count))
+
+    def pulse(self, rank: int) -> str | None:
+        """The rank's last sign of life."""
+        return self.get(f"{rank}/alive")
+
+    def introduce(self) -> None:
+        """Says where this rank runs, for messages."""
+        self.set(f"{self.rank}/place", f"process {os.getpid()} on {socket.gethostname()}")
+
+    def name(self, rank: int) -> str:
+        """``Rank 3 (process 812 on node-1)``"""
+        place = self.get(f"{rank}/place")
+        return f"Rank {rank} ({place})" if place else f"Rank {rank}"
+
     def error(self) -> str | None:
         """Why ranks are leaving, once one knows it."""
         return self.get("error")
@@ -125,6 +149,8 @@ def different(labels: Sequence[str]) -> str:
         return "\n".join(["A rank refused its call, so nothing was updated:", *lines])
     if any(label.startswith("gone") for label in labels):
         return "\n".join(["A rank is gone, so nothing was updated:", *lines, JOIN])
+    if any(label.startswith(ABSENT) for label in labels):
+        return "\n".join(["A rank did not come in time, so nothing was updated:", *lines, HANGS])
     if len({label.split(" ")[0] for label in labels}) > 1:
         return "\n".join(["The ranks made different calls, so nothing was updated:", *lines, SAME])
     return "\n".join(["The ranks called with different batches or rates, so nothing was updated:", *lines, CURE])

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_compiled.distributed import rendezvous
+
 REGISTER = ("NCCL_GRAPH_REGISTER", "0")
 SETTLED = 0.05  # seconds in which a thread frees what it holds, on a machine however busy
 
@@ -63,12 +65,17 @@ def join(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh:
         return Mesh(device or _default_device())
     if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         device = _default_device()
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = {}
+        if rendezvous.outlives_restarts():
+            store = {"store": rendezvous.own_store(rank, world), "rank": rank, "world_size": world}
         if device.type == "cuda":
             torch.cuda.set_device(device)
             os.environ.setdefault(*REGISTER)
-            dist.init_process_group("nccl", device_id=device)  # connects now, and knows its GPU in every call
+            # Connects now, and knows its GPU in every call.
+            dist.init_process_group("nccl", device_id=device, **store)
         else:
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", **store)
         atexit.register(close)
     if not dist.is_initialized():
         return Mesh(device or _default_device())
@@ -172,6 +179,14 @@ def backends(mesh: Mesh) -> dict[str, str]:
     """Who carries out collectives along each axis, for tensors on the mesh's device: ``"nccl"``, ``"gloo"``."""
     resolve = dist.distributed_c10d._resolve_process_group
     return {axis: resolve(name)._get_backend(mesh.device).name() for axis, name in mesh.groups.items()}
+
+
+def timeout(mesh: Mesh) -> float:
+    """Seconds that a rank waits for others in a collective, as the process group was started with."""
+    group = dist.group.WORLD
+    options = getattr(group._get_backend(mesh.device), "options", None) if group is not None else None
+    found = getattr(options, "_timeout", None)
+    return found.total_seconds() if found is not None else 1800.0
 
 
 def _from_device_mesh(mesh: DeviceMesh) -> Mesh:

@@ -4,9 +4,15 @@
     rank 1: call 7, forward   gather  gather                          is done, and does something else
 
 Nobody fails here: both calls were compiled before, so neither rank met the other. But both are on the board. A thread
-that sleeps beside the rank looks there once a call has lasted longer than `PATIENCE`. Where another rank posted the
-same call with another wire, their collectives can never pair up; that is the only reason to act. A rank that is late,
-slow or gone has posted the same or nothing, and is waited for as before.
+that sleeps beside the rank looks there once a call has lasted longer than `PATIENCE`. There are three reasons to act:
+
+- another rank posted the same call with another wire: their collectives can never pair up;
+- the next rank gives no sign of life any more (each rank's thread gives one every `BEAT` seconds): its process hangs
+  as a whole or was stopped, or its machine is lost;
+- the connections to the next rank are closed: its process has ended, while this rank waits for it elsewhere.
+
+Each rank looks after the next one, so that somebody sees it whoever it is. A rank that is late or slow gives signs of
+life, and is waited for until the process group's timeout.
 
 The thread leaves the reason on the board and closes the connections to the other ranks (`connections`): what waits for
 them fails, on all of them, as if a rank had died, and the error that each raises is the reason. Where that does not end
@@ -15,6 +21,7 @@ the call (NCCL's kernels wait on the device), it does what NCCL's watchdog does:
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -28,6 +35,8 @@ import torch.distributed as dist
 from fsdp_compiled.distributed.call_store import CLOSED, Board, Posted, different
 from fsdp_compiled.distributed.connections import connections, cut, read, store_port
 
+BEAT = 2.0  # seconds between two signs of life
+SILENCE = 60.0  # seconds without one after which a rank is given up
 PATIENCE = 10.0  # seconds that a call lasts before anybody wonders
 HEARING = 2.0  # seconds after which a rank asks whether another one has left
 GRACE = 5.0  # seconds for an error to come out of a call whose connections are closed
@@ -53,18 +62,27 @@ class Watch:
     def __init__(self, board: Board, cuts: bool) -> None:
         self._board, self._cuts = board, cuts
         self._running: Running | None = None
+        self._pulse: tuple[str | None, float] = (None, time.monotonic())  # the next rank's, and since when it is that
+        self._linked = False  # whether a connection to the next rank was seen
+        self._told = ""  # this rank's connections, as the others know them
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, call: Posted) -> None:
-        """This rank's call starts; one without a wire is not watched."""
-        self._running = Running(call) if call.wire else None
-        if call.wire and self._thread is None:
+        """This rank's call starts."""
+        self._running = Running(call)
+        self.start()
+
+    def start(self) -> None:
+        """From now on this rank gives signs of life."""
+        if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="fsdp_compiled watch", daemon=True)
             self._thread.start()
 
-    def end(self) -> None:
-        self._running = None
+    def end(self, waits: bool = True) -> None:
+        """The call is over; unless its collectives may still run on a device (not ``waits``)."""
+        if waits or (self._running is not None and not self._running.call.wire):
+            self._running = None
 
     def stop(self) -> None:
         self._stop.set()
@@ -83,21 +101,80 @@ class Watch:
                     cut(read(self._board.get(f"{rank}/connections") or "[]"))
 
     def _tell_connections(self) -> None:
-        self._board.set(f"{self._board.rank}/connections", connections(store_port(self._board.store)))
+        now = connections(store_port(self._board.store))
+        if now != self._told:  # groups were made since
+            self._told = now
+            self._board.set(f"{self._board.rank}/connections", now)
 
     def _watch(self) -> None:
+        board, beats, last = self._board, 0, -math.inf
         with suppress(RuntimeError, dist.DistError):  # the store went with the rank that holds it
-            if self._cuts:
-                self._tell_connections()
-            while not self._stop.wait(min(1.0, PATIENCE / 4)):
+            board.introduce()
+            while True:
+                now = time.monotonic()
+                if now - last >= BEAT:
+                    beats += 1
+                    board.beat(beats)
+                    if self._cuts:
+                        self._tell_connections()
+                        self._linked |= self._links()
+                    if now - last > 2 * BEAT + 1:  # this process itself was stopped: others may have been, too
+                        self._pulse = (None, now)
+                    last = now
+                if self._stop.wait(min(1.0, PATIENCE / 4)):
+                    return
                 running = self._running
                 if running is None or running.lasts < min(HEARING, PATIENCE):
+                    self._pulse = (None, time.monotonic())
                     continue
-                reason = self._board.error()
-                if reason is None and running.lasts >= PATIENCE:
+                reason = board.error() or self._silent(running) or self._gone(running)
+                if reason is None and running.call.wire and running.lasts >= PATIENCE:
                     reason = self._reason(running)
                 if reason is not None:
                     self._break(running, reason)
+
+    @property
+    def _next(self) -> int:
+        return (self._board.rank + 1) % self._board.world
+
+    def _has_come(self, running: Running) -> bool:
+        """Whether the next rank made this call too, and ended after it."""
+        ended = self._board.ended(self._next)
+        return ended is not None and ended >= running.call.number
+
+    def _silent(self, running: Running) -> str | None:
+        """That the next rank gives no sign of life any more, if so."""
+        board, now = self._board, time.monotonic()
+        pulse, since = board.pulse(self._next), self._pulse[1]
+        if pulse != self._pulse[0] or since > now - SILENCE:
+            self._pulse = (pulse, since if pulse == self._pulse[0] else now)
+            return None
+        if self._has_come(running):
+            return None
+        return self._lost(
+            f"{board.name(self._next)} has given no sign of life for {SILENCE:.0f} s: it hangs or was "
+            "stopped, or its machine is lost"
+        )
+
+    def _gone(self, running: Running) -> str | None:
+        """That the next rank's process has ended without a word, if its connections say so."""
+        if not self._linked or self._links() or self._has_come(running):
+            return None
+        return self._lost(f"{self._board.name(self._next)} is gone: its connections are closed")
+
+    def _links(self) -> bool:
+        """Whether there is a connection to the next rank."""
+        theirs = read(self._board.get(f"{self._next}/connections") or "[]")
+        mine = read(connections(store_port(self._board.store)))
+        return any((there, other, here, port) in theirs for here, port, there, other in mine)
+
+    def _lost(self, what: str) -> str:
+        """Leaves the reason on the board."""
+        running, board = self._running, self._board
+        call = f", while rank {board.rank} waits in {running.call.label}" if running is not None else ""
+        message = f"{what}{call}.\n{CLOSED}"
+        board.fail(message)
+        return message
 
     def _reason(self, running: Running) -> str | None:
         """Why this call will never return, if one other rank says so.

@@ -232,8 +232,7 @@ class Sharded:
         with self._refusing():
             self._taken.check()
             self._take_buffers(self._programs.replaced_buffers(), state)
-        self._programs.meet("full_state_dict")
-        with left():
+        with self._meeting("full_state_dict"), left():
             return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
 
     @property
@@ -265,6 +264,11 @@ class Sharded:
         """
         newest = self._programs.newest
         return dump.write(folder, self.plan, newest.stages, newest.memory, newest.lowered)
+
+    def explain(self, error: Exception) -> str | None:
+        """Which other rank made a collective of the script's own fail with this error, if one did: one that is gone,
+        hangs, or called something else. Errors of this object's calls say it themselves."""
+        return self._calls.reason(error)
 
     def __reduce__(self) -> Any:
         raise TypeError("A Sharded cannot be copied or pickled: it holds compiled programs and this rank's place.")
@@ -321,7 +325,7 @@ class Sharded:
         if self._joined is not None:
             self._joined.announce(kind, request.label, (batch, named), self._rates.values, request.ambient)
         self._calls.rates = f"{self._rates.digest:x}"
-        compiled = self._programs.get(request, self._state.buffers)
+        compiled = self._compiled(request)
         self._programs.read_closed(compiled, request, state)
         ran = False
         try:
@@ -343,6 +347,18 @@ class Sharded:
         finally:
             self._calls.returned()
         return compiled, dict(zip(compiled.outputs, outputs, strict=True))
+
+    def _compiled(self, request: Request) -> Compiled:
+        """The program of a call; where ranks cannot make it together since one is gone, an error that names it."""
+        try:
+            return self._programs.get(request, self._state.buffers)
+        except BaseException as error:
+            self._calls.returned()
+            if isinstance(error, RankError) or not isinstance(error, RuntimeError):
+                raise
+            if (reason := self._calls.reason(error)) is None:
+                raise
+            raise RankError(reason) from error
 
     def _bind(self, compiled: Compiled, state: State, request: Request) -> list[Any]:
         """The program's inputs, with the numbers that this call sets."""
@@ -415,6 +431,19 @@ class Sharded:
         self._rates.traced()
         for name, value in optimizer_state(self.plan, self._programs.rules, {}).items():
             self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one
+
+    @contextmanager
+    def _meeting(self, label: str) -> Iterator[None]:
+        """A call that is no program: all ranks make it, or none; where one is lost in it, the others say which."""
+        self._programs.meet(label)
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, RankError) or (reason := self._calls.reason(error)) is None:
+                raise
+            raise RankError(reason) from error
+        finally:
+            self._calls.returned()
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:

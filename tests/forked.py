@@ -1,0 +1,89 @@
+"""Ranks as forks of this process, each of which may be killed: for tests of what happens then.
+
+Meant for a process of its own that has imported torch and started no thread: a fork has all that at once, where a new
+interpreter would need seconds.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch.distributed import TCPStore
+
+
+class Forked:
+    """``world`` ranks that run ``work(rank)``, with what they print in ``logs/rank<r>.txt``."""
+
+    def __init__(
+        self, world: int, work: Callable[[int], int | None], logs: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.logs = logs
+        self.codes: list[int | None] = [None] * world  # as subprocess has them; None: still running
+        logs.mkdir(parents=True, exist_ok=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            **(environment or {}),
+        }
+        self.pids = [self._fork(rank, shared, work) for rank in range(world)]
+
+    def _fork(self, rank: int, environment: Mapping[str, str], work: Callable[[int], int | None]) -> int:
+        if pid := os.fork():
+            return pid
+        code = 70
+        try:
+            os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+            log = os.open(self.logs / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            atexit._clear()
+            code = work(rank) or 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        finally:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def poll(self) -> list[int | None]:
+        for rank, pid in enumerate(self.pids):
+            if self.codes[rank] is None:
+                found, status = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    self.codes[rank] = os.waitstatus_to_exitcode(status)
+        return self.codes
+
+    def wait(self, seconds: float, until: Callable[[list[int | None]], bool] = lambda codes: None not in codes) -> bool:
+        """Until all have ended, or what is asked for; False if time ran out."""
+        end = time.monotonic() + seconds
+        while not until(self.poll()):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True
+
+    def kill(self) -> None:
+        for pid, code in zip(self.pids, self.poll(), strict=True):
+            if code is None:
+                os.kill(pid, signal.SIGKILL)
+        self.wait(30)
+
+    def said(self, rank: int) -> str:
+        return (self.logs / f"rank{rank}.txt").read_text(errors="replace")

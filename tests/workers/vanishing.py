@@ -1,0 +1,150 @@
+"""Some ranks, the second of which dies, hangs or leaves in some phase; what the others say, and after how long.
+
+python vanishing.py RESULT CASE [CASE ...], a case being WAY/PHASE/WORLD: killed/step/3, stopped/compile/2, ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.distributed import watchdog
+from fsdp_compiled.runtime import program_cache
+from tests.forked import Forked
+
+VICTIM, LIMIT = 1, 60.0
+TRIP = 1000.0  # a number in the batch at which `tripwire` strikes
+
+
+def strike(way: str) -> None:
+    """How the rank ends."""
+    if way == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif way == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif way == "left":
+        sys.exit(0)
+    elif way == "raised":
+        raise KeyError("no such luck")
+
+
+way = ""
+
+
+@torch.library.custom_op("vanishing::tripwire", mutates_args=())
+def tripwire(x: torch.Tensor) -> torch.Tensor:
+    if bool((x == TRIP).any()):
+        strike(way)
+    return x.clone()
+
+
+tripwire.register_fake(torch.empty_like)
+tripwire.register_autograd(lambda context, gradient: gradient)
+
+
+class Trapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(tripwire(self.first(x) * 0 + x))
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def run(rank: int, phase: str) -> None:
+    watchdog.BEAT, watchdog.SILENCE, watchdog.PATIENCE, watchdog.HEARING = 0.2, 4.0, 0.5, 0.3
+    torch.manual_seed(0)
+    model = Trapped()
+    optimizer = torch.optim.AdamW(model.parameters())
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"), units=["first", "second"])
+    good, trip = torch.ones(2, 4), torch.full((2, 4), TRIP)
+    mine = rank == VICTIM
+    if phase == "compile":
+        if mine:
+            with mock.patch.object(program_cache, "transform", lambda *_: strike(way)):
+                sharded.step(good)
+        sharded.step(good)
+        return
+    for _ in range(2):
+        sharded.step(good)
+    if phase == "step":
+        sharded.step(trip if mine else good)
+    elif phase == "forward":
+        sharded(good)
+        for _ in range(3):  # the others may have all they need for the first
+            sharded(trip if mine else good)
+    elif phase == "meet":
+        if mine:
+            strike(way)
+        sharded.full_state_dict()
+    elif phase == "between":
+        if mine:
+            strike(way)
+        for _ in range(3):
+            sharded.step(good)
+    elif phase == "save":
+        save(sharded, mine)
+
+
+def save(sharded: Any, mine: bool) -> None:
+    from fsdp_compiled.runtime.checkpoint import saving
+
+    folder = os.environ["FOLDER"]
+    if mine:
+        saving.arrange = lambda *_: strike(way)  # type: ignore[assignment]
+    sharded.save(folder, step=1, wait=True)
+
+
+def case(name: str) -> dict[str, Any]:
+    global way
+    way, phase, size = name.split("/")
+    world = int(size)
+
+    def work(rank: int) -> int:
+        since = time.monotonic()
+        try:
+            run(rank, phase)
+        except Exception as error:
+            answer = {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - since}
+            print(json.dumps(answer), flush=True)
+            return 3
+        return 0
+
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"FOLDER": str(Path(folder, "checkpoints"))}
+        ranks = Forked(world, work, Path(folder), environment)
+        others = [rank for rank in range(world) if rank != VICTIM]
+        since = time.monotonic()
+        ended = ranks.wait(LIMIT, lambda codes: all(codes[rank] is not None for rank in others))
+        seconds = time.monotonic() - since
+        codes = list(ranks.poll())
+        ranks.kill()
+        return {"ended": ended, "seconds": seconds, "codes": codes, "said": [ranks.said(r) for r in range(world)]}
+
+
+def warm() -> None:
+    """Imports what the first step imports, for all forks at once."""
+    model = nn.Linear(4, 2)
+    sharded = compile_sharded(model, torch.optim.AdamW(model.parameters()), loss=loss, policy=Policy(lower="eager"))
+    sharded.step(torch.ones(2, 4))
+
+
+if __name__ == "__main__":
+    result, *cases = sys.argv[1:]
+    warm()
+    Path(result).write_text(json.dumps({name: case(name) for name in cases}))
