@@ -8,7 +8,8 @@ The plan is made here, from the model alone. Capture and all that follows run wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import logging
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +32,15 @@ from fsdp_compiled.plan.plan import Plan, make_plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks
+from fsdp_compiled.runtime.eager_update import EagerUpdate, state_by_name
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import check_initializable, half_taken, read_leaves, read_scalars, take_over
 from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.shared_memory import check_shared_memory
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import Taken, is_taken
+
+log = logging.getLogger("fsdp_compiled")
 
 
 @outside
@@ -88,7 +92,7 @@ def compile_sharded(
     plan = None
     if checked is not None:
         leaves, rules, policy = checked
-        failure = _device_refusal(policy, place.device)
+        failure = _device_refusal(policy, place.device) or _eager_refusal(policy, rules)
         try:
             plan = make_plan(leaves, policy, place.device, place.shard, place.replicate)
             text = _fingerprint(model, plan, rules, optimizer)
@@ -98,8 +102,8 @@ def compile_sharded(
     assert plan is not None and checked is not None
     with half_taken(place):
         begin = _begin(model, optimizer, plan, place, init, checked[1])
-        taken, state, random = lockstep(place, "What compile_sharded takes over", begin)
-    return Sharded(taken, optimizer, loss, plan, place, state, checked[1], random)
+        taken, state, random, eager = lockstep(place, "What compile_sharded takes over", begin)
+    return Sharded(taken, optimizer, loss, plan, place, state, checked[1], random, eager)
 
 
 def _begin(
@@ -109,8 +113,9 @@ def _begin(
     place: Mesh,
     init: Callable[[nn.Module], Any] | None,
     rules: tuple[Rule, ...],
-) -> Generator[str, None, tuple[Taken, State, RandomNumbers]]:
+) -> Generator[str, None, tuple[Taken, State, RandomNumbers, EagerUpdate | None]]:
     """Takes the model over and makes the state that training starts from; in stages, for `lockstep`."""
+    brought = state_by_name(model, optimizer) if optimizer is not None else {}
     taken, shards, buffers, adopted = yield from take_over(model, optimizer, plan, place, init)
     random = RandomNumbers(plan.device, place.rank, place.world)
     state = State(
@@ -123,7 +128,13 @@ def _begin(
         random=random.state,
         step=torch.zeros((), dtype=torch.int64, device=plan.device),
     )
-    return taken, state, random
+    eager = None
+    if optimizer is not None and rules[0].eagerly is not None:
+        eager = EagerUpdate(optimizer, plan, place.shard_rank, shards, brought, adopted)
+        eager.show(state.optimizer)
+        if place.rank == 0:
+            log.warning("%s runs as it is, on the shards, after the program: %s", rules[0].name, rules[0].eagerly)
+    return taken, state, random, eager
 
 
 def _device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
@@ -133,6 +144,15 @@ def _device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
         return ValueError(
             f"Policy.offload is True, but the model is on {device}: its shards are in host memory already. Take it "
             'out. What makes a rank hold less: more ranks, Policy(shard="zero3", recompute="unit"), limit=2.'
+        )
+    return None
+
+
+def _eager_refusal(policy: Policy, rules: Sequence[Rule]) -> ValueError | None:
+    if policy.offload and rules and rules[0].eagerly is not None:
+        return ValueError(
+            f"Policy.offload is True, but {rules[0].name} runs as it is, after the program ({rules[0].eagerly}), and "
+            "would work on shards in host memory. Leave offload out, or take an optimizer whose update can be traced."
         )
     return None
 
@@ -210,5 +230,5 @@ def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimize
         brought = {name: sorted(all_leaves(optimizer.state.get(p, {}))) for name, p in model.named_parameters()}
         lines += [f"optimizer's state of {name}: {', '.join(found)}" for name, found in brought.items() if found]
         lines += [f"optimizer's state {name}: {value.item()}" for name, value in read_scalars(optimizer).items()]
-    lines += [f"rule {rule.name} {rule.state}" for rule in rules]
+    lines += [f"rule {rule.name} {rule.state} {rule.eagerly or ''}" for rule in rules]
     return "\n".join(lines)

@@ -47,6 +47,7 @@ PortKind = Literal[
     "result",  # what forward returned, by place
     "parameter gradient",  # by the parameter's name, whole; before `reduce`
     "gradient",  # of a flat buffer, by its key; from `reduce` on
+    "update",  # the same, where the optimizer's own code reads it after the program
     "norm",
     "overflow",  # how many flat buffers' gradients are not finite; in the end, whether any
 ]

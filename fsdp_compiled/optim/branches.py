@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.nodes import written
-from fsdp_compiled.optim.twin import Refused
+from fsdp_compiled.optim.twin import Untraceable
 
 aten = torch.ops.aten
 ALIASES = (aten.detach.default, aten.alias.default)
@@ -56,12 +56,12 @@ class _Merge:
         predicates = _predicates(yes)
         rows = [_before_and_after(graph, _predicates(graph)[place]) for graph in (yes, no)]
         if [_text(node) for node in rows[0][0]] != [_text(node) for node in rows[1][0]]:
-            raise Refused("its step does not do the same when it is traced twice")
+            raise Untraceable("its step does not do the same when it is traced twice")
         for one, other in zip(rows[0][0], rows[1][0], strict=True):
             self.maps[0][one] = self.maps[1][other] = self._copy(one, self.maps[0])
         self.way = self.maps[0][predicates[place]]
         if self.way.meta["val"].dim():
-            raise Refused("its Python code branches on a value that is not one number")
+            raise Untraceable("its Python code branches on a value that is not one number")
         after = (rows[0][1], rows[1][1])
         if _alike(*after, self.maps):
             self._choose_numbers(*after)

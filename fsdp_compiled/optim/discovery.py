@@ -18,7 +18,17 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.optim.nested import Form, all_leaves, copied, form_of, is_container, named_leaves
 from fsdp_compiled.optim.rule import Place, StateTensor
-from fsdp_compiled.optim.twin import OWN, Refused, attributes_of, fresh_of, has_stepped, named_state, step_of, twin_of
+from fsdp_compiled.optim.twin import (
+    OWN,
+    Refused,
+    Untraceable,
+    attributes_of,
+    fresh_of,
+    has_stepped,
+    named_state,
+    step_of,
+    twin_of,
+)
 
 SHAPE = (2, 3)
 NUMBERS = (bool, int, float)
@@ -96,7 +106,7 @@ def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtyp
                     found.setdefault(name, was.get(name, value))
     others = {name: value for name, value in state.items() if isinstance(name, str)}
     if len(state) > 1 + len(others):
-        raise Refused("it keeps state that belongs to no parameter")
+        raise Untraceable("it keeps state that belongs to no parameter")
     first = {name: value for name, value in entries.initial.items() if name in entries}
     result = [entry for name, value in first.items() for entry in _of_parameter(name, value, entries[name], dtype)]
     for place, values, begin in (
@@ -150,7 +160,7 @@ def _of_parameter(name: str, first: Any, last: Any, dtype: torch.dtype) -> list[
     if not is_container(first):
         return [_leaf(name, first, dtype)]
     if form_of(first) != form_of(last):
-        raise Refused(f"its state {name!r}, a {type(first).__name__}, does not keep its form from step to step")
+        raise Untraceable(f"its state {name!r}, a {type(first).__name__}, does not keep its form from step to step")
     return [replace(_leaf(label, leaf, dtype), container=name) for label, leaf in named_leaves(name, first).items()]
 
 
@@ -158,7 +168,7 @@ def _leaf(name: str, value: Any, dtype: torch.dtype) -> StateTensor:
     if type(value) in NUMBERS:
         return _number(name, value, "parameter", set())
     if not isinstance(value, torch.Tensor):
-        raise Refused(f"its state {name!r} is a {type(value).__name__}")
+        raise Untraceable(f"its state {name!r} is a {type(value).__name__}")
     kind = None if value.dtype == dtype else value.dtype
     if is_one(value):
         return StateTensor(name, True, value.item(), value.dtype)
@@ -175,9 +185,9 @@ def _one(name: str, value: Any, place: Place, taken: set[str]) -> StateTensor:
         return _number(name, value, place, taken)
     if not is_one(value):
         label = {"group": "its group entry", "optimizer": "its attribute"}.get(place, "its state")
-        raise Refused(f"it changes {label} {name!r}, a {type(value).__name__}")
+        raise Untraceable(f"it changes {label} {name!r}, a {type(value).__name__}")
     if name in taken:
-        raise Refused(f"it keeps {name!r} in two places")
+        raise Untraceable(f"it keeps {name!r} in two places")
     return StateTensor(name, True, value.item(), value.dtype, place)
 
 
@@ -188,5 +198,5 @@ def is_one(value: Any) -> bool:
 
 def _number(name: str, value: Any, place: Place, taken: set[str]) -> StateTensor:
     if name in taken or (place == "optimizer" and name in OWN):
-        raise Refused(f"it keeps {name!r} in two places")
+        raise Untraceable(f"it keeps {name!r} in two places")
     return StateTensor(name, True, float(value), torch.float64, place, number=True)

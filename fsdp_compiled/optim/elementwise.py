@@ -11,7 +11,7 @@ import math
 import torch
 from torch import fx
 
-from fsdp_compiled.optim.twin import Refused
+from fsdp_compiled.optim.twin import Refused, Untraceable
 
 aten = torch.ops.aten
 
@@ -56,13 +56,18 @@ def _is_pointwise(target: torch._ops.OpOverload) -> bool:
     return torch.Tag.pointwise in getattr(getattr(plain, name, None), "tags", ())
 
 
+def keeps_places(target: torch._ops.OpOverload) -> bool:
+    """Whether an operator on tensors of one shape keeps every element where it is."""
+    return target in _KEEP_PLACES or _is_pointwise(target)
+
+
 def check_elementwise(graph: fx.Graph, shape: tuple[int, ...]) -> None:
     """Raises `Refused` for an operator that may mix the elements of a parameter of this shape, or draws numbers."""
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            raise Refused(f"its step closes over {node.target}")
+            raise Untraceable(f"its step closes over {node.target}")
         if torch.Tag.nondeterministic_seeded in node.target.tags:
             raise Refused(f"its step draws random numbers ({node.target})")
         values = [source.meta["val"] for source in node.all_input_nodes]
@@ -70,7 +75,7 @@ def check_elementwise(graph: fx.Graph, shape: tuple[int, ...]) -> None:
         shapes = {tuple(value.shape) for value in values if isinstance(value, torch.Tensor)}
         if shapes <= {(), (1,)}:
             continue
-        if node.target not in _KEEP_PLACES and not _is_pointwise(node.target):
+        if not keeps_places(node.target):
             raise Refused(f"its step uses {node.target}, which does not keep every element where it is")
         if odd := [list(size) for size in shapes if size not in ((), (1,), shape)]:
             raise Refused(f"its step makes a tensor of shape {odd[0]} for a parameter of shape {list(shape)}")

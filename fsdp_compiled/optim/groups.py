@@ -32,6 +32,16 @@ def with_hyper(group: Mapping[str, Any], name: str, value: Any) -> dict[str, Any
     return {**group, **({"betas": (value, *group["betas"][1:])} if name == "beta1" else {name: value})}
 
 
+def numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
+    """The group's numbers, by name, those in tuples too."""
+    found: dict[str, float] = {}
+    for name, value in options_of(group).items():
+        for place, one in enumerate(value) if isinstance(value, tuple) else ((None, value),):
+            if isinstance(one, bool | int | float):
+                found[name if place is None else f"{name}[{place}]"] = float(one)
+    return found
+
+
 def signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
     """What a traced rule depends on: every hyperparameter that is not scheduled, and whether momentum is zero."""
     moving = scheduled(group)

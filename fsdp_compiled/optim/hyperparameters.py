@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.attributes import Attributes
-from fsdp_compiled.optim.groups import hyper, options_of, signature
+from fsdp_compiled.optim.groups import hyper, numbers_of, options_of, signature
 from fsdp_compiled.optim.rule import Rule
 
 PLAIN = (bool, int, float, str, type(None))  # a list or a tensor may be changed in place
@@ -74,6 +74,9 @@ class Rates:
         """Brings the tensors up to date, without waiting for the device."""
         groups = self._groups()
         for rule in rules:
+            if rule.eagerly is not None:  # read by its own code; noted here for the ranks to compare
+                named = numbers_of(groups[rule.group]).items()
+                self.values.update({f"{rule.group}.{name}": value for name, value in named})
             for name in rule.hypers:
                 key, value = f"{rule.group}.{name}", hyper(groups[rule.group], name)
                 if rule.nonzero and name == "lr" and value == 0:
@@ -81,6 +84,8 @@ class Rates:
                         f"{rule.name} divides by zero at a rate of 0, which group {rule.group} has now. Let the "
                         "schedule begin and end at a small rate."
                     )
+                if rule.eagerly is not None:
+                    continue
                 if key not in self.tensors:
                     self.tensors[key] = torch.tensor(value, dtype=torch.float64, device=self._device)
                 elif self.values[key] != value:

@@ -65,6 +65,7 @@ class Rule:
     variant: int = 0
     kinds: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()  # dtype and shape of the parameters it is for
     nonzero: bool = False  # whether the optimizer's code fails at a rate of zero
+    eagerly: str | None = None  # why there is no graph, where the optimizer runs as it is after the program
 
     @property
     def inputs(self) -> list[RuleInput]:

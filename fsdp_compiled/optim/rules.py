@@ -22,6 +22,7 @@ from torch import fx
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.discovery import begin_of, discover
+from fsdp_compiled.optim.eager import check_runs_on_pieces
 from fsdp_compiled.optim.fused import formula_of
 from fsdp_compiled.optim.groups import hyper, options_of, scheduled
 from fsdp_compiled.optim.nested import Form
@@ -31,6 +32,7 @@ from fsdp_compiled.optim.tracing import Subject, for_size, text_of, trace
 from fsdp_compiled.optim.trial import FACTORS, SHAPES, Trial
 from fsdp_compiled.optim.twin import (
     Refused,
+    Untraceable,
     attributes_of,
     fresh_of,
     has_stepped,
@@ -59,23 +61,58 @@ class Verdict:
     nonzero: bool = False  # whether its code divides by the rate
 
 
-_VERDICTS: dict[Any, Verdict | str] = {}  # by class, options and attributes; a text is a refusal
+_VERDICTS: dict[Any, Any] = {}  # a `Verdict` or a `Refused`, by class, options and attributes
 
 
 def make_rules(optimizer: Optimizer) -> tuple[Rule, ...]:
     """The rules of each parameter group. Raises ``ValueError`` for an optimizer that cannot be used, by name."""
     rules: list[Rule] = []
-    for index, group in enumerate(optimizer.param_groups):
-        try:
+    try:
+        for index, group in enumerate(optimizer.param_groups):
             rules += _rules_of(optimizer, index, group, scheduled(group))
-        except Refused as error:
-            raise ValueError(_refusal(type(optimizer), str(error))) from error
+    except Untraceable as error:
+        return _eager_rules(optimizer, str(error))
+    except Refused as error:
+        raise ValueError(_refusal(type(optimizer), str(error))) from error
     return tuple(rules)
+
+
+def _eager_rules(optimizer: Optimizer, reason: str) -> tuple[Rule, ...]:
+    """Rules that say that the optimizer's own code runs, on pieces of the shards: for all groups, which it goes through
+    by itself."""
+    rules = []
+    for index, group in enumerate(optimizer.param_groups):
+        names = scheduled(group)
+        dtypes = sorted({parameter.dtype for parameter in group["params"]}, key=str)
+        key = ("eagerly", *key, tuple(dtypes)) if (key := _key(optimizer, group, {}, torch.float64)) else None
+        found = _VERDICTS.get(key) if key is not None else None
+        if found is None:
+            try:
+                found = check_runs_on_pieces(optimizer, group, dtypes)
+            except Refused as error:
+                found = error
+        if key is not None:
+            _VERDICTS[key] = found
+        if isinstance(found, Refused):
+            raise ValueError(_refusal(type(optimizer), str(found))) from found
+        rules.append(Rule(index, type(optimizer).__name__, (), names, _no_graph, nonzero=found, eagerly=reason))
+    return tuple(rules)
+
+
+def _no_graph(*_: Any) -> fx.Graph:
+    raise ValueError("An optimizer that runs as it is has no graph.")
 
 
 def make_rules_again(optimizer: Optimizer, before: Sequence[Rule]) -> tuple[Rule, ...]:
     """The rules of an optimizer that was changed, for buffers and state that were laid out by those of ``before``."""
+    if before and before[0].eagerly is not None:
+        return _eager_rules(optimizer, before[0].eagerly)
     rules = make_rules(optimizer)
+    if rules and rules[0].eagerly is not None:
+        raise ValueError(
+            f"{rules[0].name} was changed after compile_sharded, and its update can no longer be traced "
+            f"({rules[0].eagerly}), which is how its state was laid out. Change it before compile_sharded."
+        )
     found = []
     for old in before:
         variants = {variant_of(rules, old.group, shape, dtype) for dtype, shape in old.kinds}
@@ -185,12 +222,12 @@ def _verdict(
         try:
             found = _judge(optimizer, group, values, dtype)
         except Refused as error:
-            found = str(error)
+            found = error.with_traceback(None)
         if key is not None:
             _VERDICTS[key] = found
-    if isinstance(found, str):
-        raise Refused(found)
-    return found
+    if isinstance(found, Refused):
+        raise type(found)(str(found))
+    return found  # type: ignore[no-any-return]
 
 
 def _key(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, float], dtype: torch.dtype) -> Any:
@@ -235,25 +272,27 @@ def _judge(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, 
                 if reason is None:
                     return replace(one, asked_shape=asked)
                 reasons.append(reason)
-    except (Refused, Forks) as error:
-        raise Refused(str(error)) from error
+    except Refused:
+        raise
+    except Forks as error:
+        raise Untraceable("its Python code branches on numbers that change") from error
     except Exception as error:
-        raise Refused(_why(error)) from error
-    raise Refused(f"on flat shards it does not do what it does on parameters: {reasons[-1]}")
+        raise _meaning(error) from error
+    raise Untraceable(f"on flat shards it does not do what it does on parameters: {reasons[-1]}")
 
 
-def _why(error: Exception) -> str:
+def _meaning(error: Exception) -> Refused:
     """What it means that the optimizer's step failed in this way."""
     text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
     if "closure" in text:
-        return "its step needs a closure that computes the loss again, and here loss and step are one program"
+        return Refused("its step needs a closure that computes the loss again, and here loss and step are one program")
     if "does not require grad" in text:
-        return "its step differentiates gradients again, and here they have no graph"
+        return Refused("its step differentiates gradients again, and here they have no graph")
     if isinstance(error, NotImplementedError):
-        return "its class has no step: it updates in another way"
+        return Refused("its class has no step: it updates in another way")
     if "'NoneType' object is not callable" in text:
-        return "its step calls a function that it was not given, such as a closure"
-    return f"its step cannot be traced ({text})"
+        return Refused("its step calls a function that it was not given, such as a closure")
+    return Untraceable(f"its step cannot be traced ({text})")
 
 
 def _forms(verdict: Verdict, options: Mapping[str, Any], own: bool, begun: bool) -> list[Verdict]:

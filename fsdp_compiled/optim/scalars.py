@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fsdp_compiled.kernels.scaled import operators
-from fsdp_compiled.optim.twin import Refused
+from fsdp_compiled.optim.twin import Refused, Untraceable
 
 COMPARISONS = ("ne", "eq", "gt", "lt", "ge", "le")
 IN_PLACE = {"__iadd__": "add", "__isub__": "sub", "__imul__": "mul", "__itruediv__": "div", "__ipow__": "pow"}
@@ -98,7 +98,9 @@ class Numbers(TorchFunctionMode):
         if func in (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero):
             return self.decide(args[0])
         if func in (torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.tolist):
-            raise Refused(f"its code makes a Python number ({name.strip('_')}) of one that changes from step to step")
+            raise Untraceable(
+                f"its code makes a Python number ({name.strip('_')}) of one that changes from step to step"
+            )
         if name in SHAPES and args and args[0].dim():
             self.asked_shape = True
         if (
@@ -246,7 +248,7 @@ def _either(name: str) -> Callable[..., Any]:
         if not any(isinstance(arg, torch.Tensor) for arg in args):
             return getattr(math, name)(*args)
         if any(arg.numel() != 1 for arg in args if isinstance(arg, torch.Tensor)):
-            raise Refused(f"its code makes a Python number (math.{name}) of a tensor")
+            raise Untraceable(f"its code makes a Python number (math.{name}) of a tensor")
         return FUNCTIONS[name](*[a.item().reshape(()) if isinstance(a, torch.Tensor) else a for a in args])
 
     return call

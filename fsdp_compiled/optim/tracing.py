@@ -30,7 +30,7 @@ from fsdp_compiled.optim.groups import with_hyper
 from fsdp_compiled.optim.nested import Form, filled, form_of, leaves_of
 from fsdp_compiled.optim.rule import RuleInput, StateTensor, inputs_of
 from fsdp_compiled.optim.scalars import Numbers, functions_of_tensors
-from fsdp_compiled.optim.twin import Refused, attributes_of, named_state, state_of, step_of, twin_of
+from fsdp_compiled.optim.twin import Refused, Untraceable, attributes_of, named_state, state_of, step_of, twin_of
 
 aten = torch.ops.aten
 WORDS = {"group": "its group entry", "optimizer": "its attribute", "state": "its state"}
@@ -70,7 +70,7 @@ def trace(subject: Subject, shape: Sequence[int], dtype: torch.dtype, device: to
         nonlocal ways, asked
         ways += 1
         if ways > WAYS:
-            raise Refused(f"its Python code branches on numbers that change in more than {WAYS} ways")
+            raise Untraceable(f"its Python code branches on numbers that change in more than {WAYS} ways")
         graph, decided, mine = _one_way(subject, given, shape, dtype, device)
         asked |= mine
         for place in reversed(range(len(given), len(decided))):
@@ -202,7 +202,7 @@ def _opened(subject: Subject, entries: Mapping[str, Any]) -> dict[str, Any]:
     for name, form in subject.forms:
         value = found.pop(name, None)
         if value is None or form_of(value) != form:
-            raise Refused(f"its state {name!r}, a {form.type.__name__}, does not keep its form from step to step")
+            raise Untraceable(f"its state {name!r}, a {form.type.__name__}, does not keep its form from step to step")
         inside = [entry.name for entry in subject.state if entry.container == name]
         found |= dict(zip(inside, leaves_of(value), strict=True))
     return found
@@ -215,12 +215,12 @@ def _write(target: torch.Tensor, value: Any) -> None:
         if target.dim() == 0 and value.shape == (1,):
             value = value.reshape(())
         if value.shape != target.shape:
-            raise Refused(f"its state of shape {list(target.shape)} becomes one of shape {list(value.shape)}")
+            raise Untraceable(f"its state of shape {list(target.shape)} becomes one of shape {list(value.shape)}")
         target.copy_(value)
     elif isinstance(value, (bool, int, float)):
         target.fill_(value)
     else:
-        raise Refused(f"it keeps a {type(value).__name__} in its state")
+        raise Untraceable(f"it keeps a {type(value).__name__} in its state")
 
 
 def _check_kept(
@@ -229,9 +229,9 @@ def _check_kept(
     """Refuses what the code keeps anywhere else than in the state that is known."""
     known = {(entry.place, entry.name) for entry in subject.state}
     if odd := [n for n, v in places["parameter"].items() if ("parameter", n) not in known and v is not None]:
-        raise Refused(f"its state {odd[0]!r} is made at some later step")
+        raise Untraceable(f"its state {odd[0]!r} is made at some later step")
     if any(not isinstance(key, str) for key in list(places["state"])[1:]):
-        raise Refused("it keeps state that belongs to no parameter")
+        raise Untraceable("it keeps state that belongs to no parameter")
     for place, before in (("group", group), ("optimizer", own), ("state", named_state(subject.optimizer))):
         for name, value in places[place].items():
             if (
@@ -240,7 +240,7 @@ def _check_kept(
                 and (name not in before or value is not before[name])
             ):
                 if not _same(value, before.get(name)):
-                    raise Refused(f"it changes {WORDS[place]} {name!r}")
+                    raise Untraceable(f"it changes {WORDS[place]} {name!r}")
 
 
 def _is_there(entry: StateTensor, subject: Subject) -> bool:
@@ -314,7 +314,7 @@ def _inline_constants(traced: fx.GraphModule) -> None:
     for node in traced.graph.find_nodes(op="get_attr"):
         value = getattr(traced, str(node.target))
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            raise Refused(f"its step closes over {node.target}")
+            raise Untraceable(f"its step closes over {node.target}")
         with traced.graph.inserting_before(node):
             made = traced.graph.call_function(
                 aten.full.default, ([], value.item()), {"dtype": value.dtype, "device": value.device}

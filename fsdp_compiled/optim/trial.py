@@ -21,7 +21,7 @@ from fsdp_compiled.optim.groups import with_hyper
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.optim.rule import RuleInput, StateTensor, inputs_of
 from fsdp_compiled.optim.tracing import Subject
-from fsdp_compiled.optim.twin import Refused, fresh_of, named_state, step_of, twin_of
+from fsdp_compiled.optim.twin import Untraceable, fresh_of, named_state, step_of, twin_of
 
 Graphs = Callable[[tuple[int, ...]], fx.Graph]  # the rule for a parameter of this shape
 SHAPES: tuple[tuple[int, ...], ...] = ((5,), (2, 3), (), (2, 1, 3, 2), (3, 4, 2))
@@ -185,7 +185,7 @@ def _value(twin: Optimizer, entry: StateTensor, parameter: torch.Tensor) -> floa
     holder = _holder(twin, entry, parameter)
     value = all_leaves(holder).get(entry.name) if entry.container else holder.get(entry.name)
     if value is None:
-        raise Refused(f"its state {entry.name!r} is not always there")
+        raise Untraceable(f"its state {entry.name!r} is not always there")
     return float(value)
 
 

@@ -25,7 +25,11 @@ IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable", "triton")
 
 
 class Refused(Exception):
-    """Why an optimizer cannot be traced, to be completed by its name."""
+    """Why an optimizer cannot be used, to be completed by its name."""
+
+
+class Untraceable(Refused):
+    """Why its code cannot be traced; perhaps it can run as it is."""
 
 
 def step_of(kind: type[Optimizer]) -> Callable[..., Any]:

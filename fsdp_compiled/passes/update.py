@@ -10,6 +10,8 @@
 A parameter that the loss never reaches has no gradient, and its optimizer would leave it alone, weight decay included;
 in a flat buffer it has a gradient of zeros, and is put back afterwards, with its state.
 
+The gradient of an optimizer that runs as it is (`Rule.eagerly`) leaves the program, for the optimizer to read.
+
 The operators are those of the optimizer's own code, traced by `fsdp_compiled.optim.tracing`. What depends on the step
 count and the hyperparameters alone is computed once a group. A parameter that the loss does not reach keeps its value
 and state, as a parameter whose ``grad`` is None does in eager PyTorch: its places are put back after the update.
@@ -50,6 +52,9 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
                 assert buffer.group is not None
                 rule = rule_for(rules, buffer.group, buffer.variant)
                 gradient = _own_part(edit, buffer, plan, gradient)
+                if rule.eagerly is not None:
+                    edit.set_output(Port("out", "update", buffer.key), gradient)
+                    continue
                 kept = _idle(edit, rule, buffer, plan)
                 _inline(edit, rule, buffer, plan, gradient, shared[rule.key])
                 _put_back(edit, buffer, plan, kept)

@@ -33,6 +33,7 @@ from fsdp_compiled.optim.wrapped import check_step_hooks
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
+from fsdp_compiled.runtime.eager_update import EagerUpdate
 from fsdp_compiled.runtime.failed_calls import FailedCalls
 from fsdp_compiled.runtime.host_memory import settle
 from fsdp_compiled.runtime.program_cache import Programs, Request
@@ -62,6 +63,7 @@ class Sharded:
         state: State,
         rules: Sequence[Rule],
         random: RandomNumbers,
+        eager: EagerUpdate | None = None,
     ) -> None:
         self.plan = plan
         self.model = taken.model
@@ -70,6 +72,7 @@ class Sharded:
         self._mesh = mesh
         self._state = state
         self._rates = Rates(optimizer, plan.device)
+        self._eager = eager
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
         self._numbers = {"rows": 0.0} | {f"call {part}": 0.0 for part in range(CALL_PARTS)}
@@ -120,6 +123,9 @@ class Sharded:
         draws (see `State`). `state` itself draws from PyTorch's default generator, as `step` does.
         """
         self._need_optimizer("apply")
+        if self._eager is not None:
+            with self._refusing():
+                self._eager.refuse("apply", "what its code keeps in groups and attributes is in no State. Call step.")
         result, new = self._run_step(state, batch, named)
         if state is self._state:
             self._state = new
@@ -169,6 +175,8 @@ class Sharded:
                 "join lets ranks without a batch take part with weight zero, but Policy.weigh is "
                 f'{self.plan.policy.weigh!r}. Pass Policy(weigh="rows") to compile_sharded.'
             )
+        if self._eager is not None:
+            self._eager.refuse("join", "it reads its own rates, not those of ranks that go on. Cut the batches even.")
         if self._joined is not None:
             raise RuntimeError("join inside join: one block is for all the calls in it.")
         joined = self._joined = Joined(self._mesh)
@@ -296,6 +304,8 @@ class Sharded:
         self._calls.check_open()
         with self._refusing():
             self._read_rates()
+            if self._eager is not None:
+                self._eager.read(state.optimizer)
         if self._joined is not None and self._joined.shadows is not None:
             self._rates.adopt(self._joined.shadows.rates)
         compiled, outputs = self._run("last" if state.sums else "step", state, batch, named)
@@ -339,6 +349,10 @@ class Sharded:
                 outputs = compiled.runner(*given)
             if compiled.copied:
                 self._copies.written()
+            found = dict(zip(compiled.outputs, outputs, strict=True))
+            if compiled.updates and self._eager is not None:
+                self._eager.run(state.optimizer, state.parameters, found, compiled.idle)
+                self._rates.traced()  # what its code changed is no change of the user's
         except BaseException as error:
             raised = self._failed.handle(compiled, state, error, ran, str(self._rates))
             if raised is error:
@@ -346,7 +360,7 @@ class Sharded:
             raise raised from error
         finally:
             self._calls.returned()
-        return compiled, dict(zip(compiled.outputs, outputs, strict=True))
+        return compiled, found
 
     def _compiled(self, request: Request) -> Compiled:
         """The program of a call; where ranks cannot make it together since one is gone, an error that names it."""
@@ -424,8 +438,12 @@ class Sharded:
             calls.get(call.kind, self.step)(*batch, **named)
 
     def _retrace(self, changed: Sequence[str]) -> None:
-        log.warning("%s changed, which is not scheduled: the step is compiled again.", ", ".join(changed))
         assert self.optimizer is not None
+        if self._eager is not None:
+            make_rules_again(self.optimizer, self._programs.rules)  # is tried again, and reads what changed by itself
+            self._rates.traced()
+            return
+        log.warning("%s changed, which is not scheduled: the step is compiled again.", ", ".join(changed))
         with left():
             self._programs.retrace(make_rules_again(self.optimizer, self._programs.rules))
         self._rates.traced()

@@ -1,0 +1,221 @@
+"""The update of an optimizer that no graph was made of: its own code, run after the program, on pieces of the shards.
+
+    program     forward, backward, reduce, unscale, clip -> gradients of this rank's shards
+    then        optimizer.param_groups[g]["params"] = pieces; piece.grad = its part; type(optimizer).step(optimizer)
+
+A *piece* is this rank's part of one parameter, 1-d, a view of its shard; what belongs to another rank is an empty one.
+The optimizer is the user's own object, so what its code keeps in groups and attributes, and what a scheduler writes
+there, is where it always is. State of parameters is kept here, by piece. A parameter that the loss does not reach has
+no gradient, and a step that overflowed does not run, as in eager PyTorch. See `fsdp_compiled.optim.eager` for who may.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_compiled.ir.program import OVERFLOW, Port
+from fsdp_compiled.optim.eager import PointwiseOnly
+from fsdp_compiled.optim.nested import filled, form_of, leaves_of, named_leaves
+from fsdp_compiled.optim.twin import Refused, step_of
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+
+Brought = Mapping[Any, Any]  # an optimizer's state as it was, by parameter's name; named state by its own
+
+
+def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[Any, Any]:
+    """What the optimizer keeps, before it is taken over."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names.get(key, key): value for key, value in optimizer.state.items()}
+
+
+class EagerUpdate:
+    """Runs one optimizer's step on this rank's pieces.
+
+    ``brought``: what the optimizer kept when it was taken over. ``adopted``: this rank's part of it per element, by
+    ``"<buffer key>.<name>"``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        plan: Plan,
+        rank: int,
+        shards: Mapping[str, torch.Tensor],
+        brought: Brought,
+        adopted: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._optimizer = optimizer
+        self._plan = plan
+        self._shards: dict[str, torch.Tensor] = {}  # that the pieces are views of
+        self._places: dict[str, tuple[Buffer, int, int]] = {}  # of pieces in their shards, by parameter's name
+        self._pieces: dict[str, nn.Parameter] = {}
+        self._views: dict[str, torch.Tensor] = {}
+        for buffer in plan.buffers:
+            begin, end = rank * self._size(buffer), (rank + 1) * self._size(buffer)
+            begin, end = (begin, end) if plan.placement.state else (0, buffer.numel)
+            for slot in buffer.slots:
+                first, last = slot.within(begin, end)
+                self._places[slot.name] = (buffer, first - begin, last - begin)
+        self._follow(shards)
+        self._groups = [[self._pieces[name] for name in row] for row in self._names_of_groups()]
+        self._state: Any = defaultdict(dict)
+        slots = {slot.name: (buffer, slot) for buffer in plan.buffers for slot in buffer.slots}
+        for name, value in brought.items():
+            if name in slots:
+                self._state[self._pieces[name]] = self._cut(*slots[name], value, adopted)
+            else:
+                self._state[name] = value
+        self._shown: dict[str, tuple[torch.Tensor, int]] = {}  # state as it was shown, with versions of copies
+
+    def run(
+        self, state: MutableMapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor],
+        outputs: Mapping[Port, torch.Tensor], idle: Collection[str],
+    ) -> None:  # fmt: skip
+        """One step on the gradients among these outputs of the program. ``state`` is what people see of the state."""
+        if OVERFLOW in outputs and bool(outputs[OVERFLOW]):
+            return
+        self._follow(shards)
+        for name, piece in self._pieces.items():
+            buffer, first, last = self._places[name]
+            gradient = outputs.get(Port("out", "update", buffer.key))
+            piece.grad = None if gradient is None or name in idle else gradient[first:last]
+        kind = type(self._optimizer)
+        try:
+            with self._opened(), torch.no_grad(), PointwiseOnly():
+                step_of(kind)(self._optimizer)
+        except Refused as error:
+            raise RuntimeError(
+                f"{kind.__name__} runs as it is, on shards, and now {error}: each rank would update by another number. "
+                "Nothing in its first steps told. Use an element-wise optimizer."
+            ) from error
+        finally:
+            for piece in self._pieces.values():
+                piece.grad = None
+        for name, piece in self._pieces.items():
+            if piece.data_ptr() != self._views[name].data_ptr():  # its code bound `p.data` anew
+                self._views[name].copy_(piece.detach())
+                piece.data = self._views[name]
+        torch.autograd.graph.increment_version(list(self._shards.values()))
+        self.show(state)
+
+    def show(self, state: MutableMapping[str, torch.Tensor]) -> None:
+        """Makes ``state`` what the optimizer keeps for its parameters: tensors, and copies of numbers.
+
+        By ``"<parameter>.<name>"``; this rank's pieces.
+        """
+        self._shown.clear()
+        for key, value in self._kept().items():
+            shown = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
+            self._shown[key] = shown, shown._version
+        state.clear()
+        state.update({key: shown for key, (shown, _) in self._shown.items()})
+
+    def read(self, state: Mapping[str, torch.Tensor]) -> None:
+        """What people put or wrote into the state that they see becomes the optimizer's. Raises ``ValueError``."""
+        if state.keys() != self._shown.keys():
+            odd = sorted(state.keys() ^ self._shown.keys())
+            raise ValueError(
+                f"{odd[0]!r} was put into sharded.state.optimizer, or taken out: {type(self._optimizer).__name__}, "
+                "which runs as it is, keeps its state in a form of its own. Write into the tensors that there are."
+            )
+        given = {
+            key: state[key]
+            for key, (shown, version) in self._shown.items()
+            if state[key] is not shown or shown._version != version
+        }
+        for name, piece in self._pieces.items() if given else ():
+            for top, value in self._state[piece].items() if piece in self._state else ():
+                labels = [f"{name}.{label}" for label in named_leaves(str(top), value)]
+                if not given.keys().isdisjoint(labels):
+                    leaves = [
+                        _instead(leaf, given.get(label)) for label, leaf in zip(labels, leaves_of(value), strict=True)
+                    ]
+                    self._state[piece][top] = filled(form_of(value), leaves)
+
+    def refuse(self, call: str, instead: str) -> None:
+        """Raises ``ValueError``: this call cannot be made with an optimizer that runs as it is."""
+        raise ValueError(
+            f"{call} with {type(self._optimizer).__name__}, which runs as it is, on this rank's shards, after the "
+            f"program: {instead}"
+        )
+
+    def _size(self, buffer: Buffer) -> int:
+        return buffer.numel // self._plan.shard if self._plan.placement.state else buffer.numel
+
+    def _names_of_groups(self) -> list[list[str]]:
+        return [[parameter._sharded_name for parameter in group["params"]] for group in self._optimizer.param_groups]
+
+    def _cut(self, buffer: Buffer, slot: Slot, kept: Any, adopted: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """This rank's piece of what was kept for a parameter."""
+        _, first, last = self._places[slot.name]
+        found = {}
+        for name, value in kept.items():
+            leaves = []
+            for label, leaf in named_leaves(str(name), value).items():
+                if isinstance(leaf, torch.Tensor) and leaf.dim() and tuple(leaf.shape) == slot.leaf.shape:
+                    leaf = adopted[f"{buffer.key}.{label}"][first:last].clone()
+                elif isinstance(leaf, torch.Tensor) and leaf.numel() != 1:
+                    raise ValueError(
+                        f"{type(self._optimizer).__name__} brings along its state {label!r} of {slot.name}, of shape "
+                        f"{list(leaf.shape)}, which is not the parameter's: it cannot be cut into shards. Begin with "
+                        "an optimizer that has made no step."
+                    )
+                leaves.append(leaf)
+            found[name] = filled(form_of(value), leaves)
+        return found
+
+    def _follow(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Makes the pieces views of these shards."""
+        if self._shards and all(shards[key] is known for key, known in self._shards.items()):
+            return
+        self._shards = {buffer.key: shards[buffer.key] for buffer in self._plan.buffers}
+        for name, (buffer, first, last) in self._places.items():
+            view = self._shards[buffer.key].detach()[first:last]
+            self._views[name] = view
+            if name in self._pieces:
+                self._pieces[name].data = view
+            else:
+                self._pieces[name] = nn.Parameter(view, buffer.trainable)
+
+    @contextmanager
+    def _opened(self) -> Iterator[None]:
+        """Inside, the optimizer holds pieces, and its state."""
+        own = self._optimizer
+        before = [group["params"] for group in own.param_groups], own.state
+        for group, pieces in zip(own.param_groups, self._groups, strict=True):
+            group["params"] = list(pieces)
+        own.state = self._state
+        try:
+            yield
+        finally:
+            self._state = own.state
+            for group, parameters in zip(own.param_groups, before[0], strict=True):
+                group["params"] = parameters
+            own.state = before[1]
+
+    def _kept(self) -> dict[str, Any]:
+        """Tensors and numbers of the parameters' state, by name."""
+        return {
+            f"{name}.{label}": leaf
+            for name, piece in self._pieces.items()
+            if piece in self._state
+            for top, value in self._state[piece].items()
+            for label, leaf in named_leaves(str(top), value).items()
+            if isinstance(leaf, torch.Tensor | bool | int | float)
+        }
+
+
+def _instead(old: Any, new: torch.Tensor | None) -> Any:
+    """The new value as the optimizer's code keeps it."""
+    if new is None or new is old:
+        return old
+    if isinstance(old, torch.Tensor):
+        return new.to(old.device, old.dtype).reshape(old.shape)
+    return type(old)(new.item())

@@ -1,0 +1,55 @@
+"""An optimizer that runs as it is, on pieces of shards, beside eager PyTorch on the batches of all ranks.
+
+torchrun --nproc-per-node 2 eager_update.py RESULT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from fsdp_compiled import Policy, RankError, compile_sharded
+from fsdp_compiled.distributed.mesh import join
+from tests.test_eager_update import Idle, Queue, _batches, _eagerly, _groups, _loss
+
+RANK = int(os.environ["RANK"])
+
+
+def differs(shard: str) -> str:
+    eager, model = Idle(), Idle()
+    theirs, mine = Queue(_groups(eager)), Queue(_groups(model))
+    _eagerly(eager, theirs, _batches(2))  # state that is brought along
+    _eagerly(model, mine, _batches(2))
+    sharded = compile_sharded(model, mine, loss=_loss, policy=Policy(lower="eager", shard=shard))  # type: ignore[arg-type]
+    for index, batch in enumerate(_batches(5)):
+        for optimizer in (theirs, mine):
+            optimizer.param_groups[0]["decay"] = 0.1 * index
+        sharded.step(batch[2 * RANK : 2 * RANK + 2])
+        _eagerly(eager, theirs, [batch])
+    found = sharded.full_state_dict()
+    if odd := [name for name, v in found.items() if not torch.allclose(v, eager.state_dict()[name], 1e-5, 1e-6)]:
+        return f"{odd} differ"
+    mine.param_groups[0]["decay"] = 0.1 + RANK
+    try:
+        sharded.step(torch.ones(2, 6))
+    except RankError:
+        mine.param_groups[0]["decay"] = 0.1
+    else:
+        return "ranks that decay differently went on"
+    sharded.step(torch.ones(2, 6))
+    return ""
+
+
+def main(result: str) -> None:
+    join(None)
+    found = {shard: differs(shard) for shard in ("zero3", "zero2", "zero1", "ddp")}
+    if RANK == 0:
+        Path(result).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
