@@ -71,6 +71,11 @@ class Calls:
         if self.closed is not None:
             raise RankError(f"An earlier call failed for good:\n{self.closed}")
 
+    def reopen(self) -> None:
+        """Calls can be made again, where only this process's state was in doubt, and is not any more."""
+        if self.mesh.world == 1:
+            self.closed = None
+
     def post(self, label: str, wire: str = "") -> None:
         """This rank's next call; with its wire, if it goes on without meeting the others."""
         self.check_open()

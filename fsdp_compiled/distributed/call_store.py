@@ -23,6 +23,8 @@ CURE = (
     "Give every rank a batch of the same shapes and dtypes in every call (drop or pad the last one), and the same "
     "learning rate."
 )
+ARGUMENTS = "Give every rank the same folder, step and options, and extra objects of the same names."
+CHECKPOINT = ("save to ", "load from ")
 SAME = "Make the same calls in the same order on every rank, those that only evaluate too."
 JOIN = (
     "Give every rank as many batches (DistributedSampler pads), or train inside `with sharded.join():`, where a rank "
@@ -151,6 +153,8 @@ def different(labels: Sequence[str]) -> str:
         return "\n".join(["A rank is gone, so nothing was updated:", *lines, JOIN])
     if any(label.startswith(ABSENT) for label in labels):
         return "\n".join(["A rank did not come in time, so nothing was updated:", *lines, HANGS])
+    if all(label.startswith(CHECKPOINT) for label in labels) and len({label[:4] for label in labels}) == 1:
+        return "\n".join(["The ranks called with different arguments, so nothing was done:", *lines, ARGUMENTS])
     if len({label.split(" ")[0] for label in labels}) > 1:
         return "\n".join(["The ranks made different calls, so nothing was updated:", *lines, SAME])
     return "\n".join(["The ranks called with different batches or rates, so nothing was updated:", *lines, CURE])

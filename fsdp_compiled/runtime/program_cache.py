@@ -221,6 +221,8 @@ class Programs:
             if name in now and self._written.get(name) is not now[name]:
                 if name in self._written:
                     state.constants[name] = now[name].detach()
+                elif name in state.constants:  # loaded before there was a program
+                    state.constants[name] = _restored(name, now[name].detach(), state.constants[name])
                 self._written[name] = now[name]
 
     def meet(self, label: str) -> None:
@@ -432,6 +434,17 @@ def _differentiable(batch: Mapping[str, torch.Tensor]) -> str:
         "this tensor would not be trained: make it part of the model or the loss; or pass tensor.detach(). A loss that "
         "differentiates by its inputs calls requires_grad_() itself."
     )
+
+
+def _restored(name: str, tensor: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+    """The closed-over tensor, with the values that a checkpoint has of it."""
+    if (tensor.shape, tensor.dtype) != (saved.shape, saved.dtype):
+        raise ValueError(
+            f"{name} is {tensor.dtype}{list(tensor.shape)}, and {saved.dtype}{list(saved.shape)} in the checkpoint "
+            "that was loaded. Make it as it was saved."
+        )
+    with torch.no_grad():
+        return tensor.copy_(saved)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ says): `Sharded.apply` consumes the state it is given, and `Sharded.step` keeps 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import weakref
@@ -31,6 +32,9 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.optim.wrapped import check_step_hooks
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, Checkpoints, Trained, check_wish, path
+from fsdp_compiled.runtime.checkpoint.contents import check_extra
+from fsdp_compiled.runtime.checkpoint.writing import Saving
 from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import EagerUpdate
@@ -87,6 +91,7 @@ class Sharded:
         self._programs = Programs(taken, loss, plan, mesh, rules, self._calls, random)
         self._failed = FailedCalls(mesh, self._calls, self._programs, self._copies.tensors)
         self._row = self._failed.row  # of microbatches
+        self._checkpoints = Checkpoints(mesh, self._calls)
         self._calls.take_part = weakref.WeakMethod(self._take_part)
 
     # What a person calls.
@@ -243,6 +248,78 @@ class Sharded:
         with self._meeting("full_state_dict"), left():
             return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
 
+    @untraced
+    def save(
+        self,
+        folder: str | Path,
+        step: int | None = None,
+        keep: int | None = None,
+        wait: bool = False,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        replace: bool = False,
+        busy: Busy = "wait",
+    ) -> Saving:
+        """Saves all that training goes on from in ``folder/step-N/``, for any number of ranks. Collective.
+
+        ``step``: N; left out, how many updates were made. ``keep``: how many checkpoints stay, older ones are removed
+        once this one is complete; None: all. ``extra``: objects by name, whose ``state_dict()`` goes along: a
+        scheduler, a sampler. ``replace``: a checkpoint of this step may be there already.
+
+        Returns a future once the state is copied; files are written in the background (``wait``: not so), and
+        ``result()`` is the checkpoint's folder, or raises `SaveError` on every rank, as does the next call. ``busy``:
+        what to do while the one before is being written, ``"wait"`` or ``"refuse"``.
+        """
+        with self._refusing():
+            if busy not in ("wait", "refuse"):
+                raise ValueError(f'busy is {busy!r}; expected "wait" or "refuse".')
+            wish = check_wish(folder, step, keep, replace)
+            given = check_extra(extra, load=False)
+            self._between_steps("save")
+            self._checkpoints.wait(busy)
+            trained = self._trained()
+        if wish.step is None:
+            wish = dataclasses.replace(wish, step=int(self._state.step))
+        self._programs.meet(f"save to {wish}, extra {list(given)}")
+        with left():
+            future = self._checkpoints.save(wish, trained, given)
+        if wait:
+            future.result()
+        return future
+
+    @untraced
+    def load(
+        self,
+        folder: str | Path,
+        step: int | None = None,
+        strict: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> int | None:
+        """Goes on from the newest complete checkpoint in the folder, or the one of this step. Collective.
+
+        Returns its step, or None where there is none. Whatever number of ranks, placement and units wrote it, all
+        tensors keep their places, and programs stay compiled. ``extra``: objects whose ``load_state_dict`` gets what
+        was saved under their names. Nothing is changed unless every rank has read and verified all of it: raises
+        ``ValueError``, by name, for a damaged checkpoint, and for one of another model or optimizer, of which
+        ``strict=False`` loads what fits by name, shape and dtype, and says what did not.
+        """
+        with self._refusing():
+            if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+                raise ValueError(f"step is {step!r}; expected a whole number, or None for the newest checkpoint.")
+            place, given = path(folder), check_extra(extra, load=True)
+            if self._joined is not None:
+                raise RuntimeError("load inside join: the other ranks may still train. Call it after the block.")
+            self._checkpoints.wait()
+            trained = self._trained()
+        if self._mesh.world > 1:  # one rank may load after a call that left its state half updated
+            self._programs.meet(f"load from {place}, step {step}, strict={bool(strict)}, extra {list(given)}")
+        with left():
+            found = self._checkpoints.load(place, step, bool(strict), trained, given)
+        if found is not None:
+            self._row.end()
+            self._calls.reopen()
+        return found
+
     @property
     def program(self) -> Program:
         """The newest program that trains; before there is one, the newest that differentiates or runs forward."""
@@ -300,6 +377,21 @@ class Sharded:
                 "compile_sharded(model, torch.optim.AdamW(model.parameters()), ...); or use value_and_grad."
             )
 
+    def _between_steps(self, call: str) -> None:
+        """Raises for a call that is possible only between steps."""
+        if self._joined is not None:
+            raise RuntimeError(f"{call} inside join: the other ranks may still train. Call it after the block.")
+        if self._row.programs or self._row.failure is not None:
+            raise RuntimeError(
+                f"{call} between microbatches: their sums are no part of a checkpoint. Call it after sharded.step."
+            )
+
+    def _trained(self) -> Trained:
+        """What is saved and loaded."""
+        self._taken.check()
+        self._take_buffers(self._programs.replaced_buffers(), self._state)
+        return Trained(self.plan, self._state, self.optimizer, self._programs.rules)
+
     def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
         self._calls.check_open()
         with self._refusing():
@@ -318,10 +410,15 @@ class Sharded:
     ) -> tuple[Compiled, dict[Port, torch.Tensor]]:
         self._calls.check_open()
         with self._refusing():
+            self._checkpoints.check()
             self._taken.check()
             request = self._programs.find(kind, batch, named)
-        with left(watched=True):
-            return self._execute(request, state)
+        try:
+            with left(watched=True):
+                return self._execute(request, state)
+        except RankError as error:
+            self._checkpoints.heard(str(error))
+            raise
 
     def _take_buffers(self, replaced: Mapping[str, torch.Tensor | None], state: State) -> None:
         """Buffers that the user put into the model's modules are the state's; None: one that was deleted."""

@@ -1,0 +1,262 @@
+"""Saving and loading what one `Sharded` trains: the calls, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.lockstep import lockstep
+from fsdp_compiled.distributed.mesh import Mesh, exchange
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.checkpoint import loading, saving, writing
+from fsdp_compiled.runtime.checkpoint.contents import derive_generators, set_generators, values_of
+from fsdp_compiled.runtime.checkpoint.image import Image
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest
+from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, taken_over
+from fsdp_compiled.runtime.checkpoint.saving import Wish
+from fsdp_compiled.runtime.checkpoint.values import decode, digest
+from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
+from fsdp_compiled.runtime.host_memory import settle
+from fsdp_compiled.runtime.state import State
+
+Busy = Literal["wait", "refuse"]
+log = logging.getLogger("fsdp_compiled")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What is saved and loaded, as it is now."""
+
+    plan: Plan
+    state: State
+    optimizer: Optimizer | None
+    rules: Sequence[Rule]
+
+
+def check_wish(folder: Any, step: Any, keep: Any, replace: Any) -> Wish:
+    """Raises ``ValueError`` for arguments that make no sense."""
+    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ValueError(f"{name} is {value!r}; expected a whole number of {least} or more, or None.")
+    return Wish(path(folder), step, keep, bool(replace))
+
+
+def path(folder: Any) -> Path:
+    if not isinstance(folder, str | os.PathLike):
+        raise ValueError(f"folder is a {type(folder).__name__}; expected a path.")
+    return Path(folder).absolute()
+
+
+class Checkpoints:
+    """The checkpoints of one `Sharded`: at most one is being written at a time."""
+
+    def __init__(self, mesh: Mesh, calls: Calls) -> None:
+        self._mesh, self._calls = mesh, calls
+        self._image = Image(mesh.device)
+        self._current: Saving | None = None
+        self._count = 0
+
+    def check(self) -> None:
+        """Raises `SaveError` where a checkpoint that was written in the background could not be, once."""
+        if self._current is not None and (error := self._current.failed()) is not None:
+            self._current.told = True
+            raise error
+
+    def heard(self, text: str) -> None:
+        """What other ranks said was heard: if it was this error, nobody needs to hear it again."""
+        if self._current is not None and self._current.save is not None and self._current.save.what in text:
+            self._current.told = True
+
+    def wait(self, busy: Busy = "wait") -> None:
+        """Until no checkpoint is being written; raises `SaveError` for one that failed and nobody was told of."""
+        if self._current is None:
+            return
+        if busy == "refuse" and not self._current.done():
+            raise ValueError(f"{self._current.save.what if self._current.save else ''} is still being written.")
+        told = self._current.told
+        try:
+            self._current.result()
+        except SaveError:
+            if not told:
+                raise
+
+    def save(self, wish: Wish, trained: Trained, extra: Mapping[str, Any]) -> Saving:
+        """Collective, up to the copy. All ranks have agreed that they save."""
+        settle(trained.plan)
+        work = self._prepare(wish, trained, extra)
+        try:
+            save, own = lockstep(self._mesh, "What save writes", work)
+        finally:
+            work.close()
+        self._current = writing.start(save, own, self._mesh.rank, self._calls.board)
+        return self._current
+
+    def _prepare(
+        self, wish: Wish, trained: Trained, extra: Mapping[str, Any]
+    ) -> Generator[str, None, tuple[writing.Save, writing.Own]]:
+        self._count += 1
+        state, plan = trained.state, trained.plan
+        values, tensors = values_of(state, plan, trained.optimizer, trained.rules, extra)
+        return (
+            yield from saving.prepare(
+                wish, self._count, plan, self._mesh, state, trained.rules, values, tensors, self._image
+            )
+        )  # fmt: skip
+
+    def load(
+        self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
+    ) -> int | None:
+        """Collective. Nothing is changed unless every rank has read and verified all of it."""
+        work = self._load(folder, step, strict, trained, extra)
+        try:
+            return lockstep(self._mesh, "What load reads", work)
+        finally:
+            work.close()
+
+    def _load(
+        self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
+    ) -> Generator[str, None, int | None]:
+        mesh = self._mesh
+        settle(trained.plan)
+        chosen = loading.choose(folder, step) if mesh.rank == 0 else None
+        yield "which checkpoint"
+        chosen = exchange(chosen, mesh)[0]
+        if chosen is None:
+            return None
+        manifest = yield from loading.open_manifest(chosen, mesh)
+        found = match(manifest, trained.plan, trained.state, trained.optimizer, trained.rules, mesh.shard_rank)
+        found.differences += [
+            f"extra[{name!r}] is not in the checkpoint" for name in extra if f"extra {name}" not in manifest.values
+        ]
+        if found.differences and strict:
+            raise ValueError(refusal(chosen, found.differences))
+        values = self._values(manifest, found, extra)
+        staged = yield from loading.read(chosen, manifest, mesh, found.wanted, [tree for tree, _ in values.values()])
+        _check_extra(manifest, values, extra)
+        undo = _load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)
+        try:
+            yield "what they have read is whole"
+        except BaseException:
+            undo()
+            raise
+        loading.write(staged)
+        _write_values(values, staged.tensors, found, trained, mesh)
+        if mesh.rank == 0:
+            _report(chosen, manifest, found, extra)
+        return manifest.step
+
+    def _values(self, manifest: Manifest, found: Match, extra: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
+        """The values that this rank takes, as JSON, each with whether it is its own."""
+        fixed = ["updates", "scale", "random", *["optimizer"] * found.options]
+        constants = [name for name in manifest.values if name.startswith("constant ")]
+        buffers = [f"buffer {name}" for name in found.buffers]
+        wanted = [*fixed, *constants, *buffers, *(f"extra {name}" for name in extra)]
+        pairs = {name: loading.values_for(manifest, name, self._mesh.rank, self._mesh.world) for name in wanted}
+        return {name: pair for name, pair in pairs.items() if pair is not None}
+
+
+def _check_extra(manifest: Manifest, values: Mapping[str, tuple[Any, bool]], extra: Mapping[str, Any]) -> None:
+    for name in extra:
+        if not values.get(f"extra {name}", (None, True))[1]:
+            raise ValueError(
+                f"extra[{name!r}] was saved with another state on each of {manifest.world} ranks, and cannot be "
+                "given to another number of them. Load on as many ranks, or leave it out; what is to be loaded on any "
+                "number has a state_dict() that is the same on all ranks."
+            )
+
+
+def _load_extra(values: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
+    """Gives the user's objects their states; the function that is returned gives them those that they had."""
+    before: list[tuple[Any, Any]] = []
+
+    def undo() -> None:
+        for holder, state in reversed(before):
+            try:
+                holder.load_state_dict(state)
+            except Exception as error:
+                log.error("a %s cannot be given its state back: %s", type(holder).__name__, error)
+
+    try:
+        for name, holder in extra.items():
+            if f"extra {name}" in values:
+                if callable(getattr(holder, "state_dict", None)):
+                    before.append((holder, copy.deepcopy(holder.state_dict())))
+                holder.load_state_dict(values[f"extra {name}"])
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _write_values(
+    values: Mapping[str, tuple[Any, bool]],
+    tensors: Mapping[str, torch.Tensor],
+    found: Match,
+    trained: Trained,
+    mesh: Mesh,
+) -> None:
+    state = trained.state
+    with torch.no_grad():
+        for key, numbers in found.scalars.items():
+            for name, number in numbers.items():
+                state.optimizer[f"{key}.{name}"].fill_(decode(number, tensors))
+        for name, (tree, _) in values.items():
+            kind, _, rest = name.partition(" ")
+            if kind == "updates":
+                state.step.fill_(tree)
+            elif kind == "scale":
+                for one, number in tree.items():
+                    if one in state.scale:
+                        state.scale[one].fill_(decode(number, tensors))
+            elif kind == "buffer":
+                state.buffers[rest].copy_(decode(tree, tensors))
+            elif kind == "constant":
+                _write_constant(rest, decode(tree, tensors), state)
+        for total in state.sums.values():
+            total.zero_()
+    if trained.optimizer is not None and "optimizer" in values:
+        _write_options(trained.optimizer, values["optimizer"][0]["groups"])
+    tree, own = values["random"]
+    if own:
+        set_generators(decode(tree, tensors), state, trained.plan.device)
+    else:
+        derive_generators(f"{digest(tree, tensors)} {mesh.rank} of {mesh.world}", state, trained.plan.device)
+
+
+def _write_constant(name: str, value: torch.Tensor, state: State) -> None:
+    if name in state.constants:
+        state.constants[name].copy_(value)
+    else:
+        state.constants[name] = value
+
+
+def _write_options(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Rates, and what schedulers note beside them, as `torch.optim.Optimizer.load_state_dict` takes them over."""
+    for group, before in zip(optimizer.param_groups, saved, strict=True):
+        for name in taken_over(group):
+            if name in before:
+                value = decode(before[name], {})
+                if isinstance(group.get(name), torch.Tensor):
+                    group[name].fill_(value)
+                else:
+                    group[name] = value
+
+
+def _report(chosen: Path, manifest: Manifest, found: Match, extra: Mapping[str, Any]) -> None:
+    """What was not loaded, and what is not as it was."""
+    if found.differences:
+        lines = "".join(f"\n  {line}" for line in found.differences)
+        log.warning("loaded what fits of %s, and left the rest as it was:%s", chosen, lines)
+    saved = [name.removeprefix("extra ") for name in manifest.values if name.startswith("extra ")]
+    if idle := [name for name in saved if name not in extra]:
+        log.warning("%s holds extra %s too, which load was not given.", chosen, ", ".join(map(repr, idle)))

@@ -1,0 +1,165 @@
+"""The small part of a run's state, as values by name: all that is not a flat shard.
+
+| value | what |
+|---|---|
+| ``updates`` | how many updates were made |
+| ``scale`` | the loss scale: factor, steps since it changed, overflows |
+| ``optimizer`` | its class, and its groups' options |
+| ``scalars`` | state that a group has once, such as the step count, with the parameters that it is for |
+| ``random`` | this rank's generators: PyTorch's, Python's and NumPy's |
+| ``buffer <name>`` | a buffer of the model |
+| ``constant <name>`` | a tensor that the loss closes over and updates |
+| ``extra <name>`` | what the user gave along: its ``state_dict()`` |
+
+Each is written once where all ranks have the same, and else by every rank.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fsdp_compiled.optim.groups import options_of
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.checkpoint.values import Tensors, encode
+from fsdp_compiled.runtime.rng import default_generator, seed
+from fsdp_compiled.runtime.state import State
+
+
+def values_of(
+    state: State, plan: Plan, optimizer: Optimizer | None, rules: Sequence[Rule], extra: Mapping[str, Any]
+) -> tuple[dict[str, Any], Tensors]:
+    """The values as JSON, and copies of their tensors, on the host.
+
+    Raises ``ValueError`` by name for what a checkpoint cannot hold.
+    """
+    values: dict[str, Any] = {"updates": int(state.step)}
+    if state.scale:
+        values["scale"] = {name: tensor.item() for name, tensor in state.scale.items()}
+    if optimizer is not None:
+        values["optimizer"] = {"class": class_name(optimizer), "groups": options(optimizer)}
+        values["scalars"] = scalars_of(state, plan, rules)
+    values["random"] = generators(state, plan.device)
+    values |= {f"buffer {name}": tensor for name, tensor in state.buffers.items()}
+    values |= {f"constant {name}": tensor for name, tensor in state.constants.items()}
+    for name, holder in extra.items():
+        values[f"extra {name}"] = holder.state_dict()
+    tensors: Tensors = {}
+    return {name: encode(value, name, tensors) for name, value in values.items()}, tensors
+
+
+def check_extra(extra: Mapping[str, Any] | None, load: bool) -> dict[str, Any]:
+    """Raises ``ValueError`` for objects that cannot be asked for their state."""
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+        raise ValueError(f"extra is {type(extra).__name__}; expected a dictionary of objects by name.")
+    wanted = "load_state_dict" if load else "state_dict"
+    for name, holder in extra.items():
+        if not callable(getattr(holder, wanted, None)):
+            raise ValueError(f"extra[{name!r}] is a {type(holder).__name__}, which has no {wanted}().")
+    return dict(extra)
+
+
+def class_name(optimizer: Optimizer) -> str:
+    kind = type(optimizer)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups' options but for those that a checkpoint cannot hold, such as functions."""
+    found = []
+    for group in optimizer.param_groups:
+        kept = {}
+        for name, value in options_of(group).items():
+            value = plain(value)
+            try:
+                encode(value, name, {})
+            except ValueError:
+                continue
+            kept[name] = value
+        found.append(kept)
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A rate that is a tensor, as the number that it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def names_of(plan: Plan, rule: Rule) -> list[str]:
+    """The parameters that a rule updates."""
+    kind = (rule.group, rule.variant)
+    buffers = (buffer for buffer in plan.buffers if buffer.updated and (buffer.group, buffer.variant) == kind)
+    return [slot.name for buffer in buffers for slot in buffer.slots]
+
+
+def scalars_of(state: State, plan: Plan, rules: Sequence[Rule]) -> list[dict[str, Any]]:
+    """Numbers in JSON have all the bits of a float64."""
+    found = []
+    for rule in rules:
+        own = {entry.name: state.optimizer[f"{rule.key}.{entry.name}"].item() for entry in rule.state if entry.scalar}
+        found.append({"parameters": names_of(plan, rule), "scalars": own})
+    return found
+
+
+def generators(state: State, device: torch.device) -> dict[str, Any]:
+    """What this rank draws random numbers from."""
+    _ = state.random  # what was written into the state goes to the generator first
+    version, words, gauss = random.getstate()
+    found: dict[str, Any] = {
+        "cpu": torch.default_generator.get_state(),
+        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
+    }
+    if device.type == "cuda":
+        found["cuda"] = default_generator(device).get_state()
+    numpy = _numpy()
+    if numpy is not None and isinstance(now := numpy.random.get_state(), tuple):
+        kind, keys, position, has_gauss, cached = now
+        words = torch.from_numpy(keys.astype("int64"))
+        found["numpy"] = {
+            "kind": kind, "keys": words, "position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)
+        }  # fmt: skip
+    return found
+
+
+def set_generators(saved: Mapping[str, Any], state: State, device: torch.device) -> None:
+    """Lets this rank go on drawing where the saved one stood."""
+    _ = state.random
+    torch.default_generator.set_state(saved["cpu"])
+    if device.type == "cuda":
+        own = default_generator(device)
+        if "cuda" in saved:
+            own.set_state(saved["cuda"])
+        else:  # written on CPUs
+            seed(own, f"fsdp_compiled cuda {saved['cpu'].tolist()}")
+    python = saved["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    if (numpy := _numpy()) is not None and "numpy" in saved:
+        one = saved["numpy"]
+        keys = one["keys"].numpy().astype("uint32")
+        numpy.random.set_state((one["kind"], keys, one["position"], one["has_gauss"], one["cached"]))
+
+
+def derive_generators(text: str, state: State, device: torch.device) -> None:
+    """New random numbers for this rank, which are a function of the text."""
+    _ = state.random
+    seed(torch.default_generator, f"fsdp_compiled cpu {text}")
+    if device.type == "cuda":
+        seed(default_generator(device), f"fsdp_compiled cuda {text}")
+    random.seed(f"fsdp_compiled python {text}")
+    if (numpy := _numpy()) is not None:
+        numpy.random.seed(random.Random(f"fsdp_compiled numpy {text}").getrandbits(32))
+
+
+def _numpy() -> Any:
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy

@@ -1,0 +1,162 @@
+"""One file of tensors: safetensors, written and read in blocks of 4 MiB, each with its checksum.
+
+    length of the header, 8 bytes | header, JSON | tensor | tensor | ...
+    |---------- block 0 ----------|---------- block 1 ----------|- block 2 -|      a checksum each, in the manifest
+
+Checksums go over the bytes of the file, header included, so no bit of it can change unseen. They are XXH3 of 64 bits,
+which has several GB/s: less time than the disk takes, where zlib's crc32 takes more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from fsdp_compiled.runtime.checkpoint.memory import memory_of
+
+BLOCK = 4 << 20  # bytes
+ALIGNMENT = 64  # bytes: where the first tensor may start
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
+
+
+class Corrupt(ValueError):
+    """A file of a checkpoint is not what was written."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor to be written."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything is in a file: offsets and size in bytes, from its beginning."""
+
+    header: bytes
+    offsets: dict[str, int]
+    size: int
+
+
+def lay_out(items: Iterable[Item]) -> Layout:
+    """Widest elements first, so that each tensor is aligned. Raises ``ValueError`` for what safetensors cannot hold."""
+    entries: dict[str, object] = {}
+    offsets: dict[str, int] = {}
+    position = 0
+    for item in sorted(items, key=lambda item: (-item.dtype.itemsize, item.nbytes == 0)):
+        if item.dtype not in DTYPES:
+            raise ValueError(f"{item.key} is {item.dtype}, which safetensors files cannot hold.")
+        if item.key in entries:
+            raise ValueError(f"Two tensors of one file are called {item.key}.")
+        offsets[item.key] = position
+        entries[item.key] = {
+            "dtype": DTYPES[item.dtype], "shape": list(item.shape), "data_offsets": [position, position + item.nbytes]
+        }  # fmt: skip
+        position += item.nbytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return Layout(header, {key: offset + len(header) for key, offset in offsets.items()}, position + len(header))
+
+
+def write(path: Path, image: memoryview, progress: Callable[[], None] = lambda: None) -> list[str]:
+    """Writes a new file and has it on the disk when it returns; the checksums of its blocks."""
+    checksums = []
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
+    try:
+        for start in range(0, len(image), BLOCK):
+            block = image[start : start + BLOCK]
+            checksums.append(xxhash.xxh3_64_hexdigest(block))
+            while block:
+                block = block[os.write(descriptor, block) :]
+            progress()
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return checksums
+
+
+@dataclass(frozen=True)
+class Request:
+    """These bytes of the file are wanted in ``into``."""
+
+    offset: int
+    into: memoryview
+
+
+class Reader:
+    """A file whose size and checksums are known; what is read of it is verified, block by block."""
+
+    def __init__(self, path: Path, size: int, checksums: Sequence[str], holds: Callable[[int, int], str]) -> None:
+        """``holds``: what stands between two offsets, for messages."""
+        self._path, self._size, self._checksums, self._holds = path, size, checksums, holds
+        self.verified: set[int] = set()
+
+    def read(self, requests: Iterable[Request], blocks: Iterable[int] = ()) -> None:
+        """Fills the requests, and verifies these blocks as well. Raises `Corrupt`, with the file and its tensors."""
+        waiting = sorted(requests, key=lambda request: request.offset)
+        wanted = set(blocks)
+        for request in waiting:
+            if request.into:
+                wanted |= set(range(request.offset // BLOCK, (request.offset + len(request.into) - 1) // BLOCK + 1))
+        if not wanted:
+            return
+        scratch = memory_of(torch.empty(min(BLOCK, self._size), dtype=torch.uint8))
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        except OSError as error:
+            raise Corrupt(f"{self._path} cannot be read: {error.strerror}. {self._lost(0, self._size)}") from error
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            found = os.fstat(descriptor).st_size
+            if found != self._size:
+                where = min(found, self._size)
+                raise Corrupt(
+                    f"{self._path} has {found} bytes instead of {self._size}: it was cut or written over. "
+                    f"{self._lost(where, self._size)}"
+                )
+            first = 0
+            for block in sorted(wanted):
+                start = block * BLOCK
+                held = scratch[: min(BLOCK, self._size - start)]
+                self._fill(file, start, held)
+                if xxhash.xxh3_64_hexdigest(held) != self._checksums[block]:
+                    raise Corrupt(
+                        f"{self._path}: bytes {start} to {start + len(held)} are not what was written (checksum). "
+                        f"{self._lost(start, start + len(held))}"
+                    )
+                self.verified.add(block)
+                stop = start + len(held)
+                while first < len(waiting) and waiting[first].offset + len(waiting[first].into) <= start:
+                    first += 1
+                for request in waiting[first:]:
+                    if request.offset >= stop:
+                        break
+                    begin, end = max(start, request.offset), min(stop, request.offset + len(request.into))
+                    if begin < end:
+                        request.into[begin - request.offset : end - request.offset] = held[begin - start : end - start]
+
+    def _fill(self, file: object, start: int, into: memoryview) -> None:
+        file.seek(start)  # type: ignore[attr-defined]
+        while into:
+            count = file.readinto(into)  # type: ignore[attr-defined]
+            if not count:
+                raise Corrupt(f"{self._path} ends too early. {self._lost(start, self._size)}")
+            into = into[count:]
+
+    def _lost(self, start: int, stop: int) -> str:
+        return f"It holds {self._holds(start, stop)}. Load an older checkpoint: load(folder, step=...)."

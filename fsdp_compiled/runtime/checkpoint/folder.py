@@ -1,0 +1,158 @@
+"""The folder of a run's checkpoints: ``step-N`` is complete or absent, whatever is killed when.
+
+.step-N.<random>     written aside    ->  files on the disk  ->  renamed to step-N, the parent on the disk
+                                      ->  only then older ones are removed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import shutil
+import socket
+import time
+import uuid
+from pathlib import Path
+
+from fsdp_compiled.runtime.checkpoint.manifest import NAME
+
+COMPLETE = re.compile(r"step-(\d+)")
+ASIDE = re.compile(r"\.step-\d+\.[0-9a-f]{8}")
+LOCK = ".lock"
+_locks: dict[str, int] = {}  # by folder: the open file, for as long as the process lives
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}"
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of which there are complete checkpoints, in ascending order."""
+    if not folder.is_dir():
+        return []
+    found = [match[1] for match in map(COMPLETE.fullmatch, os.listdir(folder)) if match]
+    return sorted(int(number) for number in found if (folder / f"step-{number}" / NAME).is_file())
+
+
+def lock(folder: Path) -> None:
+    """Keeps this folder for the checkpoints of this process until it ends.
+
+    Raises ``ValueError`` where another process has it. The lock is the operating system's, on a file (``lockf``, which
+    works over NFS): it goes with the process, however that ends, and no child inherits it.
+    """
+    key = str(folder.resolve())
+    if key in _locks:
+        return
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _lock(descriptor)
+    except OSError as error:
+        owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
+        os.close(descriptor)
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return  # a file system without locks
+        raise ValueError(
+            f"Another process saves checkpoints in {folder}{f' ({owner})' if owner else ''}, and would remove this "
+            "run's. Give each run a folder of its own, or end that process first."
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    _locks[key] = descriptor
+
+
+def _lock(descriptor: int) -> None:
+    """With some patience: the process that was killed a moment ago may still be ending."""
+    for attempt in range(20):
+        try:
+            return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if attempt == 19:
+                raise
+            time.sleep(0.1)
+
+
+def begin(folder: Path, step: int, replace: bool) -> Path:
+    """A new folder to write this step's checkpoint in, aside. By one rank.
+
+    Raises ``ValueError`` where the step is there already, a newer one is, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock(folder)
+        there = path_of(folder, step)
+        if there.exists() and not replace:
+            raise ValueError(
+                f"{there} exists. Save another step, remove it, or pass replace=True, which replaces it whole."
+            )
+        if newer := [number for number in steps(folder) if number > step]:
+            raise ValueError(
+                f"{folder} holds checkpoints of later steps than {step} ({', '.join(map(str, newer[:5]))}), from which "
+                "load(folder) would go on. Remove them, or save to another folder."
+            )
+        clear(folder)
+        aside = folder / f".step-{step}.{uuid.uuid4().hex[:8]}"
+        aside.mkdir()
+    except OSError as error:
+        raise ValueError(f"No checkpoint can be written in {folder}: {error.strerror or error}.") from error
+    return aside
+
+
+def clear(folder: Path) -> None:
+    """Removes what saves that did not end have left. The lock says that none of them is still at it."""
+    for name in os.listdir(folder):
+        if ASIDE.fullmatch(name):
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def commit(aside: Path, step: int, keep: int | None) -> Path:
+    """Makes it the checkpoint of its step, at once and whole; then removes all but the ``keep`` newest."""
+    folder = aside.parent
+    sync(aside)
+    place = path_of(folder, step)
+    if place.exists():
+        _exchange(aside, place)
+    else:
+        os.rename(aside, place)
+    sync(folder)
+    shutil.rmtree(aside, ignore_errors=True)  # what was replaced
+    if keep is not None:
+        for number in steps(folder)[:-keep]:
+            remove(path_of(folder, number))
+    return place
+
+
+def remove(path: Path) -> None:
+    """Removes a complete checkpoint; at no time is there half of it under its name."""
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    with contextlib.suppress(OSError):
+        os.rename(path, aside)
+        sync(path.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(aside: Path, place: Path) -> None:
+    """Both names at once where the system can; else the old one goes aside for the moment between two renames."""
+    import ctypes
+
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+        if rename(-100, os.fsencode(aside), -100, os.fsencode(place), 2) == 0:  # AT_FDCWD, RENAME_EXCHANGE
+            return
+    except AttributeError:
+        pass
+    old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}")
+    os.rename(place, old)
+    os.rename(aside, place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(folder: Path) -> None:
+    """Has the folder's own entries on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,116 @@
+"""What one rank writes: its files as they will be, in host memory, so that the step need not wait for the disk.
+
+    stretches and values  ->  names and offsets in files (`arrange`)  ->  one copy into the image (`fill`)  ->  files
+
+The image is kept for the next checkpoint: fresh memory costs as much as the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_compiled.runtime.checkpoint.data_file import Item, Layout, lay_out
+from fsdp_compiled.runtime.checkpoint.memory import memory_of
+
+FILE = 4 << 30  # bytes: a file is closed when it has as many
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements ``[start, stop)`` of a tensor, under this key in a file."""
+
+    tensor: str
+    start: int
+    stop: int
+    key: str
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """One file of this rank's."""
+
+    name: str
+    layout: Layout
+    parts: Sequence[Part]
+
+
+def part(tensor: str, start: int, values: torch.Tensor, shape: Sequence[int]) -> Part:
+    """Keyed by the tensor's name where it is whole, so that any reader of safetensors finds it."""
+    stop = start + values.numel()
+    whole = start == 0 and stop == torch.Size(shape).numel()
+    return Part(tensor, start, stop, tensor if whole else f"{tensor}[{start}:{stop}]", values)
+
+
+def arrange(parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]], rank: int, world: int) -> list[Arranged]:
+    """The files, with everything's place in them. ``shapes``: of tensors that are row-major and may be whole."""
+    rows: list[list[Part]] = [[]]
+    size = 0
+    for one in parts:
+        nbytes = one.values.numel() * one.values.itemsize
+        if size and size + nbytes > FILE:
+            rows.append([])
+            size = 0
+        rows[-1].append(one)
+        size += nbytes
+    found = []
+    for index, row in enumerate(rows):
+        more = f"-{index:05d}" if index else ""
+        items = [
+            Item(
+                one.key,
+                one.values.dtype,
+                shapes[one.tensor] if one.key == one.tensor and one.tensor in shapes else (one.values.numel(),),
+                one.values.numel() * one.values.itemsize,
+            )
+            for one in row
+        ]
+        found.append(Arranged(f"shard-{rank:05d}-of-{world:05d}{more}.safetensors", lay_out(items), row))
+    return found
+
+
+class Image:
+    """Host memory for the files, pinned where a GPU copies into it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: list[torch.Tensor] = []
+
+    def fill(self, files: Sequence[Arranged]) -> list[memoryview]:
+        """Copies everything; returns, by file, its bytes. They are the image's until the next call."""
+        cuda = self._device.type == "cuda"
+        for index, file in enumerate(files):
+            if index == len(self._memory):
+                self._memory.append(torch.empty(0, dtype=torch.uint8))
+            if self._memory[index].numel() < file.layout.size:
+                self._memory[index] = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+                self._memory[index] = torch.empty(file.layout.size, dtype=torch.uint8, pin_memory=cuda)
+        with torch.no_grad():
+            for memory, file in zip(self._memory, files):
+                memory_of(memory)[: len(file.layout.header)] = file.layout.header
+                for one in file.parts:
+                    start = file.layout.offsets[one.key]
+                    place = memory[start : start + one.values.numel() * one.values.itemsize]
+                    place.view(one.values.dtype).copy_(one.values.reshape(-1), non_blocking=cuda)
+        if cuda:
+            torch.cuda.synchronize(self._device)
+        return [memory_of(memory)[: file.layout.size] for memory, file in zip(self._memory, files)]
+
+
+def described(files: Sequence[Arranged], checksums: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """What the manifest has to say of this rank's files, as JSON."""
+    return {
+        "files": [
+            {"name": file.name, "size": file.layout.size, "checksums": list(found)}
+            for file, found in zip(files, checksums, strict=True)
+        ],
+        "pieces": [
+            [one.tensor, one.start, one.stop, index, file.layout.offsets[one.key]]
+            for index, file in enumerate(files)
+            for one in file.parts
+        ],
+    }

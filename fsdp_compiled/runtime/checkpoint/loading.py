@@ -1,0 +1,151 @@
+"""What all ranks do together to load: choose, compare, read and verify aside, agree, and only then write the state.
+
+newest or named step -> manifest -> compare with this Sharded -> read into staging, verified -> all have read all
+                                                                                    -> extras -> the state, in place
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_compiled.distributed.mesh import Mesh, exchange
+from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint import manifest as manifests
+from fsdp_compiled.runtime.checkpoint.data_file import BLOCK, Reader, Request
+from fsdp_compiled.runtime.checkpoint.manifest import Entry, Manifest
+from fsdp_compiled.runtime.checkpoint.memory import memory_of
+from fsdp_compiled.runtime.checkpoint.values import Tensors, tensor_names
+
+log = logging.getLogger("fsdp_compiled")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Elements ``[start, stop)`` of a saved tensor, in the memory order of ``order``, to be copied into ``into``."""
+
+    tensor: str
+    start: int
+    stop: int
+    order: tuple[int, ...]
+    into: torch.Tensor
+
+
+def choose(folder: Path, step: int | None) -> Path | None:
+    """The folder of the newest complete checkpoint, or of the one of this step; None where there is none."""
+    found = folders.steps(folder)
+    if step is None:
+        return folders.path_of(folder, found[-1]) if found else None
+    if step not in found:
+        there = ", ".join(map(str, found)) or "none"
+        raise ValueError(f"{folder} holds no complete checkpoint of step {step}; there are: {there}.")
+    if found[-1] > step:
+        log.warning(
+            "%s holds checkpoints of later steps than %d. What is trained from here on is another history: remove "
+            "them, or save to another folder.", folder, step,
+        )  # fmt: skip
+    return folders.path_of(folder, step)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Read and verified, and not yet anybody's: what is wanted with its values, and tensors of values by name."""
+
+    pairs: Sequence[tuple[Wanted, torch.Tensor]]
+    tensors: Tensors
+
+
+def read(
+    path: Path, manifest: Manifest, mesh: Mesh, wanted: Sequence[Wanted], trees: Iterable[Any]
+) -> Generator[str, None, Staged]:
+    """Each rank reads what it wants, all together every byte of every file; in stages, for `lockstep`."""
+    readers = {
+        file.name: Reader(
+            path / file.name,
+            file.size,
+            file.checksums,
+            lambda a, b, name=file.name: manifest.holds(name, a, b),  # type: ignore[misc]
+        )
+        for file in manifest.files.values()
+    }
+    requests: dict[str, list[Request]] = {name: [] for name in readers}
+    pairs = [(one, _request(manifest.tensors[one.tensor], one, requests)) for one in wanted]
+    tensors: Tensors = {}
+    for name in dict.fromkeys(name for tree in trees for name in tensor_names(tree)):
+        entry = manifest.tensors[name]
+        tensors[name] = _whole(entry, requests)
+    for name, reader in readers.items():
+        reader.read(requests[name])
+    yield "what they have read"
+    seen = exchange({name: sorted(reader.verified) for name, reader in readers.items()}, mesh)
+    for name, reader in readers.items():
+        count = -(-manifest.files[name].size // BLOCK)
+        unseen = sorted(set(range(count)) - {block for one in seen for block in one[name]})
+        reader.read([], unseen[mesh.rank :: mesh.world])
+    return Staged([(one, _finished(manifest.tensors[one.tensor], one, values)) for one, values in pairs], tensors)
+
+
+def _request(entry: Entry, one: Wanted, requests: dict[str, list[Request]]) -> torch.Tensor:
+    """Fresh memory for it; all of the tensor, where its dims lie in another order."""
+    if one.order != entry.order:
+        return _whole(entry, requests)
+    values = torch.empty(one.stop - one.start, dtype=entry.dtype)
+    _ask(entry, one.start, one.stop, values, requests)
+    return values
+
+
+def _whole(entry: Entry, requests: dict[str, list[Request]]) -> torch.Tensor:
+    values = torch.empty(entry.shape, dtype=entry.dtype)
+    _ask(entry, 0, entry.numel, values, requests)
+    return values
+
+
+def _ask(entry: Entry, start: int, stop: int, values: torch.Tensor, requests: dict[str, list[Request]]) -> None:
+    size = entry.dtype.itemsize
+    memory = memory_of(values)
+    for piece in entry.pieces:
+        first, last = max(start, piece.start), min(stop, piece.stop)
+        if first < last:
+            into = memory[(first - start) * size : (last - start) * size]
+            requests[piece.file].append(Request(piece.offset + (first - piece.start) * size, into))
+
+
+def _finished(entry: Entry, one: Wanted, values: torch.Tensor) -> torch.Tensor:
+    """The wanted elements, in the order in which they are wanted."""
+    if one.order == entry.order:
+        return values
+    shape = [entry.shape[dim] for dim in entry.order]
+    logical = values.view(shape).permute([entry.order.index(dim) for dim in range(len(shape))])
+    return logical.permute(one.order).reshape(-1)[one.start : one.stop].clone()
+
+
+def write(staged: Staged) -> None:
+    """Puts the values in their places; the tensors stay where they are."""
+    with torch.no_grad():
+        for one, values in staged.pairs:
+            one.into.copy_(values)
+
+
+def open_manifest(path: Path, mesh: Mesh) -> Generator[str, None, Manifest]:
+    """The manifest, the same on every rank; in stages, for `lockstep`."""
+    found = manifests.read(path)
+    yield f"{path.name} {found.written_by.get('id', '')}"
+    return found
+
+
+def values_for(manifest: Manifest, name: str, rank: int, world: int) -> tuple[Any, bool] | None:
+    """The JSON of a value for this rank, and whether it is this rank's own or the same for all; None if none is saved.
+
+    Where ranks had different ones and were not as many, it is rank 0's, and not its own.
+    """
+    found: Mapping[str, Any] | None = manifest.values.get(name)
+    if found is None:
+        return None
+    if "same" in found:
+        return found["same"], True
+    return (found["by_rank"][rank], True) if manifest.world == world else (found["by_rank"][0], False)

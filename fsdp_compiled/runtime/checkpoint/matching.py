@@ -1,0 +1,238 @@
+"""A checkpoint beside the `Sharded` that loads it: what fits, and in words what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fsdp_compiled.optim.groups import NOTES, options_of, scheduled
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.optim.twin import IMPLEMENTATIONS
+from fsdp_compiled.plan.plan import Buffer, Plan
+from fsdp_compiled.runtime.checkpoint.contents import class_name, plain
+from fsdp_compiled.runtime.checkpoint.loading import Wanted
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest
+from fsdp_compiled.runtime.checkpoint.stretches import held, parameter_name, per_element, state_name
+from fsdp_compiled.runtime.checkpoint.values import decode, encode
+from fsdp_compiled.runtime.state import State
+
+SHOWN = 20  # differences in one message
+
+
+@dataclass
+class Match:
+    """What fits. ``wanted``: what is read into this rank's shards. ``scalars``: by a rule's key, its numbers."""
+
+    wanted: list[Wanted] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    buffers: list[str] = field(default_factory=list)
+    options: bool = False  # whether the groups' options are taken over
+    differences: list[str] = field(default_factory=list)
+
+
+def match(
+    manifest: Manifest, plan: Plan, state: State, optimizer: Optimizer | None, rules: Sequence[Rule], shard_rank: int
+) -> Match:
+    """What of the checkpoint fits this model and optimizer, and what does not, on each side."""
+    found = Match()
+    places = _parameters(manifest, plan, found)
+    if optimizer is not None:
+        _optimizer(manifest, plan, state, optimizer, rules, places, found)
+    orders = {
+        name: slot.leaf.order
+        for buffer in plan.buffers
+        for slot in buffer.slots
+        for name in (parameter_name(slot), *(state_name(slot, one) for one in per_element(buffer, rules)))
+    }
+    for one in held(plan, rules, shard_rank, state.parameters, state.optimizer):
+        if one.name in places:
+            found.wanted.append(Wanted(places[one.name], one.start, one.stop, orders[one.name], one.values))
+    _buffers(manifest, state, found)
+    return found
+
+
+def _saved_names(manifest: Manifest, names: Sequence[str]) -> set[str]:
+    """Under which first names these names of one parameter were saved."""
+    firsts = {manifest.aliases.get(name, name) for name in names}
+    return {name for name in firsts if f"model.{name}" in manifest.tensors}
+
+
+def _parameters(manifest: Manifest, plan: Plan, found: Match) -> dict[str, str]:
+    """By our name of a tensor, the saved one that fits it, for parameters."""
+    places: dict[str, str] = {}
+    used: set[str] = set()
+    for slot in (slot for buffer in plan.buffers for slot in buffer.slots):
+        saved = _saved_names(manifest, slot.leaf.names)
+        used |= saved
+        if not saved:
+            found.differences.append(f"{slot.name} is not in the checkpoint")
+        elif len(saved) > 1:
+            found.differences.append(f"{' and '.join(sorted(saved))} are one parameter here, and two in the checkpoint")
+        elif (reason := _unlike(manifest, f"model.{next(iter(saved))}", slot.leaf.shape, slot.leaf.dtype)) is not None:
+            found.differences.append(f"{slot.name} {reason}")
+        else:
+            places[parameter_name(slot)] = f"model.{next(iter(saved))}"
+    saved_parameters = {name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")}
+    found.differences += [f"{name} is not in the model" for name in sorted(saved_parameters - used)]
+    return places
+
+
+def _unlike(manifest: Manifest, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
+    entry = manifest.tensors[name]
+    if (entry.shape, entry.dtype) == (tuple(shape), dtype):
+        return None
+    return f"is {_kind(dtype, shape)} here, and {_kind(entry.dtype, entry.shape)} in the checkpoint"
+
+
+def _kind(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _optimizer(
+    manifest: Manifest,
+    plan: Plan,
+    state: State,
+    optimizer: Optimizer,
+    rules: Sequence[Rule],
+    places: dict[str, str],
+    found: Match,
+) -> None:
+    """A rule's state is loaded whole or not at all: half of it would be another optimizer's."""
+    if "optimizer" not in manifest.values:
+        found.differences.append("the checkpoint has no optimizer's state: it was saved without an optimizer")
+        return
+    saved = manifest.values["optimizer"]["same"]
+    if (own := class_name(optimizer)) != saved["class"]:
+        found.differences.append(f"the optimizer is {own} here, and {saved['class']} in the checkpoint")
+        return
+    found.options = _options(optimizer, saved["groups"], found)
+    there = _Records(manifest)
+    for rule in rules:
+        members = [(slot, b) for b in plan.buffers if _updates(rule, b) for slot in b.slots]
+        fits, problems, records = {}, [], set()
+        for slot, buffer in members:
+            if parameter_name(slot) not in places:
+                continue
+            first = next(iter(_saved_names(manifest, slot.leaf.names)))
+            if (record := there.of.get(first)) is None:
+                problems.append(f"the checkpoint has no optimizer's state of {slot.name}")
+                continue
+            records.add(record)
+            for name in per_element(buffer, rules):
+                saved_name = f"optimizer.state.{first}.{name}"
+                dtype = state.optimizer[f"{buffer.key}.{name}"].dtype
+                if saved_name not in manifest.tensors:
+                    problems.append(f"the optimizer's {name} of {slot.name} is not in the checkpoint")
+                elif (reason := _unlike(manifest, saved_name, slot.leaf.shape, dtype)) is not None:
+                    problems.append(f"the optimizer's {name} of {slot.name} {reason}")
+                else:
+                    fits[state_name(slot, name)] = saved_name
+            wanted = set(per_element(buffer, rules))
+            problems += [
+                f"the optimizer keeps no {name} of {slot.name}"
+                for name in sorted(there.states.get(first, set()) - wanted)
+            ]
+        if lost := [slot.name for slot, _ in members if parameter_name(slot) not in places]:
+            problems.append(f"the optimizer's state of group {rule.group} is of other parameters ({lost[0]} is new)")
+        problems += _scalars(rule, [there.records[index] for index in sorted(records)])
+        if problems:
+            found.differences += problems
+        elif records:
+            places |= fits
+            found.scalars[rule.key] = there.records[min(records)]["scalars"]
+
+
+def _updates(rule: Rule, buffer: Buffer) -> bool:
+    return buffer.updated and (buffer.group, buffer.variant) == (rule.group, rule.variant)
+
+
+class _Records:
+    """What was saved of the optimizer, by parameter."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.records: list[dict[str, Any]] = manifest.values["scalars"]["same"]
+        self.of = {name: index for index, record in enumerate(self.records) for name in record["parameters"]}
+        self.states: dict[str, set[str]] = {}
+        for key in manifest.tensors:
+            if key.startswith("optimizer.state."):
+                parameter, name = key.removeprefix("optimizer.state.").rsplit(".", 1)
+                self.states.setdefault(parameter, set()).add(name)
+
+
+def _scalars(rule: Rule, records: Sequence[dict[str, Any]]) -> list[str]:
+    """Why these saved numbers are not those that the rule starts from."""
+    wanted = {entry.name for entry in rule.state if entry.scalar}
+    problems = []
+    for record in records:
+        if odd := wanted ^ set(record["scalars"]):
+            names = ", ".join(sorted(odd))
+            problems.append(f"the optimizer's {names} of group {rule.group} is only in one of checkpoint and optimizer")
+    if any(record["scalars"] != records[0]["scalars"] for record in records):
+        problems.append(
+            f"the parameters of group {rule.group} are of different age in the checkpoint (their step counts differ): "
+            "they were in groups of their own"
+        )
+    return problems
+
+
+def _options(optimizer: Optimizer, saved: Sequence[dict[str, Any]], found: Match) -> bool:
+    """Whether the groups are the saved ones, so that their rates can be taken over."""
+    groups = optimizer.param_groups
+    if len(groups) != len(saved):
+        found.differences.append(f"the optimizer has {len(groups)} groups here, and {len(saved)} in the checkpoint")
+        return False
+    same = True
+    for index, (group, before) in enumerate(zip(groups, saved, strict=True)):
+        for name, value in options_of(group).items():
+            if name not in before or name in taken_over(group) or name in IMPLEMENTATIONS:
+                continue
+            try:
+                equal = encode(plain(value), name, {}) == before[name]
+            except ValueError:
+                continue
+            if not equal:
+                same = False
+                found.differences.append(
+                    f"the optimizer's param_groups[{index}][{name!r}] is {value!r} here, and "
+                    f"{decode(before[name], {})!r} in the checkpoint"
+                )
+    return same
+
+
+def taken_over(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The options that a load takes from the checkpoint: those that change while one trains."""
+    moving = scheduled(group)
+    return (*moving, *NOTES, "max_lr", *["betas"] * ("beta1" in moving))
+
+
+def _buffers(manifest: Manifest, state: State, found: Match) -> None:
+    saved = {name.removeprefix("buffer ") for name in manifest.values if name.startswith("buffer ")}
+    for name, tensor in state.buffers.items():
+        if name not in saved:
+            found.differences.append(f"the buffer {name} is not in the checkpoint")
+            continue
+        value = manifest.values[f"buffer {name}"]
+        tree = value["same"] if "same" in value else value["by_rank"][0]
+        if (reason := _unlike(manifest, tree["$tensor"], tensor.shape, tensor.dtype)) is not None:
+            found.differences.append(f"the buffer {name} {reason}")
+        else:
+            found.buffers.append(name)
+    found.differences += [f"the buffer {name} is not in the model" for name in sorted(saved - set(state.buffers))]
+
+
+def refusal(path: Any, differences: Sequence[str]) -> str:
+    """The message for what does not fit."""
+    lines = [f"  {line}" for line in differences[:SHOWN]]
+    if len(differences) > SHOWN:
+        lines.append(f"  ... and {len(differences) - SHOWN} more")
+    return "\n".join(
+        [
+            f"{path} is of another model or optimizer, so nothing was loaded:",
+            *lines,
+            "Build what was saved, or pass strict=False, which loads what fits and leaves the rest as it is.",
+        ]
+    )

@@ -1,0 +1,114 @@
+"""What all ranks do together to save: agree, divide the work, and copy; the rest goes on in the background.
+
+every rank   values and their digests -+- exchange ->  who writes which value  ->  copy into the image  ->  thread
+rank 0       the folder aside         -+
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_compiled.distributed.mesh import Mesh, exchange
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint.image import Image, Part, arrange, part
+from fsdp_compiled.runtime.checkpoint.manifest import Entry
+from fsdp_compiled.runtime.checkpoint.stretches import Holders, aliases, held, tensors
+from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
+from fsdp_compiled.runtime.checkpoint.writing import Own, Save
+from fsdp_compiled.runtime.state import State
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be saved where, as the user said it."""
+
+    folder: Path
+    step: int
+    keep: int | None
+    replace: bool
+
+    def __str__(self) -> str:
+        return f"{self.folder}, step {self.step}, keep={self.keep}, replace={self.replace}"
+
+
+def prepare(
+    wish: Wish,
+    number: int,
+    plan: Plan,
+    mesh: Mesh,
+    state: State,
+    rules: Any,
+    values: Mapping[str, Any],
+    found: Tensors,
+    image: Image,
+) -> Generator[str, None, tuple[Save, Own]]:
+    """In stages, for `lockstep`; the state may be changed again once it has returned."""
+    aside: Path | None = None
+    done = False
+    try:
+        if mesh.rank == 0:
+            aside = folders.begin(wish.folder, wish.step, wish.replace)
+        digests = {name: digest(tree, found) for name, tree in values.items()}
+        yield "what they save"
+        said = exchange((aside, mesh.shard_rank, digests), mesh)
+        writers = _writers([digests for _, _, digests in said])
+        ranks = [rank for rank, (_, place, _) in enumerate(said) if place == mesh.shard_rank]
+        holders = Holders(mesh.rank, mesh.world, ranks.index(mesh.rank), len(ranks))
+        described = tensors(plan, rules, state.optimizer)
+        stretches = list(held(plan, rules, mesh.shard_rank, state.parameters, state.optimizer, holders))
+        shapes = {name: entry.shape for name, entry in described.items() if list(entry.order) == sorted(entry.order)}
+        parts = [part(one.name, one.start, one.values, described[one.name].shape) for one in stretches]
+        trees, extra, entries = _own_values(mesh.rank, writers, values, found)
+        shapes |= {name: entry.shape for name, entry in entries.items()}
+        files = arrange([*parts, *extra], shapes, mesh.rank, mesh.world)
+        written_by = {"torch": str(torch.__version__), "shard": plan.policy.shard, "id": said[0][0].name}
+        save = Save(
+            number, said[0][0], wish.step, wish.keep, mesh.world, described, aliases(plan), writers, written_by
+        )  # fmt: skip
+        own = Own(files, image.fill(files), trees, entries)
+        yield "the copy"
+        done = True
+        return save, own
+    finally:
+        if aside is not None and not done:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _writers(digests: list[dict[str, str]]) -> dict[str, list[int]]:
+    """Who writes each value: one rank, in turn, where all have the same; else every rank."""
+    names = list(dict.fromkeys(name for one in digests for name in one))
+    found = {}
+    for index, name in enumerate(names):
+        different = {one.get(name) for one in digests}
+        if None in different:
+            missing = next(rank for rank, one in enumerate(digests) if name not in one)
+            raise ValueError(f"rank {missing} has no {name}, and other ranks have. Give every rank the same to save.")
+        found[name] = [index % len(digests)] if len(different) == 1 else list(range(len(digests)))
+    return found
+
+
+def _own_values(
+    rank: int, writers: Mapping[str, list[int]], values: Mapping[str, Any], found: Tensors
+) -> tuple[dict[str, Any], list[Part], dict[str, Entry]]:
+    """The values that this rank writes: as JSON, and their tensors."""
+    trees: dict[str, Any] = {}
+    parts: list[Part] = []
+    entries: dict[str, Entry] = {}
+    for name, ranks in writers.items():
+        if rank not in ranks:
+            continue
+        suffix = f" of rank {rank}" if len(ranks) > 1 else ""
+        trees[name] = renamed(values[name], lambda key, suffix=suffix: key + suffix)  # type: ignore[misc]
+        for key in tensor_names(values[name]):
+            value = found[key]
+            shape = tuple(value.shape)
+            entries[key + suffix] = Entry(shape, value.dtype, tuple(range(len(shape))))
+            parts.append(part(key + suffix, 0, value, shape))
+    return trees, parts, entries

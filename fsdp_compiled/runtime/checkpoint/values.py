@@ -1,0 +1,158 @@
+"""Plain values to JSON and back, with their tensors beside: what a `state_dict` holds, and nothing is ever unpickled.
+
+{"lr": 0.1, "seen": {3}, "best": tensor}  ->  {"lr": 0.1, "seen": {"$set": [3]}, "best": {"$tensor": "x:best"}}
+                                              and {"x:best": tensor}
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import xxhash
+
+from fsdp_compiled.runtime.checkpoint.memory import memory_of
+
+Tensors = dict[str, torch.Tensor]
+SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
+    "$tuple": tuple, "$set": set, "$frozenset": frozenset, "$deque": deque, "$size": torch.Size,
+}  # fmt: skip
+# A defaultdict comes back as an ordinary one: what makes its defaults is code.
+MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
+    "$dict": dict,
+    "$ordered": OrderedDict,
+    "$counter": lambda p: Counter(dict(p)),
+}
+NAMES: dict[Any, str] = {
+    list: "list",
+    tuple: "$tuple",
+    set: "$set",
+    frozenset: "$frozenset",
+    deque: "$deque",
+    torch.Size: "$size",
+}
+MAPS: dict[Any, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter", defaultdict: "$dict"}
+
+
+def encode(value: Any, name: str, tensors: Tensors) -> Any:
+    """The value as JSON; its tensors are copied to the host into ``tensors``, by ``"<name>:<where>"``.
+
+    Raises ``ValueError``, by the place in the value, for what is neither a tensor nor plain data.
+    """
+    return _encode(value, name, "", tensors)
+
+
+def _encode(value: Any, name: str, where: str, tensors: Tensors) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$float": str(value)}
+    if kind in NAMES:
+        found = [_encode(one, name, f"{where}[{index}]", tensors) for index, one in enumerate(_ordered(value, kind))]
+        return found if kind is list else {NAMES[kind]: found}
+    if kind in MAPS:
+        if kind in (dict, defaultdict) and all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: _encode(one, name, f"{where}.{key}", tensors) for key, one in value.items()}
+        return {MAPS[kind]: [
+            [_encode(key, name, f"{where}.{key} (key)", tensors), _encode(one, name, f"{where}.{key}", tensors)]
+            for key, one in value.items()
+        ]}  # fmt: skip
+    if kind in (bytes, bytearray):
+        return {f"${kind.__name__}": base64.b64encode(value).decode()}
+    if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta:
+        return {"$tensor": _keep(value, name, where, tensors)}
+    if kind in (torch.dtype, torch.device):
+        return {f"${kind.__name__}": str(value).removeprefix("torch.")}
+    if kind is complex:
+        return {"$complex": [str(value.real), str(value.imag)]}
+    if kind.__module__ == "numpy" and hasattr(value, "dtype"):
+        try:
+            array = torch.as_tensor(value)
+        except TypeError:
+            array = None
+        if array is not None:
+            tag = "$numpy" if kind.__name__ == "ndarray" else "$numpy_scalar"
+            return {tag: _keep(array, name, where, tensors)}
+    raise ValueError(
+        f"{name}{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: tensors, numbers, "
+        "strings, bytes, lists, tuples, sets, dictionaries and None are written, and nothing is ever unpickled. Give a "
+        "state_dict() that says the same in those."
+    )
+
+
+def _ordered(value: Any, kind: type) -> Any:
+    """Sets in an order that every rank has."""
+    return sorted(value, key=repr) if kind in (set, frozenset) else value
+
+
+def _keep(value: torch.Tensor, name: str, where: str, tensors: Tensors) -> str:
+    key = f"{name}:{where.lstrip('.')}" if where else name
+    while key in tensors:
+        key += "'"
+    tensors[key] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return key
+
+
+def renamed(tree: Any, rename: Callable[[str], str]) -> Any:
+    """The JSON with other names for its tensors."""
+    if isinstance(tree, dict):
+        if len(tree) == 1 and next(iter(tree)) in ("$tensor", "$numpy", "$numpy_scalar"):
+            return {key: rename(name) for key, name in tree.items()}
+        return {key: renamed(one, rename) for key, one in tree.items()}
+    return [renamed(one, rename) for one in tree] if isinstance(tree, list) else tree
+
+
+def tensor_names(tree: Any) -> list[str]:
+    """The tensors that the JSON speaks of."""
+    found: list[str] = []
+    renamed(tree, lambda name: (found.append(name), name)[1])  # type: ignore[func-returns-value]
+    return found
+
+
+def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """The value that the JSON and these tensors stand for."""
+    if isinstance(tree, list):
+        return [decode(one, tensors) for one in tree]
+    if not isinstance(tree, dict):
+        return tree
+    tag = next(iter(tree), "")
+    if len(tree) != 1 or not tag.startswith("$"):
+        return {key: decode(one, tensors) for key, one in tree.items()}
+    inner = tree[tag]
+    if tag in SEQUENCES:
+        return SEQUENCES[tag]([decode(one, tensors) for one in inner])
+    if tag in MAPPINGS:
+        return MAPPINGS[tag]([(decode(key, tensors), decode(one, tensors)) for key, one in inner])
+    if tag == "$tensor":
+        return tensors[inner]
+    if tag == "$numpy":
+        return tensors[inner].numpy()
+    if tag == "$numpy_scalar":
+        return tensors[inner].numpy()[()]
+    if tag in ("$bytes", "$bytearray"):
+        return (bytes if tag == "$bytes" else bytearray)(base64.b64decode(inner))
+    if tag == "$float":
+        return float(inner)
+    if tag == "$complex":
+        return complex(float(inner[0]), float(inner[1]))
+    if tag == "$dtype":
+        return getattr(torch, inner)
+    if tag == "$device":
+        return torch.device(inner)
+    raise ValueError(f"{tag} is no kind of value that this version knows.")
+
+
+def digest(tree: Any, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Equal where two ranks have equal values, bit for bit."""
+    found = xxhash.xxh3_128(json.dumps(tree, sort_keys=True).encode())
+    for name in tensor_names(tree):
+        tensor = tensors[name]
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(memory_of(tensor))
+    return found.hexdigest()

@@ -1,0 +1,248 @@
+"""From the image to a complete checkpoint, in the background: no collective, and no process group.
+
+    each rank     writes its files, posts what is in them (or why it could not)  ...........  hears how it ended
+    rank 0                            hears all, writes the manifest, renames, removes old ones, posts the end
+
+Ranks post on the store, where calls are posted too. So one outcome holds on every rank: the folder of the checkpoint,
+or the same error, with the aside folder removed and earlier checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_compiled.distributed.call_store import Board
+from fsdp_compiled.runtime.checkpoint import data_file, folder, manifest
+from fsdp_compiled.runtime.checkpoint.image import Arranged, described
+from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
+
+SILENCE = 600.0  # seconds after which a rank that writes and says nothing is given up
+POLL = 0.01  # seconds
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; raised on every rank. Earlier ones are as they were."""
+
+
+@dataclass(frozen=True)
+class Save:
+    """What all ranks know of one checkpoint that is being written."""
+
+    number: int  # of this `Sharded`'s saves
+    aside: Path
+    step: int
+    keep: int | None
+    world: int
+    tensors: Mapping[str, Entry]
+    aliases: Mapping[str, str]
+    values: Mapping[str, list[int]]  # who writes it: one rank for all, or every rank
+    written_by: Mapping[str, str]
+
+    @property
+    def what(self) -> str:
+        return f"the checkpoint of step {self.step} in {self.aside.parent}"
+
+
+@dataclass(frozen=True)
+class Own:
+    """What this rank writes of it."""
+
+    files: Sequence[Arranged]
+    images: Sequence[memoryview]
+    values: Mapping[str, Any]  # as JSON
+    shapes: Mapping[str, Entry]  # of the tensors of values
+
+
+class Saving(Future[Path]):
+    """The future that `Sharded.save` returns: ``result()`` is the folder, once the checkpoint is complete."""
+
+    def __init__(self, save: Save | None = None) -> None:
+        super().__init__()
+        self.save = save
+        self.told = False  # whether somebody was given its error
+
+    def result(self, timeout: float | None = None) -> Path:
+        """The checkpoint's folder. Waits for it; raises `SaveError`, the same on every rank."""
+        try:
+            return super().result(timeout)
+        except SaveError:
+            self.told = True
+            raise
+
+    def failed(self) -> SaveError | None:
+        """Its error, if it has ended with one that nobody was told."""
+        if self.told or not self.done():
+            return None
+        error = super().exception()
+        return error if isinstance(error, SaveError) else None
+
+
+@dataclass
+class Posts:
+    """What ranks say of one save, on the store; in a world of one, to itself."""
+
+    board: Board | None
+    number: int
+    _own: dict[str, str] = field(default_factory=dict)
+
+    def set(self, key: str, text: str) -> None:
+        if self.board is None:
+            self._own[key] = text
+        else:
+            self.board.set(f"save/{self.number}/{key}", text)
+
+    def get(self, key: str) -> str | None:
+        return self._own.get(key) if self.board is None else self.board.get(f"save/{self.number}/{key}")
+
+
+def start(save: Save, own: Own, rank: int, board: Board | None) -> Saving:
+    """Writes in a thread that Python waits for at its end."""
+    future = Saving(save)
+    posts = Posts(board, save.number)
+    threading.Thread(
+        target=_run, args=(save, own, rank, posts, future), name=f"checkpoint of step {save.step}", daemon=False
+    ).start()
+    return future
+
+
+def _run(save: Save, own: Own, rank: int, posts: Posts, future: Saving) -> None:
+    try:
+        said = _write(save, own, rank, posts)
+        posts.set(f"part {rank}", said)
+        end = _finish(save, posts) if rank == 0 else _hear(save, posts, rank)
+        posts.set(f"heard {rank}", "")
+        if rank == 0:
+            _linger(save, posts)
+    except BaseException as error:  # the store is gone, with the rank that holds it
+        end = _read_end(save, f"{type(error).__name__}: {error}")
+    if end == "":
+        future.set_result(folder.path_of(save.aside.parent, save.step))
+    else:
+        future.set_exception(SaveError(end))
+
+
+def _write(save: Save, own: Own, rank: int, posts: Posts) -> str:
+    """What this rank has to say: its part of the manifest, or why there is none."""
+    beat = Heartbeat(posts, rank)
+    try:
+        checksums = [
+            data_file.write(save.aside / file.name, image, beat)
+            for file, image in zip(own.files, own.images, strict=True)
+        ]
+    except OSError as error:
+        return json.dumps({"error": f"rank {rank}: {error.strerror or error} ({error.filename or save.aside})"})
+    except Exception as error:
+        return json.dumps({"error": f"rank {rank}: {type(error).__name__}: {error}"})
+    shapes = {name: [list(entry.shape), str(entry.dtype).removeprefix("torch.")] for name, entry in own.shapes.items()}
+    return json.dumps({**described(own.files, checksums), "values": own.values, "shapes": shapes})
+
+
+class Heartbeat:
+    """Says from time to time that this rank is still writing."""
+
+    def __init__(self, posts: Posts, rank: int) -> None:
+        self._posts, self._rank = posts, rank
+        self._last, self._count = time.monotonic(), 0
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._last > 1:
+            self._last, self._count = time.monotonic(), self._count + 1
+            self._posts.set(f"alive {self._rank}", str(self._count))
+
+
+def _finish(save: Save, posts: Posts) -> str:
+    """By rank 0: the end of it, in words; nothing where it is complete."""
+    ranks = range(save.world)
+    parts = [_wait(partial(posts.get, f"part {rank}"), partial(posts.get, f"alive {rank}")) for rank in ranks]
+    found = [json.loads(part) if part is not None else None for part in parts]
+    errors = [
+        f"rank {rank}: nothing was heard of it for {SILENCE:.0f} s" if part is None else part["error"]
+        for rank, part in enumerate(found)
+        if part is None or "error" in part
+    ]
+    try:
+        if not errors:
+            text = manifest.to_bytes(assemble(save, [part for part in found if part is not None]))
+            data_file.write(save.aside / manifest.NAME, memoryview(text))
+            folder.commit(save.aside, save.step, save.keep)
+    except OSError as error:
+        errors.append(f"rank 0: {error.strerror or error} ({error.filename or save.aside})")
+    except Exception as error:
+        errors.append(f"rank 0: {type(error).__name__}: {error}")
+    end = ""
+    if errors:
+        shutil.rmtree(save.aside, ignore_errors=True)
+        end = f"{save.what} was not written: {'; '.join(errors[:3])}. Earlier checkpoints are as they were."
+        end = end[0].upper() + end[1:]
+    posts.set("end", f"ended {end}")
+    return end
+
+
+def _hear(save: Save, posts: Posts, rank: int) -> str:
+    end = _wait(lambda: posts.get("end"), lambda: posts.get("alive 0"))
+    return end.removeprefix("ended ") if end is not None else _read_end(save, "rank 0 was not heard of any more")
+
+
+def _linger(save: Save, posts: Posts) -> None:
+    """Rank 0 holds the store: it stays until the others have read the end."""
+    until = time.monotonic() + 30
+    for rank in range(1, save.world):
+        while posts.get(f"heard {rank}") is None and time.monotonic() < until:
+            time.sleep(POLL)
+
+
+def _read_end(save: Save, reason: str) -> str:
+    """How it ended as the folder tells, where ranks no longer can."""
+    place = folder.path_of(save.aside.parent, save.step)
+    with suppress(ValueError):
+        if manifest.read(place).written_by.get("id") == save.aside.name:
+            return ""
+    return f"Whether {save.what} was written is not known here: {reason}."
+
+
+def _wait(read: Callable[[], str | None], alive: Callable[[], str | None]) -> str | None:
+    """What is read once it is there; None after too long a silence."""
+    last, since = None, time.monotonic()
+    while (found := read()) is None:
+        if (now := alive()) != last:
+            last, since = now, time.monotonic()
+        if time.monotonic() - since > SILENCE:
+            return None
+        time.sleep(POLL)
+    return found
+
+
+def assemble(save: Save, parts: Sequence[Mapping[str, Any]]) -> Manifest:
+    """The manifest, from what ranks say. Raises ``ValueError`` if an element is missing, a fault of this package."""
+    tensors = {name: Entry(entry.shape, entry.dtype, entry.order) for name, entry in save.tensors.items()}
+    files: dict[str, DataFile] = {}
+    for part in parts:
+        for name, (shape, dtype) in part["shapes"].items():
+            tensors[name] = Entry(tuple(shape), getattr(torch, dtype), tuple(range(len(shape))))
+    for part in parts:
+        own = [DataFile(one["name"], one["size"], one["checksums"]) for one in part["files"]]
+        files |= {file.name: file for file in own}
+        for name, start, stop, index, offset in part["pieces"]:
+            tensors[name].pieces.append(Piece(start, stop, own[index].name, offset))
+    values = {
+        name: {"same": parts[ranks[0]]["values"][name]}
+        if len(ranks) == 1
+        else {"by_rank": [parts[rank]["values"][name] for rank in ranks]}
+        for name, ranks in save.values.items()
+    }
+    made = Manifest(save.step, save.world, tensors, values, dict(save.aliases), files, save.written_by)
+    if (missing := made.incomplete()) is not None:
+        raise ValueError(f"{missing} would be missing or twice in the checkpoint")
+    return made

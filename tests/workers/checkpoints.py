@@ -1,0 +1,211 @@
+"""A run that some ranks save and others load: what is equal, written by rank 0 as JSON.
+
+torchrun --nproc-per-node N checkpoints.py RESULT FOLDER save|load
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled.runtime.checkpoint import data_file
+from fsdp_compiled.runtime.checkpoint.stretches import held
+
+WORDS, WIDTH, ROWS = 13, 5, 12  # odd sizes: nothing is a multiple of anything; rows are shared by 1 to 4 ranks
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+class Model(nn.Module):
+    """Ties, a frozen weight, two dtypes, a transposed weight, a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.layers[1].weight.requires_grad_(False)
+        self.layers[2].bias = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+        self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH).t())
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        self.seen += words.sum()  # every rank's own
+        x = self.embed(words) * self.gain
+        for layer in self.layers[:2]:
+            x = x + torch.tanh(layer(x) @ self.turned)
+        return self.head(x + F.linear(x, self.layers[2].weight) + self.layers[2].bias.float())
+
+
+def loss(model: nn.Module, words: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(words), (words + 1) % WORDS)
+
+
+def build(seed: int, mesh: Any = None, **policy: Any) -> Sharded:
+    torch.manual_seed(seed)
+    model = Model()
+    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
+    optimizer = torch.optim.AdamW([{"params": others}, {"params": vectors, "weight_decay": 0.0}], lr=0.01)
+    return compile_sharded(model, optimizer, loss=loss, mesh=mesh, policy=Policy(lower="eager", **policy))
+
+
+def train(sharded: Sharded, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        words = torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(step))
+        losses.append(sharded.step(words.chunk(WORLD)[RANK]).item())
+    return losses
+
+
+def by_name(sharded: Sharded) -> dict[str, list[float]]:
+    """Every element of parameters and optimizer state, in memory order, by the model's names, from all ranks."""
+    rules = sharded._programs.rules
+    state = sharded.state
+    own = [
+        (one.name, one.start, one.values.tolist())
+        for one in held(sharded.plan, rules, sharded._mesh.shard_rank, state.parameters, state.optimizer)
+    ]
+    every: list[Any] = [own]
+    if WORLD > 1:
+        every = [None] * WORLD
+        dist.all_gather_object(every, own)
+    found: dict[str, dict[int, float]] = {}
+    for name, start, values in (one for rank in every for one in rank):
+        found.setdefault(name, {}).update(enumerate(values, start))
+    scalars = {name: [t.item()] for name, t in state.optimizer.items() if name.startswith("group")}
+    return {name: [values[i] for i in sorted(values)] for name, values in found.items()} | scalars
+
+
+class Count:
+    """A state that the ranks share, and one of each rank's own."""
+
+    def __init__(self, value: int, fails: bool = False) -> None:
+        self.value, self.fails = value, fails
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.fails:
+            raise ArithmeticError("odd")
+        self.value = state["value"]
+
+
+def told(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def save(folder: Path) -> dict[str, Any]:
+    sharded = build(0)
+    train(sharded, 0, 4)
+    torch.manual_seed(100 + RANK)
+    future = sharded.save(folder, extra={"all": Count(7), "own": Count(RANK)})
+    state, drawn, seen = by_name(sharded), torch.get_rng_state(), sharded.model.seen.item()
+    losses = train(sharded, 4, 24)
+    future.result()
+    if RANK == 0:
+        (folder / "expected.json").write_text(json.dumps({"state": state, "losses": losses}))
+    dist.barrier()
+    again = build(1)
+    own = Count(-1)
+    again.load(folder, extra={"own": own})
+    found = {
+        "losses": train(again, 4, 24) == losses,  # bit for bit
+        "own": own.value == RANK,
+    }
+    again.load(folder, extra={"own": own})
+    found |= {"random": torch.equal(torch.get_rng_state(), drawn), "buffer": again.model.seen.item() == seen}
+    shapes: dict[str, dict[str, Any]] = {"ddp": {"shard": "ddp"}, "zero1": {"shard": "zero1", "bucket_mb": 0}}
+    if WORLD == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        shapes["2 x 2"] = {"mesh": mesh}
+    for name, options in shapes.items():
+        other = build(2, **options)
+        other.load(folder)
+        found[name] = by_name(other) == state
+        if name == "2 x 2":  # each element is written once there too
+            other.save(folder / "square", wait=True)
+            third = build(3)
+            third.load(folder / "square")
+            found["from 2 x 2"] = by_name(third) == state
+    return found
+
+
+def load(folder: Path) -> dict[str, Any]:
+    expected = json.loads((folder / "expected.json").read_text())
+    sharded = build(1)
+    control = by_name(sharded) == expected["state"]
+    count = Count(-1)
+    step = sharded.load(folder, extra={"all": count})
+    equal = by_name(sharded) == expected["state"]
+    drawn = torch.get_rng_state().sum().item()
+    refused = told(lambda: sharded.load(folder, extra={"own": Count(0)}))
+    losses = train(sharded, 4, 24)
+    far = max(abs(a - b) for a, b in zip(losses, expected["losses"]))
+    found = {"control": control, "step": step, "equal": equal, "far": far, "count": count.value, "refused": refused,
+             "drawn": drawn}  # fmt: skip
+    return found | (failures(sharded, folder.parent / "failures") if WORLD == 2 else {})
+
+
+def failures(sharded: Sharded, folder: Path) -> dict[str, Any]:
+    """What fails on rank 1 alone."""
+    found: dict[str, Any] = {}
+    place = sharded.save(folder, wait=True).result()
+    state = by_name(sharded)
+    found["steps"] = told(lambda: sharded.save(folder, step=50 + RANK))
+    found["extra"] = told(lambda: sharded.save(folder, step=60, extra={"x": Count(RANK and object())}))  # type: ignore[arg-type]
+    one = Count(-1, fails=RANK == 1)
+    found["load"] = told(lambda: sharded.load(folder, extra={}, strict=bool(RANK)))
+    write = os.write
+    if RANK == 1:
+
+        def full(*_: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+        data_file.os.write = full  # type: ignore[assignment]
+    found["result"] = told(lambda: sharded.save(folder, step=70, wait=True))
+    future = sharded.save(folder, step=71)
+    future.exception()
+    found["next step"] = told(lambda: train(sharded, 0, 1))
+    os.write = write
+    found["after"] = told(lambda: train(sharded, 0, 1))
+    found["left"] = sorted(path.name for path in folder.iterdir())
+    sharded.load(folder)
+    found["back"] = by_name(sharded) == state
+    sharded.save(folder, step=80, extra={"one": Count(3)}, wait=True)
+    found["undone"] = told(lambda: sharded.load(folder, extra={"one": one}))
+    found["kept"] = one.value == -1 and by_name(sharded) == state
+    if RANK == 0:
+        (place.with_name("step-80") / "manifest.json").write_text("")
+    dist.barrier()
+    found["damaged"] = told(lambda: sharded.load(folder))
+    return found
+
+
+def main() -> None:
+    result = {"save": save, "load": load}[sys.argv[3]](Path(sys.argv[2]))
+    every: list[Any] = [None] * WORLD
+    dist.all_gather_object(every, result)
+    if RANK == 0:
+        Path(sys.argv[1]).write_text(json.dumps(every))
+
+
+if __name__ == "__main__":
+    main()
