@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from fsdp_compiled.capture.ambient import outside
 from fsdp_compiled.capture.sync_batchnorm import check_norms
 from fsdp_compiled.distributed.lockstep import lockstep
-from fsdp_compiled.distributed.mesh import Mesh, agree, join
+from fsdp_compiled.distributed.mesh import Mesh, agree, connect
 from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.optim.rule import Rule
@@ -38,7 +38,7 @@ from fsdp_compiled.runtime.shard_model import check_initializable, half_taken, r
 from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.shared_memory import check_shared_memory
 from fsdp_compiled.runtime.state import State, optimizer_state
-from fsdp_compiled.runtime.taken_model import Taken, is_taken
+from fsdp_compiled.runtime.taken_model import TakenModel, is_taken_over
 
 log = logging.getLogger("fsdp_compiled")
 
@@ -88,7 +88,7 @@ def compile_sharded(
         checked = _check(model, optimizer, loss, units, policy, init)
     except Exception as error:  # of the user's code too: the optimizer's step, the choice of units
         failure = error
-    place = _join_or_raise(mesh, model, failure)
+    place = _connect_or_raise(mesh, model, failure)
     plan = None
     if checked is not None:
         leaves, rules, policy = checked
@@ -113,15 +113,15 @@ def _begin(
     place: Mesh,
     init: Callable[[nn.Module], Any] | None,
     rules: tuple[Rule, ...],
-) -> Generator[str, None, tuple[Taken, State, RandomNumbers, EagerUpdate | None]]:
+) -> Generator[str, None, tuple[TakenModel, State, RandomNumbers, EagerUpdate | None]]:
     """Takes the model over and makes the state that training starts from; in stages, for `lockstep`."""
     brought = state_by_name(model, optimizer) if optimizer is not None else {}
-    taken, shards, buffers, adopted = yield from take_over(model, optimizer, plan, place, init)
+    taken, shards, buffers, existing_state = yield from take_over(model, optimizer, plan, place, init)
     random = RandomNumbers(plan.device, place.rank, place.world)
     state = State(
         parameters=shards,
         buffers=buffers,
-        optimizer=optimizer_state(plan, rules, adopted),
+        optimizer=optimizer_state(plan, rules, existing_state),
         constants={},
         sums={},
         scale=plan.policy.initial_scale(plan.device),
@@ -130,7 +130,7 @@ def _begin(
     )
     eager = None
     if optimizer is not None and rules[0].eagerly is not None:
-        eager = EagerUpdate(optimizer, plan, place.shard_rank, shards, brought, adopted)
+        eager = EagerUpdate(optimizer, plan, place.shard_rank, shards, brought, existing_state)
         eager.show(state.optimizer)
         if place.rank == 0:
             log.warning("%s runs as it is, on the shards, after the program: %s", rules[0].name, rules[0].eagerly)
@@ -157,10 +157,10 @@ def _eager_refusal(policy: Policy, rules: Sequence[Rule]) -> ValueError | None:
     return None
 
 
-def _join_or_raise(mesh: DeviceMesh | None, model: nn.Module, failure: Exception | None) -> Mesh:
+def _connect_or_raise(mesh: DeviceMesh | None, model: nn.Module, failure: Exception | None) -> Mesh:
     try:
         parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
-        return join(mesh, parameter.device if parameter is not None else None)
+        return connect(mesh, parameter.device if parameter is not None else None)
     except ValueError as error:
         raise failure or error from None
 
@@ -176,7 +176,7 @@ def _check(
     """Everything that can be refused without asking the other ranks."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
-    if is_taken(model):
+    if is_taken_over(model):
         raise ValueError(
             f"This {type(model).__name__} was taken over by compile_sharded before: its parameters live in shards. "
             "Keep using the Sharded object, or build the model again and load sharded.full_state_dict() into it."

@@ -298,7 +298,7 @@ class Policy:
         return ((0,) if self.dynamic else ()) if isinstance(self.dynamic, bool) else self.dynamic
 
     @property
-    def remakes(self) -> bool:
+    def rematerializes(self) -> bool:
         """Whether cheap values are made again in backward."""
         return self.recompute == "cheap" or (self.recompute == "auto" and self.lower == "inductor")
 

@@ -79,7 +79,7 @@ def ceil_div(value: int, by: int) -> int:
     return -(-value // by)
 
 
-def joined(shape: Sequence[int], stride: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def merged_dims(shape: Sequence[int], stride: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The same elements in the same order with as few dims as can be: ``(2, 3, 4), (12, 4, 1)`` -> ``(24,), (1,)``."""
     found: list[tuple[int, int]] = []
     for size, step in zip(shape, stride, strict=True):
@@ -170,7 +170,7 @@ def _planned(
         if place == OUT:
             add(OUT, end, 0, bound)
             continue
-        shape, stride = joined(sources[place].shape, sources[place].stride)
+        shape, stride = merged_dims(sources[place].shape, sources[place].stride)
         tiled = tile_dim(shape, stride) >= 0
         add(place, offset, sizes[place], end if tiled else bound, alone=stride not in ((), (1,)))
         if tiled:
@@ -188,7 +188,7 @@ def _grouped(batch: Sequence[Sequence[Member]], sources: Sequence[Form], block: 
     groups, numbers, program = [], [], 0
     for members in batch:
         first, _, size, _ = members[0]
-        shape, stride = joined(sources[first].shape, sources[first].stride) if size else ((), ())
+        shape, stride = merged_dims(sources[first].shape, sources[first].stride) if size else ((), ())
         if stride in ((), (1,)):
             shape, stride = (), ()
         tile = tile_dim(shape, stride)

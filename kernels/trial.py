@@ -124,7 +124,7 @@ def _difference(mine: Sequence[Any], expected: Sequence[Any]) -> str:
     return ""
 
 
-def distrust(name: str, device: torch.device) -> bool:
+def use_reference(name: str, device: torch.device) -> bool:
     """Puts the reference in the place of this operator's kernel on this kind of device; False if it was there."""
     before = RUNS[name, device.type]
     RUNS[name, device.type] = IMPLEMENTATIONS[name]

@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compiled.capture.dynamo import batch_tensors, capture_on
-from fsdp_compiled.distributed.mesh import Mesh, join
+from fsdp_compiled.distributed.mesh import Mesh, connect
 from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, STEP, Port, Program
 from fsdp_compiled.lower.backends import Backends
-from fsdp_compiled.lower.fusions import Target, chosen
+from fsdp_compiled.lower.fusions import Target, fusions_for
 from fsdp_compiled.lower.lowering import lower
 from fsdp_compiled.optim.groups import hyper
 from fsdp_compiled.optim.rule import Rule
@@ -36,7 +36,7 @@ from fsdp_compiled.plan.plan import Plan, make_plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.rng import seed
-from fsdp_compiled.runtime.shard_model import Taken, read_leaves, read_slot, take_over
+from fsdp_compiled.runtime.shard_model import TakenModel, read_leaves, read_slot, take_over
 from fsdp_compiled.runtime.state import optimizer_state
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def ranks(shard: int, replicate: int = 1) -> Iterator[list[Mesh]]:
             mesh = init_device_mesh("cpu", (shard,), mesh_dim_names=("shard",))
         else:
             mesh = init_device_mesh("cpu", (replicate, shard), mesh_dim_names=("replicate", "shard"))
-        first = join(mesh)
+        first = connect(mesh)
         yield [replace(first, shard_rank=rank % shard, rank=rank) for rank in range(world)]
     finally:
         dist.destroy_process_group()
@@ -68,7 +68,7 @@ class Rank:
 
     mesh: Mesh
     plan: Plan
-    taken: Taken
+    taken: TakenModel
     optimizer: Optimizer | None
     rules: tuple[Rule, ...]
     values: dict[Port, torch.Tensor]  # a program's inputs but for batches and hyperparameters
@@ -116,10 +116,10 @@ def enlist(
     rules = make_rules(optimizer) if optimizer is not None else ()
     leaves = read_leaves(model, optimizer, find_units(model, units))
     plan = make_plan(leaves, policy, mesh.device, mesh.shard, mesh.replicate)
-    taken, shards, buffers, adopted = at_once(take_over(model, optimizer, plan, mesh, None))
+    taken, shards, buffers, existing_state = at_once(take_over(model, optimizer, plan, mesh, None))
     values = {Port("in", "shard", name): value for name, value in shards.items()}
     values |= {Port("in", "buffer", name): value for name, value in buffers.items()}
-    state = optimizer_state(plan, rules, adopted)
+    state = optimizer_state(plan, rules, existing_state)
     for rule in rules:
         mine = [buffer.key for buffer in plan.buffers if (buffer.group, buffer.variant) == (rule.group, rule.variant)]
         for entry in rule.state:
@@ -158,7 +158,7 @@ def passes(rank: Rank, kind: str = "step") -> tuple[Pass, ...]:
         "forward": FORWARD,
     }[kind]
     target = Target(rank.plan, rank.rules, kind in ("step", "last microbatch", "microbatch"), Backends())
-    return (*wanted, *chosen(target))
+    return (*wanted, *fusions_for(target))
 
 
 def stages(

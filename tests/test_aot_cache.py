@@ -283,7 +283,7 @@ def test_a_submodule_of_another_name_is_traced_anew(watch: Watch) -> None:
 def test_a_change_of_a_setting_is_traced_anew(watch: Watch, tmp_path: Path, change: str) -> None:
     watch.compare = False
     step(Model())
-    with SETTINGS[change](), mock.patch.object(aot_cache, "_written", lambda traced: b"none"):
+    with SETTINGS[change](), mock.patch.object(aot_cache, "_serialized", lambda traced: b"none"):
         given = capture_arguments()
         before = watch.traced
         aot_cache.traced(*given)

@@ -279,7 +279,7 @@ def test_an_operator_with_a_body_of_its_own_is_refused_with_a_cure() -> None:
         sharded.value_and_grad(torch.randn(5, 8), torch.randn(5, 3))
 
 
-class Kept(nn.Module):
+class Discovered(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.last, self.calls = nn.Linear(8, 3), None, 0
@@ -291,7 +291,7 @@ class Kept(nn.Module):
 
 
 def test_what_forward_leaves_on_modules_is_taken_back_and_told(caplog: pytest.LogCaptureFixture) -> None:
-    model = Kept()
+    model = Discovered()
     sharded = compile_sharded(model, loss=mse, policy=Policy(lower="eager"))
     with caplog.at_level(logging.WARNING, "fsdp_compiled"):
         sharded.value_and_grad(torch.randn(5, 8), torch.randn(5, 3))

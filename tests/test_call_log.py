@@ -16,7 +16,7 @@ from fsdp_compiled.distributed.call_log import Calls, _finish
 from fsdp_compiled.distributed.call_store import Board, Posted
 from fsdp_compiled.distributed.connections import connections, cut, read
 from fsdp_compiled.distributed.mesh import Mesh, RankError
-from fsdp_compiled.distributed.watchdog import Watch
+from fsdp_compiled.distributed.watchdog import Watchdog
 
 CLOSED = RuntimeError("[pair.cc] Connection closed by peer")
 
@@ -115,7 +115,7 @@ def test_a_rank_that_meets_others_hears_why_one_of_them_is_not_coming() -> None:
         first.meet("full_state_dict")
 
 
-class Told(Watch):
+class Told(Watchdog):
     """A watch that keeps what it found instead of acting on it."""
 
     found: str | None = None

@@ -14,7 +14,7 @@ from torch import fx
 
 from fsdp_compiled import Plan, Policy, Program, ProgramError
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import Mark, role_of, written
+from fsdp_compiled.ir.nodes import Mark, mutated, role_of
 from fsdp_compiled.ir.program import LOSS, Port
 from fsdp_compiled.passes.check import INVARIANTS, check
 from tests import recipes
@@ -191,7 +191,7 @@ def a_shard_never_updated(program: Program, plan: Plan) -> Program:
     shard = edit.inputs[Port("in", "shard", "blocks.0")]
     for node in reversed(program.marked("update")):
         copy = edit.map[node]
-        if shard in written(copy):
+        if shard in mutated(copy):
             copy.replace_all_uses_with(shard)
             edit.graph.erase_node(copy)
     return done(edit, program)
@@ -205,7 +205,7 @@ def a_gradient_that_leaves(program: Program, plan: Plan) -> Program:
 
 
 def a_buffer_that_leaves(program: Program, plan: Plan) -> Program:
-    return as_after(program, *program.history, "store")
+    return as_after(program, *program.history, "write_back")
 
 
 def a_gather_too_early(program: Program, plan: Plan) -> Program:

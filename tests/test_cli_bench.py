@@ -19,15 +19,15 @@ from fsdp_compiled.cli.bench.network import Transfer
 from fsdp_compiled.cli.bench.observe import MARK, Event, Observer, read
 from fsdp_compiled.cli.bench.options import BenchOptions, bench_options
 from fsdp_compiled.cli.bench.plot import plot
-from fsdp_compiled.cli.bench.presets import PRESETS, share, sized
+from fsdp_compiled.cli.bench.presets import PRESETS, rows_of_rank, sized
 from fsdp_compiled.cli.bench.rivals import ADAMW, REFERENCE, RIVALS, Rival, Setting, Step, plain
 from fsdp_compiled.cli.bench.screen import Silent
 from fsdp_compiled.cli.bench.summary import BASELINE, Spread, ratio, rows
-from fsdp_compiled.cli.rank import Place, Ranks
+from fsdp_compiled.cli.rank import RankInfo, Ranks
 
 ROOT = Path(__file__).parents[1]
 TINY = sized(PRESETS["thin"], layers=2, width=16, heads=2, context=8, batch=2)
-HERE = Place(0, 1, torch.device("cpu"))
+HERE = RankInfo(0, 1, torch.device("cpu"))
 
 
 # What it is asked, and refuses.
@@ -47,9 +47,9 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_everything_is_chosen_by_the_preset_unless_given() -> None:
-    preset, _ = start.chosen(options("--preset large --lower eager"))
+    preset, _ = start.selection(options("--preset large --lower eager"))
     assert preset == PRESETS["large"]
-    preset, rivals = start.chosen(options("--preset large --rounds 3 --width 64 --rivals ddp fsdp2 ddp"))
+    preset, rivals = start.selection(options("--preset large --rounds 3 --width 64 --rivals ddp fsdp2 ddp"))
     assert (preset.rounds, preset.width, preset.layers) == (3, 64, PRESETS["large"].layers)
     assert [rival.name for rival in rivals] == ["ddp", "fsdp2"]
 
@@ -57,7 +57,7 @@ def test_everything_is_chosen_by_the_preset_unless_given() -> None:
 def test_lower_chooses_among_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "choose_lower", lambda cuda: ("inductor", None))
     for lower, wanted in {"eager": {"ours-eager"}, "inductor": {"ours"}, "both": {"ours-eager", "ours"}}.items():
-        _, rivals = start.chosen(options(f"--lower {lower}"))
+        _, rivals = start.selection(options(f"--lower {lower}"))
         assert {rival.name for rival in rivals if rival.ours} >= wanted
         assert {rival.name for rival in rivals if not rival.ours} == {
             rival.name for rival in RIVALS.values() if not rival.ours
@@ -67,10 +67,10 @@ def test_lower_chooses_among_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_a_compiler_what_compiles_is_left_out_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "choose_lower", lambda cuda: ("eager", "--lower eager: inductor needs a compiler"))
-    _, rivals = start.chosen(options(""))
+    _, rivals = start.selection(options(""))
     assert rivals and not any(rival.compiles for rival in rivals)
     with pytest.raises(ValueError, match="ddp-compile cannot be measured here: inductor needs a compiler"):
-        start.chosen(options("--rivals ddp ddp-compile"))
+        start.selection(options("--rivals ddp ddp-compile"))
 
 
 @pytest.mark.parametrize(
@@ -133,12 +133,12 @@ def test_shares_are_the_whole_batch_and_blocks_the_whole_depth(name: str) -> Non
     preset = sized(PRESETS[name], layers=2, width=16, heads=2, context=8, batch=2)
     (tokens, targets), other = preset.batches(3, 0, 2)
     assert tokens.shape == (6, 8) and not torch.equal(tokens, other[0])
-    assert torch.equal(torch.cat([share((tokens, targets), rank, 2)[0] for rank in range(3)]), tokens)
+    assert torch.equal(torch.cat([rows_of_rank((tokens, targets), rank, 2)[0] for rank in range(3)]), tokens)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     model = preset.model()
     assert len(preset.blocks(model)) == 2
     # the mean over ranks of their losses is the whole batch's
-    parts = [preset.loss(model, *share((tokens, targets), rank, 2)) for rank in range(3)]
+    parts = [preset.loss(model, *rows_of_rank((tokens, targets), rank, 2)) for rank in range(3)]
     torch.testing.assert_close(torch.stack(parts).mean(), preset.loss(model, tokens, targets))
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_compiled.cli import main
-from fsdp_compiled.cli.launch import settle
+from fsdp_compiled.cli.launch import resolve
 from fsdp_compiled.cli.options import TrainOptions
 
 
@@ -60,9 +60,9 @@ def test_a_folder_with_a_run_is_left_alone(alone: Path, capsys: pytest.CaptureFi
 def test_what_was_left_open_is_settled(alone: Path) -> None:
     (alone / "kept").mkdir()
     (alone / "kept" / "notes.txt").touch()
-    settled = settle(TrainOptions(out=alone / "kept", nproc=1, lower="eager"))
+    settled = resolve(TrainOptions(out=alone / "kept", nproc=1, lower="eager"))
     assert (settled.out, settled.nproc, settled.lower) == (alone / "kept", 1, "eager")
-    settled = settle(TrainOptions())
+    settled = resolve(TrainOptions())
     assert settled.out is not None and settled.out.parent == Path("runs")
     assert settled.lower in ("eager", "inductor") and settled.nproc is not None
 

@@ -101,5 +101,5 @@ def test_every_pass_and_every_fusion_has_a_line() -> None:
 def passes_of_the_package() -> set[str]:
     import fsdp_compiled.passes as package
 
-    named = {one.__name__ for one in (*package.FORWARD, *package.GRADIENT, *package.MICROBATCH, *package.ASKED)}
+    named = {one.__name__ for one in (*package.FORWARD, *package.GRADIENT, *package.MICROBATCH, *package.OPTIONAL)}
     return {*named, *(one.__name__ for one in package.step((), accumulated=True))}

@@ -18,7 +18,7 @@ import fsdp_compiled
 from fsdp_compiled import Plan, Policy, Program, Sharded, compile_sharded
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.lower.backends import Backends
-from fsdp_compiled.lower.fusions import FUSIONS, Target, check_names, chosen
+from fsdp_compiled.lower.fusions import FUSIONS, Target, check_names, fusions_for
 from fsdp_compiled.lower.fusions.exchange import exchange
 from fsdp_compiled.lower.fusions.onednn_products import onednn_products
 from fsdp_compiled.passes import run as run_passes
@@ -108,7 +108,7 @@ def test_those_for_compiled_steps_train_as_none_do(name: str, world: tuple[int, 
 
     def fuse(program: Program, plan: Plan) -> Program:
         compiled = replace(plan, policy=replace(plan.policy, lower="inductor", without=NAMES[:5]))
-        found = chosen(Target(compiled, (), True, Backends(gloo=("shard",) if name == "exchange" else ())))
+        found = fusions_for(Target(compiled, (), True, Backends(gloo=("shard",) if name == "exchange" else ())))
         wanted = [fusion for fusion in found if (fusion.__module__.rpartition(".")[2] == name)]
         assert len(wanted) == 1
         fused = run_passes(program, plan, wanted)
@@ -134,9 +134,9 @@ def test_which_suit_what() -> None:
     assert "compute_copies" not in names(everywhere, kernels=True, precision=BF16, trains=False)
     assert "direct_gradients" not in names(Backends(tuned=True), kernels=True)
     assert "optimizer_update" not in names(everywhere, kernels=True, offload=True)
-    assert onednn_products in chosen(Target(plan, (), True, everywhere))
+    assert onednn_products in fusions_for(Target(plan, (), True, everywhere))
     without = replace(plan, policy=replace(plan.policy, without=("exchange",)))
-    assert chosen(Target(without, (), True, everywhere)) == (onednn_products,)
+    assert fusions_for(Target(without, (), True, everywhere)) == (onednn_products,)
 
 
 def test_a_name_that_no_fusion_has_is_refused() -> None:

@@ -317,7 +317,7 @@ def test_programs_that_values_ask_for_are_bounded() -> None:
         model.temp = temp  # type: ignore[assignment]
         sharded.value_and_grad(torch.ones(5, 6))
     assert sharded.captures == 3 and len(sharded.programs) == 2
-    assert len({compiled.label for compiled in sharded._programs.kept}) == 2
+    assert len({compiled.label for compiled in sharded._programs.cached}) == 2
 
 
 def test_a_replaced_module_with_parameters_is_refused() -> None:

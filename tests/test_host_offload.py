@@ -22,12 +22,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compiled import Plan, Policy, Program, compile_sharded
 from fsdp_compiled.analysis.memory import persistent, predict
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import role_of, written
+from fsdp_compiled.ir.nodes import mutated, role_of
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.passes.host_offload import offload
 from fsdp_compiled.plan.plan import human
-from fsdp_compiled.runtime.host_memory import settle
+from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from tests import models, recipes, simulate
 from tests.models import Block, Recipe
 from tests.recipes import built
@@ -94,7 +94,7 @@ def test_each_gather_and_each_update_fetches_and_what_was_written_goes_back(what
         assert min(order[source] for source in sources) == order[gather] - len({*sources, *gather.all_input_nodes})
         assert all(len(source.users) == 1 for source in sources)  # once a gather, and nothing stays
     read = sum(len(gather.all_input_nodes) for gather in gathers)
-    changed = [port for port, node in homes(before).items() if any(node in written(user) for user in node.users)]
+    changed = [port for port, node in homes(before).items() if any(node in mutated(user) for user in node.users)]
     updated = [port for port in homes(program) if port in changed]
     assert len(fetches) == read + len(updated)
     assert len(returns) == len(updated) == len({node.args[0] for node in returns})
@@ -113,7 +113,7 @@ def test_each_gather_and_each_update_fetches_and_what_was_written_goes_back(what
 def test_only_the_copies_cross_between_host_and_device() -> None:
     found, plan = built(recipe())
     on_gpu = replace(plan, device=CUDA)
-    assert on_gpu.home.type == "cpu" and replace(on_gpu, policy=PLAIN).home == CUDA
+    assert on_gpu.state_device.type == "cpu" and replace(on_gpu, policy=PLAIN).state_device == CUDA
     program = offload(found[[stage.history[-1] for stage in found].index("offload") - 1], on_gpu)
     assert {node.meta["val"].device.type for node in homes(program).values()} == {"cpu"}
     for node in program.marked("fetch"):
@@ -214,9 +214,9 @@ def test_the_host_waits_for_a_gpu_before_it_reads(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     _, plan = built(recipe())
     for one in (plan, replace(plan, device=CUDA, policy=PLAIN)):
-        settle(one)
+        wait_for_host_memory(one)
     assert waits == []
-    settle(replace(plan, device=CUDA))
+    wait_for_host_memory(replace(plan, device=CUDA))
     assert waits == [CUDA]
 
 

@@ -244,7 +244,7 @@ def test_persistent_bytes_are_exact(name: str) -> None:
         assert found.sums == held(state.sums) and (found.sums > 0) == accumulate
         copies = sharded._copies.tensors
         assert found.copies == held(copies) == sharded.plan.copy_bytes and (found.copies > 0) == accumulate
-        assert found.total == held((state, sharded._rates.tensors, sharded._rank, copies))
+        assert found.total == held((state, sharded._hyperparameters.tensors, sharded._rank, copies))
         if accumulate:
             assert sharded.plan.sum_bytes() + 16 == found.sums  # with their count and the loss
 

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_compiled import Policy
 from fsdp_compiled.analysis.memory import Memory, Persistent, predict
-from fsdp_compiled.ir.liveness import holdings, most_alive
+from fsdp_compiled.ir.liveness import live_ranges, most_gathered
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.memory_budget import GIB, fit
@@ -37,13 +37,13 @@ def test_the_peak_comes_down_step_by_step() -> None:
     """Each budget just under the last peak: gathers ahead go first, then units are gathered again."""
     program, memory, _ = fitted(None, shard="zero2", prefetch="auto")
     gathers = len(program.marked("gather"))
-    heights, alive = [memory.peak.nbytes], [most_alive(holdings(program.graph))]
+    heights, alive = [memory.peak.nbytes], [most_gathered(live_ranges(program.graph))]
     for _ in range(6):
         program, memory, plan = fitted((heights[-1] - 1) / GIB, shard="zero2")
         if memory.peak.nbytes >= heights[-1]:
             break
         heights.append(memory.peak.nbytes)
-        alive.append(most_alive(holdings(program.graph)))
+        alive.append(most_gathered(live_ranges(program.graph)))
         assert "the first that fits" in program.notes[-1]
         assert plan.policy.limit == "auto"
     assert len(heights) >= 4 and alive == sorted(alive, reverse=True)
@@ -53,7 +53,7 @@ def test_the_peak_comes_down_step_by_step() -> None:
 def test_what_was_given_is_kept() -> None:
     _, memory, _ = fitted(None, prefetch=2)
     program, _, _ = fitted(memory.peak.nbytes / 2 / GIB, prefetch=2, limit=4)
-    assert "nothing fits" in program.notes[-1] and most_alive(holdings(program.graph)) <= 4
+    assert "nothing fits" in program.notes[-1] and most_gathered(live_ranges(program.graph)) <= 4
     _, memory, _ = fitted(None, prefetch=1, shard="zero2")
     program, _, _ = fitted((memory.peak.nbytes - 1) / GIB, prefetch=1, shard="zero2")
     assert "prefetch=1, limit=" in program.notes[-1]

@@ -95,7 +95,7 @@ def test_autocast_around_a_model_with_a_part_in_fp32(lower: Any) -> None:
     assert off(plain, sharded) <= bound
     assert lower == "inductor" or off(wrong, sharded) > 0  # a control: the modes are that far apart, and no farther
     assert sharded.captures == 2
-    labels = sorted(compiled.label for compiled in sharded._programs.kept)
+    labels = sorted(compiled.label for compiled in sharded._programs.cached)
     assert labels[1] == labels[0] + ", under autocast(cpu, bfloat16)"
 
 
@@ -295,7 +295,7 @@ def test_a_mode_that_is_honoured(around: Around, label: str | None) -> None:
         assert loss.dtype == expected.dtype and torch.equal(loss, expected)
     assert off(plain, sharded) == 0.0
     assert sharded.captures == 1 + (label is not None)
-    assert label is None or label in sharded._programs.kept[0].label
+    assert label is None or label in sharded._programs.cached[0].label
 
 
 def test_which_attention_is_traced_follows_the_callers_choice() -> None:
@@ -497,11 +497,11 @@ def test_an_empty_batch(loss: str, tmp_path: Any) -> None:
 
 def test_what_is_left_comes_back() -> None:
     """Whatever happens inside; and nothing is done where nothing is on."""
-    assert ambient.left() is ambient.left()
+    assert ambient.outside_modes() is ambient.outside_modes()
     mode = Seeing()
     with amp(), torch.device("meta"), torch.inference_mode(), mode, default_dtype(torch.float64):
         before = ambient.now()
-        with pytest.raises(KeyError), ambient.left():
+        with pytest.raises(KeyError), ambient.outside_modes():
             assert ambient.now() == before._replace(autocast=(), device=None)
             assert torch.empty(()).device.type == "cpu" and not torch.is_inference_mode_enabled()
             assert not _get_current_dispatch_mode_stack()

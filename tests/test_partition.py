@@ -15,8 +15,8 @@ from torch import fx
 
 from fsdp_compiled import Policy, Program
 from fsdp_compiled.cli.gpt import GPT, GPTConfig
-from fsdp_compiled.ir.nodes import is_collective, is_view, written
-from fsdp_compiled.lower.inductor import share
+from fsdp_compiled.ir.nodes import is_collective, is_view, mutated
+from fsdp_compiled.lower.inductor import divide
 from fsdp_compiled.lower.lowering import Lowering, Runner
 from fsdp_compiled.lower.partition import FEW, Piece, segments
 from tests import models, recipes, simulate
@@ -69,7 +69,7 @@ def test_a_piece_takes_and_gives_whole_tensors() -> None:
     program, blocks = gpt(4, bucket_mb=0.03)
     cut = pieces(program, blocks)
     for piece in cut:
-        assert not any(is_view(node) or written(node) for node in piece.outputs)
+        assert not any(is_view(node) or mutated(node) for node in piece.outputs)
         assert not any(is_collective(node) for node in piece.nodes)
         assert any(
             node.meta["val"].numel() > FEW for node in piece.inputs if isinstance(node.meta["val"], torch.Tensor)
@@ -91,9 +91,9 @@ def test_every_piece_is_compiled_by_one_rank_and_the_work_is_even() -> None:
     program, blocks = gpt(4, bucket_mb=0.03)
     distinct = {piece.key(): piece for piece in pieces(program, blocks)}
     for count in (1, 2, 3, 50):
-        parts = share(distinct, count)
+        parts = divide(distinct, count)
         assert Counter(key for part in parts for key in part) == Counter(list(distinct))
-    sizes = [sum(len(piece.nodes) for piece in part.values()) for part in share(distinct, 2)]
+    sizes = [sum(len(piece.nodes) for piece in part.values()) for part in divide(distinct, 2)]
     assert max(sizes) <= 1.5 * min(sizes)
 
 

@@ -19,8 +19,8 @@ from fsdp_compiled.cli.launch import _gpu
 from fsdp_compiled.distributed import mesh
 from fsdp_compiled.distributed.call_log import Calls, _finish
 from fsdp_compiled.distributed.call_store import Board
-from fsdp_compiled.distributed.mesh import Mesh, RankError, before_end, join
-from fsdp_compiled.lower.inductor import cache_place, share
+from fsdp_compiled.distributed.mesh import Mesh, RankError, before_end, connect
+from fsdp_compiled.lower.inductor import cache_place, divide
 from fsdp_compiled.runtime.failed_calls import FailedCalls
 from tests.launch import launch
 
@@ -54,7 +54,7 @@ def test_our_process_group_is_bound_to_the_ranks_gpu_and_registers_no_graphs(
     gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torchrun(monkeypatch, 2)
-    assert join(None).device == torch.device("cuda", 2) and gpus["current"] == 2
+    assert connect(None).device == torch.device("cuda", 2) and gpus["current"] == 2
     backend, options, environment = gpus["group"]
     assert backend == "nccl" and options == {"device_id": torch.device("cuda", 2)}
     assert environment["NCCL_GRAPH_REGISTER"] == "0"
@@ -63,14 +63,14 @@ def test_our_process_group_is_bound_to_the_ranks_gpu_and_registers_no_graphs(
 def test_who_sets_nccls_registration_decides(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun(monkeypatch, 0)
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
-    join(None)
+    connect(None)
     assert gpus["group"][2]["NCCL_GRAPH_REGISTER"] == "1"
 
 
 def test_the_only_gpu_that_a_process_sees_is_its_own(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun(monkeypatch, 3)
     gpus["count"] = 1
-    assert join(None).device == torch.device("cuda", 0)
+    assert connect(None).device == torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(("current", "bound", "expected"), [(0, None, 2), (3, None, 3), (0, 1, 1)])
@@ -98,10 +98,10 @@ def test_with_a_users_group_the_ranks_gpu_becomes_the_current_one(
         monkeypatch.setattr(dist, name, value)
     monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", Group())
     monkeypatch.setattr(Group, "made", True)
-    assert join(None).device == torch.device("cuda", expected) and gpus["current"] == expected
+    assert connect(None).device == torch.device("cuda", expected) and gpus["current"] == expected
     assert "NCCL_GRAPH_REGISTER" not in os.environ, "NCCL has read it by now: to set it would say what is not so"
     monkeypatch.setattr(Group, "made", False)
-    join(None)
+    connect(None)
     assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
 
 
@@ -165,7 +165,7 @@ def test_a_lost_device_is_an_error_by_name_where_it_comes_out_in_a_rate(monkeypa
     def fill(*_: object) -> bool:
         raise ASSERT
 
-    monkeypatch.setattr(sharded._rates, "unchanged", fill)
+    monkeypatch.setattr(sharded._hyperparameters, "unchanged", fill)
     with pytest.raises(RankError, match=r"in call 1:\n  rank 0: step \(a\), rates aa"):
         sharded.step(torch.ones(1, 2))
 
@@ -195,7 +195,7 @@ def test_code_is_shared_by_ranks_that_number_their_gpus_alike() -> None:
     places = [cache_place(torch.device("cuda", index)) for index in (0, 1, 0)]
     assert places[0] == places[2] != places[1]
     assert cache_place(torch.device("cpu")) == cache_place(torch.device("cpu"))
-    assert share({}, 1) == [{}]
+    assert divide({}, 1) == [{}]
 
 
 @pytest.mark.parametrize(

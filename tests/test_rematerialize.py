@@ -75,7 +75,7 @@ def crossing(program: Program) -> dict[fx.Node, torch.Tensor]:
 
 def test_less_is_kept_and_nothing_heavy_runs_twice() -> None:
     (plain, high), (remade, low) = built(None), built("cheap")
-    assert "remake" in remade.history and "remake" not in plain.history
+    assert "rematerialize" in remade.history and "rematerialize" not in plain.history
     assert low < 0.75 * high
     assert heavy(plain) == heavy(remade)
     kept = {str(node.target) for node in crossing(remade)}
@@ -103,7 +103,9 @@ def test_generated_models_train_to_the_same_bits(what: Recipe) -> None:
         assert all(torch.equal(mine[name], value) for name, value in theirs.items())
 
 
-@pytest.mark.parametrize(("lower", "remakes"), [("inductor", True), ("eager", False)])
-def test_left_to_itself_it_depends_on_whether_anything_fuses(lower: str, remakes: bool) -> None:
-    assert Policy(lower=lower).remakes == remakes
-    assert not Policy(lower=lower, recompute=None).remakes and Policy(lower=lower, recompute="cheap").remakes
+@pytest.mark.parametrize(("lower", "rematerializes"), [("inductor", True), ("eager", False)])
+def test_left_to_itself_it_depends_on_whether_anything_fuses(lower: str, rematerializes: bool) -> None:
+    assert Policy(lower=lower).rematerializes == rematerializes
+    assert (
+        not Policy(lower=lower, recompute=None).rematerializes and Policy(lower=lower, recompute="cheap").rematerializes
+    )

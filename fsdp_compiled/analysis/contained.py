@@ -18,7 +18,7 @@ T = TypeVar("T")
 log = logging.getLogger("fsdp_compiled")
 
 
-def described(make: Callable[[], T], otherwise: Callable[[str], T]) -> T:
+def attempt(make: Callable[[], T], otherwise: Callable[[str], T]) -> T:
     """What ``make`` makes; where it raises, ``otherwise``, of the reason in one line."""
     try:
         return make()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from fsdp_compiled.analysis.contained import described
+from fsdp_compiled.analysis.contained import attempt
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.analysis.timeline import estimate
 from fsdp_compiled.ir.program import Program
@@ -25,7 +25,7 @@ def write(
     try:
         root.mkdir(parents=True, exist_ok=True)
         for name, text in _texts(plan, stages, memory, lowered):
-            made = described(text, lambda why, name=name: f"{name} could not be told: {why}")  # type: ignore[misc]
+            made = attempt(text, lambda why, name=name: f"{name} could not be told: {why}")  # type: ignore[misc]
             (root / name).write_text(f"{made}\n")
     except OSError as error:
         raise ValueError(

@@ -68,17 +68,17 @@ def in_kernel(node: fx.Node) -> int:
         return 0
     operands, result = as_traced((read, node.meta["val"]))
     results = [value for value in (result if isinstance(result, tuple | list) else [result]) if value is not None]
-    scratch = sum(operand.nbytes for operand in operands if _copied(node.target, operand))
+    workspace = sum(operand.nbytes for operand in operands if _copied(node.target, operand))
     if node.target in _KERNELS:
         # one for each argument, and not for each value: query, key and value may be the same
         places = [source for source in pytree.tree_leaves(node.args) if isinstance(source, fx.Node)]
         given = [as_traced(source.meta["val"]) for source in places if isinstance(source.meta["val"], torch.Tensor)]
-        return scratch + _KERNELS[node.target](node, given, results)
+        return workspace + _KERNELS[node.target](node, given, results)
     if torch.Tag.pointwise in node.target.tags:
-        return scratch + _casts(operands, results)
+        return workspace + _casts(operands, results)
     if torch.Tag.reduction in node.target.tags and results and operands[0].dtype != results[0].dtype:
-        return scratch + operands[0].numel() * results[0].dtype.itemsize
-    return scratch
+        return workspace + operands[0].numel() * results[0].dtype.itemsize
+    return workspace
 
 
 Tensors = Sequence[torch.Tensor]

@@ -28,7 +28,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.analysis.kernel_workspace import Backend, backend_of, in_kernel, keeps_input, on_wire
-from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait, role_of, written
+from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait, mutated, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.ir.text import where
 from fsdp_compiled.optim.rule import Rule, rule_for
@@ -257,11 +257,11 @@ class _Run:
             self._hold(storage)
         if is_collective(node):
             self._start(node)
-        scratch = self._rounded(in_kernel(node))
-        height = self.live + scratch
+        workspace = self._rounded(in_kernel(node))
+        height = self.live + workspace
         if height > self.highest:
             self.highest = height
-            self.peak = _summed([*self.alive.values(), _Storage(scratch, "kernel", where(node))])
+            self.peak = _summed([*self.alive.values(), _Storage(workspace, "kernel", where(node))])
         if is_wait(node):
             self._finish(made)
         for value in self.last_uses.get(node, ()):
@@ -282,7 +282,7 @@ class _Run:
         if is_wait(node) or target is aten._unsafe_view.default or _views(node):
             (base,) = self.values[node.all_input_nodes[0]]
             return [base] * len(pytree.tree_leaves(node.meta["val"]))
-        if targets := written(node):
+        if targets := mutated(node):
             own = [leaf for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
             return [self.values[source][0] for source, _ in zip(targets, own, strict=False)]
         kind, place = self._kind(node), where(node)
@@ -316,8 +316,8 @@ class _Run:
         """The collective keeps what it needs besides its results until it was waited for."""
         sources = node.all_input_nodes if keeps_input(node, self.backend) else []
         kept = [storage for source in sources for storage in self.values[source]]
-        scratch = _Storage(self._rounded(on_wire(node, self.backend)), "wire", where(node))
-        flight = _Flight({id(storage) for storage in self.values[node]}, [*kept, scratch])
+        workspace = _Storage(self._rounded(on_wire(node, self.backend)), "wire", where(node))
+        flight = _Flight({id(storage) for storage in self.values[node]}, [*kept, workspace])
         for storage in flight.kept:
             self._hold(storage)
         self.flights.append(flight)

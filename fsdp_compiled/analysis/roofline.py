@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from fsdp_compiled.analysis.contained import described
+from fsdp_compiled.analysis.contained import attempt
 from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait
 from fsdp_compiled.plan.hardware import Machine
 
@@ -23,7 +23,7 @@ def seconds(node: fx.Node, machine: Machine) -> float:
     that the formulas cannot read: an estimate stops no program."""
     if node.op != "call_function" or is_view(node) or is_collective(node) or is_wait(node):
         return 0.0
-    return described(lambda: machine.compute(flops(node), traffic(node)), lambda _: 0.0)
+    return attempt(lambda: machine.compute(flops(node), traffic(node)), lambda _: 0.0)
 
 
 def flops(node: fx.Node) -> int:

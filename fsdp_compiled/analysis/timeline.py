@@ -91,7 +91,7 @@ def estimate(program: Program, plan: Plan) -> Timeline:
         elif taken := seconds(node, plan.machine):
             spans.append(Span("compute", owner(node) or "loss", now, now + taken))
             now += taken
-    return Timeline(tuple(_joined(spans)))
+    return Timeline(tuple(_merged(spans)))
 
 
 def _transfer(node: fx.Node, plan: Plan) -> float:
@@ -103,7 +103,7 @@ def _transfer(node: fx.Node, plan: Plan) -> float:
     return times * plan.machine.transfer(max(sum(sizes), sum(sent)), world)
 
 
-def _joined(spans: Sequence[Span]) -> list[Span]:
+def _merged(spans: Sequence[Span]) -> list[Span]:
     """Neighbours of one name in one lane as one."""
     found: list[Span] = []
     latest: dict[str, int] = {}

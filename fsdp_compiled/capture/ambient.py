@@ -4,7 +4,7 @@
         sharded.step(*batch)
                 forward is traced     under them           `Ambient.entered`
                 backward is traced    without autocast     as PyTorch recommends: `loss.backward()` after the block
-                all else              under none           `Ambient.left`: passes, Inductor, optimizer rules, each run
+                all else              under none           `outside_modes`: passes, Inductor, optimizer rules, each run
 
 A program is a function of the model, the batch and this value. What a mode would have to see of a call that is traced
 once, and cannot, is refused by name.
@@ -87,7 +87,7 @@ class Ambient(NamedTuple):
         dtype = torch.get_default_dtype()
         cached = torch.is_autocast_cache_enabled()
         device = nullcontext() if self.device is None else self.device
-        with left(), device:
+        with outside_modes(), device:
             torch.set_autocast_cache_enabled(False)  # it would hold tensors of the trace
             torch.set_default_dtype(self.dtype)
             _set_autocast(self.autocast, True)
@@ -109,16 +109,16 @@ def now() -> Ambient:
     )
 
 
-def left(watched: bool = False) -> AbstractContextManager[None]:
+def outside_modes(watched: bool = False) -> AbstractContextManager[None]:
     """Inside, none of the caller's modes is on; ``watched``: but for dispatch modes, which go on seeing operators."""
     modes = _C._len_torch_dispatch_stack() if not watched else 0
     if modes or _C._is_any_autocast_enabled() or _C._len_torch_function_stack() or torch.is_inference_mode_enabled():
-        return _left(bool(modes))
+        return _outside_modes(bool(modes))
     return NOTHING
 
 
 @contextmanager
-def _left(dispatch: bool) -> Iterator[None]:
+def _outside_modes(dispatch: bool) -> Iterator[None]:
     autocast = list(_autocast())
     hooks = _without_trackers() if dispatch else []
     functions = [_C._pop_torch_function_stack() for _ in range(_C._len_torch_function_stack())]
@@ -233,7 +233,7 @@ def outside(function: F) -> F:
     @untraced
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with left():
+        with outside_modes():
             return function(*args, **kwargs)
 
     return run  # type: ignore[return-value]

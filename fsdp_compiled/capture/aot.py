@@ -68,7 +68,7 @@ EMPTY = {
 }
 
 
-class _Taken(Exception):
+class _Captured(Exception):
     """Leaves AOTAutograd as soon as it has handed over the joint graph."""
 
 
@@ -78,7 +78,7 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
     def take(graph_module: fx.GraphModule, _inputs: Any, **_options: Any) -> Any:
         taken.append(graph_module)
-        raise _Taken
+        raise _Captured
 
     compiler = aot_autograd(
         fw_compiler=take, inference_compiler=take, partition_fn=take, keep_inference_input_mutations=False,
@@ -88,7 +88,7 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     draws = torch._inductor.config.patch(fallback_random=True)
     # Backward as `loss.backward()` after an autocast block, as PyTorch recommends: in the dtypes that forward chose.
     backward = config.patch(backward_pass_autocast="off")
-    with contextlib.suppress(_Taken), draws, backward:
+    with contextlib.suppress(_Captured), draws, backward:
         compiler(module, list(inputs))
     return taken[0]
 

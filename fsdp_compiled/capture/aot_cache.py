@@ -54,7 +54,7 @@ TAGS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-class _Unsaid(Exception):
+class _Unserializable(Exception):
     """Something has no plain text, or not one that says all of it."""
 
 
@@ -63,7 +63,7 @@ def traced(module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port],
     where = folder()
     try:
         place = where / "programs" / _key(module, inputs, given, results) if where is not None else None
-    except _Unsaid:
+    except _Unserializable:
         place = None
     if place is None:
         return differentiate(module, inputs, given, results)
@@ -71,25 +71,25 @@ def traced(module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port],
     found = disk_cache.read(place, lambda content: _read(content, mode))
     if found is None:
         found = differentiate(module, inputs, given, results)
-        with contextlib.suppress(_Unsaid):
-            disk_cache.write(place, _written(found))
+        with contextlib.suppress(_Unserializable):
+            disk_cache.write(place, _serialized(found))
     return found
 
 
 def _key(module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], results: Sequence[Port]) -> str:
     if others():
-        raise _Unsaid("a mode of the user's takes part")
+        raise _Unserializable("a mode of the user's takes part")
     if not any(isinstance(value, FakeTensor) for value in inputs):
-        raise _Unsaid("nothing is computed from")
+        raise _Unserializable("nothing is computed from")
     storages: dict[int, int] = {}
-    said = [settings(), [str(port) for port in (*given, *results)], [_input(value, storages) for value in inputs]]
-    return hashlib.sha256(json.dumps([*said, _module(module)]).encode()).hexdigest()
+    described = [settings(), [str(port) for port in (*given, *results)], [_input(value, storages) for value in inputs]]
+    return hashlib.sha256(json.dumps([*described, _module(module)]).encode()).hexdigest()
 
 
 def _input(value: Any, storages: dict[int, int]) -> list[Any]:
     """All of an input but its numbers; inputs that share memory have the same last entry."""
     if type(value) not in (FakeTensor, torch.Tensor, nn.Parameter):
-        raise _Unsaid(type(value))
+        raise _Unserializable(type(value))
     storage = value.untyped_storage()
     shared = storages.setdefault(storage._cdata, len(storages))
     flags = [value.is_leaf, value.is_conj(), value.is_neg(), value.is_inference(), isinstance(value, nn.Parameter)]
@@ -98,21 +98,21 @@ def _input(value: Any, storages: dict[int, int]) -> list[Any]:
 
 def _layout(value: torch.Tensor) -> list[Any]:
     if value.layout != torch.strided or not all(type(size) is int for size in (*value.shape, *value.stride())):
-        raise _Unsaid(value)
+        raise _Unserializable(value)
     return [list(value.shape), list(value.stride()), str(value.dtype).removeprefix("torch."), str(value.device)]
 
 
 def _module(module: fx.GraphModule) -> list[Any]:
     """What Dynamo traced, with the bodies of its checkpointed regions."""
     if "_checkpoint_context_fn" in module.meta:
-        raise _Unsaid("a function of the user's chooses what to compute again")
+        raise _Unserializable("a function of the user's chooses what to compute again")
 
     def leaf(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return {"node": value.name}
         if isinstance(value, torch.Tensor):
             return {"tensor": [*_layout(value), value.requires_grad]}
-        raise _Unsaid(value)
+        raise _Unserializable(value)
 
     lines: list[Any] = [sorted(module.meta)]
     for node in module.graph.nodes:
@@ -129,7 +129,7 @@ def _function(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, str):
         if node.op == "call_module":
-            raise _Unsaid(target)
+            raise _Unserializable(target)
         return target
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         if str(target).split(".")[0] in KNOWN:
@@ -140,7 +140,7 @@ def _function(node: fx.Node) -> str:
         code = getattr(target, "__code__", None)
         if str(target.__module__).split(".")[0] in MODULES and (code is None or code.co_filename.startswith(TORCH)):
             return f"{target.__module__}.{target.__qualname__}"
-    raise _Unsaid(target)
+    raise _Unserializable(target)
 
 
 def _plain(value: Any, leaf: Callable[[Any], Any]) -> Any:
@@ -169,13 +169,13 @@ def _plain(value: Any, leaf: Callable[[Any], Any]) -> Any:
     return leaf(value)
 
 
-def _made(said: Any, leaf: Callable[[str, Any], Any]) -> Any:
+def _made(described: Any, leaf: Callable[[str, Any], Any]) -> Any:
     """What `_plain` said."""
-    if isinstance(said, list):
-        return [_made(entry, leaf) for entry in said]
-    if not isinstance(said, dict):
-        return said
-    ((tag, value),) = said.items()
+    if isinstance(described, list):
+        return [_made(entry, leaf) for entry in described]
+    if not isinstance(described, dict):
+        return described
+    ((tag, value),) = described.items()
     if tag == "tuple":
         return tuple(_made(entry, leaf) for entry in value)
     if tag == "dict":
@@ -187,7 +187,7 @@ def _made(said: Any, leaf: Callable[[str, Any], Any]) -> Any:
     return TAGS[tag](value) if tag in TAGS else leaf(tag, value)
 
 
-def _written(traced: Traced) -> bytes:
+def _serialized(traced: Traced) -> bytes:
     """The program as a file has it."""
     program = traced.program
     places = {node: place for place, node in enumerate(program.graph.nodes)}
@@ -198,16 +198,16 @@ def _written(traced: Traced) -> bytes:
             return {"node": places[value]}
         if type(value) is FakeTensor:
             return {"tensor": _layout(value)}
-        raise _Unsaid(value)
+        raise _Unserializable(value)
 
-    def said(node: fx.Node) -> list[Any]:
+    def described(node: fx.Node) -> list[Any]:
         meta = dict(node.meta)
         if "stack_trace" in meta:
             meta["stack_trace"] = traces.setdefault(meta["stack_trace"], len(traces))
         return [node.op, node.name, _operator(node.target), _plain((node.args, dict(node.kwargs), meta), leaf)]
 
     content = {
-        "nodes": [said(node) for node in program.graph.nodes],
+        "nodes": [described(node) for node in program.graph.nodes],
         "traces": list(traces),
         "ports": [astuple(port) for port in program.ports],
         "history": program.history,
@@ -217,7 +217,7 @@ def _written(traced: Traced) -> bytes:
 
 
 def _read(content: bytes, mode: FakeTensorMode) -> Traced:
-    """The program that `_written` put there, its values fake tensors of this mode."""
+    """The program that `_serialized` put there, its values fake tensors of this mode."""
     found = json.loads(content)
     graph = fx.Graph()
     nodes: list[fx.Node] = []
@@ -237,7 +237,7 @@ def _read(content: bytes, mode: FakeTensorMode) -> Traced:
             node.meta.update(meta)
             nodes.append(node)
     program = Program(graph, tuple(Port(*port) for port in found["ports"]), tuple(found["history"]))
-    return Traced(program, {name: _tensor(said) for name, said in found["literals"].items()})
+    return Traced(program, {name: _tensor(described) for name, described in found["literals"].items()})
 
 
 def _operator(target: Any) -> Any:
@@ -248,27 +248,27 @@ def _operator(target: Any) -> Any:
         return []
     if isinstance(target, torch._ops.OpOverload):
         return [target.namespace, target._schema.name.split("::")[1], target._overloadname]
-    raise _Unsaid(target)
+    raise _Unserializable(target)
 
 
-def _target(said: Any) -> Any:
-    if isinstance(said, str):
-        return said
-    if not said:
+def _target(described: Any) -> Any:
+    if isinstance(described, str):
+        return described
+    if not described:
         return getitem
-    namespace, name, overload = said
+    namespace, name, overload = described
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 def _literal(value: torch.Tensor) -> list[Any]:
     if type(value) is not torch.Tensor or value.device.type != "cpu" or value.numel() > LITERAL:
-        raise _Unsaid(value)
+        raise _Unserializable(value)
     numbers = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return [*_layout(value), base64.b64encode(numbers).decode()]
 
 
-def _tensor(said: list[Any]) -> torch.Tensor:
-    shape, stride, dtype, device, numbers = said
+def _tensor(described: list[Any]) -> torch.Tensor:
+    shape, stride, dtype, device, numbers = described
     flat = torch.frombuffer(bytearray(base64.b64decode(numbers)), dtype=getattr(torch, dtype)) if numbers else None
     result = torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
     return result if flat is None else result.copy_(flat.reshape(shape))

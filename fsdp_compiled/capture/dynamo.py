@@ -37,7 +37,7 @@ from fsdp_compiled.capture.guards import Guards, Recorder
 from fsdp_compiled.capture.mutations import Mutations
 from fsdp_compiled.capture.next_call import Meaning
 from fsdp_compiled.capture.random_calls import refused, seeding
-from fsdp_compiled.capture.side_effects import WRAPPED, Leftovers, inside, speech, unwrapped
+from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects, inside, speech, unwrapped
 from fsdp_compiled.capture.source_lines import cure, explanation, reason, user_line
 from fsdp_compiled.capture.sync_batchnorm import synchronised
 from fsdp_compiled.ir.nodes import fake_tensor
@@ -69,7 +69,7 @@ class Capture:
     guards: Guards
 
     @property
-    def written(self) -> tuple[str, ...]:
+    def written_constants(self) -> tuple[str, ...]:
         """The names of the constants that the function updates."""
         return tuple(port.name for port in self.program.ports if port.side == "out" and port.kind == "constant")
 
@@ -168,7 +168,7 @@ def capture(
             function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
         )
         recorder = Recorder(objective.model, wrapped)
-        options = {"guard_filter_fn": recorder.keep}
+        options = {"guard_filter_fn": recorder.select}
         compiled = torch.compile(fresh, backend=made.backend, fullgraph=True, dynamic=False, options=options)
         named = {f"model.{name}": made.tensors[name] for name in _places(objective.model) if name in made.tensors}
         try:
@@ -177,9 +177,9 @@ def capture(
             scope = dict(zip(fresh.__code__.co_freevars, (cell.cell_contents for cell in fresh.__closure__ or ())))
             recorder.code = made.code
             made.guards = recorder.guards(fresh.__code__, scope, made.sources)
-            made.left = Leftovers(made.mutations, made.closed, {id(result) for result in made.results})
+            made.side_effects = SideEffects(made.mutations, made.closed, {id(result) for result in made.results})
             made.flat, made.spec = pytree.tree_flatten((value, aux) if gradient and pair else value)
-            made.outputs = _output_ports(made, named, value, made.flat, replaced, made.left.state, gradient)
+            made.outputs = _output_ports(made, named, value, made.flat, replaced, made.side_effects.state, gradient)
         except BaseException:
             made.undo()
             raise
@@ -194,12 +194,12 @@ def capture(
         try:
             if not made.outputs:
                 raise CaptureError(f"{type(model).__name__} returned no tensor. {CURE}")
-            if made.left.doubtful:
+            if made.side_effects.doubtful:
                 _check_next(made, trace)
         finally:
             made.undo()
-        if made.left.rest:
-            made.left.tell(model, made.tables())
+        if made.side_effects.rest:
+            made.side_effects.tell(model, made.tables())
         program = made.program()
     leaves = tuple(made.outputs.get(id(leaf), leaf) for leaf in made.flat)
     made.results.clear()  # Dynamo's code, which the guards keep, holds the function that returned them
@@ -208,7 +208,7 @@ def capture(
 
 def _check_next(made: _Trace, trace: Callable[[Collection[str]], _Trace]) -> None:
     """Raises `CaptureError` if the next call, which finds what this one has left, would compute something else."""
-    left = made.left
+    left = made.side_effects
     made.mutations.go_far()
     try:
         with warnings.catch_warnings():
@@ -219,7 +219,7 @@ def _check_next(made: _Trace, trace: Callable[[Collection[str]], _Trace]) -> Non
     again.undo()
     if not again.meaning(made).same(made.meaning()):
         raise CaptureError(left.refusal())
-    left.check(again.closed, again.left.entries, made.tables())
+    left.check(again.closed, again.side_effects.entries, made.tables())
 
 
 def _places(model: nn.Module) -> Iterator[str]:
@@ -280,7 +280,7 @@ class _Trace:
 
     mutations: Mutations
     guards: Guards
-    left: Leftovers
+    side_effects: SideEffects
     flat: list[Any]  # what the function returned, and its structure
     spec: pytree.TreeSpec
     outputs: dict[int, Port]  # what of it is which result, by identity

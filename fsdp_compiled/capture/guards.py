@@ -75,18 +75,18 @@ class Recorder:
         self.code: set[types.CodeType] = set()  # that was traced, functions of functions too
         self._alive: list[Any] = []
 
-    def keep(self, entries: Sequence[Any]) -> list[bool]:
+    def select(self, entries: Sequence[Any]) -> list[bool]:
         """``guard_filter_fn``: which guards are kept."""
         self.values = {entry.orig_guard.name: entry.value for entry in entries if entry.has_value}
         own = {id(hooks) for hooks in (getattr(self.root, name) for name in HOOKS) if all(map(_ours, hooks.values()))}
         self.empty = [entry.value for entry in entries
                       if entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT" and id(entry.value) not in own
                       and type(entry.value).__name__ == "OrderedDict"]  # fmt: skip
-        kept = [self._is_kept(entry, own) for entry in entries]
-        self._alive = [_identity(entry) for entry, keep in zip(entries, kept, strict=True) if keep]
+        kept = [self._is_relied_on(entry, own) for entry in entries]
+        self._alive = [_identity(entry) for entry, select in zip(entries, kept, strict=True) if select]
         return kept
 
-    def _is_kept(self, entry: Any, own: set[int]) -> bool:
+    def _is_relied_on(self, entry: Any, own: set[int]) -> bool:
         name = entry.orig_guard.name
         other = getattr(getattr(entry.orig_guard.create_fn, "keywords", {}).get("source_b"), "name", "")
         if entry.guard_type in ELSEWHERE or any(given in f"{name} {other}" for given in SIGNATURE):
@@ -354,7 +354,7 @@ class Closed:
         found += [name for name, one, two in zip(names, _shared(now), self._shared, strict=True) if one != two]
         return plain_names(found[0]) if found else None
 
-    def adopt(self, moved: Mapping[str, torch.Tensor]) -> None:
+    def replace(self, moved: Mapping[str, torch.Tensor]) -> None:
         """These are the tensors from now on."""
         self.tensors.update(moved)
 

@@ -67,7 +67,7 @@ def unwrapped(model: nn.Module) -> Iterator[None]:
             parent._modules[name] = child
 
 
-class Leftovers:
+class SideEffects:
     """What a trace left on Python objects that outlive it, and what becomes of it.
 
     ``state``: the new values of tensors that the code reads and replaces, by name. ``symbolic``: the sources of

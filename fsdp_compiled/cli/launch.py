@@ -24,9 +24,19 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compiled.cli.options import TrainOptions
-from fsdp_compiled.cli.rank import BEGAN, FAILURE, STOP, STOPPED, Place, joined, own_launcher, place, tell_failure
+from fsdp_compiled.cli.rank import (
+    BEGAN,
+    FAILURE,
+    STOP,
+    STOPPED,
+    RankInfo,
+    own_launcher,
+    place,
+    tell_failure,
+    under_launcher,
+)
 from fsdp_compiled.cli.toolchain import choose_lower
-from fsdp_compiled.distributed.mesh import RankError, agree, join
+from fsdp_compiled.distributed.mesh import RankError, agree, connect
 
 CLAIMS = ("config.json", "metrics.jsonl", "model.pt")  # any of them makes a folder a run
 POLL = 0.1  # seconds between two looks at the ranks
@@ -35,18 +45,18 @@ GRACE = 2.0  # seconds the other ranks get to write their logs once one has fail
 
 def start(options: TrainOptions, arguments: Sequence[str]) -> int:
     """Trains here if this process is a rank; else starts the ranks and waits for them."""
-    if joined():
+    if under_launcher():
         return _train(options)
-    options = settle(options)
+    options = resolve(options)
     assert options.out is not None and options.nproc is not None and options.lower is not None
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     # What was settled here is repeated at the end, where argparse lets it win.
-    settled = ["--out", str(options.out), "--lower", options.lower]
-    return launch([sys.executable, "-m", "fsdp_compiled", *arguments, *settled], options.nproc, logs)
+    resolved = ["--out", str(options.out), "--lower", options.lower]
+    return launch([sys.executable, "-m", "fsdp_compiled", *arguments, *resolved], options.nproc, logs)
 
 
-def settle(options: TrainOptions) -> TrainOptions:
+def resolve(options: TrainOptions) -> TrainOptions:
     """Checks what can be checked before anything is started, and chooses what was left open."""
     out = options.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
     if options.data is not None and not options.data.exists():
@@ -79,7 +89,7 @@ def refuse_used(out: Path) -> None:
 def _train(options: TrainOptions) -> int:
     here = place()
     if not own_launcher():
-        options = _settle_together(options, here)
+        options = _resolve_together(options, here)
     try:
         from fsdp_compiled.cli.train import train
 
@@ -89,20 +99,20 @@ def _train(options: TrainOptions) -> int:
         raise
 
 
-def _settle_together(options: TrainOptions, here: Place) -> TrainOptions:
-    """`settle` on rank 0 of those that torchrun started; what it refuses is said by every rank, and none waits."""
+def _resolve_together(options: TrainOptions, here: RankInfo) -> TrainOptions:
+    """`resolve` on rank 0 of those that torchrun started; what it refuses is said by every rank, and none waits."""
     failure: Exception | None = None
     try:
         if here.first:
             if options.nproc is not None:
                 print(f"--nproc is ignored: torchrun has started {here.world} processes", flush=True)
-            options = settle(replace(options, nproc=None))
+            options = resolve(replace(options, nproc=None))
         elif options.lower is None:
             options = replace(options, lower=choose_lower(cuda=here.device.type == "cuda")[0])
     except Exception as error:
         failure = error
     try:
-        agree(join(None), "What train was called with", "", failure)
+        agree(connect(None), "What train was called with", "", failure)
     except RankError as error:
         raise ValueError(str(error)) from None  # in one line, as on rank 0
     return options

@@ -29,7 +29,7 @@ STOPPED = 130  # the exit code of a rank that stopped because it was asked to
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     rank: int
     world: int
     device: torch.device
@@ -39,7 +39,7 @@ class Place:
         return self.rank == 0
 
 
-def joined() -> bool:
+def under_launcher() -> bool:
     """Whether a launcher, ours or torchrun, has started this process as one of its ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
@@ -48,12 +48,12 @@ def own_launcher() -> bool:
     return STOP in os.environ
 
 
-def place() -> Place:
+def place() -> RankInfo:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    return Place(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
+    return RankInfo(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device)
 
 
 def began() -> float:

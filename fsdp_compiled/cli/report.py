@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_compiled.analysis.contained import described
+from fsdp_compiled.analysis.contained import attempt
 from fsdp_compiled.cli.journal import EXTRA, Record
 from fsdp_compiled.cli.machine import versions
 from fsdp_compiled.cli.options import TrainOptions
@@ -28,7 +28,7 @@ def curve(records: Sequence[Record], unigram: float, path: Path) -> bool:
         print(f"no {path.name} in this run: {why}", flush=True)
         return False
 
-    return described(lambda: _draw(records, unigram, path), say)
+    return attempt(lambda: _draw(records, unigram, path), say)
 
 
 def _draw(records: Sequence[Record], unigram: float, path: Path) -> bool:

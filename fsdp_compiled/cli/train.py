@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.analysis.contained import described
+from fsdp_compiled.analysis.contained import attempt
 from fsdp_compiled.cli.data import (
     IGNORED,
     Windows,
@@ -27,7 +27,7 @@ from fsdp_compiled.cli.gpt import GPT, GPTConfig, decay_groups, next_byte_loss
 from fsdp_compiled.cli.journal import Journal, Record
 from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.progress import Progress, Silent, progress
-from fsdp_compiled.cli.rank import STOPPED, Place, Ranks, Stop, began
+from fsdp_compiled.cli.rank import STOPPED, RankInfo, Ranks, Stop, began
 from fsdp_compiled.cli.report import configuration, curve, printable, save, table
 from fsdp_compiled.cli.sample import first_line, generate
 
@@ -42,7 +42,7 @@ class Job:
     """A model in training and everything beside it. Rank 0 alone owns the journal and writes to the run
     folder."""
 
-    def __init__(self, options: TrainOptions, here: Place) -> None:
+    def __init__(self, options: TrainOptions, here: RankInfo) -> None:
         self.began = began()
         self.options, self.here = options, here
         self.stop = Stop()
@@ -140,7 +140,7 @@ class Job:
         if step == 1 and self.here.first:
             assert self.options.out is not None
             folder = self.options.out / "dump"
-            describing = described(lambda: str(self.sharded.dump(folder)), lambda why: f"no dump: {why}")
+            describing = attempt(lambda: str(self.sharded.dump(folder)), lambda why: f"no dump: {why}")
             if describing.startswith("no dump"):
                 self.progress.say(describing)
         val_loss = self.validate() if validating else None
@@ -256,7 +256,7 @@ class Pace:
         return (self._step - 1) * self._tokens / self._seconds if self._seconds else 0.0
 
 
-def train(options: TrainOptions, here: Place) -> int:
+def train(options: TrainOptions, here: RankInfo) -> int:
     """Trains and writes the run folder; 0, or `STOPPED` when the run was stopped before its last step."""
     job = Job(options, here)
     try:

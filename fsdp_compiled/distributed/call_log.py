@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fsdp_compiled.distributed.call_store import ABSENT, CLOSED, JOIN, REFUSED, Board, Posted, different, times
 from fsdp_compiled.distributed.mesh import Mesh, RankError, backends, close, exchange, timeout
 from fsdp_compiled.distributed.vanished import vanished
-from fsdp_compiled.distributed.watchdog import Watch
+from fsdp_compiled.distributed.watchdog import Watchdog
 
 DEVICE_ASSERT = "device-side assert"
 LOST_DEVICE = (
@@ -51,15 +51,15 @@ class Calls:
         self.closed: str | None = None  # why no call can be made any more
         self._waits = mesh.device.type == "cpu"  # until its collectives are done, before a call returns
         self.board: Board | None = None
-        self.watch: Watch | None = None
+        self.watchdog: Watchdog | None = None
         if mesh.world > 1:
             store = dist.distributed_c10d._get_default_store()
             store = dist.PrefixStore(f"fsdp_compiled/{exchange(uuid.uuid4().hex, mesh)[0]}", store)
             self.board = Board(store, mesh.rank, mesh.world)
-            self.watch = Watch(self.board, cuts=set(backends(mesh).values()) == {"gloo"})
-            self.watch.start()
-            weakref.finalize(self, self.watch.stop)
-            atexit.register(_finish, self.board, self._made, self.watch)
+            self.watchdog = Watchdog(self.board, cuts=set(backends(mesh).values()) == {"gloo"})
+            self.watchdog.start()
+            weakref.finalize(self, self.watchdog.stop)
+            atexit.register(_finish, self.board, self._made, self.watchdog)
 
     @property
     def count(self) -> int:
@@ -88,13 +88,13 @@ class Calls:
                 message = f"{NO_STORE} ({error}).\n{CLOSED}"
                 self.leave(message)
                 raise RankError(message) from error
-            if self.watch is not None:
-                self.watch.begin(call)
+            if self.watchdog is not None:
+                self.watchdog.begin(call)
 
     def returned(self) -> None:
         """The call is over. A GPU may still be at it, and is watched until the next."""
-        if self.watch is not None:
-            self.watch.end(self._waits)
+        if self.watchdog is not None:
+            self.watchdog.end(self._waits)
 
     def meet(self, label: str) -> None:
         """Returns when every rank has posted this call with this label; raises `RankError` where one has another."""
@@ -145,9 +145,9 @@ class Calls:
         with suppress(RuntimeError, dist.DistError):  # the store went with the rank that holds it
             message = f"Rank {self.mesh.rank} failed in its {_th(self.count)} call. {message}\n{CLOSED}"
             self.board.fail(message)
-            if self.watch is not None:
-                self.watch.end()
-                self.watch.cut()
+            if self.watchdog is not None:
+                self.watchdog.end()
+                self.watchdog.cut()
         self.leave(message)
 
     def _wait_for(self, board: Board, rank: int) -> Posted:
@@ -185,8 +185,8 @@ class Calls:
                 self.board.fail(message)
         except (RuntimeError, dist.DistError):  # the store went with the rank that held it
             return f"Rank 0 is gone, while this rank makes its {_th(self.count)} call. {JOIN}" if lost else None
-        if self.watch is not None:
-            self.watch.end()
+        if self.watchdog is not None:
+            self.watchdog.end()
         self.leave(message)
         return message
 
@@ -224,11 +224,11 @@ class Calls:
         close()
 
 
-def _finish(board: Board, made: list[int], watch: Watch | None = None) -> None:
+def _finish(board: Board, made: list[int], watchdog: Watchdog | None = None) -> None:
     """Says on the board that this process ends."""
-    if watch is not None:
-        watch.stop()
-        watch.join()
+    if watchdog is not None:
+        watchdog.stop()
+        watchdog.wait_until_stopped()
     # An error of the GPU that nobody caught, met outside of a call of ours: the reason is said here at the latest.
     if (reason := _parting(board, made[0], getattr(sys, "last_value", None))) is not None:
         log.error("%s", reason)

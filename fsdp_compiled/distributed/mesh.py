@@ -48,7 +48,7 @@ class Mesh:
         return self.shard * self.replicate
 
 
-def join(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh:
+def connect(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh:
     """This rank's `Mesh`: from a ``DeviceMesh``, or all ranks there are.
 
     Without a mesh, a process group that runs already is used; under ``torchrun`` (``RANK`` and ``WORLD_SIZE`` in the

@@ -30,7 +30,7 @@ OUT = "has run out of batches"
 LEFT = "left join: "
 
 
-class Left(RankError):
+class RankLeft(RankError):
     """A rank left the block by an error."""
 
 
@@ -88,7 +88,7 @@ class Joined:
         while True:
             try:
                 call = self._agree(None)
-            except Left as left:
+            except RankLeft as left:
                 raise failure or left from None
             except RankError as error:
                 failure = error  # the others have one as well, and may catch it
@@ -108,12 +108,12 @@ class Joined:
 
     def _agree(self, mine: Announced | None) -> Announced | None:
         if self._over is not None:
-            raise Left(self._over)
+            raise RankLeft(self._over)
         calls = exchange(mine, self._mesh)
         if any(call is not None and call.label.startswith(LEFT) for call in calls):
             lines = [f"  rank {rank}: {call.label if call else OUT}" for rank, call in enumerate(calls)]
             self._over = "\n".join(["A rank left the block of join by an error, and so it ends on all:", *lines])
-            raise Left(self._over)
+            raise RankLeft(self._over)
         labels = {call.label for call in calls if call is not None}
         if len(labels) > 1 or any(label.startswith(REFUSED) for label in labels):
             raise RankError(different([call.label if call is not None else OUT for call in calls]))

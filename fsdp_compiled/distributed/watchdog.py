@@ -56,7 +56,7 @@ class Running:
         return time.monotonic() - self.since
 
 
-class Watch:
+class Watchdog:
     """The thread of one rank; sleeps until a call lasts too long."""
 
     def __init__(self, board: Board, cuts: bool) -> None:
@@ -76,7 +76,7 @@ class Watch:
     def start(self) -> None:
         """From now on this rank gives signs of life."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="fsdp_compiled watch", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="fsdp_compiled watch", daemon=True)
             self._thread.start()
 
     def end(self, waits: bool = True) -> None:
@@ -87,7 +87,7 @@ class Watch:
     def stop(self) -> None:
         self._stop.set()
 
-    def join(self) -> None:
+    def wait_until_stopped(self) -> None:
         """Before Python ends: a thread that comes back from the store after that would crash it."""
         if self._thread is not None:
             self._thread.join(5.0)
@@ -106,7 +106,7 @@ class Watch:
             self._told = now
             self._board.set(f"{self._board.rank}/connections", now)
 
-    def _watch(self) -> None:
+    def _run(self) -> None:
         board, beats, last = self._board, 0, -math.inf
         with suppress(RuntimeError, dist.DistError):  # the store went with the rank that holds it
             board.introduce()

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, is_random, positions, written
+from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, is_random, mutated, positions
 from fsdp_compiled.ir.program import Port, Program
 
 c10d = torch.ops._c10d_functional
@@ -132,7 +132,7 @@ class Edit:
             if node.op != "call_function":
                 continue
             effect = node.target is ASSERT or node.meta.get("effect") or is_random(node)
-            if not (node.users or written(node) or effect):
+            if not (node.users or mutated(node) or effect):
                 self.graph.erase_node(node)
 
     def rebuild(self, nodes: Collection[fx.Node]) -> None:

@@ -22,7 +22,7 @@ CHAIN = ("part", "wait", "block", "view")
 
 
 @dataclass
-class Holding:
+class LiveRange:
     """One stretch of a program in which a unit is gathered. Positions are places in the order of execution."""
 
     unit: str
@@ -41,36 +41,36 @@ class Holding:
     def first_use(self, phase: Phase) -> fx.Node | None:
         return next((node for node in self.uses if node.op == "call_function" and node.meta["phase"] == phase), None)
 
-    def overlaps(self, other: Holding) -> bool:
+    def overlaps(self, other: LiveRange) -> bool:
         return self.start <= other.stop and other.start <= self.stop
 
 
-def holdings(graph: fx.Graph) -> list[Holding]:
+def live_ranges(graph: fx.Graph) -> list[LiveRange]:
     """In the order in which their gathers start."""
     order = positions(graph)
-    found: list[Holding] = []
+    found: list[LiveRange] = []
     for node in graph.nodes:
         if role_of(node) == "gather":
-            mine = _holding(node, order)
+            mine = _live_range(node, order)
             same = next((one for one in found if one.unit == mine.unit and one.overlaps(mine)), None)
             if same is None:
                 found.append(mine)
             else:
-                _join(same, mine, order)
+                _merge(same, mine, order)
     return found
 
 
-def alive(found: list[Holding], position: int) -> set[str]:
+def alive(found: list[LiveRange], position: int) -> set[str]:
     """The units that are gathered, or on their way, at this place of the program."""
-    return {holding.unit for holding in found if holding.start <= position <= holding.stop}
+    return {live_range.unit for live_range in found if live_range.start <= position <= live_range.stop}
 
 
-def most_alive(found: list[Holding]) -> int:
+def most_gathered(found: list[LiveRange]) -> int:
     """The largest number of units gathered at once; it is reached where one of them starts."""
-    return max((len(alive(found, holding.start)) for holding in found), default=0)
+    return max((len(alive(found, live_range.start)) for live_range in found), default=0)
 
 
-def _holding(gather: fx.Node, order: dict[fx.Node, int]) -> Holding:
+def _live_range(gather: fx.Node, order: dict[fx.Node, int]) -> LiveRange:
     aliases: set[fx.Node] = set()
     uses: set[fx.Node] = set()
     stack = [gather]
@@ -84,10 +84,10 @@ def _holding(gather: fx.Node, order: dict[fx.Node, int]) -> Holding:
                 uses.add(user)
     in_order = sorted(uses, key=order.__getitem__)
     stop = max(order[node] for node in {gather, *aliases, *uses})
-    return Holding(gather.meta["mark"].unit, [gather], aliases, in_order, order[gather], stop)
+    return LiveRange(gather.meta["mark"].unit, [gather], aliases, in_order, order[gather], stop)
 
 
-def _join(one: Holding, other: Holding, order: dict[fx.Node, int]) -> None:
+def _merge(one: LiveRange, other: LiveRange, order: dict[fx.Node, int]) -> None:
     one.gathers += other.gathers
     one.aliases |= other.aliases
     one.uses = sorted({*one.uses, *other.uses}, key=order.__getitem__)

@@ -109,7 +109,7 @@ def is_view(node: fx.Node) -> bool:
     return bool(infos) and not any(info.is_write for info in infos)
 
 
-def written(node: fx.Node) -> list[fx.Node]:
+def mutated(node: fx.Node) -> list[fx.Node]:
     """The arguments that the node writes in place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
@@ -126,7 +126,7 @@ def origin(node: fx.Node, known: Collection[fx.Node] = ()) -> fx.Node:
 
     Nodes that are ``known`` are taken for holders.
     """
-    while node not in known and (targets := written(node)) and _returns_its_own(node):
+    while node not in known and (targets := mutated(node)) and _returns_its_own(node):
         node = targets[0]
     return node
 
@@ -140,7 +140,7 @@ def versions(node: fx.Node) -> list[fx.Node]:
     """The node and the results of in-place operators on it, one after the other: one memory."""
     chain = [node]
     for version in chain:
-        chain += [user for user in version.users if version in written(user) and user not in chain]
+        chain += [user for user in version.users if version in mutated(user) and user not in chain]
     return chain
 
 

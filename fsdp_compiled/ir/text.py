@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.ir.nodes import is_collective, owner, role_of, written
+from fsdp_compiled.ir.nodes import is_collective, mutated, owner, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import human
 
@@ -67,7 +67,7 @@ def _what(nodes: Iterable[fx.Node]) -> str:
         return f"fetch: {size} from the host" if role == "fetch" else f"return: {size} to the host"
     roles = {"view" if role_of(node) == "block" else role_of(node) for node in nodes}
     if roles == {"update"}:
-        writes = sum(1 for node in nodes if written(node))
+        writes = sum(1 for node in nodes if mutated(node))
         return f"update: {_count(writes, 'write')} in place"
     names = {"view": "views", "flatten": "flatten", "cast": "cast", "scale": "scaling", "norm": "norm and loss"}
     done = [names[role] for role in ("cast", "view", "flatten", "scale", "norm") if role in roles]

@@ -38,7 +38,7 @@ log = logging.getLogger("fsdp_compiled")
 
 
 @dataclass(eq=False)
-class Place:
+class CapturePool:
     """Where graphs are captured: the stream, the pool, and the empty graph that keeps the pool."""
 
     stream: torch.cuda.Stream
@@ -47,7 +47,7 @@ class Place:
     broken: int = 0  # captures that CUDA broke off here
 
 
-_streams: weakref.WeakValueDictionary[tuple[int, int], Place] = weakref.WeakValueDictionary()  # (device, stream)
+_streams: weakref.WeakValueDictionary[tuple[int, int], CapturePool] = weakref.WeakValueDictionary()  # (device, stream)
 # Graphs whose capture broke off: the allocator of pinned memory may ask them for ever whether they are being captured.
 _asked: list[torch.cuda.CUDAGraph] = []
 
@@ -59,8 +59,8 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._place: Place | None = None
-        self._left: list[Place] = []  # in which a capture broke off; earlier graphs may still be there
+        self._place: CapturePool | None = None
+        self._left: list[CapturePool] = []  # in which a capture broke off; earlier graphs may still be there
         self._lost = ""
 
     def obstacle(self, collectives: bool) -> str:
@@ -153,7 +153,7 @@ class CudaGraphs:
             torch._C._cuda_endAllocateToPool(self._index, pool)
             torch._C._cuda_releasePool(self._index, pool)
 
-    def _ready(self) -> Place:
+    def _ready(self) -> CapturePool:
         """The stream and the pool, made where there are none."""
         if self._place is None:
             with torch.cuda.device(self.device), warnings.catch_warnings():
@@ -163,7 +163,7 @@ class CudaGraphs:
                 stream.wait_stream(torch.cuda.current_stream())
                 with _capturing(keeper, pool, stream):
                     pass
-                self._place = _streams[self._index, stream.cuda_stream] = Place(stream, pool, keeper)
+                self._place = _streams[self._index, stream.cuda_stream] = CapturePool(stream, pool, keeper)
                 with torch.cuda.stream(stream), self._taking(pool):
                     torch.cuda.current_blas_handle()  # which makes the workspace
         return self._place
@@ -178,7 +178,7 @@ class CudaGraphs:
                 return stream
         raise RuntimeError(f"all {STREAMS} streams of torch are held for graphs of others. Close some of them.")
 
-    def _recover(self, graph: torch.cuda.CUDAGraph, place: Place) -> None:
+    def _recover(self, graph: torch.cuda.CUDAGraph, place: CapturePool) -> None:
         """After a capture that broke off: this process can go on, and capture again, in another place."""
         graph.reset()
         _asked.append(graph)

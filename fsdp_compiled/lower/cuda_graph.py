@@ -44,7 +44,7 @@ from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.capturable import obstacles, sentence
 from fsdp_compiled.lower.cuda_device import CudaGraphs, environment
-from fsdp_compiled.lower.graph_trial import tried, written
+from fsdp_compiled.lower.graph_trial import snapshot, tried
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 Wanted = bool | Literal["auto"]
@@ -212,7 +212,7 @@ class Replay:
         self._tried = True
         kept, reason = None, ""
         try:
-            kept = written(self._ports, given)
+            kept = snapshot(self._ports, given)
         except (RuntimeError, MemoryError) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
         if (found := self._said(reason)) or kept is None:

@@ -27,7 +27,7 @@ Checksum = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Written:
+class Snapshot:
     """The tensors that a program may write, by name, and copies of what they held."""
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class Written:
         return {name: checksum(tensor) for name, tensor in zip(self.names, self.tensors, strict=True)}
 
 
-def written(ports: Sequence[Port], given: Sequence[Any]) -> Written:
+def snapshot(ports: Sequence[Port], given: Sequence[Any]) -> Snapshot:
     """What a call of a program with these inputs may write; copies of it in host memory."""
     found = {
         str(port): value
@@ -50,7 +50,7 @@ def written(ports: Sequence[Port], given: Sequence[Any]) -> Written:
         if port.kind in WRITTEN and isinstance(value, torch.Tensor)
     }
     before = tuple(tensor.detach().to("cpu", copy=True) for tensor in found.values())
-    return Written(tuple(found), tuple(found.values()), before)
+    return Snapshot(tuple(found), tuple(found.values()), before)
 
 
 def checksum(tensor: torch.Tensor) -> Checksum:
@@ -83,7 +83,7 @@ def _close(left: float, right: float, within: float) -> bool:
 class Trial:
     """What a launch is compared with: the program's checksums, and the way back to before it."""
 
-    kept: Written
+    kept: Snapshot
     rewind: Callable[[], None]  # puts random numbers back to where they were
     expected: dict[str, Checksum]
 
@@ -96,7 +96,7 @@ class Trial:
         return difference(self.expected, of_results(results) | self.kept.checksums())
 
 
-def tried(program: Callable[[], Sequence[Any]], kept: Written, rewind: Callable[[], None]) -> Trial:
+def tried(program: Callable[[], Sequence[Any]], kept: Snapshot, rewind: Callable[[], None]) -> Trial:
     """Runs the program itself, and goes back to before it."""
     trial = Trial(kept, rewind, of_results(program()) | kept.checksums())
     trial.undo()

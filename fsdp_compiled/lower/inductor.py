@@ -111,7 +111,7 @@ def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
         if made is None:
             still = all(isinstance(node.meta["val"], torch.Tensor) for node in piece.inputs)
             with remembered(folder()):
-                artifact, source = _kept(piece, full) if still and around else (_artifact(piece), COMPILED)
+                artifact, source = _from_cache(piece, full) if still and around else (_artifact(piece), COMPILED)
                 made = CompiledPiece(artifact, key, source)
             if still:
                 _compiled[full] = made  # else a size moves, and compiling it asked about this program's sizes
@@ -136,7 +136,7 @@ def cache_place(device: torch.device) -> tuple[str, str, str]:
     return socket.gethostname(), cache_dir(), str(device)
 
 
-def share(pieces: Mapping[str, Piece], count: int) -> list[dict[str, Piece]]:
+def divide(pieces: Mapping[str, Piece], count: int) -> list[dict[str, Piece]]:
     """The pieces dealt out to so many ranks, each to one, the largest first."""
     parts: list[dict[str, Piece]] = [{} for _ in range(count)]
     load = [0] * count
@@ -156,7 +156,7 @@ def _around() -> str:
     return f"{torch_key().hex()} {system} {options} {settings()}"
 
 
-def _kept(piece: Piece, key: str) -> tuple[Callable[..., Any], str]:
+def _from_cache(piece: Piece, key: str) -> tuple[Callable[..., Any], str]:
     """The piece's code from disk, or compiled and put there; and which."""
     place = folder()
     if place is None or not all(_is_known(node.target) for node in piece.nodes):

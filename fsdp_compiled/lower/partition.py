@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fsdp_compiled.ir.nodes import ASSERT, Bare, is_collective, is_random, is_view, is_wait, origin, role_of, written
+from fsdp_compiled.ir.nodes import ASSERT, Bare, is_collective, is_random, is_view, is_wait, mutated, origin, role_of
 from fsdp_compiled.kernels.operators import KERNELS
 from fsdp_compiled.plan.units import innermost
 
@@ -43,11 +43,11 @@ class Piece:
         sources = (origin(source, body) for node in self.nodes for source in node.all_input_nodes)
         inputs = dict.fromkeys(source for source in sources if source not in body)
         self.inputs = list(dict.fromkeys([*_sizes_of(inputs), *inputs]))
-        self.outputs = [node for node in nodes if not written(node) and any(_outside(node, own))]
+        self.outputs = [node for node in nodes if not mutated(node) and any(_outside(node, own))]
 
     @property
     def writes(self) -> bool:
-        return any(written(node) for node in self.nodes)
+        return any(mutated(node) for node in self.nodes)
 
     def graph_module(self, prepare: Callable[[fx.Node], None] = lambda node: None) -> fx.GraphModule:
         """The piece as a module of its own; ``prepare`` may change its nodes."""
@@ -216,7 +216,7 @@ def _whole(cutter: _Cutter) -> list[fx.Node | list[fx.Node]]:
             kept.append(run)
             continue
         if before is not None and cutter.places[before[0]] == cutter.places[run[0]]:
-            changed = {origin(target) for node in between for target in written(node)}
+            changed = {origin(target) for node in between for target in mutated(node)}
             if _is_movable(run) and not any(_reads(node, changed.union(between)) for node in run):
                 before += run
                 continue
@@ -231,7 +231,7 @@ def _whole(cutter: _Cutter) -> list[fx.Node | list[fx.Node]]:
 
 
 def _is_movable(run: list[fx.Node]) -> bool:
-    return len(run) <= SHORT and not any(written(node) for node in run)
+    return len(run) <= SHORT and not any(mutated(node) for node in run)
 
 
 def _reads(node: fx.Node, others: Collection[fx.Node]) -> bool:
@@ -247,11 +247,11 @@ class _Cutter:
         self.runs: list[fx.Node | list[fx.Node]] = []
         self.open: list[fx.Node] | None = None
         self.place: tuple[Any, ...] = ("",)  # of the open run
-        self.block = self.left = ""  # where the program is, and where it was before that
-        self.home: dict[fx.Node, list[fx.Node]] = {}  # the run of each node
+        self.block = self.previous = ""  # where the program is, and where it was before that
+        self.run_of: dict[fx.Node, list[fx.Node]] = {}  # the run of each node
         self.known: dict[str, str | None] = {}
         self.places: dict[fx.Node, tuple[Any, ...]] = {}
-        self.joint = self._joint(graph)
+        self.mixed = self._mixed(graph)
 
     def add(self, node: fx.Node) -> None:
         if role_of(node) == "block" or is_borrowed(node):
@@ -259,11 +259,11 @@ class _Cutter:
         if is_size(node) or _is_room(node):  # before the run that is being filled, of which it needs nothing
             self.runs.insert(len(self.runs) - (self.open is not None), node)
         elif node.target is getitem:
-            self._join_source(node)
-        elif _stands_alone(node) or (role_of(node) == "flatten" and node.meta["mark"].buffer in self.joint):
+            self._follow_source(node)
+        elif _stands_alone(node) or (role_of(node) == "flatten" and node.meta["mark"].buffer in self.mixed):
             self.runs.append(node)
             self.open = None
-        elif not self._joins_group(node):
+        elif not self._extends_group(node):
             place = self._place(node)
             if self.open is None or place != self.place:
                 self.open, self.place = [], place
@@ -273,13 +273,13 @@ class _Cutter:
 
     def _lay(self, node: fx.Node, run: list[fx.Node]) -> None:
         run.append(node)
-        self.home[node] = run
+        self.run_of[node] = run
 
-    def _join_source(self, node: fx.Node) -> None:
+    def _follow_source(self, node: fx.Node) -> None:
         """One of several results stays with what made them."""
         source: fx.Node = node.args[0]  # type: ignore[assignment]
-        if source in self.home:
-            self._lay(node, self.home[source])
+        if source in self.run_of:
+            self._lay(node, self.run_of[source])
         else:
             self.runs.insert(self.runs.index(source) + 1, node)
 
@@ -289,11 +289,11 @@ class _Cutter:
         if mark and mark.role in ("update", "sum"):
             return phase, mark.role, mark.unit, mark.buffer
         if self.place[0] != phase:
-            self.left = self.block
+            self.previous = self.block
         block = None if mark else self._block(node)
         # Not back to where it came from: the operators of two neighbours alternate at the seam.
-        if block is not None and block not in (self.block, self.left):
-            self.block, self.left = block, self.block
+        if block is not None and block not in (self.block, self.previous):
+            self.block, self.previous = block, self.block
         return phase, self.block
 
     def _block(self, node: fx.Node) -> str | None:
@@ -305,7 +305,7 @@ class _Cutter:
             self.known[path] = inside if inside is not None or around else ""
         return self.known[path]
 
-    def _joint(self, graph: fx.Graph) -> set[str]:
+    def _mixed(self, graph: fx.Graph) -> set[str]:
         """The buffers that lay gradients of several blocks together: apart, so that the blocks' pieces stay equal."""
         found = set()
         for node in graph.find_nodes(op="call_function", target=aten.cat.default):
@@ -315,10 +315,10 @@ class _Cutter:
                     found.add(node.meta["mark"].buffer)
         return found
 
-    def _joins_group(self, node: fx.Node) -> bool:
+    def _extends_group(self, node: fx.Node) -> bool:
         """Lays a pure operator on an optimizer group's numbers with those that ran before the buffers' updates."""
         mark = node.meta.get("mark")
-        if not mark or mark.role != "update" or mark.buffer or written(node):
+        if not mark or mark.role != "update" or mark.buffer or mutated(node):
             return False
         sources = [origin(source) for source in node.all_input_nodes]
         for run in reversed(self.runs):
@@ -330,7 +330,7 @@ class _Cutter:
             if other.unit == mark.unit and not other.buffer:
                 self._lay(node, run)
                 return True
-            if any(self.home.get(source) is run or source in written(place) for source in sources for place in run):
+            if any(self.run_of.get(source) is run or source in mutated(place) for source in sources for place in run):
                 return False
         return False
 

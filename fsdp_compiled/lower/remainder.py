@@ -26,7 +26,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.ir.nodes import is_collective, is_wait, origin, role_of, written
+from fsdp_compiled.ir.nodes import is_collective, is_wait, mutated, origin, role_of
 from fsdp_compiled.lower.lowering import Runner
 
 Given = Callable[[int], torch.Tensor]  # a program's input by its place
@@ -34,7 +34,7 @@ LINE = re.compile(r"\s*(\w+)(?: : [^=]+)? = ")
 
 
 @dataclass(frozen=True)
-class Place:
+class Position:
     """Where a run broke off. ``owed``: the collectives that it did not start."""
 
     owed: Sequence[fx.Node] = ()
@@ -53,11 +53,11 @@ class Remainder:
         self._nodes = {node.name: node for node in module.graph.nodes if node.op == "call_function"}
         self._inputs = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
 
-    def before(self) -> Place:
+    def before(self) -> Position:
         """Of a run that did not begin."""
-        return Place(owed=[node for node in self._nodes.values() if is_collective(node)])
+        return Position(owed=[node for node in self._nodes.values() if is_collective(node)])
 
-    def place(self, error: BaseException) -> Place | None:
+    def place(self, error: BaseException) -> Position | None:
         """Where the run broke off that this error came out of; None if it is not to be seen."""
         found = None
         for frame, line in _frames(error.__traceback__):
@@ -70,7 +70,7 @@ class Remainder:
         ran = {self._nodes[name] for name in names if name in self._nodes}
         match = LINE.match(self._lines[line - 1])
         broken = self._nodes.get(match[1]) if match else None
-        return Place(
+        return Position(
             owed=[node for node in self._nodes.values() if is_collective(node) and node not in ran],
             started=self._started(ran, frame.f_locals),
             communicating=broken is not None and (is_collective(broken) or is_wait(broken)),
@@ -88,11 +88,11 @@ class Remainder:
                 found += pytree.tree_leaves(values.get(source.name))
         return [value for value in found if isinstance(value, torch.Tensor)]
 
-    def exact(self, place: Place) -> bool:
+    def exact(self, place: Position) -> bool:
         """Whether all that is owed can be sent as it would have been."""
         return all(self._chain(source) is not None for node in place.owed for source in node.all_input_nodes)
 
-    def finish(self, place: Place, given: Given) -> None:
+    def finish(self, place: Position, given: Given) -> None:
         """Waits for what has started, and goes through what is owed, with the others."""
         with torch.no_grad():
             for value in place.started:
@@ -105,7 +105,7 @@ class Remainder:
 
     def _writes(self, node: fx.Node) -> bool:
         """Whether it writes an input; of a compiled piece, whether it writes anything."""
-        return node.meta.get("writes", False) or any(origin(one).op == "placeholder" for one in written(node))
+        return node.meta.get("writes", False) or any(origin(one).op == "placeholder" for one in mutated(node))
 
     def _sent(self, node: fx.Node, given: Given) -> torch.Tensor:
         chain = self._chain(node)
@@ -126,7 +126,7 @@ class Remainder:
         """The nodes from a shard to this one, each made of the one before; None where it is made of anything else."""
         found = [node]
         while (node := found[0]) not in self._inputs:
-            if role_of(node) not in ("cast", "fetch") or len(node.all_input_nodes) != 1 or written(node):
+            if role_of(node) not in ("cast", "fetch") or len(node.all_input_nodes) != 1 or mutated(node):
                 return None
             found.insert(0, node.all_input_nodes[0])
         return found

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.nodes import written
+from fsdp_compiled.ir.nodes import mutated
 from fsdp_compiled.optim.twin import Untraceable
 
 aten = torch.ops.aten
@@ -35,7 +35,7 @@ def resolve_aliases(graph: fx.Graph) -> None:
         if node.target in ALIASES or (node.target in (aten.view.default, aten.view_as.default) and _same_shape(node)):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif (targets := written(node)) and node.users and isinstance(node.meta.get("val"), torch.Tensor):
+        elif (targets := mutated(node)) and node.users and isinstance(node.meta.get("val"), torch.Tensor):
             node.replace_all_uses_with(targets[0])
 
 
@@ -124,7 +124,7 @@ class _Merge:
         targets: dict[fx.Node, None] = {}
         for row, known, mapping in zip((yes, no), shared, self.maps, strict=True):
             for node in row:
-                targets |= dict.fromkeys(mapping[target] for target in written(node) if target in known)
+                targets |= dict.fromkeys(mapping[target] for target in mutated(node) if target in known)
         copies = {target: self._call(aten.clone.default, target) for target in targets}
         other = {node: copies.get(mapped, mapped) for node, mapped in self.maps[1].items()}
         for node in yes:
@@ -154,7 +154,7 @@ def is_pure_number(node: fx.Node) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.dim() == 0
-        and not written(node)
+        and not mutated(node)
         and all(isinstance(source, torch.Tensor) and source.dim() == 0 for source in sources)
     )
 
@@ -180,13 +180,13 @@ def _alike(yes: list[fx.Node], no: list[fx.Node], maps: tuple[dict[fx.Node, Any]
             repr(fx.node.map_aggregate((node.args, node.kwargs), lambda value, side=side: name(value, side)))
             for side, node in enumerate((one, other))
         ]
-        wrote = [[name(t, side) if t not in numbers[side] else None for t in written(node)]
+        wrote = [[name(t, side) if t not in numbers[side] else None for t in mutated(node)]
                  for side, node in enumerate((one, other))]  # fmt: skip
         if one.target != other.target or texts[0] != texts[1] or wrote[0] != wrote[1]:
             return False
         # A number that is written must be the same one.
-        targets = [[maps[side].get(t) for t in written(node)] for side, node in enumerate((one, other))]
-        if any(is_number(t) for t in written(one)) and (targets[0] != targets[1] or None in targets[0]):
+        targets = [[maps[side].get(t) for t in mutated(node)] for side, node in enumerate((one, other))]
+        if any(is_number(t) for t in mutated(one)) and (targets[0] != targets[1] or None in targets[0]):
             return False
     return True
 

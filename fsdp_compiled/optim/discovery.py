@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.nested import Form, all_leaves, copied, form_of, is_container, named_leaves
-from fsdp_compiled.optim.rule import Place, StateTensor
+from fsdp_compiled.optim.rule import Location, StateTensor
 from fsdp_compiled.optim.twin import (
     OWN,
     Refused,
@@ -35,7 +35,7 @@ NUMBERS = (bool, int, float)
 
 
 @dataclass(frozen=True)
-class Kept:
+class Discovered:
     """What was found: the state, and the names of that which the constructor makes."""
 
     state: tuple[StateTensor, ...]
@@ -81,7 +81,7 @@ class _FirstState(defaultdict[Any, Any]):
         super().__setitem__(name, value)
 
 
-def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtype) -> Kept:
+def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtype) -> Discovered:
     """Raises `Refused` where it keeps what cannot be kept in shards."""
     parameter = nn.Parameter(torch.tensor([[1.0, -3.0, 0.5], [2.0, -0.25, 1.5]], dtype=dtype))
     begun = fresh_of(optimizer, options, nn.Parameter(parameter.detach().clone()))
@@ -123,7 +123,7 @@ def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtyp
     )
     empty = tuple(name for name, value in entries.items() if value is None and isinstance(name, str))
     forms = tuple((name, form_of(value)) for name, value in first.items() if is_container(value))
-    return Kept(tuple(result), tuple(started), empty, forms, begun)
+    return Discovered(tuple(result), tuple(started), empty, forms, begun)
 
 
 def begin_of(optimizer: Optimizer, options: Mapping[str, Any], fresh: Optimizer | None) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _leaf(name: str, value: Any, dtype: torch.dtype) -> StateTensor:
     return StateTensor(name, False, first.item() if bool((value == first).all()) else 0.0, kind)
 
 
-def _one(name: str, value: Any, place: Place, taken: set[str]) -> StateTensor:
+def _one(name: str, value: Any, place: Location, taken: set[str]) -> StateTensor:
     """A number, or a tensor of one, that is kept in this place."""
     if type(value) in NUMBERS:
         return _number(name, value, place, taken)
@@ -196,7 +196,7 @@ def is_one(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and tuple(value.shape) in ((), (1,))
 
 
-def _number(name: str, value: Any, place: Place, taken: set[str]) -> StateTensor:
+def _number(name: str, value: Any, place: Location, taken: set[str]) -> StateTensor:
     if name in taken or (place == "optimizer" and name in OWN):
         raise Untraceable(f"it keeps {name!r} in two places")
     return StateTensor(name, True, float(value), torch.float64, place, number=True)

@@ -19,7 +19,7 @@ from fsdp_compiled.optim.rule import Rule
 PLAIN = (bool, int, float, str, type(None))  # a list or a tensor may be changed in place
 
 
-class Rates:
+class Hyperparameters:
     """What the optimizer's param groups say, and the tensors that programs read it from."""
 
     def __init__(self, optimizer: Optimizer | None, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class Rates:
         values = (value for group in groups for value in options_of(group).values())
         self._seen = self._look() if all(map(_is_plain, values)) else None
 
-    def adopt(self, values: Mapping[str, float]) -> None:
+    def overwrite(self, values: Mapping[str, float]) -> None:
         """Another rank's values, until the next `write`."""
         for key, value in values.items():
             self.tensors[key].fill_(value)

@@ -11,7 +11,7 @@ from torch import fx
 
 from fsdp_compiled.optim.fused import Formula
 
-Place = Literal["parameter", "group", "optimizer", "state", "ours"]
+Location = Literal["parameter", "group", "optimizer", "state", "ours"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StateTensor:
     scalar: bool
     initial: float
     dtype: torch.dtype | None  # None: the parameter's
-    place: Place = "parameter"
+    place: Location = "parameter"
     number: bool = False  # a Python number in the optimizer's code, not a 0-d tensor
     container: str | None = None  # where the code keeps it in a dictionary or a list: that one's name
 

@@ -23,7 +23,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 
-from fsdp_compiled.ir.nodes import written
+from fsdp_compiled.ir.nodes import mutated
 from fsdp_compiled.optim.branches import merge, resolve_aliases
 from fsdp_compiled.optim.elementwise import check_elementwise
 from fsdp_compiled.optim.groups import with_hyper
@@ -88,7 +88,7 @@ def trace(subject: Subject, shape: Sequence[int], dtype: torch.dtype, device: to
         raise Refused("its step divides by zero whichever way it goes")
     _drop_predicates(graph, 0)
     _read_gradient_from_a_copy(graph)
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(written(node)))
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(mutated(node)))
     check_elementwise(graph, tuple(shape))
     return Traced(graph, asked, ways > 1)
 
@@ -141,7 +141,7 @@ def _one_way(
     check_elementwise(graph, tuple(shape))
     if not found["mode"].decided:
         graph.eliminate_dead_code(
-            is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(written(node))
+            is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(mutated(node))
         )
     return graph, tuple(found["mode"].decided), found["mode"].asked_shape
 
@@ -301,7 +301,7 @@ def _drop_predicates(graph: fx.Graph, keep: int) -> None:
 def _read_gradient_from_a_copy(graph: fx.Graph) -> None:
     """A gradient that the code writes is copied first: it may be the sum over microbatches, or be read again."""
     gradient = graph.find_nodes(op="placeholder")[1]
-    if any(gradient in written(node) for node in gradient.users):
+    if any(gradient in mutated(node) for node in gradient.users):
         last = graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(last):
             copy = graph.call_function(aten.clone.default, (gradient,))

@@ -21,39 +21,39 @@ from fsdp_compiled.passes.limit import limit
 from fsdp_compiled.passes.loss_scale import scale, skip, unscale
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.reduce import reduce
-from fsdp_compiled.passes.rematerialize import remake
+from fsdp_compiled.passes.rematerialize import rematerialize
 from fsdp_compiled.passes.report import report
 from fsdp_compiled.passes.reshape import reshape
-from fsdp_compiled.passes.row_weights import share, weigh
+from fsdp_compiled.passes.row_weights import unweigh, weigh
 from fsdp_compiled.passes.schedule import schedule
 from fsdp_compiled.passes.update import update
-from fsdp_compiled.passes.write_back import store
+from fsdp_compiled.passes.write_back import write_back
 from fsdp_compiled.plan.plan import Plan
 
 Pass = Callable[[Program, Plan], Program]
 Observer = Callable[[Program], None]
 
 # Passes that only some plans ask for; for the others they are left out.
-ASKED: Mapping[Pass, Callable[[Plan], bool]] = {
+OPTIONAL: Mapping[Pass, Callable[[Plan], bool]] = {
     **dict.fromkeys((scale, unscale, skip), lambda plan: plan.policy.scaling is not None),
-    remake: lambda plan: plan.policy.remakes,
-    **dict.fromkeys((weigh, share), lambda plan: plan.policy.weigh == "rows"),
+    rematerialize: lambda plan: plan.policy.rematerializes,
+    **dict.fromkeys((weigh, unweigh), lambda plan: plan.policy.weigh == "rows"),
     offload: lambda plan: plan.policy.offload,
 }
 
-WHEN: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is settled what runs
-END: tuple[Pass, ...] = (store, offload, reshape, *WHEN)
-FORWARD: tuple[Pass, ...] = (gather, *END)
-REDUCED: tuple[Pass, ...] = (scale, gather, reduce, remake, recompute, weigh)
-KNOWN: tuple[Pass, ...] = (unscale, report, share)
-GRADIENT: tuple[Pass, ...] = (*REDUCED, *KNOWN, *END)
-MICROBATCH: tuple[Pass, ...] = (*REDUCED, add_up, *END)
+SCHEDULING: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is settled what runs
+CLOSING: tuple[Pass, ...] = (write_back, offload, reshape, *SCHEDULING)
+FORWARD: tuple[Pass, ...] = (gather, *CLOSING)
+DIFFERENTIATION: tuple[Pass, ...] = (scale, gather, reduce, rematerialize, recompute, weigh)
+REPORTING: tuple[Pass, ...] = (unscale, report, unweigh)
+GRADIENT: tuple[Pass, ...] = (*DIFFERENTIATION, *REPORTING, *CLOSING)
+MICROBATCH: tuple[Pass, ...] = (*DIFFERENTIATION, add_up, *CLOSING)
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
     means, cleared = ((average,), (clear,)) if accumulated else ((), ())
-    return (*REDUCED, *means, *KNOWN, *cleared, clip, update(rules), skip, count_updates, *END)
+    return (*DIFFERENTIATION, *means, *REPORTING, *cleared, clip, update(rules), skip, count_updates, *CLOSING)
 
 
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:
@@ -64,7 +64,7 @@ def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer 
     check(program, plan)
     observe(program)
     for transform in passes:
-        if transform in ASKED and not ASKED[transform](plan):
+        if transform in OPTIONAL and not OPTIONAL[transform](plan):
             continue
         program = transform(program, plan)
         check(program, plan)

@@ -48,7 +48,7 @@ def add_up(program: Program, plan: Plan) -> Program:
         start, total = _sum(edit, buffer, gradient, plan)
         own = start.all_input_nodes[0] if start else gradient
         with edit.at(start or edit.end, "backward" if start else "update"):
-            edit.call(aten.add_.Tensor, total, own, mark=_mark(buffer, "join"))
+            edit.call(aten.add_.Tensor, total, own, mark=_mark(buffer, "add"))
         edit.remove_output(port)
     count, losses = _scalars(edit, plan)
     loss, rows, mark = edit.outputs[LOSS], edit.outputs.get(WEIGHT), Mark("sum")
@@ -77,11 +77,11 @@ def average(program: Program, plan: Plan) -> Program:
         start, total = _sum(edit, buffer, gradient, plan)
         own = start.all_input_nodes[0] if start else gradient
         with edit.at(start or edit.end, "backward" if start else "update"):
-            joined = edit.call(aten.add.Tensor, own, total, mark=_mark(buffer, "join"))
+            added = edit.call(aten.add.Tensor, own, total, mark=_mark(buffer, "add"))
         if start:
-            start.replace_input_with(own, joined)
+            start.replace_input_with(own, added)
         with edit.at(edit.end, "update"):
-            whole = gradient if start else joined
+            whole = gradient if start else added
             mean = whole if rows else edit.call(aten.div.Tensor, whole, batches, mark=_mark(buffer, "factor"))
             edit.set_output(port, mean)
     if rows:

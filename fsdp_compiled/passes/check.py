@@ -11,7 +11,7 @@
 |             | run, so that a call that one of them breaks off leaves the state as it was                          |
 | `add_up`    | no gradient leaves                                                                                  |
 | `update`    | every trainable shard with an optimizer is written, and its copy, and no gradient leaves            |
-| `store`     | no new value of a module buffer leaves: it is written back                                          |
+| `write_back`| no new value of a module buffer leaves: it is written back                                          |
 | `offload`   | what lives in host memory is only copied from and to it, and what changed goes back                 |
 | `limit`     | at most `Policy.limit` units are gathered at every node                                             |
 | `schedule`  | the same, with gathers started early                                                                |
@@ -24,17 +24,17 @@ from collections.abc import Callable
 
 from torch import fx
 
-from fsdp_compiled.ir.liveness import alive, holdings
+from fsdp_compiled.ir.liveness import alive, live_ranges
 from fsdp_compiled.ir.nodes import (
     call_text,
     describe,
     gathered,
     is_collective,
     is_wait,
+    mutated,
     origin,
     positions,
     role_of,
-    written,
 )
 from fsdp_compiled.ir.program import LOSS, Program
 from fsdp_compiled.plan.plan import Buffer, Plan
@@ -102,7 +102,7 @@ def _form(program: Program) -> None:
                 f"{node.name} is {PHASES[now]}, but stands after the {PHASES[phase]} has begun.",
             )
         phase = now
-        for target in written(node):
+        for target in mutated(node):
             if target.op == "placeholder" and node.meta["phase"] != "update" and target not in sums:
                 fail(
                     program,
@@ -203,7 +203,7 @@ def _loss_is_the_mean(program: Program, plan: Plan) -> None:
 
 
 def _shards_are_updated(program: Program, plan: Plan) -> None:
-    targets = {origin(target) for node in program.graph.nodes for target in written(node)}
+    targets = {origin(target) for node in program.graph.nodes for target in mutated(node)}
     later = {port.name for port in program.outputs if port.kind == "update"}
     for port, node in program.inputs.items():
         wanted = port.kind in ("shard", "copy") and plan.buffer(port.name).updated and port.name not in later
@@ -230,35 +230,35 @@ def _nothing_is_written_before_ranks_agree(program: Program, plan: Plan) -> None
     for node in program.graph.nodes:
         if role_of(node) == "agree":
             return
-        if any(origin(target).op == "placeholder" for target in written(node)):
+        if any(origin(target).op == "placeholder" for target in mutated(node)):
             fail(program, node, f"{node.name} writes an input before the ranks agree that they all make this step.")
 
 
 def _within_limit(program: Program, plan: Plan) -> None:
     if not isinstance(plan.policy.limit, int):
         return
-    found = holdings(program.graph)
-    for holding in found:
-        units = alive(found, holding.start)
+    found = live_ranges(program.graph)
+    for live_range in found:
+        units = alive(found, live_range.start)
         if len(units) > plan.policy.limit:
             fail(
                 program,
-                holding.gathers[0],
+                live_range.gathers[0],
                 f"{len(units)} units are gathered at once ({', '.join(sorted(units))}); the limit is "
                 f"{plan.policy.limit}.",
             )
 
 
 def _only_copied(program: Program, plan: Plan) -> None:
-    for port, home in program.inputs.items():
-        if port.kind not in ("shard", "state") or home.meta["val"].dim() == 0:
+    for port, stored in program.inputs.items():
+        if port.kind not in ("shard", "state") or stored.meta["val"].dim() == 0:
             continue
-        if odd := next((user for user in home.users if role_of(user) not in ("fetch", "return")), None):
+        if odd := next((user for user in stored.users if role_of(user) not in ("fetch", "return")), None):
             fail(program, odd, f"{odd.name} works on {port} where it lives, in host memory.")
-        back = {source for user in home.users if role_of(user) == "return" for source in user.all_input_nodes}
-        for fetched in home.users:
+        back = {source for user in stored.users if role_of(user) == "return" for source in user.all_input_nodes}
+        for fetched in stored.users:
             lost = role_of(fetched) == "fetch" and fetched not in back
-            if lost and (odd := next((user for user in fetched.users if fetched in written(user)), None)):
+            if lost and (odd := next((user for user in fetched.users if fetched in mutated(user)), None)):
                 fail(program, odd, f"what {odd.name} writes is of {port}, and never goes back to the host.")
 
 
@@ -269,7 +269,7 @@ INVARIANTS: dict[str, tuple[Callable[[Program, Plan], None], ...]] = {
     "report": (_loss_is_the_mean, _nothing_is_written_before_ranks_agree),
     "add_up": (_no_gradient_leaves,),
     "update": (_shards_are_updated,),
-    "store": (_buffers_are_stored,),
+    "write_back": (_buffers_are_stored,),
     "offload": (_only_copied,),
     "limit": (_within_limit,),
     "schedule": (_within_limit,),

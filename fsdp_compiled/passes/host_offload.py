@@ -36,10 +36,10 @@ def offload(program: Program, plan: Plan) -> Program:
     edit = Edit(program)
     for buffer in plan.buffers:
         held = _held(edit, buffer)
-        for home in held:
-            value = home.meta["val"]
-            home.meta["val"] = edit.fake(value.shape, value.dtype, plan.home)
-            _fetch_for_reading(edit, home, buffer, plan)
+        for stored in held:
+            value = stored.meta["val"]
+            stored.meta["val"] = edit.fake(value.shape, value.dtype, plan.state_device)
+            _fetch_for_reading(edit, stored, buffer, plan)
         _fetch_for_update(edit, held, buffer, plan)
     return edit.done("offload")
 
@@ -53,42 +53,42 @@ def _held(edit: Edit, buffer: Buffer) -> list[fx.Node]:
     return found
 
 
-def _fetch(edit: Edit, home: fx.Node, buffer: Buffer, plan: Plan, before: fx.Node, phase: Phase) -> fx.Node:
+def _fetch(edit: Edit, stored: fx.Node, buffer: Buffer, plan: Plan, before: fx.Node, phase: Phase) -> fx.Node:
     with edit.at(before, phase):
         mark = Mark("fetch", buffer.unit, buffer.key)
-        return edit.call(aten._to_copy.default, home, device=plan.device, non_blocking=True, mark=mark)
+        return edit.call(aten._to_copy.default, stored, device=plan.device, non_blocking=True, mark=mark)
 
 
-def _fetch_for_reading(edit: Edit, home: fx.Node, buffer: Buffer, plan: Plan) -> None:
+def _fetch_for_reading(edit: Edit, stored: fx.Node, buffer: Buffer, plan: Plan) -> None:
     """Forward and backward: once for each gather, just before it."""
-    readers = [user for user in home.users if user.meta["phase"] != "update"]
+    readers = [user for user in stored.users if user.meta["phase"] != "update"]
     groups = [[user] for user in readers if role_of(user) in ALONE]
     if shared := [user for user in readers if role_of(user) not in ALONE]:
         groups.append(shared)
     order = positions(edit.graph) if groups else {}
     for group in groups:
         start = first(group, order)
-        fetched = _fetch(edit, home, buffer, plan, start, start.meta["phase"])
+        fetched = _fetch(edit, stored, buffer, plan, start, start.meta["phase"])
         for user in group:
-            user.replace_input_with(home, fetched)
+            user.replace_input_with(stored, fetched)
 
 
 def _fetch_for_update(edit: Edit, held: list[fx.Node], buffer: Buffer, plan: Plan) -> None:
     """All that the buffer's update works on, before the first node that does; what it wrote, back after the last."""
-    readers = {home: [user for user in home.users if user.meta["phase"] == "update"] for home in held}
-    chains = {home: versions(home) for home in held if readers[home]}
+    readers = {stored: [user for user in stored.users if user.meta["phase"] == "update"] for stored in held}
+    chains = {stored: versions(stored) for stored in held if readers[stored]}
     if not chains:
         return
     order = positions(edit.graph)
-    start = first((user for home in chains for user in readers[home]), order)
+    start = first((user for stored in chains for user in readers[stored]), order)
     end = last({user for chain in chains.values() for node in chain for user in node.users}, order).next
-    changed = [home for home, chain in chains.items() if len(chain) > 1]
+    changed = [stored for stored, chain in chains.items() if len(chain) > 1]
     fetched = {}
-    for home in chains:
-        fetched[home] = _fetch(edit, home, buffer, plan, start, "update")
-        for user in readers[home]:
-            user.replace_input_with(home, fetched[home])
+    for stored in chains:
+        fetched[stored] = _fetch(edit, stored, buffer, plan, start, "update")
+        for user in readers[stored]:
+            user.replace_input_with(stored, fetched[stored])
     with edit.at(end, "update"):
-        for home in changed:
+        for stored in changed:
             mark = Mark("return", buffer.unit, buffer.key)
-            edit.call(aten.copy_.default, home, fetched[home], True, mark=mark)
+            edit.call(aten.copy_.default, stored, fetched[stored], True, mark=mark)

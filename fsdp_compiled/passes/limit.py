@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.liveness import Holding, holdings
+from fsdp_compiled.ir.liveness import LiveRange, live_ranges
 from fsdp_compiled.ir.nodes import Phase, positions, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
@@ -34,70 +34,70 @@ def limit(program: Program, plan: Plan) -> Program:
         return program.after("limit")
     edit = Edit(program)
     order = positions(edit.graph)
-    for again in _stretches(holdings(edit.graph), order, most):
+    for again in _stretches(live_ranges(edit.graph), order, most):
         _gather_again(edit, again, order)
     edit.drop_unused_parts()
     return edit.done("limit")
 
 
-def _stretches(found: list[Holding], order: dict[fx.Node, int], most: int) -> list[tuple[Holding, list[fx.Node]]]:
+def _stretches(found: list[LiveRange], order: dict[fx.Node, int], most: int) -> list[tuple[LiveRange, list[fx.Node]]]:
     """The uses that need a gather of their own, by holding: each list is one more stretch of it."""
-    users: dict[fx.Node, list[Holding]] = {}
-    for holding in found:
-        for node in holding.uses:
-            users.setdefault(node, []).append(holding)
-    left = {id(holding): list(holding.uses) for holding in found}
-    resident: dict[str, Holding] = {}
+    users: dict[fx.Node, list[LiveRange]] = {}
+    for live_range in found:
+        for node in live_range.uses:
+            users.setdefault(node, []).append(live_range)
+    left = {id(live_range): list(live_range.uses) for live_range in found}
+    resident: dict[str, LiveRange] = {}
     stretch: dict[int, list[fx.Node] | None] = {}  # None: the first, which has its gather already
-    more: list[tuple[Holding, list[fx.Node]]] = []
+    more: list[tuple[LiveRange, list[fx.Node]]] = []
     for node in sorted(users, key=order.__getitem__):
         needed = users[node]
-        names = {holding.unit for holding in needed}
+        names = {live_range.unit for live_range in needed}
         if len(names) > most:
             raise ValueError(
                 f"Policy.limit={most} cannot hold: {node.name} (in {node.meta.get('path') or 'the loss'}) reads "
                 f"parameters of {len(names)} units at once: {', '.join(sorted(names))}. Give limit={len(names)} or "
                 "more, or units= that put them into one."
             )
-        for unit, holding in list(resident.items()):
-            if not left[id(holding)]:
+        for unit, live_range in list(resident.items()):
+            if not left[id(live_range)]:
                 del resident[unit]
-        for holding in needed:
-            if resident.get(holding.unit) is not holding:
-                resident[holding.unit] = holding
-                if id(holding) in stretch:
-                    stretch[id(holding)] = []
-                    more.append((holding, stretch[id(holding)]))  # type: ignore[arg-type]
+        for live_range in needed:
+            if resident.get(live_range.unit) is not live_range:
+                resident[live_range.unit] = live_range
+                if id(live_range) in stretch:
+                    stretch[id(live_range)] = []
+                    more.append((live_range, stretch[id(live_range)]))  # type: ignore[arg-type]
                 else:
-                    stretch[id(holding)] = None
+                    stretch[id(live_range)] = None
         while len(resident) > most:
-            idle = {unit: holding for unit, holding in resident.items() if unit not in names}
+            idle = {unit: live_range for unit, live_range in resident.items() if unit not in names}
             del resident[max(idle, key=lambda unit: order[left[id(idle[unit])][0]])]
-        for holding in needed:
-            left[id(holding)].remove(node)
-            row = stretch[id(holding)]
+        for live_range in needed:
+            left[id(live_range)].remove(node)
+            row = stretch[id(live_range)]
             if row is not None:
                 row.append(node)
     return more
 
 
-def _gather_again(edit: Edit, what: tuple[Holding, Sequence[fx.Node]], order: dict[fx.Node, int]) -> None:
+def _gather_again(edit: Edit, what: tuple[LiveRange, Sequence[fx.Node]], order: dict[fx.Node, int]) -> None:
     """Repeats the gather, and the views behind it, just before the first of these uses, and lets them read it."""
-    holding, uses = what
+    live_range, uses = what
     copies: dict[fx.Node, fx.Node] = {}
     for use in uses:
         phase: Phase = use.meta["phase"] if use.op == "call_function" else "update"
-        wanted = [source for source in use.all_input_nodes if source in holding.aliases]
+        wanted = [source for source in use.all_input_nodes if source in live_range.aliases]
         with edit.at(use, phase):
-            for source in sorted(_behind(wanted, holding, copies), key=order.__getitem__):
+            for source in sorted(_behind(wanted, live_range, copies), key=order.__getitem__):
                 copies[source] = edit.clone(source, copies)
         for source in wanted:
             use.replace_input_with(source, copies[source])
 
 
-def _behind(wanted: list[fx.Node], holding: Holding, made: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+def _behind(wanted: list[fx.Node], live_range: LiveRange, made: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """The wanted aliases and the chain that they are made by, as far as it is not yet made."""
-    chain = {*holding.aliases, *holding.gathers}
+    chain = {*live_range.aliases, *live_range.gathers}
     found: set[fx.Node] = set()
     stack = list(wanted)
     while stack:

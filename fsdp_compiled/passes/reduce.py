@@ -88,8 +88,8 @@ def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Pl
     In the dtype that is reduced in; where that is float16, with the first part of the division by the world.
     """
     wanted = plan.reduce_dtype(buffer)
-    before = _shares(plan.world)[0] if wanted == torch.float16 and plan.world > 1 else 1
-    flat = _joined(edit, buffer, gradients, plan)
+    before = _divisors(plan.world)[0] if wanted == torch.float16 and plan.world > 1 else 1
+    flat = _concatenated(edit, buffer, gradients, plan)
     if wanted != flat.meta["val"].dtype:
         flat = edit.call(aten._to_copy.default, flat, dtype=wanted, mark=_mark(buffer, "flatten"))
     return edit.call(aten.div.Tensor, flat, before, mark=_mark(buffer, "scale")) if before != 1 else flat
@@ -102,7 +102,7 @@ def _in_order(edit: Edit, buffer: Buffer, slot: Slot, gradient: fx.Node) -> fx.N
     return edit.call(aten.permute.default, gradient, list(slot.leaf.order), mark=_mark(buffer, "flatten"))
 
 
-def _joined(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Plan) -> fx.Node:
+def _concatenated(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Plan) -> fx.Node:
     mark = _mark(buffer, "flatten")
     dtype = next(iter(gradients.values())).meta["val"].dtype
     pieces: list[fx.Node] = []
@@ -125,7 +125,7 @@ def _joined(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Pla
     return edit.call(aten.cat.default, pieces, mark=mark)
 
 
-def _shares(world: int) -> tuple[int, float]:
+def _divisors(world: int) -> tuple[int, float]:
     """What to divide by before a sum over this many ranks, a power of two near its root, and what after it."""
     before = 1
     while world % before == 0 and world / before > before:
@@ -160,7 +160,7 @@ def _finish(edit: Edit, pending: list[tuple[Buffer, fx.Node]], plan: Plan) -> No
                     c10d.all_reduce.default, part, _average(part), "replicate", mark=_mark(buffer, "reduce")
                 )
                 part = edit.call(c10d.wait_tensor.default, part, mark=_mark(buffer, "wait"))
-            if _average(part) == "sum" and (after := _shares(plan.world)[1]) != 1:
+            if _average(part) == "sum" and (after := _divisors(plan.world)[1]) != 1:
                 part = edit.call(aten.div.Tensor, part, after, mark=_mark(buffer, "scale"))
         if part.meta["val"].dtype != buffer.dtype:
             part = edit.call(aten._to_copy.default, part, dtype=buffer.dtype, mark=_mark(buffer, "cast"))

@@ -25,7 +25,7 @@ from torch import fx
 
 from fsdp_compiled.analysis.roofline import nbytes
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import gathered, is_collective, is_random, is_view, role_of, written
+from fsdp_compiled.ir.nodes import gathered, is_collective, is_random, is_view, mutated, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 
@@ -43,11 +43,11 @@ CHEAP = (
 )
 
 
-def remake(program: Program, plan: Plan) -> Program:
+def rematerialize(program: Program, plan: Plan) -> Program:
     """Makes backward read repetitions of forward's cheap values, each just before its first use there."""
     edit = Edit(program)
     edit.rebuild(_Choice(edit.graph).nodes)
-    return edit.done("remake")
+    return edit.done("rematerialize")
 
 
 def _is_alias(node: fx.Node) -> bool:
@@ -62,7 +62,7 @@ def _is_tensor(node: fx.Node) -> bool:
 def _is_cheap(node: fx.Node) -> bool:
     if node.meta["phase"] != "forward" or not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if role_of(node) is not None or is_collective(node) or is_random(node) or written(node):
+    if role_of(node) is not None or is_collective(node) or is_random(node) or mutated(node):
         return False
     return node.target in CHEAP or torch.Tag.pointwise in node.target.tags
 

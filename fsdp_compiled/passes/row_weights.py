@@ -7,7 +7,7 @@
     part = reduce_scatter(flat, "avg")  part = reduce_scatter(flat, "avg")
     return buffer running_mean: mean    return buffer running_mean: where(rows > 0, mean, running_mean)
     ...                                 (report: sum of loss * rows, and of rows, in the message that there is)
-    return gradient                     return gradient / (sum of rows / world)           # share
+    return gradient                     return gradient / (sum of rows / world)           # unweigh
 
 A mean loss over n rows counts n times. The sum of all rows is known once the loss is reported, and gradients are
 divided by it then, on the shards: no collective is added. A rank with no rows takes part with zeros, whatever its
@@ -51,7 +51,7 @@ def weigh(program: Program, plan: Plan) -> Program:
     return edit.done("weigh")
 
 
-def share(program: Program, plan: Plan) -> Program:
+def unweigh(program: Program, plan: Plan) -> Program:
     """Gradients and their norm are divided by the ranks' mean number of rows; all are zero where there is none."""
     edit = Edit(program)
     mean = edit.outputs[WEIGHT]
@@ -67,4 +67,4 @@ def share(program: Program, plan: Plan) -> Program:
             exact = edit.call(aten.mul.Tensor, norm, factor, mark=Mark("norm"))
             edit.set_output(NORM, edit.call(aten._to_copy.default, exact, dtype=torch.float32, mark=Mark("norm")))
     edit.remove_output(WEIGHT)
-    return edit.done("share")
+    return edit.done("unweigh")

@@ -26,7 +26,7 @@ from torch import fx
 
 from fsdp_compiled.analysis.roofline import seconds
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.liveness import Holding, holdings, most_alive
+from fsdp_compiled.ir.liveness import LiveRange, live_ranges, most_gathered
 from fsdp_compiled.ir.nodes import positions, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
@@ -34,96 +34,96 @@ from fsdp_compiled.plan.plan import Plan
 MOST_AHEAD = 4  # what "auto" tries
 WORTH = 0.05  # of the time on the wire: what one more unit ahead must hide besides
 
-Entry = tuple[int, fx.Node, Holding]  # place in the program, the node to start before, and whose use begins there
+Entry = tuple[int, fx.Node, LiveRange]  # place in the program, the node to start before, and whose use begins there
 
 
 def schedule(program: Program, plan: Plan) -> Program:
     """Moves gathers up and the waits of reductions down; nothing is added or taken away."""
     edit = Edit(program)
-    found = holdings(edit.graph)
+    found = live_ranges(edit.graph)
     ahead, reason = _prefetch(edit.graph, found, plan)
     most = plan.policy.limit if isinstance(plan.policy.limit, int) else None
     notes = [reason]
-    for holding, target in _starts(edit.graph, found, ahead, most):
-        edit.move(_issue(holding), before=target)
+    for live_range, target in _starts(edit.graph, found, ahead, most):
+        edit.move(_issue(live_range), before=target)
     _wait_late(edit, max(ahead, 1))
     if found:
-        peak = most_alive(holdings(edit.graph))
+        peak = most_gathered(live_ranges(edit.graph))
         given = f"{most}, as given" if most is not None else f"{peak} (auto): what that comes to"
         notes.append(f"limit={given}; at most {peak} units alive at once")
     return edit.done("schedule", *(note for note in notes if note))
 
 
-def _sequence(graph: fx.Graph, found: list[Holding]) -> list[Entry]:
+def _sequence(graph: fx.Graph, found: list[LiveRange]) -> list[Entry]:
     """Where each holding's use begins, in each phase; before its wait, where that is what comes first."""
     order = positions(graph)
     entries: list[Entry] = []
-    for holding in found:
-        waits = [node for node in holding.aliases if role_of(node) == "wait"]
-        opening = min([*waits, *holding.uses], key=order.__getitem__, default=None)
+    for live_range in found:
+        waits = [node for node in live_range.aliases if role_of(node) == "wait"]
+        opening = min([*waits, *live_range.uses], key=order.__getitem__, default=None)
         if opening is None or opening.op != "call_function":
             continue
-        entries.append((order[opening], opening, holding))
-        later = holding.first_use("backward") if opening.meta["phase"] == "forward" else None
+        entries.append((order[opening], opening, live_range))
+        later = live_range.first_use("backward") if opening.meta["phase"] == "forward" else None
         if later is not None:
-            entries.append((order[later], later, holding))
+            entries.append((order[later], later, live_range))
     return sorted(entries, key=lambda entry: entry[0])
 
 
-def _place(entries: list[Entry], holding: Holding) -> int | None:
+def _place(entries: list[Entry], live_range: LiveRange) -> int | None:
     """Which entry is the holding's first."""
-    return next((index for index, entry in enumerate(entries) if entry[2] is holding), None)
+    return next((index for index, entry in enumerate(entries) if entry[2] is live_range), None)
 
 
-def _starts(graph: fx.Graph, found: list[Holding], ahead: int, most: int | None) -> list[tuple[Holding, fx.Node]]:
+def _starts(graph: fx.Graph, found: list[LiveRange], ahead: int, most: int | None) -> list[tuple[LiveRange, fx.Node]]:
     """Where each gather is to start: the node to move it before."""
     if ahead == 0:
         return []
     nodes = list(graph.nodes)
     order = positions(graph)
     entries = _sequence(graph, found)
-    moved: list[tuple[Holding, fx.Node]] = []
+    moved: list[tuple[LiveRange, fx.Node]] = []
     leaving: set[fx.Node] = set()  # nodes that are moved, and so no longer stand where they did
-    settled: list[Holding] = []
+    placed: list[LiveRange] = []
     previous = 0
-    for holding in found:
-        place = _place(entries, holding)
-        issue = _issue(holding)
+    for live_range in found:
+        place = _place(entries, live_range)
+        issue = _issue(live_range)
         now = min(order[node] for node in issue)
         phase = issue[0].meta["phase"]
         earliest = next(index for index, node in enumerate(nodes) if node.meta.get("phase") == phase)
         if place is not None:
             at = max(entries[place - ahead][0] if place >= ahead else earliest, earliest, previous)
-            at = _room(at, holding.unit, settled, most)
+            at = _room(at, live_range.unit, placed, most)
             while at < now and nodes[at] in leaving:
                 at += 1
             if at < now:
-                moved.append((holding, nodes[at]))
+                moved.append((live_range, nodes[at]))
                 leaving |= set(issue)
-                holding.start = previous = at
+                live_range.start = previous = at
             else:
-                previous = holding.start + 1
-        settled.append(holding)
+                previous = live_range.start + 1
+        placed.append(live_range)
     return moved
 
 
-def _room(at: int, unit: str, settled: list[Holding], most: int | None) -> int:
+def _room(at: int, unit: str, placed: list[LiveRange], most: int | None) -> int:
     """The first place from ``at`` on where the unit is not alive already and fewer than ``most`` others are."""
     while True:
-        busy = [holding for holding in settled if holding.stop >= at]
-        same = [holding.stop for holding in busy if holding.unit == unit]
+        busy = [live_range for live_range in placed if live_range.stop >= at]
+        same = [live_range.stop for live_range in busy if live_range.unit == unit]
         if same:
             at = max(same) + 1
-        elif most is not None and len({holding.unit for holding in busy}) >= most:
-            at = min(holding.stop for holding in busy) + 1
+        elif most is not None and len({live_range.unit for live_range in busy}) >= most:
+            at = min(live_range.stop for live_range in busy) + 1
         else:
             return at
 
 
-def _issue(holding: Holding) -> list[fx.Node]:
+def _issue(live_range: LiveRange) -> list[fx.Node]:
     """What puts a unit on the wire: fetches from the host, casts, collectives and the parts of what they bring."""
     found: list[fx.Node] = []
-    for gather in holding.gathers:
+    for gather in live_range.gathers:
         casts = [source for source in gather.all_input_nodes if role_of(source) == "cast"]
         sources = [*gather.all_input_nodes, *(source for cast in casts for source in cast.all_input_nodes)]
         found += [*(source for source in sources if role_of(source) == "fetch"), *casts]
@@ -158,7 +158,7 @@ def _tail(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     return sorted(found, key=order.__getitem__)
 
 
-def _prefetch(graph: fx.Graph, found: list[Holding], plan: Plan) -> tuple[int, str]:
+def _prefetch(graph: fx.Graph, found: list[LiveRange], plan: Plan) -> tuple[int, str]:
     """How many units ahead, and why."""
     wanted = plan.policy.prefetch
     room = plan.policy.limit - 1 if isinstance(plan.policy.limit, int) else MOST_AHEAD
@@ -169,7 +169,7 @@ def _prefetch(graph: fx.Graph, found: list[Holding], plan: Plan) -> tuple[int, s
     done = [0.0]
     for node in graph.nodes:
         done.append(done[-1] + seconds(node, plan.machine))
-    wire = sum(plan.machine.transfer(holding.nbytes, plan.shard) for holding in found)
+    wire = sum(plan.machine.transfer(live_range.nbytes, plan.shard) for live_range in found)
     exposed = [_exposed(graph, found, ahead, done, plan) for ahead in range(min(MOST_AHEAD, room) + 1)]
     best = min(1, room)  # however little there is to hide behind, two gathers on the wire share their latency
     while best + 1 < len(exposed) and exposed[best] - exposed[best + 1] > WORTH * wire:
@@ -180,16 +180,16 @@ def _prefetch(graph: fx.Graph, found: list[Holding], plan: Plan) -> tuple[int, s
     )
 
 
-def _exposed(graph: fx.Graph, found: list[Holding], ahead: int, done: list[float], plan: Plan) -> float:
+def _exposed(graph: fx.Graph, found: list[LiveRange], ahead: int, done: list[float], plan: Plan) -> float:
     """Seconds that waits for gathers would take: one wire, which serves gathers in order."""
     entries = _sequence(graph, found)
     free = waited = 0.0
-    for holding in found:
-        place = _place(entries, holding)
+    for live_range in found:
+        place = _place(entries, live_range)
         if place is None:
             continue
         issued = done[entries[place - ahead][0]] if place >= ahead else 0.0
-        free = max(free, issued + waited) + plan.machine.transfer(holding.nbytes, plan.shard)
+        free = max(free, issued + waited) + plan.machine.transfer(live_range.nbytes, plan.shard)
         waited += max(0.0, free - (done[entries[place][0]] + waited))
     return waited
 

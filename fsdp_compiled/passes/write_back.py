@@ -20,10 +20,10 @@ from fsdp_compiled.plan.plan import Plan
 aten = torch.ops.aten
 
 
-def store(program: Program, plan: Plan) -> Program:
+def write_back(program: Program, plan: Plan) -> Program:
     """Turns ``buffer`` and ``constant`` outputs into writes to the inputs of the same names."""
     if not any(port.kind in ("buffer", "constant") for port in program.outputs):
-        return program.after("store")
+        return program.after("write_back")
     edit = Edit(program)
     with edit.at(edit.end, "update"):
         for port, value in edit.outputs.items():
@@ -31,4 +31,4 @@ def store(program: Program, plan: Plan) -> Program:
                 target = edit.inputs[Port("in", port.kind, port.name)]
                 edit.remove_output(port)
                 edit.call(aten.copy_.default, target, value, mark=Mark("update"))
-    return edit.done("store")
+    return edit.done("write_back")

@@ -71,7 +71,7 @@ def regroup(blocks: Sequence[str], sizes: Sequence[int], merge: float, split: fl
     def close() -> None:
         for packed in _pack([members[name] for name in row], sizes, merge):
             among = list(dict.fromkeys(blocks[index] for index in packed))
-            units[_joined(among)] = packed
+            units[_name_of(among)] = packed
         row.clear()
 
     for name in names:
@@ -98,7 +98,7 @@ def _with_slight_root(units: dict[str, list[int]], sizes: Sequence[int], merge: 
     root, other = (sum(sizes[index] for index in units[name]) for name in (ROOT, first))
     if root * EFFICIENT > merge or other > merge:
         return units
-    joined = {_joined([ROOT, first]): sorted([*units[ROOT], *units[first]])}
+    joined = {_name_of([ROOT, first]): sorted([*units[ROOT], *units[first]])}
     return joined | {name: indices for name, indices in units.items() if name not in (ROOT, first)}
 
 
@@ -128,7 +128,7 @@ def _cut(name: str, indices: Sequence[int], sizes: Sequence[int], capacity: floa
     return {f"{name}/{place}" if len(runs) > 1 else name: run for place, run in enumerate(runs)}
 
 
-def _joined(names: Sequence[str]) -> str:
+def _name_of(names: Sequence[str]) -> str:
     """``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
     if len(names) == 1:
         return names[0]

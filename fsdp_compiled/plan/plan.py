@@ -145,7 +145,7 @@ class Plan:
         return self.device.type == "cuda" if self.policy.kernels == "auto" else self.policy.kernels
 
     @property
-    def home(self) -> torch.device:
+    def state_device(self) -> torch.device:
         """Where shards and the optimizer's state live between steps."""
         return torch.device("cpu") if self.policy.offload else self.device
 

@@ -27,13 +27,13 @@ def find_units(model: nn.Module, choice: Choice | None = None) -> tuple[str, ...
     those, or ``choice(name, module) -> bool``. Units may be nested. Raises ``ValueError`` for a pattern or class that
     matches no module with parameters, and where two entries claim the same module.
     """
-    found = _chosen(model, choice)
+    found = _unit_names(model, choice)
     if ROOT in found:
         raise ValueError(f"units: {ROOT!r} is what the rest of the model is called; rename the submodule of that name.")
     return found
 
 
-def _chosen(model: nn.Module, choice: Choice | None) -> tuple[str, ...]:
+def _unit_names(model: nn.Module, choice: Choice | None) -> tuple[str, ...]:
     if choice is None:
         return tuple(_blocks(model))
     named = [(name, module) for name, module in model.named_modules() if name and _has_parameters(module)]

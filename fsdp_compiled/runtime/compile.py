@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import passes
 from fsdp_compiled.analysis import memory
-from fsdp_compiled.analysis.contained import described
+from fsdp_compiled.analysis.contained import attempt
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
@@ -22,14 +22,14 @@ from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.backends import Backends
-from fsdp_compiled.lower.fusions import Target, chosen
+from fsdp_compiled.lower.fusions import Target, fusions_for
 from fsdp_compiled.lower.lowering import Runner
 from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime import memory_budget
-from fsdp_compiled.runtime.input_binding import Binding
+from fsdp_compiled.runtime.input_binding import InputBinding
 from fsdp_compiled.runtime.shared_memory import shared
 from fsdp_compiled.runtime.state import State
 
@@ -57,7 +57,7 @@ class Compiled:
     label: str
     number: int  # the same on every rank for the same program
     wire: str
-    binding: Binding
+    input_binding: InputBinding
     lowered: str = ""  # its pieces and what compiled them, once it is lowered
     runner: Runner = lambda *_: ()  # until it is lowered
     remainder: Remainder = field(init=False)  # once it is lowered
@@ -77,13 +77,13 @@ class Compiled:
     def read_closed(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """These are read from now on in the place of those that the program closed over."""
         if tensors:
-            self.capture.guards.closed.adopt(tensors)
+            self.capture.guards.closed.replace(tensors)
             self.capture.constants.update({name: tensor.detach() for name, tensor in tensors.items()})
-            self.binding.forget()
+            self.input_binding.forget()
 
     def constants(self, state: State) -> Mapping[str, torch.Tensor]:
         """The tensors that the program closes over; those that it writes live in the state from then on."""
-        written = self.capture.written
+        written = self.capture.written_constants
         for name in written:
             state.constants.setdefault(name, self.capture.constants[name])
         return {**self.capture.constants, **{name: state.constants[name] for name in written}}
@@ -116,7 +116,7 @@ class Job:
     @property
     def fusions(self) -> tuple[Pass, ...]:
         trains = self.kind in ("step", "last", "accumulate")
-        return chosen(Target(self.plan, self.rules, trains, self.backends))
+        return fusions_for(Target(self.plan, self.rules, trains, self.backends))
 
 
 # The steps of making one, in order; `Programs._compile` is the way through them.
@@ -144,7 +144,7 @@ def transform(captured: Capture, job: Job) -> list[Program]:
 def memory_of(captured: Capture, program: Program, job: Job) -> Predict:
     """What a program of this step takes of a rank's memory; what cannot be predicted says so, and stops nothing."""
     held = partial(memory.persistent, job.plan, job.rules, job.buffers, captured.constants, program)
-    return lambda one: described(lambda: memory.predict(one, job.plan, held()), memory.unpredicted)
+    return lambda one: attempt(lambda: memory.predict(one, job.plan, held()), memory.unpredicted)
 
 
 def fit_to_memory(stages: Sequence[Program], predict: Predict, job: Job) -> list[Program]:
@@ -164,7 +164,7 @@ def describe(captured: Capture, stages: Sequence[Program], predict: Predict, job
     """The last stage, which is what will run, with all that is asked of it later."""
     *before, program = stages
     needed = predict(program)
-    lines = described(needed.lines, lambda why: (f"memory: not predicted: {why}",))
+    lines = attempt(needed.lines, lambda why: (f"memory: not predicted: {why}",))
     program = replace(program, needs=lines)
     inputs = tuple(port for port in program.ports if port.side == "in")
     return Compiled(
@@ -181,7 +181,7 @@ def describe(captured: Capture, stages: Sequence[Program], predict: Predict, job
         label=job.label,
         number=job.number,
         wire=program.wire,
-        binding=Binding(inputs, job.batch, job.named),
+        input_binding=InputBinding(inputs, job.batch, job.named),
     )
 
 

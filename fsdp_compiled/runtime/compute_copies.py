@@ -42,6 +42,6 @@ class Copies:
                     copy.copy_(shard)
         self._of, self._versions = now, []  # a step that fails may leave anything
 
-    def written(self) -> None:
+    def step_returned(self) -> None:
         """The step is over: it wrote shards and copies together, or neither."""
         self._versions = list(map(version, self._of))

@@ -38,8 +38,8 @@ def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[Any, Any]:
 class EagerUpdate:
     """Runs one optimizer's step on this rank's pieces.
 
-    ``brought``: what the optimizer kept when it was taken over. ``adopted``: this rank's part of it per element, by
-    ``"<buffer key>.<name>"``.
+    ``brought``: what the optimizer kept when it was taken over. ``existing_state``: this rank's part of it per element,
+    by ``"<buffer key>.<name>"``.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class EagerUpdate:
         rank: int,
         shards: Mapping[str, torch.Tensor],
         brought: Brought,
-        adopted: Mapping[str, torch.Tensor],
+        existing_state: Mapping[str, torch.Tensor],
     ) -> None:
         self._optimizer = optimizer
         self._plan = plan
@@ -69,7 +69,7 @@ class EagerUpdate:
         slots = {slot.name: (buffer, slot) for buffer in plan.buffers for slot in buffer.slots}
         for name, value in brought.items():
             if name in slots:
-                self._state[self._pieces[name]] = self._cut(*slots[name], value, adopted)
+                self._state[self._pieces[name]] = self._cut(*slots[name], value, existing_state)
             else:
                 self._state[name] = value
         self._shown: dict[str, tuple[torch.Tensor, int]] = {}  # state as it was shown, with versions of copies
@@ -152,7 +152,7 @@ class EagerUpdate:
     def _names_of_groups(self) -> list[list[str]]:
         return [[parameter._sharded_name for parameter in group["params"]] for group in self._optimizer.param_groups]
 
-    def _cut(self, buffer: Buffer, slot: Slot, kept: Any, adopted: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    def _cut(self, buffer: Buffer, slot: Slot, kept: Any, existing_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """This rank's piece of what was kept for a parameter."""
         _, first, last = self._places[slot.name]
         found = {}
@@ -160,7 +160,7 @@ class EagerUpdate:
             leaves = []
             for label, leaf in named_leaves(str(name), value).items():
                 if isinstance(leaf, torch.Tensor) and leaf.dim() and tuple(leaf.shape) == slot.leaf.shape:
-                    leaf = adopted[f"{buffer.key}.{label}"][first:last].clone()
+                    leaf = existing_state[f"{buffer.key}.{label}"][first:last].clone()
                 elif isinstance(leaf, torch.Tensor) and leaf.numel() != 1:
                     raise ValueError(
                         f"{type(self._optimizer).__name__} brings along its state {label!r} of {slot.name}, of shape "

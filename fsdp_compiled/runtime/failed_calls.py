@@ -25,7 +25,7 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.call_store import Posted, different
 from fsdp_compiled.distributed.mesh import Mesh, RankError, Unanimous, exchange
 from fsdp_compiled.ir.nodes import DISAGREE
-from fsdp_compiled.lower.remainder import Place
+from fsdp_compiled.lower.remainder import Position
 from fsdp_compiled.runtime.compile import Compiled
 from fsdp_compiled.runtime.program_cache import Programs
 from fsdp_compiled.runtime.state import State
@@ -108,7 +108,7 @@ class FailedCalls:
             return False
         return True
 
-    def _finish(self, compiled: Compiled, state: State, place: Place, what: str) -> None:
+    def _finish(self, compiled: Compiled, state: State, place: Position, what: str) -> None:
         if compiled.kind == "accumulate":
             self.row.failure = f"A microbatch failed: {what}"
             if not state.sums:
@@ -129,7 +129,7 @@ class FailedCalls:
                 total.zero_()
         return told
 
-    def _for_good(self, compiled: Compiled, place: Place | None, error: BaseException) -> str | None:
+    def _for_good(self, compiled: Compiled, place: Position | None, error: BaseException) -> str | None:
         """Why nobody can go on, if so."""
         alone = self._mesh.world == 1
         if place is None:

@@ -21,7 +21,7 @@ from fsdp_compiled.ir.program import Port
 Holders = Callable[[], Mapping[str, Mapping[str, Any]]]
 
 
-class Binding:
+class InputBinding:
     """Gathers the inputs of one program, in its order."""
 
     def __init__(self, ports: Sequence[Port], batch: tuple[Any, ...], named: dict[str, Any]) -> None:

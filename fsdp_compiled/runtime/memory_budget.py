@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from fsdp_compiled import passes
 from fsdp_compiled.analysis.memory import Memory
-from fsdp_compiled.ir.liveness import holdings, most_alive
+from fsdp_compiled.ir.liveness import live_ranges, most_gathered
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.passes.schedule import MOST_AHEAD
 from fsdp_compiled.plan.plan import Plan, human
@@ -31,12 +31,12 @@ def fit(stages: Sequence[Program], plan: Plan, predict: Callable[[Program], Memo
     """The stages, with other last ones if the program is over the budget.
 
     ``predict``: the memory of what will run, which is the program fused. What was chosen is in its notes. The last
-    stages are those of `passes.WHEN`. Where nothing fits, it is the least there is, with a warning; where memory cannot
-    be predicted, nothing is chosen by it, with a warning.
+    stages are those of `passes.SCHEDULING`. Where nothing fits, it is the least there is, with a warning; where memory
+    cannot be predicted, nothing is chosen by it, with a warning.
     """
     if plan.policy.memory_gb is None:
         return list(stages)
-    *done, before = stages[: -len(passes.WHEN)]
+    *done, before = stages[: -len(passes.SCHEDULING)]
     needed = predict(stages[-1])
     if needed.unknown:
         reason = f"memory_gb={plan.policy.memory_gb:g} has no effect: memory is not predicted: {needed.unknown}"
@@ -45,10 +45,10 @@ def fit(stages: Sequence[Program], plan: Plan, predict: Callable[[Program], Memo
     if needed.peak.nbytes <= plan.policy.memory_gb * GIB:
         return list(stages)
     found = [(list(stages[len(done) :]), needed, "as chosen without it")]
-    for policy in _tighter(plan.policy, most_alive(holdings(stages[-1].graph))):
+    for policy in _tighter(plan.policy, most_gathered(live_ranges(stages[-1].graph))):
         other: list[Program] = []
         try:
-            program = passes.run(before, replace(plan, policy=policy), passes.WHEN, other.append)
+            program = passes.run(before, replace(plan, policy=policy), passes.SCHEDULING, other.append)
         except ValueError:  # a node reads more units than that
             break
         if (less := predict(program)).unknown:

@@ -31,11 +31,11 @@ from fsdp_compiled.capture.dynamo import batch_tensors
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchange
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.kernels.trial import distrust
+from fsdp_compiled.kernels.trial import use_reference
 from fsdp_compiled.lower.backends import decided, this_host
 from fsdp_compiled.lower.cuda_device import environment
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
-from fsdp_compiled.lower.inductor import Call, cache_place, compile_all, share
+from fsdp_compiled.lower.inductor import Call, cache_place, compile_all, divide
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
 from fsdp_compiled.lower.lowering import Lowering
 from fsdp_compiled.lower.remainder import Remainder
@@ -60,7 +60,7 @@ from fsdp_compiled.runtime.input_binding import flatten, replaced, same_tensors
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.state import State
-from fsdp_compiled.runtime.taken_model import Taken
+from fsdp_compiled.runtime.taken_model import TakenModel
 
 T = TypeVar("T")
 # What a person called, for messages.
@@ -102,7 +102,7 @@ class Programs:
 
     def __init__(
         self,
-        taken: Taken,
+        taken: TakenModel,
         loss: Callable[..., Any] | None,
         plan: Plan,
         mesh: Mesh,
@@ -117,7 +117,7 @@ class Programs:
         self._taken, self._loss, self._plan, self._mesh, self._calls = taken, loss, plan, mesh, calls
         self._random = random
         self._buffers = ModuleBuffers(taken.model, plan.device)
-        self._kept: dict[int, Compiled] = {}  # by number; the last is the one used last
+        self._cached: dict[int, Compiled] = {}  # by number; the last is the one used last
         self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
         self._written: dict[str, torch.Tensor] = {}  # closed-over tensors that programs write, as they were last seen
         self._revision = 0  # of the rules
@@ -125,19 +125,19 @@ class Programs:
         self._evicted = 0
 
     @property
-    def kept(self) -> list[Compiled]:
+    def cached(self) -> list[Compiled]:
         """Oldest first."""
-        return sorted(self._kept.values(), key=lambda compiled: compiled.number)
+        return sorted(self._cached.values(), key=lambda compiled: compiled.number)
 
     @property
     def labels(self) -> set[str]:
-        return {compiled.label for compiled in self._kept.values()}
+        return {compiled.label for compiled in self._cached.values()}
 
     @property
     def newest(self) -> Compiled:
         """The newest that trains; before there is one, the newest that differentiates or runs forward."""
         for kind in get_args(Kind):
-            if found := [compiled for compiled in self.kept if compiled.kind == kind]:
+            if found := [compiled for compiled in self.cached if compiled.kind == kind]:
                 return found[-1]
         raise RuntimeError("Nothing was compiled yet. The first call captures: sharded.step(*batch).")
 
@@ -145,7 +145,7 @@ class Programs:
         """Drops the programs that update: the optimizer has other rules."""
         self.rules = tuple(rules)
         self._revision += 1
-        for compiled in self.kept:
+        for compiled in self.cached:
             if compiled.updates:
                 self._drop(compiled.number)
 
@@ -196,12 +196,12 @@ class Programs:
                 log.log(
                     logging.INFO if change.quiet else logging.WARNING, "%s; compiling %s", change.reason, request.label
                 )
-            with _no_collection(), ambient.left():
+            with _no_collection(), ambient.outside_modes():
                 compiled = self._compile(request, buffers)
         else:
             self._calls.post(compiled.label, compiled.wire)
-            del self._kept[compiled.number]
-        self._kept[compiled.number] = compiled
+            del self._cached[compiled.number]
+        self._cached[compiled.number] = compiled
         variants = self._variants.setdefault(request.key, [])
         if not variants or variants[0] is not compiled:
             variants[:] = [compiled, *(other for other in variants if other is not compiled)]
@@ -209,7 +209,7 @@ class Programs:
 
     def running(self, label: str, wire: str) -> Compiled | None:
         """The program of a call that another rank has posted."""
-        return next((one for one in self._kept.values() if (one.label, one.wire) == (label, wire)), None)
+        return next((one for one in self._cached.values() if (one.label, one.wire) == (label, wire)), None)
 
     def read_closed(self, compiled: Compiled, request: Request, state: State) -> None:
         """Closed-over tensors that have taken others' places are the program's inputs from now on."""
@@ -217,7 +217,7 @@ class Programs:
             return
         compiled.read_closed(request.closed)
         now = compiled.capture.guards.closed.tensors
-        for name in compiled.capture.written:
+        for name in compiled.capture.written_constants:
             if name in now and self._written.get(name) is not now[name]:
                 if name in self._written:
                     state.constants[name] = now[name].detach()
@@ -345,7 +345,7 @@ class Programs:
         made: dict[str, Call] = {}
         if lowering.pieces and self._mesh.world > 1:
             place, count = among(self._together(lambda: cache_place(self._plan.device)), self._mesh)
-            made = self._together(lambda: compile_all(share(lowering.pieces, count)[place]))
+            made = self._together(lambda: compile_all(divide(lowering.pieces, count)[place]))
         return made | self._together(lambda: compile_all(lowering.pieces))
 
     def _try_kernels(self, program: Program) -> None:
@@ -356,7 +356,7 @@ class Programs:
         found = exchange(self._together(lambda: failures(program, device)), self._mesh)
         for rank, said in enumerate(found):
             for name, reason in said.items():
-                if distrust(name, device) and self._mesh.rank == 0:
+                if use_reference(name, device) and self._mesh.rank == 0:
                     log.warning(
                         "the kernel of %s is not used: on rank %d %s. Plain PyTorch does its work. Please report it, "
                         "with: %s", name, rank, reason, environment(),
@@ -392,16 +392,16 @@ class Programs:
 
     def _make_room(self, label: str) -> None:
         """Drops the program that rank 0 used the longest time ago, if `Policy.programs` are kept already."""
-        if len(self._kept) < self._plan.policy.programs:
+        if len(self._cached) < self._plan.policy.programs:
             return
         # Ranks that had a failed call in between may have another order of use, but they have the same programs.
-        evicted = self._drop(exchange(next(iter(self._kept)), self._mesh)[0])
+        evicted = self._drop(exchange(next(iter(self._cached)), self._mesh)[0])
         self._evicted += 1
         if self._mesh.rank == 0:
             log.warning("%s", _full(self._plan.policy.programs, label, evicted.label, self.labels, self._evicted))
 
     def _drop(self, number: int) -> Compiled:
-        dropped = self._kept.pop(number)
+        dropped = self._cached.pop(number)
         for key, variants in list(self._variants.items()):
             self._variants[key] = [compiled for compiled in variants if compiled is not dropped]
             if not self._variants[key]:

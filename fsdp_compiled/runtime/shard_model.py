@@ -19,9 +19,9 @@ from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast, gather_sh
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, dense_stride
 from fsdp_compiled.plan.units import unit_of
-from fsdp_compiled.runtime.host_memory import at_home, settle
+from fsdp_compiled.runtime.host_memory import to_state_device, wait_for_host_memory
 from fsdp_compiled.runtime.sharded_parameter import replace
-from fsdp_compiled.runtime.taken_model import Taken, holding
+from fsdp_compiled.runtime.taken_model import TakenModel, holding
 
 Initializer = Callable[[nn.Module], Any]
 HALF = (
@@ -104,20 +104,20 @@ def half_taken(mesh: Mesh) -> Iterator[None]:
 
 def take_over(
     model: nn.Module, optimizer: Optimizer | None, plan: Plan, mesh: Mesh, init: Initializer | None
-) -> Generator[str, None, tuple[Taken, Shards, Shards, Shards]]:
+) -> Generator[str, None, tuple[TakenModel, Shards, Shards, Shards]]:
     """Moves every parameter into shards and leaves a `ShardedParameter` in its place; in stages, for `lockstep`.
 
     Returns the taken model, the shards by buffer key, the module buffers by name, and the shards of optimizer state
     that the optimizer already had, by ``"<buffer key>.<name>"`` (per element) or ``"group <g>.<name>"`` (scalars).
     """
-    homes = _homes(model)
-    originals = {name: _get(places[0]) for name, places in homes.items()}
+    holders = _holders(model)
+    originals = {name: _get(places[0]) for name, places in holders.items()}
     shards: Shards = {}
-    adopted = read_scalars(optimizer)
+    existing_state = read_scalars(optimizer)
     for unit in plan.units:
         for buffer in unit.buffers:
-            owners = {slot: homes[slot.name] for slot in buffer.slots}
-            _materialize({home for owner in owners.values() for home in owner}, model, plan.device, init)
+            owners = {slot: holders[slot.name] for slot in buffer.slots}
+            _materialize({holder for owner in owners.values() for holder in owner}, model, plan.device, init)
             parameters = {slot: _get(owner[0]) for slot, owner in owners.items()}
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
             for slot, parameter in parameters.items():
@@ -127,22 +127,22 @@ def take_over(
             shards[buffer.key] = _own_slice(flat, buffer, plan, mesh)
             del flat
             if optimizer is not None:
-                adopted |= yield from _adopt(optimizer, buffer, parameters, plan, mesh)
+                existing_state |= yield from _shard_existing_state(optimizer, buffer, parameters, plan, mesh)
             del parameters
             for slot, owner in owners.items():
                 _replace(originals[slot.name], owner, slot.leaf, plan.device, buffer.key, optimizer)
     _materialize_buffers(model, plan.device, init)
     buffers = yield from _take_buffers(model, plan.device, mesh)
-    return Taken(model, optimizer), shards, buffers, adopted
+    return TakenModel(model, optimizer), shards, buffers, existing_state
 
 
-Home = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
+Holder = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
 
 
-def _homes(model: nn.Module) -> dict[str, list[Home]]:
+def _holders(model: nn.Module) -> dict[str, list[Holder]]:
     """By first name, every place in the model where a parameter hangs."""
     first: dict[int, str] = {}
-    found: dict[str, list[Home]] = {}
+    found: dict[str, list[Holder]] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is None:
@@ -152,16 +152,16 @@ def _homes(model: nn.Module) -> dict[str, list[Home]]:
     return found
 
 
-def _get(home: Home) -> nn.Parameter:
-    module, name = home
+def _get(holder: Holder) -> nn.Parameter:
+    module, name = holder
     parameter = module._parameters[name]
     assert parameter is not None
     return parameter
 
 
-def _materialize(homes: Iterable[Home], model: nn.Module, device: torch.device, init: Initializer | None) -> None:
+def _materialize(holders: Iterable[Holder], model: nn.Module, device: torch.device, init: Initializer | None) -> None:
     """Fills the meta parameters that hang here, by the modules that own them; tied ones stay tied."""
-    modules = list(dict.fromkeys(module for module, name in homes if _get((module, name)).is_meta))
+    modules = list(dict.fromkeys(module for module, name in holders if _get((module, name)).is_meta))
     replaced: dict[int, nn.Parameter] = {}
     order = {module: index for index, module in enumerate(model.modules())}
     for module in sorted(modules, key=order.__getitem__):
@@ -209,12 +209,12 @@ def read_slot(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
 
 def _own_slice(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch.Tensor:
     start, stop = plan.slice_of(buffer, mesh.shard_rank)
-    return at_home(flat[start:stop].clone(), plan)
+    return to_state_device(flat[start:stop].clone(), plan)
 
 
 def _replace(
     original: nn.Parameter,
-    homes: Sequence[Home],
+    holders: Sequence[Holder],
     leaf: Leaf,
     device: torch.device,
     key: str,
@@ -222,14 +222,14 @@ def _replace(
 ) -> None:
     """Lets the user's own parameter stand for the values that moved into shards, wherever it hangs."""
     new = replace(original, leaf, device, key)
-    for module, name in homes:
+    for module, name in holders:
         module._parameters[name] = new
     if new is not original:
         for group in optimizer.param_groups if optimizer is not None else ():
             group["params"] = [new if parameter is original else parameter for parameter in group["params"]]
 
 
-def _adopt(
+def _shard_existing_state(
     optimizer: Optimizer, buffer: Buffer, parameters: Mapping[Slot, nn.Parameter], plan: Plan, mesh: Mesh
 ) -> Stages:
     """State per element that an optimizer brings along, such as Adagrad's sums or a resumed run's moments."""
@@ -321,7 +321,7 @@ def _collecting(
     buffers: Mapping[str, torch.Tensor],
 ) -> Generator[str, None, dict[str, Any]]:
     """`full_state_dict`, in stages as `lockstep` wants them."""
-    settle(plan)
+    wait_for_host_memory(plan)
     whole: Shards = {}
     for buffer in plan.buffers:
         own = shards[buffer.key].to(plan.device)

@@ -20,14 +20,14 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.analysis import dump
 from fsdp_compiled.analysis.memory import Memory
-from fsdp_compiled.capture.ambient import left, untraced
+from fsdp_compiled.capture.ambient import outside_modes, untraced
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.call_store import Posted
 from fsdp_compiled.distributed.mesh import Mesh, RankError
 from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
 from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port, Program
 from fsdp_compiled.lower.lowering import below_autograd
-from fsdp_compiled.optim.hyperparameters import Rates
+from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.optim.wrapped import check_step_hooks
@@ -39,12 +39,12 @@ from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import EagerUpdate
 from fsdp_compiled.runtime.failed_calls import FailedCalls
-from fsdp_compiled.runtime.host_memory import settle
+from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.program_cache import Programs, Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import full_state_dict
 from fsdp_compiled.runtime.state import State, optimizer_state
-from fsdp_compiled.runtime.taken_model import Taken
+from fsdp_compiled.runtime.taken_model import TakenModel
 
 ODD = 0x9E3779B97F4A7C1  # spreads the programs' numbers over 60 bits: different ones stay different
 log = logging.getLogger("fsdp_compiled")
@@ -59,7 +59,7 @@ class Sharded:
 
     def __init__(
         self,
-        taken: Taken,
+        taken: TakenModel,
         optimizer: Optimizer | None,
         loss: Callable[..., Any] | None,
         plan: Plan,
@@ -75,7 +75,7 @@ class Sharded:
         self.optimizer = optimizer
         self._mesh = mesh
         self._state = state
-        self._rates = Rates(optimizer, plan.device)
+        self._hyperparameters = Hyperparameters(optimizer, plan.device)
         self._eager = eager
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
@@ -134,7 +134,7 @@ class Sharded:
         result, new = self._run_step(state, batch, named)
         if state is self._state:
             self._state = new
-        settle(self.plan)
+        wait_for_host_memory(self.plan)
         return new, result
 
     @untraced
@@ -232,7 +232,7 @@ class Sharded:
     @property
     def state(self) -> State:
         """This rank's state, to be handed to `apply`."""
-        settle(self.plan)
+        wait_for_host_memory(self.plan)
         self._take_buffers(self._programs.replaced_buffers(), self._state)
         return self._state
 
@@ -245,7 +245,7 @@ class Sharded:
         with self._refusing():
             self._taken.check()
             self._take_buffers(self._programs.replaced_buffers(), state)
-        with self._meeting("full_state_dict"), left():
+        with self._meeting("full_state_dict"), outside_modes():
             return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
 
     @untraced
@@ -281,7 +281,7 @@ class Sharded:
         if wish.step is None:
             wish = dataclasses.replace(wish, step=int(self._state.step))
         self._programs.meet(f"save to {wish}, extra {list(given)}")
-        with left():
+        with outside_modes():
             future = self._checkpoints.save(wish, trained, given)
         if wait:
             future.result()
@@ -313,7 +313,7 @@ class Sharded:
             trained = self._trained()
         if self._mesh.world > 1:  # one rank may load after a call that left its state half updated
             self._programs.meet(f"load from {place}, step {step}, strict={bool(strict)}, extra {list(given)}")
-        with left():
+        with outside_modes():
             found = self._checkpoints.load(place, step, bool(strict), trained, given)
         if found is not None:
             self._row.end()
@@ -328,7 +328,7 @@ class Sharded:
     @property
     def programs(self) -> tuple[Program, ...]:
         """The compiled programs that are kept, oldest first."""
-        return tuple(compiled.program for compiled in self._programs.kept)
+        return tuple(compiled.program for compiled in self._programs.cached)
 
     @property
     def memory(self) -> Memory:
@@ -399,7 +399,7 @@ class Sharded:
             if self._eager is not None:
                 self._eager.read(state.optimizer)
         if self._joined is not None and self._joined.shadows is not None:
-            self._rates.adopt(self._joined.shadows.rates)
+            self._hyperparameters.overwrite(self._joined.shadows.rates)
         compiled, outputs = self._run("last" if state.sums else "step", state, batch, named)
         self._row.end()
         self._norm = outputs.get(NORM)
@@ -414,7 +414,7 @@ class Sharded:
             self._taken.check()
             request = self._programs.find(kind, batch, named)
         try:
-            with left(watched=True):
+            with outside_modes(watched=True):
                 return self._execute(request, state)
         except RankError as error:
             self._checkpoints.heard(str(error))
@@ -430,8 +430,8 @@ class Sharded:
         kind, batch, named = request.kind, request.batch, request.named
         self._take_buffers(request.buffers, state)
         if self._joined is not None:
-            self._joined.announce(kind, request.label, (batch, named), self._rates.values, request.ambient)
-        self._calls.rates = f"{self._rates.digest:x}"
+            self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.ambient)
+        self._calls.rates = f"{self._hyperparameters.digest:x}"
         compiled = self._compiled(request)
         self._programs.read_closed(compiled, request, state)
         ran = False
@@ -445,13 +445,13 @@ class Sharded:
                 ran = True
                 outputs = compiled.runner(*given)
             if compiled.copied:
-                self._copies.written()
+                self._copies.step_returned()
             found = dict(zip(compiled.outputs, outputs, strict=True))
             if compiled.updates and self._eager is not None:
                 self._eager.run(state.optimizer, state.parameters, found, compiled.idle)
-                self._rates.traced()  # what its code changed is no change of the user's
+                self._hyperparameters.traced()  # what its code changed is no change of the user's
         except BaseException as error:
-            raised = self._failed.handle(compiled, state, error, ran, str(self._rates))
+            raised = self._failed.handle(compiled, state, error, ran, str(self._hyperparameters))
             if raised is error:
                 raise
             raise raised from error
@@ -476,7 +476,7 @@ class Sharded:
         if compiled.kind == "accumulate" and not state.sums:
             state.sums.update(compiled.zeros())
         before = self._row.programs if compiled.updates else 0
-        call = (compiled.number + before) * ODD + self._rates.digest
+        call = (compiled.number + before) * ODD + self._hyperparameters.digest
         good = self._failed.begin(compiled)
         for part in range(CALL_PARTS):
             self._set_number(f"call {part}", float(call >> 20 * part & 0xFFFFF) if good else math.nan)
@@ -484,7 +484,7 @@ class Sharded:
         self._set_number("rows", 0 if shadows else request.rows)
         if compiled.copied:
             self._copies.follow(state.parameters)
-        return compiled.binding.inputs(request.leaves, state.held, lambda: self._holders(compiled, state))
+        return compiled.input_binding.inputs(request.leaves, state.held, lambda: self._holders(compiled, state))
 
     def _holders(self, compiled: Compiled, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Who holds a program's inputs, by kind, but for the batch.
@@ -498,7 +498,7 @@ class Sharded:
             "buffer": state.buffers,
             "state": state.optimizer,
             "constant": compiled.constants(state),
-            "hyper": self._rates.tensors,
+            "hyper": self._hyperparameters.tensors,
             "rank": {"": self._rank},
             "sum": state.sums,
             "scale": state.scale,
@@ -514,18 +514,18 @@ class Sharded:
 
     def _take_part(self, call: Posted, quiet: bool) -> bool:
         """Takes this rank's part in a call that it does not make, so that those who make it learn that."""
-        with left():
+        with outside_modes():
             return self._failed.take_part(self._state, call, quiet)
 
     def _read_rates(self) -> None:
         """Writes rates that changed to the device; a change of any other hyperparameter traces new rules."""
         if self.optimizer is not None:
             check_step_hooks(self.optimizer)
-        if not self._rates.unchanged():
-            with left():  # tensors made in the caller's inference mode could never be written again
-                if changed := self._rates.changed(self._programs.rules):
+        if not self._hyperparameters.unchanged():
+            with outside_modes():  # tensors made in the caller's inference mode could never be written again
+                if changed := self._hyperparameters.changed(self._programs.rules):
                     self._retrace(changed)
-                self._rates.write(self._programs.rules)
+                self._hyperparameters.write(self._programs.rules)
 
     def _shadow(self, call: Announced) -> None:
         """Makes another rank's call, on a batch that counts nothing."""
@@ -538,12 +538,12 @@ class Sharded:
         assert self.optimizer is not None
         if self._eager is not None:
             make_rules_again(self.optimizer, self._programs.rules)  # is tried again, and reads what changed by itself
-            self._rates.traced()
+            self._hyperparameters.traced()
             return
         log.warning("%s changed, which is not scheduled: the step is compiled again.", ", ".join(changed))
-        with left():
+        with outside_modes():
             self._programs.retrace(make_rules_again(self.optimizer, self._programs.rules))
-        self._rates.traced()
+        self._hyperparameters.traced()
         for name, value in optimizer_state(self.plan, self._programs.rules, {}).items():
             self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one
 

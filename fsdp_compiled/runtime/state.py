@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.host_memory import at_home
+from fsdp_compiled.runtime.host_memory import to_state_device
 from fsdp_compiled.runtime.rng import DefaultState
 
 
@@ -96,15 +96,17 @@ pytree.register_pytree_node(
 )
 
 
-def optimizer_state(plan: Plan, rules: Sequence[Rule], adopted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def optimizer_state(
+    plan: Plan, rules: Sequence[Rule], existing_state: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The state that the optimizer starts from, or brought along."""
     found: dict[str, torch.Tensor] = {}
     for rule in rules:
         for entry in rule.state:
             if entry.scalar:
                 key = f"{rule.key}.{entry.name}"
-                begin = _adopted(adopted, rule, entry, plan)
-                if entry.name == "undamped" and any(name.endswith(".momentum_buffer") for name in adopted):
+                begin = _existing_number(existing_state, rule, entry, plan)
+                if entry.name == "undamped" and any(name.endswith(".momentum_buffer") for name in existing_state):
                     begin = torch.zeros((), dtype=entry.dtype, device=plan.device)
                 found[key] = (
                     begin.clone()
@@ -119,12 +121,16 @@ def optimizer_state(plan: Plan, rules: Sequence[Rule], adopted: Mapping[str, tor
                 if not entry.scalar:
                     key = f"{buffer.key}.{entry.name}"
                     dtype = entry.dtype or buffer.dtype
-                    start = torch.full((size,), entry.initial, dtype=dtype, device=plan.home)
-                    found[key] = adopted[key].to(dtype) if key in adopted else at_home(start, plan)
+                    start = torch.full((size,), entry.initial, dtype=dtype, device=plan.state_device)
+                    found[key] = (
+                        existing_state[key].to(dtype) if key in existing_state else to_state_device(start, plan)
+                    )
     return found
 
 
-def _adopted(adopted: Mapping[str, torch.Tensor], rule: Rule, entry: StateTensor, plan: Plan) -> torch.Tensor | None:
+def _existing_number(
+    existing_state: Mapping[str, torch.Tensor], rule: Rule, entry: StateTensor, plan: Plan
+) -> torch.Tensor | None:
     """A number that the optimizer brought along; all rules of a group start from the same."""
-    found = adopted.get(f"group {rule.group}.{entry.name}") if entry.place == "parameter" else None
+    found = existing_state.get(f"group {rule.group}.{entry.name}") if entry.place == "parameter" else None
     return found.to(plan.device, entry.dtype) if found is not None else None

@@ -5,7 +5,7 @@ once, each with what to call instead. What it says of itself (names, shapes, cou
 live, and learning-rate schedulers set the rate in the optimizer's groups.
 
 What is changed without a call that could refuse (``module.weight = other``) is noticed at the next call of the
-`Sharded`: `Taken.check` compares the tables of all modules with what they held.
+`Sharded`: `TakenModel.check` compares the tables of all modules with what they held.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ REBUILD = (
 )
 
 
-def is_taken(model: nn.Module) -> bool:
+def is_taken_over(model: nn.Module) -> bool:
     return any(isinstance(parameter, ShardedParameter) for parameter in model.parameters())
 
 
-class Taken:
+class TakenModel:
     """A model whose parameters live in shards, and its optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self.model = model
         self._call = model.register_forward_pre_hook(_refuse_call)
-        for module in filter(is_taken, model.modules()):
+        for module in filter(is_taken_over, model.modules()):
             module.register_state_dict_pre_hook(_refuse_state_dict)
             module.register_load_state_dict_pre_hook(_refuse_load)
         self._optimizer = TakenOptimizer(optimizer) if optimizer is not None else None
@@ -125,7 +125,7 @@ def _refuse_call(module: nn.Module, _inputs: Any) -> NoReturn:
 
 
 def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
-    if is_taken(module):  # not where values are put in for a moment, for the ordinary state_dict
+    if is_taken_over(module):  # not where values are put in for a moment, for the ordinary state_dict
         raise RuntimeError(
             f"This {type(module).__name__} was taken over by compile_sharded: its state_dict would hold no values. "
             "Call sharded.full_state_dict() on every rank: rank 0 gets the ordinary state_dict of the whole model."

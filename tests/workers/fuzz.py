@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.distributed.mesh import join
+from fsdp_compiled.distributed.mesh import connect
 from tests.fuzz import CLOSE, HALF, LAYERS, OUT, RANDOM, REFUSED, WIDTH, Case, Differs, Ours, Plain, compare, make_case
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -113,7 +113,7 @@ def run(case: Case) -> str:
 
 
 def main(result: str, first: str, count: str) -> None:
-    join(None)
+    connect(None)
     found: dict[str, list[str]] = {}
     for seed in range(int(first), int(first) + int(count)):
         with contextlib.redirect_stderr(None):

@@ -130,7 +130,7 @@ def collected(where: str) -> dict[str, Any]:
         handle.remove()
     else:
         wrong = mock.Mock(side_effect=torch.OutOfMemoryError("tried to allocate more than there is"))
-        name, rank = {"copy": ("read_slot", 0), "first": ("settle", 1)}[where]
+        name, rank = {"copy": ("read_slot", 0), "first": ("wait_for_host_memory", 1)}[where]
         patched: AbstractContextManager[Any] = mock.patch.object(shard_model, name, wrong)
         with patched if rank == RANK else nullcontext():
             found = caught(sharded.full_state_dict)
@@ -145,7 +145,7 @@ CASES = {
     "init_both": partial(failing_init, (0, 1), 2),
     "init_of_buffers": partial(failing_init, (1,), 3),
     "shards": partial(no_memory, "_own_slice", 1),
-    "taken": partial(no_memory, "Taken", 1),
+    "taken": partial(no_memory, "TakenModel", 1),
     "brought": brought,
     **{f"collected_{where}": partial(collected, where) for where in ("hook", "copy", "first")},
 }

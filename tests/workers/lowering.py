@@ -64,7 +64,7 @@ def order(lower: str) -> dict[str, Any]:
     sharded = build(lower)
     sharded.step(batch())
     sent = Sent()
-    (compiled,) = sharded._programs.kept
+    (compiled,) = sharded._programs.cached
     run = compiled.runner
 
     def watched(*given: torch.Tensor) -> Any:  # a mode around the whole step is refused where it is compiled

@@ -50,7 +50,7 @@ def counted(run: Callable[[], Any]) -> Gathers:
 def compare(sharded: Sharded, memory: Memory, run: Callable[[], Any]) -> dict[str, Any]:
     recording = recorded(run)
     gathers = min((counted(run) for _ in range(4)), key=lambda one: (one.most, one.alive))
-    state = (sharded.state, sharded._rates.tensors, sharded._rank)
+    state = (sharded.state, sharded._hyperparameters.tensors, sharded._rank)
     return {
         "persistent": {"predicted": memory.persistent.total, "real": held(state)},
         "peak": {"predicted": memory.peak.nbytes, "real": held(state) + memory.batch + recording.peak},
@@ -83,7 +83,7 @@ def measure() -> dict[str, Any]:
         calls = {kind: sharded.accumulate if kind == "accumulate" else sharded.step for kind in kinds}
         for call in calls.values():  # compiles
             call(*batch)
-        for made in sharded._programs.kept:
+        for made in sharded._programs.cached:
             found[f"{name} {made.kind}"] = compare(sharded, made.memory, partial(calls[made.kind], *batch))
     return found
 

@@ -331,7 +331,7 @@ def late() -> Any:
         since = time.monotonic()
         sharded.step(*batch(2))
         waited = max(waited, time.monotonic() - since)
-    return {"waited": waited, "watched": sharded._calls.watch._thread.is_alive()}  # type: ignore[union-attr]
+    return {"waited": waited, "watched": sharded._calls.watchdog._thread.is_alive()}  # type: ignore[union-attr]
 
 
 def unstoppable() -> Any:

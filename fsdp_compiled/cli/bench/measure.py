@@ -18,10 +18,10 @@ import torch.distributed as dist
 from fsdp_compiled.cli.bench.network import Network, Transfer, slow_network
 from fsdp_compiled.cli.bench.observe import Observer, Seen
 from fsdp_compiled.cli.bench.options import BenchOptions
-from fsdp_compiled.cli.bench.presets import Preset, on_device, share
+from fsdp_compiled.cli.bench.presets import Preset, on_device, rows_of_rank
 from fsdp_compiled.cli.bench.rivals import REFERENCE, RIVALS, Rival, Setting, Step
 from fsdp_compiled.cli.bench.screen import Screen
-from fsdp_compiled.cli.rank import Place, Ranks, Stop
+from fsdp_compiled.cli.rank import RankInfo, Ranks, Stop
 
 BATCHES = 2  # that are trained on by turns, so that the first and the last checked step see the same one
 CHECKED = 5  # steps whose losses are compared, and which warm each rival up
@@ -66,12 +66,12 @@ class Contest:
     """Rivals side by side on this rank."""
 
     def __init__(
-        self, preset: Preset, rivals: Sequence[Rival], here: Place, ranks: Ranks, seed: int, screen: Screen
+        self, preset: Preset, rivals: Sequence[Rival], here: RankInfo, ranks: Ranks, seed: int, screen: Screen
     ) -> None:
         self.preset, self.rivals, self.here, self.ranks, self.screen = preset, rivals, here, ranks, screen
         self.setting = Setting(preset, here, seed)
         self.whole = on_device(preset.batches(here.world, seed, BATCHES), here.device)
-        self.mine = [share(batch, here.rank, preset.batch) for batch in self.whole]
+        self.mine = [rows_of_rank(batch, here.rank, preset.batch) for batch in self.whole]
         self.steps: dict[str, Step] = {}
         self.seen: dict[str, Seen] = {}
         self.losses: dict[str, list[float]] = {}
@@ -190,7 +190,7 @@ def quiet_threads(device: torch.device) -> Iterator[None]:
 
 
 def measure_steps(
-    options: BenchOptions, preset: Preset, rivals: Sequence[Rival], here: Place, screen: Screen
+    options: BenchOptions, preset: Preset, rivals: Sequence[Rival], here: RankInfo, screen: Screen
 ) -> dict[str, Any] | None:
     """The whole contest; None if it was stopped."""
     if options.network_gbps is not None and here.device.type != "cpu":
@@ -218,7 +218,7 @@ def measure_steps(
         }
 
 
-def conditions(options: BenchOptions, here: Place, load: Sequence[float]) -> Mapping[str, Any]:
+def conditions(options: BenchOptions, here: RankInfo, load: Sequence[float]) -> Mapping[str, Any]:
     return {
         "world": here.world,
         "device": here.device.type,
@@ -231,7 +231,7 @@ def conditions(options: BenchOptions, here: Place, load: Sequence[float]) -> Map
     }
 
 
-def measure_first_step(preset: Preset, rival: Rival, here: Place, seed: int) -> float:
+def measure_first_step(preset: Preset, rival: Rival, here: RankInfo, seed: int) -> float:
     """Seconds from before the model is built until the first step's loss is on the host; the slowest rank's."""
     ranks = Ranks()
     with quiet_threads(here.device):
@@ -240,5 +240,5 @@ def measure_first_step(preset: Preset, rival: Rival, here: Place, seed: int) -> 
         dist.barrier()
         began = time.perf_counter()
         if here.first or not rival.alone:
-            rival.build(setting)(*(whole if rival.alone else share(whole, here.rank, preset.batch))).item()
+            rival.build(setting)(*(whole if rival.alone else rows_of_rank(whole, here.rank, preset.batch))).item()
         return ranks.max(torch.tensor(time.perf_counter() - began, dtype=torch.float64)).item()

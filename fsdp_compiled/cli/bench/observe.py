@@ -62,9 +62,9 @@ class Observer:
         # acc_events says nothing here, but without it torch 2.11 warns of cycles that there are none of.
         # The profiler sees what this thread frees, so what gloo holds must not be left for gloo's to free.
         lingering = slow_network(math.inf, linger=LINGER) if on_cpu else nullcontext()
-        with lingering, profile(activities=CPU, profile_memory=on_cpu, acc_events=True) as watch:
+        with lingering, profile(activities=CPU, profile_memory=on_cpu, acc_events=True) as profiled:
             yield self
-        results = watch.profiler.kineto_results  # type: ignore[union-attr]
+        results = profiled.profiler.kineto_results  # type: ignore[union-attr]
         self.seen = read(event(raw) for raw in results.events())
         if self._peaks:
             (before, _), (held, peak) = self._peaks[-2:]

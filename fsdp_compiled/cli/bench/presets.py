@@ -103,7 +103,7 @@ def sized(preset: Preset, **sizes: int | None) -> Preset:
     return preset
 
 
-def share(batch: Batch, rank: int, rows: int) -> Batch:
+def rows_of_rank(batch: Batch, rank: int, rows: int) -> Batch:
     """A rank's rows of a whole batch."""
     tokens, targets = (part[rank * rows : (rank + 1) * rows].contiguous() for part in batch)
     return tokens, targets

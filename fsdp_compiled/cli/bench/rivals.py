@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.bench.presets import Preset
-from fsdp_compiled.cli.rank import Place
+from fsdp_compiled.cli.rank import RankInfo
 
 Step = Callable[[Tensor, Tensor], Tensor]
 ADAMW: Mapping[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -29,7 +29,7 @@ ADAMW: Mapping[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.
 @dataclass(frozen=True)
 class Setting:
     preset: Preset
-    here: Place
+    here: RankInfo
     seed: int
 
     def model(self) -> nn.Module:

@@ -25,9 +25,9 @@ from fsdp_compiled.cli.bench.rivals import RIVALS, Rival
 from fsdp_compiled.cli.bench.screen import screen
 from fsdp_compiled.cli.launch import launch, refuse_used
 from fsdp_compiled.cli.machine import hardware, versions
-from fsdp_compiled.cli.rank import STOPPED, Place, joined, own_launcher, place, tell_failure
+from fsdp_compiled.cli.rank import STOPPED, RankInfo, own_launcher, place, tell_failure, under_launcher
 from fsdp_compiled.cli.toolchain import choose_lower
-from fsdp_compiled.distributed.mesh import join
+from fsdp_compiled.distributed.mesh import connect
 
 RESULT = "result.json"
 CACHES = ("cold", "warm")
@@ -43,10 +43,10 @@ class Part:
 
 
 def start(options: BenchOptions, arguments: Sequence[str]) -> int:
-    if joined():
+    if under_launcher():
         return _rank(options, arguments)
-    options = settle(options)
-    preset, rivals = chosen(options)
+    options = resolve(options)
+    preset, rivals = selection(options)
     assert options.out is not None and options.nproc is not None
     (options.out / "parts").mkdir(parents=True, exist_ok=True)
     for part in parts(options, rivals):
@@ -69,7 +69,7 @@ def start(options: BenchOptions, arguments: Sequence[str]) -> int:
     return 0
 
 
-def settle(options: BenchOptions) -> BenchOptions:
+def resolve(options: BenchOptions) -> BenchOptions:
     """Checks what can be checked before anything is started, and chooses what was left open."""
     out = options.out or Path("runs", time.strftime("bench-%Y%m%d-%H%M%S"))
     if (out / RESULT).exists():
@@ -79,12 +79,12 @@ def settle(options: BenchOptions) -> BenchOptions:
         raise ValueError(f"--nproc {options.nproc}: this machine has {gpus} GPUs, and each process needs its own")
     if gpus and options.network_gbps is not None:
         raise ValueError("--network-gbps simulates a network between CPUs; leave it out on GPUs")
-    chosen(options)
+    selection(options)
     refuse_used(out)  # last, since it makes the folder
     return replace(options, out=out, nproc=options.nproc or gpus or 2)
 
 
-def chosen(options: BenchOptions) -> tuple[Preset, list[Rival]]:
+def selection(options: BenchOptions) -> tuple[Preset, list[Rival]]:
     """What is trained, and by whom."""
     preset = sized(PRESETS[options.preset], **{name: getattr(options, name) for name in SIZES})
     names = options.rivals or tuple(RIVALS)
@@ -134,8 +134,8 @@ def _rank(options: BenchOptions, arguments: Sequence[str]) -> int:
     try:
         if not mine:
             options = _under_torchrun(options, here)
-        preset, rivals = chosen(options)
-        join(None, here.device)
+        preset, rivals = selection(options)
+        connect(None, here.device)
         assert options.out is not None
         name = options.part or "steps"
         if name == "steps":
@@ -164,14 +164,14 @@ def _rank(options: BenchOptions, arguments: Sequence[str]) -> int:
         raise
 
 
-def _under_torchrun(options: BenchOptions, here: Place) -> BenchOptions:
+def _under_torchrun(options: BenchOptions, here: RankInfo) -> BenchOptions:
     if options.measure != ("steps",):
         raise ValueError("--measure first-step starts processes of its own; run fsdp-compiled bench without torchrun")
     if not here.first:
         return replace(options, out=options.out or Path("runs"))
     if options.nproc is not None:
         print(f"--nproc is ignored: torchrun has started {here.world} processes", flush=True)
-    return settle(replace(options, nproc=None))
+    return resolve(replace(options, nproc=None))
 
 
 def assemble(options: BenchOptions, rivals: Sequence[Rival]) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from fsdp_compiled.cli.check.options import RESULT, CheckOptions
 from fsdp_compiled.cli.check.tests import ALONE, TOGETHER, results
 from fsdp_compiled.cli.launch import launch
 from fsdp_compiled.cli.machine import hardware, versions
-from fsdp_compiled.cli.rank import joined, place
+from fsdp_compiled.cli.rank import place, under_launcher
 
 ROW = "{:<28}{:<9}{}"
 
 
 def start(options: CheckOptions, arguments: Sequence[str]) -> int:
     """Runs the tests, those between ranks as ranks; 1 where one fails."""
-    if joined():
+    if under_launcher():
         return _rank(options)
     if options.nproc is not None and options.nproc < 2:
         raise ValueError(f"--nproc is {options.nproc}; expected 2 or more, since collectives are between ranks.")
@@ -80,10 +80,10 @@ def _sentence(rows: Sequence[tuple[str, str, str]], failed: Sequence[str], out: 
 def _rank(options: CheckOptions) -> int:
     import torch.distributed as dist
 
-    from fsdp_compiled.distributed.mesh import join
+    from fsdp_compiled.distributed.mesh import connect
 
     here = place()
-    join(None, here.device)
+    connect(None, here.device)
     rows = _shown(TOGETHER, here.device, here.first)
     every: list[list[tuple[str, str, str]]] = [[] for _ in range(here.world)]
     dist.all_gather_object(every, rows)

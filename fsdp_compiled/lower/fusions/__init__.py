@@ -98,7 +98,7 @@ FUSIONS: tuple[Fusion, ...] = (
 )
 
 
-def chosen(target: Target) -> tuple[Pass, ...]:
+def fusions_for(target: Target) -> tuple[Pass, ...]:
     """The fusions for it, in order; none that `Policy.without` names."""
     without = target.plan.policy.without
     if without == "all":

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import Mark, last, positions, role_of, versions, written
+from fsdp_compiled.ir.nodes import Mark, last, mutated, positions, role_of, versions
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.plan.plan import Buffer, Plan
 
@@ -43,7 +43,7 @@ def compute_copies(program: Program, plan: Plan) -> Program:
 
 def _write(edit: Edit, buffer: Buffer, shard: fx.Node, copy: fx.Node) -> None:
     memory = versions(shard)
-    writes = [user for node in memory for user in node.users if set(written(user)).intersection(memory)]
+    writes = [user for node in memory for user in node.users if set(mutated(user)).intersection(memory)]
     if writes:
         with edit.at(last(writes, positions(edit.graph)).next, "update"):
             edit.call(aten.copy_.default, copy, shard, mark=Mark("update", buffer.unit, buffer.key, "copy"))

@@ -48,7 +48,7 @@ def _fuse(edit: Edit, squares: fx.Node, nonfinite: fx.Node | None, plan: Plan) -
     if len(factors) != 1 or (nonfinite is not None and counted != set(gradients)):
         return
     order = positions(edit.graph)
-    calls = [node for node in edit.graph.nodes if _joins(node, gradients)]
+    calls = [node for node in edit.graph.nodes if _adds(node, gradients)]
     joined = {total for call in calls for total in call.args[0]}
     alone = [gradient for gradient in gradients if gradient not in joined]
     begin = first([squares, *calls], order)
@@ -83,6 +83,6 @@ def _norms(result: fx.Node | None) -> Iterator[fx.Node]:
             yield from _norms(source)
 
 
-def _joins(node: fx.Node, gradients: dict[fx.Node, Any]) -> bool:
+def _adds(node: fx.Node, gradients: dict[fx.Node, Any]) -> bool:
     """Whether the node is the operator in which some of these gradients, and no others, join their sums."""
     return node.target is operators.accumulate_.default and set(node.args[0]) <= set(gradients)  # type: ignore[arg-type]

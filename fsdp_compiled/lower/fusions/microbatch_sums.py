@@ -29,24 +29,24 @@ def microbatch_sums(program: Program, plan: Plan) -> Program:
     """Sums of whole gradients, which join before the reduction, stay apart: each is freed as soon as it has joined."""
     edit = Edit(program)
     order = {buffer.key: place for place, buffer in enumerate(plan.buffers)}
-    joins = [node for node in edit.graph.nodes if purpose_of(node) == "join" and node.meta["phase"] == "update"]
-    joins.sort(key=lambda node: order[node.meta["mark"].buffer])
-    in_place = [node for node in joins if node.target is aten.add_.Tensor]
-    read_again = [node for node in joins if node.target is aten.add.Tensor and set(node.args[0].users) == {node}]  # type: ignore[union-attr]
+    additions = [node for node in edit.graph.nodes if purpose_of(node) == "add" and node.meta["phase"] == "update"]
+    additions.sort(key=lambda node: order[node.meta["mark"].buffer])
+    in_place = [node for node in additions if node.target is aten.add_.Tensor]
+    read_again = [node for node in additions if node.target is aten.add.Tensor and set(node.args[0].users) == {node}]  # type: ignore[union-attr]
     for found in (in_place, read_again):
         if found:
             _fuse(edit, found)
     return edit.done("microbatch_sums")
 
 
-def _fuse(edit: Edit, joins: list[fx.Node]) -> None:
+def _fuse(edit: Edit, additions: list[fx.Node]) -> None:
     place = positions(edit.graph)
-    begin = min(joins, key=place.__getitem__)
-    if any(place[source] > place[begin] for node in joins for source in node.all_input_nodes):
+    begin = min(additions, key=place.__getitem__)
+    if any(place[source] > place[begin] for node in additions for source in node.all_input_nodes):
         return
     with edit.at(begin, "update"):
-        totals, parts = ([node.args[index] for node in joins] for index in (0, 1))
-        edit.call(operators.accumulate_.default, totals, parts, mark=Mark("sum", purpose="join"))
-    for node in joins:
+        totals, parts = ([node.args[index] for node in additions] for index in (0, 1))
+        edit.call(operators.accumulate_.default, totals, parts, mark=Mark("sum", purpose="add"))
+    for node in additions:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         edit.graph.erase_node(node)

@@ -26,7 +26,7 @@ from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, tak
 from fsdp_compiled.runtime.checkpoint.saving import Wish
 from fsdp_compiled.runtime.checkpoint.values import decode, digest
 from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
-from fsdp_compiled.runtime.host_memory import settle
+from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.state import State
 
 Busy = Literal["wait", "refuse"]
@@ -92,7 +92,7 @@ class Checkpoints:
 
     def save(self, wish: Wish, trained: Trained, extra: Mapping[str, Any]) -> Saving:
         """Collective, up to the copy. All ranks have agreed that they save."""
-        settle(trained.plan)
+        wait_for_host_memory(trained.plan)
         work = self._prepare(wish, trained, extra)
         try:
             save, own = lockstep(self._mesh, "What save writes", work)
@@ -127,7 +127,7 @@ class Checkpoints:
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
     ) -> Generator[str, None, int | None]:
         mesh = self._mesh
-        settle(trained.plan)
+        wait_for_host_memory(trained.plan)
         chosen = loading.choose(folder, step) if mesh.rank == 0 else None
         yield "which checkpoint"
         chosen = exchange(chosen, mesh)[0]
