@@ -5,20 +5,17 @@
     Mine.update = other               a method of its class, or of a class that this one extends
 
 Rules keep what these were when they were traced, so all are compared at every step, in a microsecond or two. What
-functions read elsewhere, such as globals of their module, is not looked at.
+functions read elsewhere, such as globals of their module, see `outside`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
+from fsdp_compiled.optim.comparable import DEPTH, Same, inside, is_flat, may_change, value_of
 from fsdp_compiled.optim.twin import attributes_of, step_of
-
-DEPTH = 3  # how far objects inside objects are looked into
-FLAT = frozenset((bool, int, float, str, type(None)))
 
 
 class Attributes:
@@ -38,7 +35,7 @@ class Attributes:
                 and list(own.__dict__.values()) == self._values
                 and all(list(base.__dict__.values()) == values for base, values in self._bases)
                 and all(value == copy for value, copy in self._flat)
-                and all(_value(value, DEPTH) == copy for value, copy in self._deep)
+                and all(value_of(value, DEPTH) == copy for value, copy in self._deep)
             )
         except Exception:  # values that cannot be compared
             return False
@@ -58,10 +55,10 @@ class Attributes:
         self._kind = type(own)
         self._values = list(own.__dict__.values())
         self._bases = [(base, list(base.__dict__.values())) for base in _bases(self._kind)]
-        inside = [*attributes_of(own).values()]
-        inside += [value for base in _bases(self._kind) for name, value in base.__dict__.items() if name[:2] != "__"]
-        self._flat = [(value, dict(value)) for value in inside if _is_flat(value)]
-        self._deep = [(value, _value(value, DEPTH)) for value in inside if not _is_flat(value) and _may_change(value)]
+        held = [*attributes_of(own).values()]
+        held += [value for base in _bases(self._kind) for name, value in base.__dict__.items() if name[:2] != "__"]
+        self._flat = [(value, dict(value)) for value in held if is_flat(value)]
+        self._deep = [(value, value_of(value, DEPTH)) for value in held if not is_flat(value) and may_change(value)]
 
 
 def _bases(kind: type) -> list[type]:
@@ -73,68 +70,18 @@ def _snapshot(optimizer: Optimizer) -> dict[tuple[str, type | None], Any]:
     """Values that compare equal while nothing that rules depend on was changed, by name and the class that has it."""
     kind = type(optimizer)
     found: dict[tuple[str, type | None], Any] = {
-        (name, None): _value(value, DEPTH) for name, value in attributes_of(optimizer).items()
+        (name, None): value_of(value, DEPTH) for name, value in attributes_of(optimizer).items()
     }
     for base in _bases(kind):
         for name, value in base.__dict__.items():
             # PyTorch wraps `step` when an instance is made.
             if name[:2] != "__" and name != "step" and not _is_inherited(kind, base, name, value):
-                found[f"{base.__qualname__}.{name}", base] = _value(value, DEPTH)
+                found[f"{base.__qualname__}.{name}", base] = value_of(value, DEPTH)
     return {**found, ("step", kind): step_of(kind), ("__class__", None): kind}
 
 
 def _is_inherited(kind: type, base: type, name: str, value: Any) -> bool:
     """Whether the class says again what it would have of the next one: Dynamo puts its wrappers on every class."""
     later = kind.__mro__[kind.__mro__.index(base) + 1 :]
-    above = next((other.__dict__[name] for other in later if name in other.__dict__), _Same)
-    return _inside(value) is _inside(above)
-
-
-def _is_flat(value: Any) -> bool:
-    """A dictionary of plain values, which Python compares by itself."""
-    return type(value) is dict and all(map(_is_plain, value.values()))
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in FLAT or (type(value) is tuple and all(type(item) in FLAT for item in value))
-
-
-def _may_change(value: Any) -> bool:
-    """Whether the value may change and stay the same object."""
-    return type(value) not in FLAT and type(_value(value, DEPTH)) is not _Same
-
-
-def _value(value: Any, depth: int) -> Any:
-    """A value that can be compared; objects are held, so that no other one takes their identity."""
-    if type(value) in FLAT:
-        return value
-    if isinstance(value, torch.Tensor):
-        return _Same(value), 0 if value.is_inference() else value._version
-    if depth and isinstance(value, dict):
-        return {key: _value(item, depth - 1) for key, item in value.items()}
-    if depth and isinstance(value, list | tuple):
-        return [_value(item, depth - 1) for item in value]
-    own = getattr(value, "__dict__", None)
-    if depth and type(own) is dict and own and not isinstance(value, torch.nn.Module) and not callable(value):
-        return _Same(value), {name: _value(item, depth - 1) for name, item in own.items()}
-    return _Same(_inside(value))
-
-
-def _inside(value: Any) -> Any:
-    """The function itself: Dynamo's first trace puts `torch.compiler.disable` around optimizers' ``_init_group``."""
-    while (inner := getattr(value, "_torchdynamo_orig_callable", None)) is not None:
-        value = inner
-    return value
-
-
-class _Same:
-    """Equal to another of the same object, whatever that object says."""
-
-    __slots__ = ("of",)
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, of: Any) -> None:
-        self.of = of
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is _Same and other.of is self.of
+    above = next((other.__dict__[name] for other in later if name in other.__dict__), Same)
+    return inside(value) is inside(above)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.optim.attributes import Attributes
 from fsdp_compiled.optim.groups import hyper, numbers_of, options_of, signature
+from fsdp_compiled.optim.outside import Outside
 from fsdp_compiled.optim.rule import Rule
 
 PLAIN = (bool, int, float, str, type(None))  # a list or a tensor may be changed in place
@@ -29,15 +30,17 @@ class Hyperparameters:
         self._optimizer, self._device = optimizer, device
         self._fixed: list[Any] = []  # what is not scheduled
         self._attributes: Attributes | None = None
+        self._outside: Outside | None = None
         self.traced()
         self._seen: list[tuple[Any, ...]] | None = None
 
     def unchanged(self) -> bool:
-        """Whether groups, attributes and class say what they said at the last `write`."""
+        """Whether groups, attributes, class, and what that reads, say what they said at the last `write`."""
         return (
             self._seen is not None
             and self._look() == self._seen
             and (self._attributes is None or self._attributes.unchanged())
+            and (self._outside is None or self._outside.unchanged())
         )
 
     def changed(self, rules: Iterable[Rule]) -> list[str]:
@@ -62,13 +65,14 @@ class Hyperparameters:
                         f"{rule.name}, and lives in sharded.state.optimizer[{f'{rule.key}.{entry.name}'!r}]. Write it "
                         "there, and put this back."
                     )
-        return list(found.values())
+        return [*found.values(), *(self._outside.changed() if self._outside is not None else ())]
 
     def traced(self) -> None:
         """Remembers that rules were traced with what groups, attributes and class say now."""
         self._fixed = [signature(group) for group in self._groups()]
         if self._optimizer is not None:
             self._attributes = Attributes(self._optimizer)
+            self._outside = Outside(type(self._optimizer))
 
     def write(self, rules: Iterable[Rule]) -> None:
         """Brings the tensors up to date, without waiting for the device."""

@@ -26,6 +26,7 @@ from fsdp_compiled.optim.eager import check_runs_on_pieces
 from fsdp_compiled.optim.fused import formula_of
 from fsdp_compiled.optim.groups import hyper, options_of, scheduled
 from fsdp_compiled.optim.nested import Form
+from fsdp_compiled.optim.outside import Outside
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.optim.scalars import Forks
 from fsdp_compiled.optim.tracing import Subject, for_size, text_of, trace
@@ -238,7 +239,9 @@ def _key(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, fl
         return None
     zeros = tuple((name, value == 0) for name, value in values.items())
     kind = type(optimizer)
-    return kind, step_of(kind), repr(sorted(options.items())), repr(sorted(attributes.items())), zeros, dtype
+    if (read := Outside(kind).key) is None:
+        return None
+    return kind, step_of(kind), read, repr(sorted(options.items())), repr(sorted(attributes.items())), zeros, dtype
 
 
 def _is_plain(value: Any) -> bool:
