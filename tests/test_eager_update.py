@@ -218,11 +218,15 @@ def test_what_does_otherwise_on_pieces_is_refused() -> None:
         make_rules(ByDim([nn.Parameter(torch.ones(2, 3))]))
 
 
-def test_calls_that_cannot_be_made_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_that_cannot_be_made_are_refused(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     model = Idle()
     sharded = compile_sharded(model, Queue(model.parameters()), loss=_loss, policy=EAGER)
     with pytest.raises(ValueError, match="apply with Queue, which runs as it is"):
         sharded.apply(sharded.state, torch.ones(4, 6))
+    with pytest.raises(ValueError, match="save with Queue, which runs as it is"):
+        sharded.save(tmp_path)
+    with pytest.raises(ValueError, match="load with Queue, which runs as it is"):
+        sharded.load(tmp_path)
     with pytest.raises(RuntimeError, match=r"sharded\.step"):
         sharded.optimizer.step()  # type: ignore[union-attr]
     sharded.step(torch.ones(4, 6))

@@ -277,11 +277,10 @@ class Sharded:
             given = check_extra(extra, load=False)
             self._between_steps("save")
             self._checkpoints.wait(busy)
-            trained = self._trained()
+            trained = self._trained("save")
         if wish.step is None:
             wish = dataclasses.replace(wish, step=int(self._state.step))
-        self._programs.meet(f"save to {wish}, extra {list(given)}")
-        with outside_modes():
+        with self._meeting(f"save to {wish}, extra {list(given)}"), outside_modes():
             future = self._checkpoints.save(wish, trained, given)
         if wait:
             future.result()
@@ -310,10 +309,10 @@ class Sharded:
             if self._joined is not None:
                 raise RuntimeError("load inside join: the other ranks may still train. Call it after the block.")
             self._checkpoints.wait()
-            trained = self._trained()
-        if self._mesh.world > 1:  # one rank may load after a call that left its state half updated
-            self._programs.meet(f"load from {place}, step {step}, strict={bool(strict)}, extra {list(given)}")
-        with outside_modes():
+            trained = self._trained("load")
+        label = f"load from {place}, step {step}, strict={bool(strict)}, extra {list(given)}"
+        # One rank may load after a call that left its state half updated.
+        with self._meeting(label) if self._mesh.world > 1 else nullcontext(), outside_modes():
             found = self._checkpoints.load(place, step, bool(strict), trained, given)
         if found is not None:
             self._row.end()
@@ -386,8 +385,10 @@ class Sharded:
                 f"{call} between microbatches: their sums are no part of a checkpoint. Call it after sharded.step."
             )
 
-    def _trained(self) -> Trained:
+    def _trained(self, call: str) -> Trained:
         """What is saved and loaded."""
+        if self._eager is not None:
+            self._eager.refuse(call, "what its code keeps can have any form. Train with an optimizer that is traced.")
         self._taken.check()
         self._take_buffers(self._programs.replaced_buffers(), self._state)
         return Trained(self.plan, self._state, self.optimizer, self._programs.rules)
