@@ -6,10 +6,10 @@
 RUN := .venv/bin/python -P -m
 
 .NOTPARALLEL:
-.PHONY: help train bench check test fuzz lint format clean
+.PHONY: help train bench check test test-fast test-all fuzz lint format clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 train: ## train a small GPT, sharded (ARGS="--steps 200 --nproc 2")
 	@sh .ci/setup train
@@ -24,8 +24,23 @@ check: ## try this machine: kernels, lowerings, graphs, collectives, a step agai
 	@.venv/bin/fsdp-compiled check $(ARGS)
 
 # Two at a time, a file each; a thread for each, or they and the ranks that they start contend for the cores.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -q --numprocesses 2 --dist loadfile --durations=10
+
 test: lint ## lint, then run the tests (PYTEST_ARGS="-k plan -x")
-	OMP_NUM_THREADS=1 $(RUN) pytest -q --numprocesses 2 --dist loadfile --durations=10 $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
+
+# Plan, programs, passes, the face on one process, and training beside FSDP2 and DDP under each placement.
+FAST := $(addprefix tests/test_, $(addsuffix .py, imports buckets shape check schedule recompute clip accumulate api \
+	program_cache messages docs readme))
+test-fast: ## the tests for between two edits, two minutes; make test comes before a commit
+	@sh .ci/setup test
+	$(PYTEST) $(FAST) "tests/test_parity.py::test_two_ranks_are_bitwise_fsdp2[adamw zero3]" \
+		"tests/test_parity.py::test_two_ranks_are_bitwise_fsdp2[sgd zero2 seeds]" \
+		"tests/test_parity.py::test_two_ranks_are_bitwise_ddp[adamw zero1]" \
+		"tests/test_parity.py::test_two_ranks_are_bitwise_ddp[sgd ddp]" $(PYTEST_ARGS)
+
+test-all: lint ## as make test, with what only repeats it in more combinations and on more models
+	$(PYTEST) -m "" $(PYTEST_ARGS)
 
 fuzz: ## two thousand generated programs against plain PyTorch (ARGS="--start 5000 --count 100", "--seed 17")
 	@sh .ci/setup test

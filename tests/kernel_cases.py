@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fsdp_compiled.kernels import accumulate, flatten, reference, update
 from fsdp_compiled.kernels.options import SGD, Adam
+from fsdp_compiled.kernels.trial import Like
 
 GUARD = 64  # elements on either side of what a kernel may write
 LAYOUTS = ("contiguous", "permuted", "expanded", "sliced", "misaligned")
@@ -262,3 +263,35 @@ def compare_update(
     for _, whole in copies:
         check_guards(whole)
     return results[0][0]
+
+
+# What the trial of a kernel before its first use is asked to try.
+
+F32, BF16, F64, I64 = torch.float32, torch.bfloat16, torch.float64, torch.int64
+
+
+def like(name: str, lists: dict[str, Any], scalars: dict[str, torch.dtype], numbers: dict[str, Any]) -> Like:
+    return Like(name, tuple(lists.items()), tuple(scalars.items()), tuple(numbers.items()))
+
+
+LIKES = {
+    "flatten": like("flatten", {"gradients": (F32, BF16)}, {"scale": F32}, {"dtype": F32}),
+    "flatten.counted": like(
+        "flatten.counted", {"gradients": (BF16,)}, {"scale": F32, "nonfinite": I64}, {"dtype": BF16}
+    ),
+    "flatten_": like("flatten_", {"gradients": (F32,)}, {"flat": F32}, {}),
+    "accumulate_": like("accumulate_", {"totals": (F32,), "parts": (BF16,)}, {"scale": F64, "nonfinite": I64}, {}),
+    "measure": like("measure", {"parts": (F32, BF16)}, {}, {}),
+    "adam_": like(
+        "adam_",
+        dict.fromkeys(("parameters", "gradients", "exp_avgs", "exp_avg_sqs"), (F32,)) | {"copies": (BF16,)},
+        {"lr": F64, "step": F32, "factor": F64, "skipped": torch.bool},
+        ADAM,
+    ),
+    "sgd_": like(
+        "sgd_",
+        {"parameters": (F32,), "gradients": (F32,), "buffers": (F32,)},
+        {"lr": F64},
+        MOMENTUM | {"dampening": 0.1},
+    ),
+}

@@ -1,48 +1,103 @@
-"""Runs a worker script under torchrun and reads what its rank 0 wrote."""
+"""Runs a worker script on several ranks, each a process, and reads what rank 0 of them wrote."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from torch.distributed import TCPStore
+
+from tests.forked_ranks import Answer, Request
 
 ROOT = Path(__file__).parent.parent
 SHOWN = 6000  # characters of a failed run's output
 
 
-def launch(script: Path, world: int, *arguments: str, timeout: float = 300) -> Any:
+def launch(script: Path, world: int, *arguments: str, timeout: float = 900, torchrun: bool = False) -> Any:
     """The JSON that rank 0 of ``script RESULT arguments...`` wrote to the file RESULT.
 
+    Ranks are forked, which saves each of them five seconds of imports, or started by torchrun.
     Raises ``RuntimeError`` with the end of the output if a rank fails, nothing is written, or time runs out.
     """
     with TemporaryDirectory() as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log.txt")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                [*command, str(script), str(result), *arguments],
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            try:
-                code = process.wait(timeout)
-                reason = f"exit code {code}" if code else "nothing was written"
-            except subprocess.TimeoutExpired:
-                code, reason = None, f"no end after {timeout:.0f} s"
-            finally:
-                _end(process)
-        if code != 0 or not result.exists():
+        log.touch()
+        run = _run_torchrun if torchrun else _run_forked
+        answer = run(script, world, [str(result), *arguments], log, timeout)
+        if answer.code != 0 or not result.exists():
+            reason = f"no end after {timeout:.0f} s" if answer.late else f"exit code {answer.code}"
+            reason = reason if answer.code else "nothing was written"
             end = log.read_text(errors="replace")[-SHOWN:]
             raise RuntimeError(f"{script.name} on {world} ranks: {reason}. Its output ended with:\n{end}")
         return json.loads(result.read_text())
+
+
+def environment() -> dict[str, str]:
+    """That of ranks: a thread each, and the package of this checkout."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def _run_forked(script: Path, world: int, arguments: list[str], log: Path, timeout: float) -> Answer:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    request = Request(str(script), arguments, world, store.port, str(log), timeout, environment())
+    server = _server()
+    assert server.stdin is not None and server.stdout is not None
+    server.stdin.write(json.dumps(asdict(request)) + "\n")
+    server.stdin.flush()
+    line = server.stdout.readline()
+    if not line:
+        raise RuntimeError(f"the process that forks ranks ended with {server.wait()}")
+    return Answer(**json.loads(line))
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """The process that forks this one's ranks, until this one ends."""
+    server = subprocess.Popen(
+        [sys.executable, "-P", "-m", "tests.forked_ranks"],
+        env=environment(),
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def close() -> None:
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.close()
+        server.wait()
+        server.stdout.close()
+
+    atexit.register(close)
+    return server
+
+
+def _run_torchrun(script: Path, world: int, arguments: list[str], log: Path, timeout: float) -> Answer:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, str(script), *arguments],
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            return Answer(process.wait(timeout))
+        except subprocess.TimeoutExpired:
+            return Answer(1, late=True)
+        finally:
+            _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from fsdp_compiled import Plan, Program
+from fsdp_compiled import Plan, Policy, Program
 from tests import models
-from tests.models import Recipe
+from tests.models import Block, Recipe
 from tests.simulate import Simulation, simulate, stages
+
+
+def recipe(shard: str, *blocks: Block, **options: object) -> Recipe:
+    """Three blocks or these, under this placement, nothing merged: every unit has its own collectives."""
+    blocks = blocks or (Block("linear"),) * 3
+    return Recipe(blocks, policy=Policy(shard=shard, lower="eager", bucket_mb=0), **options)  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -9,7 +9,7 @@ the program (broadcast, agreement) are not simulated; each rank starts from the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +27,8 @@ from fsdp_compiled.distributed.mesh import Mesh, connect
 from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, STEP, Port, Program
 from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, fusions_for
-from fsdp_compiled.lower.lowering import lower
+from fsdp_compiled.lower.lowering import Lowering, Runner, lower
+from fsdp_compiled.lower.partition import Piece
 from fsdp_compiled.optim.groups import hyper
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules
@@ -40,6 +41,7 @@ from fsdp_compiled.runtime.shard_model import TakenModel, read_leaves, read_slot
 from fsdp_compiled.runtime.state import optimizer_state
 
 CPU = torch.device("cpu")
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2", "embed", "head", "root")  # names of units, of all that is cut in pieces
 
 Batch = tuple[torch.Tensor, ...]
 Loss = Callable[..., Any]
@@ -312,6 +314,22 @@ def lockstep(program: Program, crew: Sequence[Rank], batches: Sequence[Batch]) -
         port: [result._local_tensors[place] for place in range(len(crew))]
         for port, result in zip(ports, results, strict=True)
     }
+
+
+def uncompiled(program: Program, groups: Mapping[str, str], how: str) -> Runner:
+    """The program with each distinct piece run by PyTorch."""
+    lowering = Lowering(program, groups, "inductor", BLOCKS)
+
+    def call(piece: Piece) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+        module = piece.graph_module()
+
+        def run(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return module(*inputs)
+
+        run.__name__ = f"piece_{piece.key()}"
+        return run
+
+    return lowering.runner({key: call(piece) for key, piece in lowering.pieces.items()})
 
 
 def _same(values: Sequence[torch.Tensor]) -> torch.Tensor:

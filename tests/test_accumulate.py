@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_compiled import Policy, compile_sharded
-from tests.test_api import Net, batches, build, mse, sgd
+from tests.toys import Net, batches, build, mse, sgd
 
 
 def _train(model: Net, policy: Policy, rows: list[int]) -> tuple[dict[str, torch.Tensor], list[float], int]:

@@ -18,10 +18,11 @@ from torch import fx, nn
 from fsdp_compiled import CaptureError, Policy, compile_sharded
 from fsdp_compiled.capture import aot, aot_cache, cache_key, disk_cache, dynamo
 from fsdp_compiled.ir.nodes import describe
-from tests import models, test_architectures
+from tests import architectures, huggingface, models
 from tests.models import Block, Recipe
+from tests.toys import mse
 
-TORCH = test_architectures.TORCH
+TORCH = architectures.TORCH
 
 
 class Watch:
@@ -106,14 +107,14 @@ class Attentive(nn.Module):
 
 
 TRACED_EACH_TIME = ("autograd.Function", "sizes in the data")
-OWN = {"attention": (Attentive, test_architectures.mse)}
+OWN = {"attention": (Attentive, mse)}
 
 
 @pytest.mark.filterwarnings("ignore:an old name")
-@pytest.mark.parametrize("case", [*test_architectures.CASES, *OWN])
+@pytest.mark.parametrize("case", [*architectures.CASES, *OWN])
 def test_what_is_read_is_what_was_traced(watch: Watch, tmp_path: Path, case: str) -> None:
-    make, loss = {**test_architectures.CASES, **OWN}[case]
-    if loss is test_architectures.forces and TORCH < (2, 13):
+    make, loss = {**architectures.CASES, **OWN}[case]
+    if loss is architectures.forces and TORCH < (2, 13):
         pytest.skip("traced from torch 2.13 on")
     torch.manual_seed(0)
     model = make()
@@ -139,17 +140,20 @@ def test_blocks_of_all_kinds_are_read_as_they_were_traced(watch: Watch, kind: st
     assert watch.traced == 2
 
 
-@pytest.mark.slow
+# Two that differ most from the cases above; the others are for `make test-all`.
+LARGER = [
+    pytest.param(name, marks=() if name in ("T5", "Mixtral") else pytest.mark.exhaustive) for name in huggingface.MODELS
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-def test_architectures_of_transformers_are_read_as_they_were_traced(watch: Watch, tmp_path: Path) -> None:
-    architectures = pytest.importorskip("tests.test_transformers")
-    for name, (kind, config, batch) in architectures.MODELS.items():
-        watch.compare = name != "Mixtral"  # which has an operator that is not PyTorch's
-        sharded = compile_sharded(
-            architectures._build(kind, config()), loss=architectures._loss, policy=Policy(lower="eager")
-        )
-        sharded.value_and_grad(*batch())
-    assert watch.traced == len(architectures.MODELS) and len(programs(tmp_path)) == len(architectures.MODELS) - 1
+@pytest.mark.parametrize("name", LARGER)
+def test_architectures_of_transformers_are_read_as_they_were_traced(watch: Watch, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("transformers")
+    watch.compare = name != "Mixtral"  # which has an operator that is not PyTorch's
+    sharded = compile_sharded(huggingface.build(name), loss=huggingface.loss, policy=Policy(lower="eager"))
+    sharded.value_and_grad(*huggingface.MODELS[name].batch())
+    assert watch.traced == 1 and len(programs(tmp_path)) == (name != "Mixtral")
 
 
 def test_a_program_that_was_read_another_way_is_noticed(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +186,7 @@ class Model(nn.Module):
 def step(
     model: nn.Module,
     x: torch.Tensor | None = None,
-    loss: Callable[..., torch.Tensor] = test_architectures.mse,
+    loss: Callable[..., torch.Tensor] = mse,
     **policy: Any,
 ) -> None:
     policy.setdefault("lower", "eager")

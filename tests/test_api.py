@@ -16,58 +16,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import CaptureError, Policy, State, compile_sharded
 from fsdp_compiled.runtime.sharded_parameter import ShardedParameter
-
-EAGER = Policy(lower="eager")
-Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    def __init__(self, width: int = 6, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(width, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.dropout(x))
-
-
-def mse(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(x), y)
-
-
-def build(seed: int = 0, **options: Any) -> Net:
-    torch.manual_seed(seed)
-    return Net(**options)
-
-
-def batches(count: int, rows: int = 5, width: int = 6) -> list[Batch]:
-    generator = torch.Generator().manual_seed(7)
-    return [
-        (torch.randn(rows, width, generator=generator), torch.randn(rows, 2, generator=generator)) for _ in range(count)
-    ]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def same_weights(left: dict[str, Any], right: dict[str, Any]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
+from tests.toys import EAGER, Block, Net, batches, build, mse, same_weights, sgd
 
 # Numbers on one process: bit for bit plain PyTorch.
 

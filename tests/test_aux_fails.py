@@ -19,7 +19,7 @@ CALLS = ("step", "apply", "accumulate", "value_and_grad", "__call__")
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return launch(WORKER, 2, *CALLS, timeout=150)
+    return launch(WORKER, 2, *CALLS)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -14,7 +14,7 @@ from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.ir.nodes import c10d
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.capturable import INDEXING, READS, RULES, obstacles, sentence
-from tests.test_api import batches, build, mse
+from tests.toys import batches, build, mse
 
 aten = torch.ops.aten
 GPU = torch.device("meta")  # any device that is not the CPU

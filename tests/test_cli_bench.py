@@ -339,7 +339,6 @@ def test_the_names_fit_each_other() -> None:
 # The whole of it.
 
 
-@pytest.mark.slow
 def test_a_contest_leaves_everything_in_the_folder_it_names_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,17 +11,22 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[1]
 TINY = "--nproc=2 --layers=2 --width=16 --heads=2 --context=16 --batch=2 --lower=eager"
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text("".join(f"line {number} of the text, which says little\n" for number in range(2000)))
     return path
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a run of three steps from a seed, and what it printed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    return out, run(text, out, "--steps", "3", "--seed", "7")
 
 
 def start(text: Path, out: Path, *more: str) -> subprocess.Popen[str]:
@@ -54,9 +59,8 @@ def metrics(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_everything_in_the_folder_it_names_last(text: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    printed = run(text, out, "--steps", "3")
+def test_a_run_leaves_everything_in_the_folder_it_names_last(whole: tuple[Path, str]) -> None:
+    out, printed = whole
     assert printed.splitlines()[-1] == str(out)
     assert "byte-unigram model's validation loss" in printed
     wrote = {path.name for path in out.iterdir()}
@@ -70,11 +74,10 @@ def test_a_run_leaves_everything_in_the_folder_it_names_last(text: Path, tmp_pat
     assert weights["layers.1.up.weight"].shape == (64, 16) and weights["embed.weight"].shape == (256, 16)
 
 
-def test_a_seed_gives_the_same_losses(text: Path, tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        run(text, tmp_path / name, "--steps", "3", "--seed", "7")
-    losses = [[step["loss"] for step in metrics(tmp_path / name)] for name in ("one", "two")]
-    assert losses[0] == losses[1]
+def test_a_seed_gives_the_same_losses(text: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
+    run(text, tmp_path / "again", "--steps", "3", "--seed", "7")
+    first, again = ([step["loss"] for step in metrics(out)] for out in (whole[0], tmp_path / "again"))
+    assert first == again
 
 
 def test_an_interrupted_run_saves_what_it_reached(text: Path, tmp_path: Path) -> None:
@@ -93,7 +96,8 @@ def test_an_interrupted_run_saves_what_it_reached(text: Path, tmp_path: Path) ->
     assert "embed.weight" in torch.load(out / "model.pt")
 
 
-def test_text_that_is_too_short_is_said_once(text: Path, tmp_path: Path) -> None:
+def test_text_that_is_too_short_is_said_once(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
     text.write_text("short")
     process = start(text, tmp_path / "run", "--steps", "3")
     _, errors = process.communicate(timeout=120)

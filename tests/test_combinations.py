@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -297,45 +296,53 @@ def check_case(case: Case) -> None:
             check_acted(case, program, kind)
 
 
-@pytest.mark.parametrize("case", EVERY, ids=str)
+def covering(cases: list[Case], fields: int) -> Iterator[Case]:
+    """A few of the cases that show all values together of so many fields; the next is the one that shows most new."""
+
+    def shown(case: Case) -> set[tuple[object, ...]]:
+        return set(itertools.combinations(vars(case).items(), fields))
+
+    missing = set().union(*map(shown, cases))
+    while missing:
+        best = max(cases, key=lambda case: len(shown(case) & missing))
+        missing -= shown(best)
+        yield best
+
+
+# On two ranks all values of any three fields meet, on four ranks those of any two, the mesh among them. The other
+# combinations are for `make test-all`.
+MESHES = ((4, 1), (2, 2))
+ON_FOUR = [replace(case, mesh=mesh) for case in EVERY for mesh in MESHES]
+TWO = list(covering(EVERY, 3))
+FOUR = list(covering(ON_FOUR, 2))
+
+
+def also(cases: list[Case], chosen: list[Case]) -> list[Any]:
+    """All of the cases, of which the ones that were not chosen are left to `make test-all`."""
+    marks = {case: () if case in chosen else pytest.mark.exhaustive for case in cases}
+    return [pytest.param(case, marks=mark, id=str(case)) for case, mark in marks.items()]
+
+
+@pytest.mark.parametrize("case", also(EVERY, TWO))
 def test_every_combination_on_two_ranks(case: Case) -> None:
     check_case(case)
 
 
-def covering(cases: list[Case]) -> Iterator[Case]:
-    """As few of the cases as show every pair of values of two fields; the next is the one that shows most new pairs."""
-
-    def pairs(case: Case) -> set[tuple[object, ...]]:
-        values = list(vars(case).items())
-        return set(itertools.combinations(values, 2))
-
-    missing = set().union(*map(pairs, cases))
-    while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
-        missing -= pairs(best)
-        yield best
-
-
-# On four ranks every combination runs on one of the two meshes, and every pair of values on both; with COMBINATIONS=all
-# in the environment, every combination on both.
-MESHES = ((4, 1), (2, 2))
-ON_FOUR = [replace(case, mesh=mesh) for case in EVERY for mesh in MESHES]
-ON_EITHER = [replace(case, mesh=MESHES[(index + index // 2) % 2]) for index, case in enumerate(EVERY)]
-FOUR = ON_FOUR if os.environ.get("COMBINATIONS") == "all" else list(dict.fromkeys([*ON_EITHER, *covering(ON_FOUR)]))
-
-
-@pytest.mark.parametrize("case", FOUR, ids=str)
+@pytest.mark.parametrize("case", also(ON_FOUR, FOUR))
 def test_every_combination_on_four_ranks(case: Case) -> None:
     check_case(case)
 
 
 def test_the_lists_are_complete() -> None:
     assert len(set(EVERY)) == 4 * 3 * 3 * 3 * 2
-    assert {replace(case, mesh=EVERY[0].mesh) for case in FOUR} == set(EVERY)
-    wanted = set(itertools.product(PLACEMENTS, PRECISIONS))
-    for mesh in MESHES:
-        assert {(case.shard, case.precision) for case in FOUR} == wanted
-        assert {case.clip for case in FOUR if case.mesh == mesh} == set(CLIPS)
+    values = {
+        "shard": PLACEMENTS, "precision": PRECISIONS, "accumulate": ACCUMULATIONS, "clip": CLIPS,
+        "recompute": RECOMPUTES, "mesh": MESHES,
+    }  # fmt: skip
+    for cases, count, fields in ((TWO, 3, [*values][:5]), (FOUR, 2, [*values])):
+        for some in itertools.combinations(fields, count):
+            seen = {tuple(getattr(case, field) for field in some) for case in cases}
+            assert seen == set(itertools.product(*(values[field] for field in some)))
 
 
 # What the comparison must notice: the reference of a neighbour is not the case's own.
@@ -407,7 +414,7 @@ def test_what_is_not_allowed_is_refused_before_anything_is_changed(given: dict[s
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("case", list(covering(EVERY)), ids=str)
+@pytest.mark.parametrize("case", list(covering(EVERY, 2)), ids=str)
 def test_what_is_allowed_is_taken(case: Case) -> None:
     model, optimizer = build()
     sharded = compile_sharded(model, optimizer, loss=loss, policy=case.policy)

@@ -13,39 +13,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.lower.cuda_graph import RESTARTS, WARM, Held, Results
-from tests.standin import Plain, Seen, StandIn
-from tests.test_api import EAGER, batches, build, mse, same_weights, sgd
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def small(dropout: float = 0.0) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.Linear(8, 2))
-
-
-def make(graphs: bool, policy: Policy = EAGER, optimizer: Callable[..., Any] = adamw, **options: Any) -> Sharded:
-    """One of two equal ones, with graphs and without."""
-    model = small(**options)
-    sharded = compile_sharded(model, optimizer(model), loss=mse, policy=policy)
-    if graphs:
-        sharded._programs.replays.device = StandIn()
-    else:
-        sharded._programs.replays = Plain()
-    return sharded
-
-
-def stand_in(sharded: Sharded) -> StandIn:
-    assert isinstance(sharded._programs.replays.device, StandIn)
-    return sharded._programs.replays.device
+from tests.graphs import adamw, make, same, stand_in
+from tests.standin import Seen, StandIn
+from tests.toys import EAGER, batches, build, mse, same_weights, sgd
 
 
 def each(calls: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
@@ -55,10 +30,6 @@ def each(calls: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
         torch.set_rng_state(drawn)
         results.append(call())
     return results
-
-
-def same(left: Any, right: Any) -> bool:
-    return all(map(torch.equal, pytree.tree_leaves(left), pytree.tree_leaves(right)))
 
 
 @pytest.mark.parametrize("kernels", [False, True])

@@ -17,7 +17,7 @@ from fsdp_compiled.capture.dynamo import capture_on
 from fsdp_compiled.ir.nodes import fake_mode
 from fsdp_compiled.passes import run
 from tests.simulate import enlist, passes, ranks
-from tests.test_api import EAGER, batches, build, mse, same_weights, sgd
+from tests.toys import EAGER, batches, build, mse, same_weights, sgd
 
 DYNAMIC = replace(EAGER, dynamic=True)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,9 @@ from fsdp_compiled.optim.eager import PointwiseOnly
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.twin import Refused
 from tests.launch import launch
+from tests.untraced import Idle, Queue, batches, eagerly, groups, loss
 
 EAGER = Policy(lower="eager", shard="zero1")
-
-
-class Queue(optim.Optimizer):
-    """Averages the last gradients, which it keeps in a deque; counts in its groups, and leaves numbers of the trace."""
-
-    def __init__(self, params: Any, lr: float = 0.1, size: int = 3, decay: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "size": size, "decay": decay, "step": 0})
-        self.rates: deque[float] = deque(maxlen=2)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["step"] += 1
-            self.rates.append(float(group["lr"]))
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["queue"], state["seen"] = deque(maxlen=group["size"]), 0
-                state["seen"] += 1
-                state["queue"].append(p.grad.clone())
-                p.mul_(1 - group["lr"] * group["decay"])
-                if len(state["queue"]) == group["size"] and group["step"] % 2:
-                    p.add_(sum(state["queue"]), alpha=-self.rates[-1] / state["seen"])
 
 
 class Rebinds(Queue):
@@ -77,30 +52,6 @@ class ByDim(Queue):
                 p.sub_(p.grad, alpha=float(group["lr"]) * p.dim())
 
 
-class Idle(nn.Module):
-    """Has a parameter that the loss does not reach."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(6, 5), nn.Linear(5, 3)
-        self.idle = nn.Parameter(torch.ones(7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
-
-
-def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()  # type: ignore[no-any-return]
-
-
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    return [
-        {"params": [p for p in model.parameters() if p.dim() > 1]},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "decay": 0.0, "size": 2},
-    ]
-
-
 def _rate(step: int) -> float:
     return (0.0, 1.0, 0.4, 2.0, 0.5)[step % 5]
 
@@ -110,20 +61,6 @@ def _equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
 
 
-def _batches(count: int) -> Iterator[torch.Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    return (torch.randn(4, 6, generator=draw) for _ in range(count))
-
-
-def _eagerly(model: nn.Module, optimizer: optim.Optimizer, batches: Any, clip: float | None = None) -> None:
-    for batch in batches:
-        optimizer.zero_grad()
-        _loss(model, batch).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-
-
 @pytest.mark.parametrize("kind", [Queue, Rebinds])
 @pytest.mark.parametrize("before", [0, 2])
 def test_as_in_eager_pytorch(kind: type[Queue], before: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -131,17 +68,17 @@ def test_as_in_eager_pytorch(kind: type[Queue], before: int, caplog: pytest.LogC
     sides = []
     for ours in (False, True):
         model = Idle()
-        optimizer = kind(_groups(model))
-        _eagerly(model, optimizer, _batches(before))
+        optimizer = kind(groups(model))
+        eagerly(model, optimizer, batches(before))
         schedule = optim.lr_scheduler.LambdaLR(optimizer, _rate)
         if ours:
             policy = Policy(lower="eager", clip=0.05)
-            sharded = compile_sharded(model, optimizer, loss=_loss, policy=policy)
-        for batch in _batches(6):
+            sharded = compile_sharded(model, optimizer, loss=loss, policy=policy)
+        for batch in batches(6):
             if ours:
                 sharded.step(batch)
             else:
-                _eagerly(model, optimizer, [batch], clip=0.05)
+                eagerly(model, optimizer, [batch], clip=0.05)
             schedule.step()
         sides.append((sharded.full_state_dict() if ours else model.state_dict(), optimizer))
     (theirs, eager), (mine, optimizer) = sides
@@ -155,22 +92,22 @@ def test_as_in_eager_pytorch(kind: type[Queue], before: int, caplog: pytest.LogC
 def test_microbatches_and_hyperparameters_that_change() -> None:
     eager, model = Idle(), Idle()
     theirs, mine = Queue(eager.parameters()), Queue(model.parameters())
-    sharded = compile_sharded(model, mine, loss=_loss, policy=EAGER)
-    for index, batch in enumerate(_batches(5)):
+    sharded = compile_sharded(model, mine, loss=loss, policy=EAGER)
+    for index, batch in enumerate(batches(5)):
         for optimizer in (theirs, mine):
             optimizer.param_groups[0]["decay"] = 0.1 * index
         sharded.accumulate(batch[:2])
         sharded.step(batch[2:])
-        _eagerly(eager, theirs, [batch])
+        eagerly(eager, theirs, [batch])
     _equal(sharded.full_state_dict(), eager.state_dict())
     assert sharded.captures == 2
 
 
 def test_the_state_is_seen_and_written() -> None:
     model = Idle()
-    sharded = compile_sharded(model, Queue(model.parameters()), loss=_loss, policy=EAGER)
-    batches = list(_batches(5))
-    for batch in batches:
+    sharded = compile_sharded(model, Queue(model.parameters()), loss=loss, policy=EAGER)
+    data = list(batches(5))
+    for batch in data:
         sharded.step(batch)
     state = sharded.state.optimizer
     assert {name for name in state if name.startswith("up.bias")} == {
@@ -181,32 +118,32 @@ def test_the_state_is_seen_and_written() -> None:
     state["up.bias.queue_1"] = state["up.bias.queue_1"] * 0
     before = sharded.full_state_dict()["up.bias"]
     rows = state["up.bias.queue_2"].clone()
-    sharded.step(batches[0])  # the sixth: no update but decay
+    sharded.step(data[0])  # the sixth: no update but decay
     assert sharded.state.optimizer["up.bias.seen"] == 2
     assert torch.equal(sharded.state.optimizer["up.bias.queue_1"], rows)
     torch.testing.assert_close(sharded.full_state_dict()["up.bias"], before * 0.99)
     sharded.state.optimizer["up.bias.more"] = torch.zeros(())
     with pytest.raises(ValueError, match=r"'up\.bias\.more' was put into sharded\.state\.optimizer"):
-        sharded.step(batches[0])
+        sharded.step(data[0])
 
 
 def test_a_step_that_overflows_does_not_run() -> None:
     model = Idle()
     optimizer = Queue(model.parameters())
     policy = Policy(lower="eager", shard="zero1", loss_scale="dynamic")
-    sharded = compile_sharded(model, optimizer, loss=_loss, policy=policy)
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=policy)
     before = sharded.full_state_dict()
     sharded.step(torch.full((4, 6), float("inf")))
     assert sharded.overflows == 1 and optimizer.param_groups[0]["step"] == 0
     _equal(sharded.full_state_dict(), before)
-    sharded.step(next(_batches(1)))
+    sharded.step(next(batches(1)))
     assert optimizer.param_groups[0]["step"] == 1
 
 
 def test_an_operator_that_mixes_elements_stops_the_step_whenever_it_comes() -> None:
     model = Idle()
-    sharded = compile_sharded(model, LateNorm(model.parameters()), loss=_loss, policy=EAGER)
-    for batch in _batches(16):
+    sharded = compile_sharded(model, LateNorm(model.parameters()), loss=loss, policy=EAGER)
+    for batch in batches(16):
         sharded.step(batch)
     for _ in range(2):  # nobody can go on from there
         with pytest.raises(RuntimeError, match=r"LateNorm runs as it is.*its step uses aten\.linalg_vector_norm"):
@@ -220,7 +157,7 @@ def test_what_does_otherwise_on_pieces_is_refused() -> None:
 
 def test_calls_that_cannot_be_made_are_refused(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     model = Idle()
-    sharded = compile_sharded(model, Queue(model.parameters()), loss=_loss, policy=EAGER)
+    sharded = compile_sharded(model, Queue(model.parameters()), loss=loss, policy=EAGER)
     with pytest.raises(ValueError, match="apply with Queue, which runs as it is"):
         sharded.apply(sharded.state, torch.ones(4, 6))
     with pytest.raises(ValueError, match="save with Queue, which runs as it is"):
@@ -236,12 +173,12 @@ def test_an_option_that_no_longer_runs_on_pieces_is_refused() -> None:
     adashift = pytest.importorskip("pytorch_optimizer").AdaShift
     model = Idle()
     optimizer = adashift(model.parameters(), reduce_func=None, keep_num=2)
-    sharded = compile_sharded(model, optimizer, loss=_loss, policy=EAGER)
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=EAGER)
     eager = Idle()
     theirs = adashift(eager.parameters(), reduce_func=None, keep_num=2)
-    for batch in _batches(4):
+    for batch in batches(4):
         sharded.step(batch)
-        _eagerly(eager, theirs, [batch])
+        eagerly(eager, theirs, [batch])
     _equal(sharded.full_state_dict(), eager.state_dict())
     optimizer.reduce_func = torch.max
     with pytest.raises(ValueError, match=r"AdaShift is not supported: its step uses aten\.max\.default"):

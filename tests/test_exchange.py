@@ -15,7 +15,7 @@ WORKER = Path(__file__).parent / "workers" / "exchange.py"
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_an_exchange_and_a_sum_are_a_reduce_scatter(world: int) -> None:
-    for answer in launch(WORKER, world, timeout=120):
+    for answer in launch(WORKER, world):
         assert answer["others"] == [False, False, True]
         assert len(answer["cases"]) == 6
         for name, case in answer["cases"].items():

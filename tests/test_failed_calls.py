@@ -32,7 +32,7 @@ OTHERS = ("first_microbatch", "forward", "skipped", "joined_caught", "joined_unc
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return launch(WORKER, 2, *GOES_ON, *OTHERS, *FOR_GOOD, "told_nobody", timeout=250)
+    return launch(WORKER, 2, *GOES_ON, *OTHERS, *FOR_GOOD, "told_nobody")
 
 
 @pytest.mark.parametrize("case", GOES_ON)
@@ -46,7 +46,7 @@ def test_all_ranks_raise_and_go_on_as_if_the_call_had_not_been(results: dict[str
 
 def test_four_ranks_of_which_three_fail_go_on_together() -> None:
     """In two replicas; of those that fail at once, some hear of another before they raise their own."""
-    answers = [answer["result"] for answer in launch(WORKER, 4, "hsdp", timeout=150)["hsdp"]]
+    answers = [answer["result"] for answer in launch(WORKER, 4, "hsdp")["hsdp"]]
     assert answers[0]["error"] == "RankError" and INDEX in answers[0]["message"]
     for one in answers:
         assert one["error"] in ("RankError", "IndexError") and one["seconds"] < SOON

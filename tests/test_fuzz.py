@@ -1,4 +1,4 @@
-"""A hundred of the fuzzer's programs (tests/fuzz.py; `make fuzz` runs two thousand): right, or refused by name."""
+"""Forty of the fuzzer's programs (tests/fuzz.py), right, or refused by name; `make fuzz` runs two thousand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def quiet() -> Iterator[None]:
     REFUSALS.clear()
 
 
-@pytest.mark.parametrize("start", range(0, 100, CHUNK))
+@pytest.mark.parametrize("start", range(0, 40, CHUNK))
 def test_generated_programs_are_plain_pytorch_or_refused_by_name(start: int) -> None:
     wrong = []
     for seed in range(start, start + CHUNK):
@@ -40,15 +40,15 @@ def test_generated_programs_are_plain_pytorch_or_refused_by_name(start: int) -> 
 
 def test_generated_programs_on_two_ranks() -> None:
     """Each with a call at the end that fails on one of them."""
-    found = launch(Path(__file__).parent / "workers" / "fuzz.py", 2, "0", "8")
+    found = launch(Path(__file__).parent / "workers" / "fuzz.py", 2, "0", "4")
     wrong = {case: said for case, said in found.items() if any(not one.startswith("refused") for one in said if one)}
     assert not wrong, json.dumps(wrong, indent=1)
     assert all(all(said) for said in found.values()), "refused on one rank alone"
-    assert len(found) <= 3
+    assert len(found) <= 2
 
 
 def test_few_of_them_are_refused() -> None:
-    assert len(REFUSALS) <= 20, [outcome.said for outcome in REFUSALS]
+    assert len(REFUSALS) <= 8, [outcome.said for outcome in REFUSALS]
 
 
 def test_a_case_is_its_seed() -> None:

@@ -11,9 +11,9 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.lower import graph_trial
 from fsdp_compiled.lower.cuda_graph import WARM
+from tests.graphs import make, same, stand_in
 from tests.standin import Recorded, StandIn
-from tests.test_api import batches
-from tests.test_cuda_graph import make, same, stand_in
+from tests.toys import batches
 
 Damage = Callable[[Recorded], None]
 

@@ -354,7 +354,7 @@ DISAGREEMENTS = {
 
 @pytest.fixture(scope="module")
 def answers() -> Any:
-    return launch(Path(__file__).parent / "workers" / "guards.py", 2, "all_alike", *DISAGREEMENTS, timeout=200)
+    return launch(Path(__file__).parent / "workers" / "guards.py", 2, "all_alike", *DISAGREEMENTS)
 
 
 @pytest.mark.parametrize("case", DISAGREEMENTS)

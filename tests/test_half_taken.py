@@ -29,7 +29,7 @@ COLLECTED = {
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return launch(WORKER, 2, "control", *TAKEN, "brought", *COLLECTED, timeout=150)
+    return launch(WORKER, 2, "control", *TAKEN, "brought", *COLLECTED)
 
 
 @pytest.mark.parametrize("case", TAKEN)

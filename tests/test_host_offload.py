@@ -31,8 +31,7 @@ from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from tests import models, recipes, simulate
 from tests.models import Block, Recipe
 from tests.recipes import built
-from tests.simulate import Simulation
-from tests.test_partition import uncompiled
+from tests.simulate import Simulation, uncompiled
 
 CUDA = torch.device("cuda", 0)
 PLAIN = Policy(lower="eager", bucket_mb=0)

@@ -84,6 +84,16 @@ def ours(names: set[str]) -> set[str]:
     return found
 
 
+def from_tests(tree: ast.Module) -> set[str]:
+    """The files of tests that this code of tests/ imports from."""
+    return {
+        part
+        for name in imported(tree, "")
+        for part in name.split(".")[1:2]
+        if name.startswith("tests.") and part.startswith("test_")
+    }
+
+
 def problems(name: str, tree: ast.Module) -> list[str]:
     """What this module does that it may not."""
     everything = imported(tree, name)
@@ -164,3 +174,22 @@ def test_a_forbidden_import_is_noticed(name: str, code: str) -> None:
 )
 def test_an_allowed_import_is_allowed(name: str, code: str) -> None:
     assert not problems(name, ast.parse(code))
+
+
+def test_no_test_imports_from_another() -> None:
+    """What two of them need is a toy, and has a place of its own (docs/architecture.md)."""
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        assert not (found := from_tests(ast.parse(path.read_text()))), f"{path.name} imports {found}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from tests.test_api import Net",
+        "from tests import test_api",
+        "import tests.test_api",
+        "import tests.test_api as api",
+    ],
+)
+def test_an_import_from_another_test_is_noticed(code: str) -> None:
+    assert from_tests(ast.parse(code)) == {"test_api"}

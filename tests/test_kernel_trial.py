@@ -13,37 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compiled import Sharded, compile_sharded
 from fsdp_compiled.kernels import trial
 from fsdp_compiled.kernels.operators import IMPLEMENTATIONS, KERNELS, RUNS
-from fsdp_compiled.kernels.trial import Like, failure
+from fsdp_compiled.kernels.trial import failure
 from fsdp_compiled.lower import kernel_trial
-from tests.test_api import EAGER, batches, build, mse, same_weights
+from tests.kernel_cases import LIKES
+from tests.toys import EAGER, batches, build, mse, same_weights
 
 CPU = torch.device("cpu")
 HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True, "maximize": False}
-SGD = {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1, "nesterov": False, "maximize": False}
-F32, BF16, F64, I64 = torch.float32, torch.bfloat16, torch.float64, torch.int64
-
-
-def like(name: str, lists: dict[str, Any], scalars: dict[str, torch.dtype], numbers: dict[str, Any]) -> Like:
-    return Like(name, tuple(lists.items()), tuple(scalars.items()), tuple(numbers.items()))
-
-
-LIKES = {
-    "flatten": like("flatten", {"gradients": (F32, BF16)}, {"scale": F32}, {"dtype": F32}),
-    "flatten.counted": like(
-        "flatten.counted", {"gradients": (BF16,)}, {"scale": F32, "nonfinite": I64}, {"dtype": BF16}
-    ),
-    "flatten_": like("flatten_", {"gradients": (F32,)}, {"flat": F32}, {}),
-    "accumulate_": like("accumulate_", {"totals": (F32,), "parts": (BF16,)}, {"scale": F64, "nonfinite": I64}, {}),
-    "measure": like("measure", {"parts": (F32, BF16)}, {}, {}),
-    "adam_": like(
-        "adam_",
-        dict.fromkeys(("parameters", "gradients", "exp_avgs", "exp_avg_sqs"), (F32,)) | {"copies": (BF16,)},
-        {"lr": F64, "step": F32, "factor": F64, "skipped": torch.bool},
-        ADAM,
-    ),
-    "sgd_": like("sgd_", {"parameters": (F32,), "gradients": (F32,), "buffers": (F32,)}, {"lr": F64}, SGD),
-}
 
 
 @pytest.fixture

@@ -117,7 +117,6 @@ def test_a_captured_flatten_and_update_replay_on_new_numbers() -> None:
         torch.testing.assert_close(shard.cpu(), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_more_than_two_to_the_31_elements() -> None:
     free, _ = torch.cuda.mem_get_info()
     numel = 2**31 + 3 * 4096 + 5

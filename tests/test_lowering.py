@@ -29,12 +29,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def cold(cache: Path) -> dict[str, Any]:
-    return launch(WORKER, 2, "compiled", "eager", "failure", "order eager", "order inductor", timeout=200)
+    return launch(WORKER, 2, "compiled", "eager", "failure", "order eager", "order inductor")
 
 
 @pytest.fixture(scope="module")
 def warm(cache: Path, cold: dict[str, Any]) -> dict[str, Any]:
-    return launch(WORKER, 2, "compiled", timeout=200)
+    return launch(WORKER, 2, "compiled")
 
 
 def test_each_piece_is_compiled_by_one_rank_and_found_by_the_other(cold: dict[str, Any]) -> None:

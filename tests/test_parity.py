@@ -26,13 +26,20 @@ Record = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def two() -> dict[str, Record]:
-    return launch(WORKER, 2)
+def two(request: pytest.FixtureRequest) -> dict[str, Record]:
+    """By torchrun: such ranks have sets in orders of their own, and still have to make one program."""
+    return launch(WORKER, 2, *wanted(request, "two"), torchrun=True)
 
 
 @pytest.fixture(scope="module")
-def four() -> dict[str, Record]:
-    return launch(WORKER, 4)
+def four(request: pytest.FixtureRequest) -> dict[str, Record]:
+    return launch(WORKER, 4, *wanted(request, "four"))
+
+
+def wanted(request: pytest.FixtureRequest, world: str) -> list[str]:
+    """The cases of this run's tests: with ``-k`` ranks train no others."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    return sorted({item.callspec.params["name"] for item in items if {world, "name"} <= {*item.fixturenames}})
 
 
 def names(world: int, **wanted: object) -> list[str]:
@@ -96,21 +103,18 @@ def test_a_world_of_one_is_bitwise_plain_eager_pytorch(name: str) -> None:
     check_bitwise(record)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", names(2, against="fsdp2", lower="eager", clip=None))
 def test_two_ranks_are_bitwise_fsdp2(name: str, two: dict[str, Record]) -> None:
     record, _ = look_up(two, 2, name)
     check_bitwise(record)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", names(2, against="ddp"))
 def test_two_ranks_are_bitwise_ddp(name: str, two: dict[str, Record]) -> None:
     record, _ = look_up(two, 2, name)
     check_bitwise(record)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", names(2, clip=0.1))
 def test_clipping_is_that_of_fsdp2_with_clip_grad_norm(name: str, two: dict[str, Record]) -> None:
     record, case = look_up(two, 2, name)
@@ -118,21 +122,18 @@ def test_clipping_is_that_of_fsdp2_with_clip_grad_norm(name: str, two: dict[str,
     check_close(record, weights=case.optimizer == "sgd", norms=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", names(2, lower="inductor"))
 def test_inductor_is_close_to_fsdp2(name: str, two: dict[str, Record]) -> None:
     record, case = look_up(two, 2, name)
     check_close(record, weights=case.optimizer == "sgd")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", names(4, hybrid=False))
 def test_four_ranks_are_close_to_fsdp2(name: str, four: dict[str, Record]) -> None:
     record, case = look_up(four, 4, name)
     check_close(record, weights=case.optimizer == "sgd")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", names(4, hybrid=True))
 def test_hybrid_sharding_has_the_weights_of_fsdp2_bit_for_bit(name: str, four: dict[str, Record]) -> None:
     record, _ = look_up(four, 4, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -17,10 +17,10 @@ from fsdp_compiled import Policy, Program
 from fsdp_compiled.cli.gpt import GPT, GPTConfig
 from fsdp_compiled.ir.nodes import is_collective, is_view, mutated
 from fsdp_compiled.lower.inductor import divide
-from fsdp_compiled.lower.lowering import Lowering, Runner
 from fsdp_compiled.lower.partition import FEW, Piece, segments
 from tests import models, recipes, simulate
 from tests.models import Block, Recipe
+from tests.simulate import uncompiled
 
 NAMES = ("blocks.0", "blocks.1", "blocks.2", "embed", "head", "root")
 
@@ -98,22 +98,6 @@ def test_every_piece_is_compiled_by_one_rank_and_the_work_is_even() -> None:
 
 
 # The pieces, run one by one, are the program.
-
-
-def uncompiled(program: Program, groups: Mapping[str, str], how: str) -> Runner:
-    """The program with each distinct piece run by PyTorch."""
-    lowering = Lowering(program, groups, "inductor", NAMES)
-
-    def call(piece: Piece) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-        module = piece.graph_module()
-
-        def run(inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-            return module(*inputs)
-
-        run.__name__ = f"piece_{piece.key()}"
-        return run
-
-    return lowering.runner({key: call(piece) for key, piece in lowering.pieces.items()})
 
 
 def trained(recipe: Recipe) -> dict[str, torch.Tensor]:

@@ -22,7 +22,6 @@ def two() -> dict[str, Record]:
     return launch(Path(__file__).parent / "workers" / "precision.py", 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_are_bitwise_fsdp2_with_the_same_policy(name: str, two: dict[str, Record]) -> None:
     record = two[name]
@@ -34,7 +33,6 @@ def test_two_ranks_are_bitwise_fsdp2_with_the_same_policy(name: str, two: dict[s
     assert broken == {True, False}, "the control's losses and weights both have to differ"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_each_cast_comes_before_its_wire(name: str, two: dict[str, Record]) -> None:
     precision, record = CASES[name].precision, two[name]
@@ -46,7 +44,6 @@ def test_each_cast_comes_before_its_wire(name: str, two: dict[str, Record]) -> N
     assert record["wire"]["reduce_scatter"] == 2 * record["shards"] * wire.itemsize
 
 
-@pytest.mark.slow
 def test_fsdp2_under_a_grad_scaler_skips_the_step_that_overflows_and_so_does_the_program(
     two: dict[str, Record],
 ) -> None:

@@ -216,7 +216,7 @@ def test_our_launcher_shows_each_rank_its_own_gpu(
 
 def test_two_ranks_on_one_device_train_as_one_on_both_batches() -> None:
     """What tests/test_cuda_graph_gpu.py runs on one GPU."""
-    answer = launch(Path(__file__).parent / "workers" / "one_gpu.py", 2, "cpu", timeout=100)
+    answer = launch(Path(__file__).parent / "workers" / "one_gpu.py", 2, "cpu")
     assert answer["losses"] == pytest.approx(answer["expected"], rel=1e-5)
     assert answer["apart"] < 1e-4
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
-from tests.test_api import EAGER, batches, build, mse, same_weights, sgd
+from tests.toys import EAGER, batches, build, mse, same_weights, sgd
 
 
 def test_the_least_recently_used_program_is_dropped_and_the_numbers_stay(caplog: pytest.LogCaptureFixture) -> None:

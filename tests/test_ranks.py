@@ -61,7 +61,7 @@ SHOWN = (
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return launch(WORKER, 2, *DISAGREEMENTS, *ONE_FAILS, *REFUSED_BY_ALL, *SHOWN, timeout=200)
+    return launch(WORKER, 2, *DISAGREEMENTS, *ONE_FAILS, *REFUSED_BY_ALL, *SHOWN)
 
 
 @pytest.mark.parametrize("case", DISAGREEMENTS)
@@ -88,7 +88,7 @@ def test_a_rank_that_is_late_is_waited_for(results: dict[str, Any]) -> None:
 
 def test_a_call_that_no_error_ends_ends_the_process_with_the_reason() -> None:
     with pytest.raises(RuntimeError) as raised:
-        launch(WORKER, 2, "unstoppable", timeout=60)
+        launch(WORKER, 2, "unstoppable", timeout=300)
     output = str(raised.value)
     assert "exit code 1" in output and "no end after" not in output
     assert "waits here:" in output and "in unstoppable" in output and "in step" in output
@@ -188,12 +188,11 @@ def test_what_no_batch_or_one_ranks_alone_reaches_is_as_in_fsdp2_and_ddp(results
 
 
 def test_the_process_group_is_started_and_closed_for_the_user() -> None:
-    answer = launch(WORKER.parent / "exits.py", 2, timeout=60)
+    answer = launch(WORKER.parent / "exits.py", 2, torchrun=True)
     assert answer["backend"] == "gloo" and answer["world"] == 2
     assert answer["losses"][1] < answer["losses"][0]
 
 
 def test_a_process_leaves_in_peace_while_something_refers_to_its_process_group() -> None:
     """Closed with PyTorch's own function, as a control, such a run is aborted more often than not."""
-    for _ in range(2):
-        assert launch(WORKER.parent / "held.py", 4, "closed", timeout=100) == "left"
+    assert launch(WORKER.parent / "held.py", 4, "closed", torchrun=True) == "left"

@@ -17,9 +17,8 @@ from fsdp_compiled.ir.program import LOSS
 from fsdp_compiled.passes import run
 from tests import models
 from tests.models import Block, Recipe
-from tests.recipes import built, program_of
+from tests.recipes import built, program_of, recipe
 from tests.simulate import captured, enlist, lockstep, passes, ranks, stages
-from tests.test_shape import recipe
 
 
 def crossing(program: Program) -> list[fx.Node]:

@@ -13,7 +13,7 @@ from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.policy import PLACEMENTS
 from tests.simulate import Simulation, simulate, stages
-from tests.test_api import batches, build, mse, sgd
+from tests.toys import batches, build, mse, sgd
 
 ROWS = Policy(lower="eager", weigh="rows", bucket_mb=0)
 Steps = list[list[tuple[torch.Tensor, torch.Tensor]]]

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled import Policy, Program
+from fsdp_compiled import Program
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import is_collective, is_random, is_wait, role_of
 from fsdp_compiled.ir.program import Port
@@ -25,17 +25,12 @@ from fsdp_compiled.passes.check import check
 from fsdp_compiled.plan.plan import Unit
 from fsdp_compiled.runtime.sharded_parameter import ShardedParameter
 from tests import models
-from tests.models import Block, Recipe
-from tests.recipes import built, program_of
+from tests.models import Block
+from tests.recipes import built, program_of, recipe
 from tests.simulate import enlist, ranks
 
 GOLDEN = Path(__file__).parent / "golden"
 aten = torch.ops.aten
-
-
-def recipe(shard: str, *blocks: Block, **options: object) -> Recipe:
-    blocks = blocks or (Block("linear"),) * 3
-    return Recipe(blocks, policy=Policy(shard=shard, lower="eager", bucket_mb=0), **options)  # type: ignore[arg-type]
 
 
 def kind(node: fx.Node) -> str:

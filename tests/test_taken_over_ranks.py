@@ -15,7 +15,7 @@ REFUSED = {"hook": "2.weight has a hook (register_hook)", "state": "The optimize
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return launch(WORKER, 2, timeout=120)
+    return launch(WORKER, 2)
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -9,14 +9,14 @@ import pytest
 
 from fsdp_compiled import Policy, compile_sharded
 from tests.launch import launch
-from tests.test_api import EAGER, batches, build, mse, sgd
+from tests.toys import EAGER, batches, build, mse, sgd
 
 WORKER = Path(__file__).parent / "workers" / "uneven_inputs.py"
 
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return launch(WORKER, 2, "joined", "joined_late", "joined_differently", "joined_refusing", timeout=200)
+    return launch(WORKER, 2, "joined", "joined_late", "joined_differently", "joined_refusing")
 
 
 def test_five_batches_and_three_are_one_process_on_all_rows(results: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ def test_what_cannot_be_joined_is_an_error_on_every_rank(results: dict[str, Any]
 
 
 def test_a_rank_that_ends_early_is_named() -> None:
-    answer = launch(WORKER, 2, "ends_early", timeout=100)
+    answer = launch(WORKER, 2, "ends_early")
     assert answer["error"] == "RankError", answer
     assert "A rank is gone, so nothing was updated" in answer["message"]
     assert "rank 0: step (float32[4, 4]" in answer["message"] and "rank 1: gone after 2 calls" in answer["message"]

@@ -104,7 +104,7 @@ MADE: dict[str, Callable[..., Optimizer]] = {
 def build(kind: type[Optimizer], options: dict[str, Any]) -> Optimizer | str:
     """The optimizer over a matrix and a vector, ready to step; why not, if it takes something else."""
     torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))]
+    parameters = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(12))]  # of one size, so traced once
     options = {"lr": RATES[0], **options}
     try:
         optimizer = MADE.get(kind.__name__, _plainly)(kind, parameters, options)
@@ -162,7 +162,8 @@ def _check_steps(kind: type[Optimizer], rules: Sequence[Rule], optimizer: Optimi
     for parameter in optimizer.param_groups[0]["params"]:
         variant = variant_of(rules, 0, parameter.shape, parameter.dtype)
         flat = parameter.detach().clone().reshape(-1)
-        shards.append((rules[variant], flat, {entry.name: initial(entry, flat) for entry in rules[variant].state}))
+        update = fx.GraphModule(nn.Module(), rules[variant].trace(flat.numel(), flat.dtype, flat.device))
+        shards.append((update, flat, [initial(entry, flat) for entry in rules[variant].state]))
     for rate in RATES:
         eager.param_groups[0]["lr"] = rate
         hypers = {
@@ -174,10 +175,9 @@ def _check_steps(kind: type[Optimizer], rules: Sequence[Rule], optimizer: Optimi
         if rate == 0 and rules[0].nonzero:
             continue
         eager.step()
-        for (rule, flat, state), gradient in zip(shards, gradients, strict=True):
-            update = fx.GraphModule(nn.Module(), rule.trace(flat.numel(), flat.dtype, flat.device))
+        for (update, flat, state), gradient in zip(shards, gradients, strict=True):
             with torch.no_grad():
-                update(flat, gradient.reshape(-1), *state.values(), *hypers.values())
+                update(flat, gradient.reshape(-1), *state, *hypers.values())
     for (_, flat, _), parameter in zip(shards, eager.param_groups[0]["params"], strict=True):
         torch.testing.assert_close(
             flat,

@@ -14,22 +14,22 @@ import torch
 
 from fsdp_compiled import Policy, RankError, compile_sharded
 from fsdp_compiled.distributed.mesh import join
-from tests.test_eager_update import Idle, Queue, _batches, _eagerly, _groups, _loss
+from tests.untraced import Idle, Queue, batches, eagerly, groups, loss
 
 RANK = int(os.environ["RANK"])
 
 
 def differs(shard: str) -> str:
     eager, model = Idle(), Idle()
-    theirs, mine = Queue(_groups(eager)), Queue(_groups(model))
-    _eagerly(eager, theirs, _batches(2))  # state that is brought along
-    _eagerly(model, mine, _batches(2))
-    sharded = compile_sharded(model, mine, loss=_loss, policy=Policy(lower="eager", shard=shard))  # type: ignore[arg-type]
-    for index, batch in enumerate(_batches(5)):
+    theirs, mine = Queue(groups(eager)), Queue(groups(model))
+    eagerly(eager, theirs, batches(2))  # state that is brought along
+    eagerly(model, mine, batches(2))
+    sharded = compile_sharded(model, mine, loss=loss, policy=Policy(lower="eager", shard=shard))  # type: ignore[arg-type]
+    for index, batch in enumerate(batches(5)):
         for optimizer in (theirs, mine):
             optimizer.param_groups[0]["decay"] = 0.1 * index
         sharded.step(batch[2 * RANK : 2 * RANK + 2])
-        _eagerly(eager, theirs, [batch])
+        eagerly(eager, theirs, [batch])
     found = sharded.full_state_dict()
     if odd := [name for name, v in found.items() if not torch.allclose(v, eager.state_dict()[name], 1e-5, 1e-6)]:
         return f"{odd} differ"

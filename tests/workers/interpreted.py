@@ -27,6 +27,7 @@ from fsdp_compiled.kernels.trial import failure
 from tests.kernel_cases import (
     ADAM,
     LAYOUTS,
+    LIKES,
     MOMENTUM,
     Gradient,
     accumulates,
@@ -39,7 +40,6 @@ from tests.kernel_cases import (
     gradients,
     sizes,
 )
-from tests.test_kernel_trial import LIKES
 
 # numpy warns where a number overflows; the interpreter's bfloat16 is cut off, not rounded
 pytestmark = pytest.mark.filterwarnings("ignore")

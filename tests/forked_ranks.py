@@ -1,0 +1,141 @@
+"""A process that has imported what ranks import, and forks them: a launch then costs what its ranks do.
+
+``python -m tests.forked_ranks`` reads a request a line, JSON, and answers each with a line when all its ranks have
+ended. What torchrun does for ranks is done here: their environment, and an end to all of them once one has failed.
+The store that they meet in belongs to the caller, as it belongs to torchrun's agent. What a fork does not show, such as
+another order of a set's elements on each rank, takes `launch` with ``torchrun=True``.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import types
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+GRACE = 10.0  # seconds from SIGTERM to SIGKILL
+LOOK = 0.02  # seconds between two looks at the ranks
+IMPORTED = (  # most of it lazily, by the first program that is captured or compiled
+    "fsdp_compiled.api", "multiprocessing.synchronize", "pytest", "torch._dynamo.backends.cudagraphs",
+    "torch._dynamo.backends.distributed", "torch._dynamo.backends.inductor", "torch._dynamo.repro.after_dynamo",
+    "torch._higher_order_ops.passes", "torch._inductor.compile_fx", "torch._inductor.standalone_compile",
+    "torch._subclasses.schema_check_mode", "torch.distributed.fsdp", "torch.distributed.tensor.experimental",
+    "torch.export._trace", "torch.fx.experimental.validator", "torch.nn.parallel",
+    "torch.testing._internal.distributed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """A script to run on ranks; ``environment`` is theirs, but for what tells a rank its place."""
+
+    script: str
+    arguments: list[str]
+    world: int
+    port: int  # of the store, on this machine
+    log: str  # the file that all ranks write stdout and stderr to
+    timeout: float  # seconds
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How it ended: the exit status of each rank, as `os.waitstatus_to_exitcode` has it, of the first that failed."""
+
+    code: int
+    late: bool = False  # time ran out
+
+
+def place(request: Request, rank: int) -> dict[str, str]:
+    """The environment that torchrun gives to a rank."""
+    here, world = str(rank), str(request.world)
+    return request.environment | {
+        "RANK": here, "LOCAL_RANK": here, "ROLE_RANK": here, "GROUP_RANK": "0",
+        "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "ROLE_WORLD_SIZE": world, "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(request.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "forked",
+    }  # fmt: skip
+
+
+def wait(pids: list[int], timeout: float) -> Answer:
+    """Until all have ended. Once one has failed, or time has run out, the others are ended as torchrun ends them."""
+    running, code, late = set(pids), 0, False
+    deadline = time.monotonic() + timeout
+    while running:
+        for pid in sorted(running):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                running.remove(pid)
+                code = code or os.waitstatus_to_exitcode(status)
+        if running and (code or time.monotonic() > deadline):
+            late = late or not code
+            end(running)
+            return Answer(code or 1, late)
+        time.sleep(LOOK)
+    return Answer(code)
+
+
+def end(running: set[int]) -> None:
+    for pid in running:
+        os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    while running and time.monotonic() < deadline:
+        running -= {pid for pid in running if os.waitpid(pid, os.WNOHANG)[0]}
+        time.sleep(LOOK)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def become(request: Request, rank: int) -> None:
+    """Turns this process into the rank: its environment, its output, its arguments."""
+    os.environ.clear()
+    os.environ.update(place(request, rank))
+    log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr] # a rank may end without a flush
+    sys.argv = [request.script, *request.arguments]
+    sys.path.insert(0, str(Path(request.script).parent))
+
+
+def serve() -> Request | None:
+    """In the parent None, once there are no more requests; in a rank its request, and the process is that rank."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    assert threading.active_count() == 1, "a fork copies one thread only"
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        request = Request(**json.loads(line))
+        pids = []
+        for rank in range(request.world):
+            if pid := os.fork():
+                pids.append(pid)
+            else:
+                become(request, rank)
+                return request
+        print(json.dumps(asdict(wait(pids, request.timeout))), flush=True)
+    return None
+
+
+def main() -> None:
+    if (request := serve()) is None:
+        return
+    script = types.ModuleType("__main__")
+    script.__file__ = request.script
+    sys.modules["__main__"] = script
+    exec(compile(Path(request.script).read_text(), request.script, "exec", dont_inherit=True), script.__dict__)
+
+
+if __name__ == "__main__":
+    main()
