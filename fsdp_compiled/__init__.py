@@ -6,6 +6,15 @@ import fsdp_compiled.capture.cache_folder  # noqa: F401  before anything that im
 from fsdp_compiled.api import compile_sharded
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.distributed.mesh import RankError
+from fsdp_compiled.fully_shard import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.passes.check import ProgramError
 from fsdp_compiled.plan.plan import Plan
@@ -16,8 +25,12 @@ from fsdp_compiled.runtime.state import State
 __version__ = "0.1.0"
 
 __all__ = [
+    "CPUOffloadPolicy",
     "CaptureError",
+    "FSDPModule",
     "LossScale",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "Plan",
     "Policy",
     "Port",
@@ -26,5 +39,8 @@ __all__ = [
     "RankError",
     "Sharded",
     "State",
+    "UnshardHandle",
     "compile_sharded",
+    "fully_shard",
+    "register_fsdp_forward_method",
 ]

@@ -165,11 +165,11 @@ def _set_autocast(devices: Iterable[tuple[str, torch.dtype]], on: bool) -> None:
         torch.set_autocast_enabled(name, on)
 
 
-def check(call: str, trains: bool, seen: bool) -> None:
+def check(call: str, trains: bool, seen: bool, saves: bool = False) -> None:
     """Raises ``ValueError`` for a mode that this call cannot honour; takes 1 µs.
 
     ``call``: its name, for the message. ``trains``: whether it differentiates. ``seen``: whether its operators run one
-    by one, so that a dispatch mode sees them.
+    by one, so that a dispatch mode sees them. ``saves``: whether what backward needs is kept by autograd.
     """
     if torch.is_inference_mode_enabled() and trains:
         raise ValueError(
@@ -186,7 +186,7 @@ def check(call: str, trains: bool, seen: bool) -> None:
                 )
     if _C._len_torch_dispatch_stack():
         _check_dispatch(call, seen)
-    if trains and _C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
+    if trains and not saves and _C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
         raise ValueError(
             f"{call} inside hooks for saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu): a "
             "compiled step keeps its activations without autograd, so the hooks would not run. Call it outside; to "

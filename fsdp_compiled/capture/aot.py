@@ -117,7 +117,10 @@ def _lift_literals(joint: fx.GraphModule, ports: list[Port]) -> dict[str, torch.
 
 
 def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Program:
-    """The joint graph with our ports and marks, its tangent a constant, its unused inputs gone."""
+    """The joint graph with our ports and marks, its unused inputs gone.
+
+    The tangent of a loss is a constant; that of a ``result`` is an input, ``tangent`` of the same name.
+    """
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     placeholders = [
@@ -132,12 +135,19 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
         mapping[node] = by_port[port] = by_port.get(port) or graph.node_copy(node)
         mapping[node].meta = {"val": node.meta["val"]}
     tangents = placeholders[len(inputs) :]
+    for tangent in tangents:
+        output = tangent.meta["desc"].output
+        if isinstance(output, PlainAOTOutput) and results[output.idx].kind == "result":
+            port = Port("in", "tangent", results[output.idx].name)
+            mapping[tangent] = by_port[port] = graph.node_copy(tangent)
+            mapping[tangent].meta = {"val": tangent.meta["val"]}
+    seeds = [tangent for tangent in tangents if tangent not in mapping]
     phase: Phase = "forward"
     for node in joint.nodes:
         if node.op == "call_function":
             if phase == "forward" and (is_backward(node) or any(source in tangents for source in node.all_input_nodes)):
                 phase = "backward"
-                mapping |= {tangent: _seed(graph, tangent) for tangent in tangents}
+                mapping |= {tangent: _seed(graph, tangent) for tangent in seeds}
             if node.target is torch.ops.higher_order.with_effects:
                 _effect(graph, node, mapping, phase)
             elif node not in mapping and not _is_token(node):
@@ -147,7 +157,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
                 f"The model uses a higher-order operator ({node.op} {node.target}) that is not supported yet. "
                 "Write its body out as ordinary operators."
             )
-    mapping |= {tangent: _seed(graph, tangent) for tangent in tangents}  # no backward: the loss is a parameter
+    mapping |= {tangent: _seed(graph, tangent) for tangent in seeds}  # no backward: the loss is a parameter
     end = joint.output_node()
     values = end.args[0]
     descriptions = end.meta["desc"]
@@ -174,6 +184,8 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
                 )
             if port.kind == "parameter":
                 outputs[Port("out", "parameter gradient", port.name)] = mapping[value]
+            elif port.kind in ("batch", "plain"):
+                outputs[Port("out", "input gradient", port.name)] = mapping[value]
         elif value is not None and not isinstance(
             description, GradAOTOutput | ForwardTokenAOTOutput | BackwardTokenAOTOutput
         ):
@@ -181,7 +193,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     graph.output(list(outputs.values()))
     kept = []
     for port, node in by_port.items():
-        if node.users or port.kind in ("batch", "size") or Port("out", port.kind, port.name) in outputs:
+        if node.users or port.kind in ("batch", "size", "tangent") or Port("out", port.kind, port.name) in outputs:
             kept.append(port)
         else:
             graph.erase_node(node)

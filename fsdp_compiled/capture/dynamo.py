@@ -17,7 +17,7 @@ import re
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class Tensors:
 
     parameters: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
+    plain: Mapping[str, torch.Tensor] = field(default_factory=dict)  # parameters that are not sharded
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,11 @@ def _own(value: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
 
 
+def _apart_from_others(value: Any) -> Any:
+    """The same without `detach`: what is made of it is differentiated outside."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.clone(), value)
+
+
 def _apart(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The same tensors as nodes of the trace: `requires_grad_` is traced for those alone, not for its inputs.
 
@@ -137,16 +143,20 @@ def capture(
     kwargs: Mapping[str, Any],
     *,
     gradient: bool,
+    results: bool = False,
     ambient: Ambient | None = None,
 ) -> Capture:
     """Traces ``loss(model, *args, **kwargs)`` with its gradient, or, without, the model's forward alone.
 
+    ``results``: what ``loss`` returns is no loss, but any structure. Each tensor in it is differentiated, by a
+    derivative that is an input of the program (``tangent``); tensors of the batch that require gradients get them.
     ``tensors`` and the tensors of the batch are fake tensors of one mode; which parameters require gradients is read
     off them. ``ambient``: the modes to trace under, where they are not those of the moment. Raises `CaptureError` with
     the user's line and the cure.
     """
     objective = _Objective(inside(model), loss)
     wrapped = any(inside(module) is not module for module in objective.modules())
+    scalar = gradient and not results
 
     def function(named: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         now = dict(named)
@@ -154,6 +164,8 @@ def capture(
         replaced = {name: _own(now[name]) for name in named if now[name] is not named[name]}
         if not gradient:
             return _own(result), None, False, replaced
+        if results:
+            return _apart_from_others(result), None, False, replaced
         pair = loss is not None and isinstance(result, tuple) and len(result) == 2
         value, aux = result if pair else (_find_loss(result, first=loss is None), None)
         if isinstance(value, torch.Tensor):
@@ -179,11 +191,11 @@ def capture(
             made.guards = recorder.guards(fresh.__code__, scope, made.sources)
             made.side_effects = SideEffects(made.mutations, made.closed, {id(result) for result in made.results})
             made.flat, made.spec = pytree.tree_flatten((value, aux) if gradient and pair else value)
-            made.outputs = _output_ports(made, named, value, made.flat, replaced, made.side_effects.state, gradient)
+            made.outputs = _output_ports(made, named, value, made.flat, replaced, made.side_effects.state, scalar)
         except BaseException:
             made.undo()
             raise
-        if gradient and LOSS not in made.outputs.values():
+        if scalar and LOSS not in made.outputs.values():
             made.undo()
             raise CaptureError(f"The loss returned a {type(value).__name__} in the place of a scalar. {CURE}")
         return made
@@ -288,11 +300,11 @@ class _Trace:
     def __init__(self, tensors: Tensors, batch: Mapping[str, torch.Tensor], symbolic: Collection[str] = ()) -> None:
         self.symbolic = symbolic
         # By their names in the model as it is traced, without the wrappers of `unwrapped`.
-        values = {**tensors.parameters, **tensors.buffers}
+        values = {**tensors.parameters, **tensors.plain, **tensors.buffers}
         self.tensors = {WRAPPED.sub("", name): tensor for name, tensor in values.items()}
         self.ports: dict[int, Port] = {}
         groups: dict[PortKind, Mapping[str, torch.Tensor]]
-        groups = {"parameter": tensors.parameters, "buffer": tensors.buffers, "batch": batch}
+        groups = {"parameter": tensors.parameters, "plain": tensors.plain, "buffer": tensors.buffers, "batch": batch}
         for kind, group in groups.items():
             for name, tensor in group.items():
                 self.ports.setdefault(id(tensor), Port("in", kind, name))
@@ -360,7 +372,7 @@ class _Trace:
             if port == LOSS:
                 node = node.args[0]  # what the objective detached
                 _check_loss(node.meta["example_value"])
-            elif isinstance(result, torch.Tensor) and result.requires_grad:
+            elif isinstance(result, torch.Tensor) and result.requires_grad and port.kind != "result":
                 with self.module.graph.inserting_before(end):
                     node = self.module.graph.call_method("detach", (node,))
                 node.meta["example_value"] = result.detach()
@@ -476,11 +488,15 @@ def capture_on(
     kwargs: Mapping[str, Any],
     *,
     gradient: bool,
+    results: bool = False,
+    plain: Mapping[str, torch.Tensor] | None = None,
     sizes: Sizes | None = None,
     hints: Sizes | None = None,
     ambient: Ambient | None = None,
 ) -> Capture:
     """`capture` on fake tensors of the plan's parameters, the model's buffers and a real batch.
+
+    ``plain``: the model's parameters that the plan does not have, by each of their names.
 
     ``sizes``: the dims of the batch's tensors that may change (see `dynamic_shapes`), and
     ``hints``, the sizes to trace them with. ``ambient``: as of `capture`.
@@ -498,10 +514,18 @@ def capture_on(
     for buffer in plan.buffers:
         for slot in buffer.slots:
             leaf = slot.leaf
+            if leaf.names[0] not in own:  # a parameter of the unit's, outside of the model that is called
+                continue
             fake = fake_tensor(mode, leaf.shape, leaf.stride, plan.compute_dtype(buffer), plan.device)
             fake = nn.Parameter(fake, requires_grad=gradient and leaf.trainable)  # models ask with isinstance
             fake.__dict__.update(vars(own[leaf.names[0]]))  # and for what they noted on it
             parameters |= dict.fromkeys(leaf.names, fake)
+    whole: dict[str, torch.Tensor] = {}
+    for name, parameter in (plain or {}).items():
+        known = id(parameter) in seen
+        fake = twin(parameter)
+        whole[name] = fake if known else nn.Parameter(fake, requires_grad=gradient and parameter.requires_grad)
+        seen[id(parameter)] = whole[name]
     for place, tensor in {**batch_tensors(args, kwargs), **buffers}.items():
         if tensor.layout != torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
@@ -517,9 +541,11 @@ def capture_on(
         return examples[id(tensor)]
 
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, example, (args, dict(kwargs)))
-    tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()})
+    tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()}, whole)
     with _casting(inside(model), plan.policy.precision), synchronised(plan.axes):
-        return capture(model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, ambient=ambient)
+        return capture(
+            model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, results=results, ambient=ambient
+        )
 
 
 def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Sizes) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compiled.distributed import rendezvous
 
@@ -225,6 +225,41 @@ def _from_device_mesh(mesh: DeviceMesh) -> Mesh:
         dist.get_rank(),
         groups,
     )
+
+
+def device_mesh_of_all() -> DeviceMesh:
+    """All ranks on one axis; under ``torchrun`` the process group is started, and without, one of a world of one."""
+    place = connect(None)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(close)
+    return init_device_mesh(place.device.type, (dist.get_world_size(),))
+
+
+def place_in(mesh: DeviceMesh) -> Mesh:
+    """This rank's place in a mesh whose only axis shards, or whose first replicates and second shards, by any name."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh is a {type(mesh).__name__}; expected a DeviceMesh from "
+            "torch.distributed.device_mesh.init_device_mesh."
+        )
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.size() != dist.get_world_size():
+        raise NotImplementedError(
+            f"mesh holds {mesh.size()} ranks, but the world has {dist.get_world_size()}; "
+            "fsdp_compiled.fully_shard needs every rank in the mesh. Start as many processes as the mesh holds."
+        )
+    _without_registration()
+    axes = {"shard": mesh.ndim - 1} | ({"replicate": 0} if mesh.ndim == 2 else {})
+    sizes = {axis: mesh.size(dim) for axis, dim in axes.items()}
+    groups = {axis: mesh.get_group(dim).group_name for axis, dim in axes.items() if sizes[axis] > 1}
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = _default_device()
+        torch.cuda.set_device(device)
+    rank = mesh.get_local_rank(axes["shard"])
+    return Mesh(device, sizes["shard"], sizes.get("replicate", 1), rank, dist.get_rank(), groups)
 
 
 def broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:

@@ -32,6 +32,9 @@ PortKind = Literal[
     "buffer",  # the model's own, by name; as an output, its new value
     "constant",  # a tensor that the model or the loss closes over, by name; as an output, its new value
     "batch",  # a tensor of the batch, by its place in it
+    "plain",  # a parameter of the model that is not sharded, by name
+    "tangent",  # the derivative by the result of that place, where what follows on forward is not in the program
+    "saved",  # what forward keeps for backward, where they are two programs; an output of the first
     "size",  # of a tensor of the batch along ``dim``, where sizes move
     "state",  # of the optimizer: ``part``, of a flat buffer or of a whole group
     "hyper",  # a scheduled hyperparameter: ``part``, of a group
@@ -47,6 +50,8 @@ PortKind = Literal[
     "result",  # what forward returned, by place
     "parameter gradient",  # by the parameter's name, whole; before `reduce`
     "gradient",  # of a flat buffer, by its key; from `reduce` on
+    "whole gradient",  # the same of this rank alone, before it is reduced
+    "input gradient",  # of a tensor of the batch, by its place, or of a plain parameter, by its name
     "update",  # the same, where the optimizer's own code reads it after the program
     "norm",
     "overflow",  # how many flat buffers' gradients are not finite; in the end, whether any

@@ -48,6 +48,7 @@ DIFFERENTIATION: tuple[Pass, ...] = (scale, gather, reduce, rematerialize, recom
 REPORTING: tuple[Pass, ...] = (unscale, report, unweigh)
 GRADIENT: tuple[Pass, ...] = (*DIFFERENTIATION, *REPORTING, *CLOSING)
 MICROBATCH: tuple[Pass, ...] = (*DIFFERENTIATION, add_up, *CLOSING)
+OUTPUTS: tuple[Pass, ...] = (*DIFFERENTIATION, *CLOSING)  # whose derivative by its results comes from outside
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
@@ -72,4 +73,4 @@ def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer 
     return program
 
 
-__all__ = ["FORWARD", "GRADIENT", "MICROBATCH", "WHEN", "Observer", "Pass", "run", "step"]
+__all__ = ["FORWARD", "GRADIENT", "MICROBATCH", "OUTPUTS", "SCHEDULING", "Observer", "Pass", "run", "step"]

@@ -171,7 +171,7 @@ def _reduced(program: Program, plan: Plan, node: fx.Node, buffer: Buffer) -> Non
 
 
 def _resharded(program: Program, plan: Plan) -> None:
-    if not plan.placement.regather or plan.shard == 1:
+    if not plan.resharded:
         return
     order = positions(program.graph)
     chains = gathered(program.graph)
@@ -186,7 +186,7 @@ def _resharded(program: Program, plan: Plan) -> None:
                     crossing.setdefault(unit, (node, user))
     turning = max(last_use, key=last_use.__getitem__, default=None)
     for unit, (node, user) in crossing.items():
-        if unit != turning:
+        if unit != turning and unit in plan.resharded:
             names = [slot.name for buffer in plan.buffers if buffer.unit == unit for slot in buffer.slots]
             fail(
                 program,

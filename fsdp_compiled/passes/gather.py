@@ -7,9 +7,9 @@
                                           weight, bias = views of full
     use(weight, bias)                     use(weight, bias)
 
-The gathered buffer is the parameters: nothing is copied out of it. A unit with several buffers (optimizer groups,
-frozen parameters) is still one collective. With one rank, or a placement that keeps a full copy, the shard is the
-buffer and there is nothing to gather.
+The gathered buffer is the parameters: nothing is copied out of it, unless it is laid out by rows. A unit with several
+buffers (optimizer groups, frozen parameters) is still one collective. With one rank, or a placement that keeps a full
+copy, the shard is the buffer and there is nothing to gather.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ def _gather_unit(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node]) -> None:
         start = first(users, order)
         with edit.at(start, start.meta["phase"]):
             for buffer, full in _full(edit, plan, shards):
-                for slot, view in _views(edit, buffer, full, used):
+                scattered = buffer.by_rows and plan.shard > 1
+                views = _copies(edit, buffer, full, plan.shard) if scattered else _views(edit, buffer, full, used)
+                for slot, view in views:
+                    if slot not in used:
+                        continue
                     used[slot].replace_all_uses_with(view)
     for slot in used:
         edit.remove_input(_port(slot))
@@ -111,6 +115,24 @@ def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: Container[Slot]) -
             mark = Mark("block", buffer.unit, buffer.key)
             whole = edit.call(aten.slice.Tensor, full, 0, start, stop, mark=mark) if len(rows) > 1 else full
             found += _views_of_block(edit, buffer, whole, row, stop, wanted)
+    return found
+
+
+def _copies(edit: Edit, buffer: Buffer, full: fx.Node, world: int) -> list[tuple[Slot, fx.Node]]:
+    """Each parameter of a buffer that is laid out by rows, put together from its part of every rank's shard."""
+    mark = Mark("view", buffer.unit, buffer.key)
+    width = buffer.numel // world
+    bounds = [*(slot.offset for slot in buffer.slots[1:]), width]
+    sizes = [stop - slot.offset for slot, stop in zip(buffer.slots, bounds, strict=True)]
+    parts = edit.call(aten.view.default, full, [world, width], mark=mark)
+    split = edit.call(aten.split_with_sizes_copy.default, parts, sizes, 1, mark=mark)
+    found = []
+    for index, slot in enumerate(buffer.slots):
+        view = edit.call(getitem, split, index, mark=mark)
+        view = edit.call(aten.view.default, view, [world * sizes[index]], mark=mark)
+        if world * sizes[index] != slot.leaf.numel:
+            view = edit.call(aten.slice.Tensor, view, 0, 0, slot.leaf.numel, mark=mark)
+        found.append((slot, edit.call(aten.view.default, view, list(slot.leaf.shape), mark=mark)))
     return found
 
 

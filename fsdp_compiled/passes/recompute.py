@@ -35,10 +35,11 @@ def recompute(program: Program, plan: Plan) -> Program:
     """Moves nothing; repeats forward nodes in backward, each just before its first use there."""
     edit = Edit(program)
     edit.rebuild(_inside(edit.graph, _regions(edit.graph, plan)))
-    if plan.placement.regather and plan.shard > 1:
+    if plan.resharded:
         chains = gathered(edit.graph)
         kept = _turning_unit(edit.graph, chains)
-        edit.rebuild({node for unit, nodes in chains.items() if unit != kept for node in nodes})
+        again = plan.resharded - {kept}
+        edit.rebuild({node for unit, nodes in chains.items() if unit in again for node in nodes})
         edit.drop_unused_parts()
     return edit.done("recompute")
 

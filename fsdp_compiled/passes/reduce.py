@@ -103,6 +103,8 @@ def _in_order(edit: Edit, buffer: Buffer, slot: Slot, gradient: fx.Node) -> fx.N
 
 
 def _concatenated(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Plan) -> fx.Node:
+    if buffer.by_rows and plan.shard > 1:
+        return _concatenated_by_rows(edit, buffer, gradients, plan)
     mark = _mark(buffer, "flatten")
     dtype = next(iter(gradients.values())).meta["val"].dtype
     pieces: list[fx.Node] = []
@@ -123,6 +125,25 @@ def _concatenated(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], pla
         filled = slot.end
     pad(buffer.numel)
     return edit.call(aten.cat.default, pieces, mark=mark)
+
+
+def _concatenated_by_rows(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Plan) -> fx.Node:
+    """``[world * n]``: the rows that each rank owns of every gradient, rank by rank."""
+    mark = _mark(buffer, "flatten")
+    dtype = next(iter(gradients.values())).meta["val"].dtype
+    width = buffer.numel // plan.shard
+    bounds = [*(slot.offset for slot in buffer.slots[1:]), width]
+    pieces: list[fx.Node] = []
+    for slot, stop in zip(buffer.slots, bounds, strict=True):
+        if (size := stop - slot.offset) == 0:
+            continue
+        if slot.name in gradients and slot.leaf.numel:
+            pieces.append(gradients[slot.name])
+        else:
+            zeros = [size * plan.shard]
+            pieces.append(edit.call(aten.full.default, zeros, 0.0, dtype=dtype, device=plan.device, mark=mark))
+    parts = edit.call(aten._chunk_cat.default, pieces, 0, plan.shard, mark=mark)
+    return edit.call(aten.view.default, parts, [buffer.numel], mark=mark)
 
 
 def _divisors(world: int) -> tuple[int, float]:

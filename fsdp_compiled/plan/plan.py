@@ -8,6 +8,8 @@ Terms, used with these meanings everywhere in the package:
   tensor. Gathered, the buffer *is* the parameters: each is a view of it and nothing is copied out.
 - *slot*: one parameter's place in its buffer.
 - *shard*: the slice of a buffer that one rank owns. Rank ``r`` owns elements ``[r * n, (r + 1) * n)``.
+- *by rows*: the other layout (`rows`): a rank owns rows of each parameter, as FSDP2's DTensors say it, so that shards
+  are true DTensors by themselves, and gathered parameters are copied out of the buffer.
 - *axis*: one dimension of the device mesh: ``"shard"`` (a buffer is cut along it) or ``"replicate"`` (it is repeated).
 """
 
@@ -58,7 +60,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in its buffer; offset and size in elements."""
+    """One parameter's place in its buffer; offset and size in elements. By rows: the place in a rank's shard."""
 
     leaf: Leaf
     offset: int
@@ -88,6 +90,7 @@ class Buffer:
     slots: tuple[Slot, ...]
     numel: int  # padded to a multiple of the shard axis
     variant: int = 0  # of the group's rules
+    by_rows: bool = False  # each rank's shard holds rows of every parameter (`rows`)
 
     @property
     def updated(self) -> bool:
@@ -107,6 +110,7 @@ class Buffer:
 class Unit:
     name: str
     buffers: tuple[Buffer, ...]
+    reshard: bool = True  # freed after forward and gathered again for backward, where the placement says so
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -138,6 +142,12 @@ class Plan:
     def blocks(self) -> tuple[str, ...]:
         """The submodules that are gathered by themselves or with others; ``root`` is the rest of the model."""
         return tuple(dict.fromkeys(block for unit in self.units for block in unit.members))
+
+    @property
+    def resharded(self) -> frozenset[str]:
+        """The units that backward gathers again."""
+        wanted = self.placement.regather and self.shard > 1
+        return frozenset(unit.name for unit in self.units if unit.reshard and wanted)
 
     @property
     def kernels(self) -> bool:

@@ -41,3 +41,12 @@ def check_hooks(model: nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise ValueError(f"{name or 'The model'} ({type(module).__name__}) has a backward hook. {ON_MODULE}")
     raise ValueError(f"All modules have a backward hook (register_module_full_backward_hook). {ON_MODULE}")
+
+
+def check_inner_hooks(model: nn.Module) -> None:
+    """Raises ``ValueError`` for a backward hook of a module inside of this one, whose own are autograd's to call."""
+    if every_module._global_backward_hooks or every_module._global_backward_pre_hooks:
+        raise ValueError(f"All modules have a backward hook (register_module_full_backward_hook). {ON_MODULE}")
+    for name, module in model.named_modules():
+        if module is not model and (module._backward_hooks or module._backward_pre_hooks):
+            raise ValueError(f"{name} ({type(module).__name__}) has a backward hook. {ON_MODULE}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, fusions_for
+from fsdp_compiled.lower.halves import Halves, cut
 from fsdp_compiled.lower.lowering import Runner
 from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
@@ -31,13 +32,19 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime import memory_budget
 from fsdp_compiled.runtime.input_binding import InputBinding
 from fsdp_compiled.runtime.shared_memory import shared
-from fsdp_compiled.runtime.state import State
 
 # "accumulate" is a microbatch that is not the last, "last" the one that ends a row and updates.
-Kind = Literal["step", "last", "accumulate", "gradient", "forward"]
+# "training" is a forward whose results are differentiated outside, in a loop of the user's.
+Kind = Literal["step", "last", "accumulate", "gradient", "training", "forward"]
 
 
 Predict = Callable[[Program], Memory]
+
+
+class Constants(Protocol):
+    """Who holds the tensors that programs close over and write."""
+
+    constants: dict[str, torch.Tensor]
 
 
 @dataclass
@@ -61,6 +68,8 @@ class Compiled:
     lowered: str = ""  # its pieces and what compiled them, once it is lowered
     runner: Runner = lambda *_: ()  # until it is lowered
     remainder: Remainder = field(init=False)  # once it is lowered
+    halves: Halves | None = None  # of a "training" program, whose runner is the forward one
+    backward: Runner = lambda *_: ()  # until it is lowered
     fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
 
     @property
@@ -81,7 +90,7 @@ class Compiled:
             self.capture.constants.update({name: tensor.detach() for name, tensor in tensors.items()})
             self.input_binding.forget()
 
-    def constants(self, state: State) -> Mapping[str, torch.Tensor]:
+    def constants(self, state: Constants) -> Mapping[str, torch.Tensor]:
         """The tensors that the program closes over; those that it writes live in the state from then on."""
         written = self.capture.written_constants
         for name in written:
@@ -98,6 +107,7 @@ class Job:
     plan: Plan
     rules: tuple[Rule, ...]
     buffers: Mapping[str, torch.Tensor]
+    plain: Mapping[str, torch.Tensor]  # parameters that the plan does not have
     batch: tuple[Any, ...]
     named: dict[str, Any]
     label: str
@@ -106,12 +116,14 @@ class Job:
     hints: Sizes
     ambient: Ambient
     backends: Backends
+    loop: bool = False  # of a model that is called in a loop of the user's: ``loss`` is what calls it
 
     @property
     def passes(self) -> tuple[Pass, ...]:
         if self.kind in ("step", "last"):
             return passes.step(self.rules, accumulated=self.kind == "last")
-        return {"accumulate": passes.MICROBATCH, "gradient": passes.GRADIENT, "forward": passes.FORWARD}[self.kind]
+        others = {"accumulate": passes.MICROBATCH, "gradient": passes.GRADIENT, "training": passes.OUTPUTS}
+        return others.get(self.kind, passes.FORWARD)
 
     @property
     def fusions(self) -> tuple[Pass, ...]:
@@ -124,11 +136,11 @@ class Job:
 
 def capture(model: nn.Module, job: Job) -> Capture:
     """The call as a program, before any pass."""
-    loss = None if job.kind == "forward" else job.loss
-    check_arguments(model, loss, job.batch, job.named)
+    loss = None if job.kind == "forward" and not job.loop else job.loss
+    check_arguments(model, None if job.loop else loss, job.batch, job.named)
     captured = capture_on(
         model, loss, job.plan, job.buffers, job.batch, job.named, gradient=job.kind != "forward",
-        sizes=job.sizes, hints=job.hints, ambient=job.ambient,
+        results=job.loop, plain=job.plain, sizes=job.sizes, hints=job.hints, ambient=job.ambient,
     )  # fmt: skip
     _check_written(captured, job.buffers)
     return captured
@@ -166,22 +178,25 @@ def describe(captured: Capture, stages: Sequence[Program], predict: Predict, job
     needed = predict(program)
     lines = attempt(needed.lines, lambda why: (f"memory: not predicted: {why}",))
     program = replace(program, needs=lines)
-    inputs = tuple(port for port in program.ports if port.side == "in")
+    halves = cut(program) if job.kind == "training" else None
+    first = halves.forward if halves is not None else program
+    inputs = tuple(port for port in first.ports if port.side == "in")
     return Compiled(
         program,
         captured,
         (*before, program),
         needed,
         inputs=inputs,
-        outputs=tuple(port for port in program.ports if port.side == "out"),
+        outputs=tuple(port for port in first.ports if port.side == "out"),
         random=program.random,
         copied=any(port.kind == "copy" for port in program.ports),
         idle=tuple(name for node in program.inputs.values() for name in node.meta.get("idle", ())),
         kind=job.kind,
         label=job.label,
         number=job.number,
-        wire=program.wire,
+        wire=first.wire,
         input_binding=InputBinding(inputs, job.batch, job.named),
+        halves=halves,
     )
 
 

@@ -17,12 +17,13 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import is_
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, Protocol, TypeVar, get_args
 
 import torch
+from torch import nn
 
 from fsdp_compiled.capture import ambient
 from fsdp_compiled.capture.ambient import Ambient
@@ -37,12 +38,13 @@ from fsdp_compiled.lower.cuda_device import environment
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
 from fsdp_compiled.lower.inductor import Call, cache_place, compile_all, divide
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
-from fsdp_compiled.lower.lowering import Lowering
+from fsdp_compiled.lower.lowering import Lowering, Runner
 from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import (
     Compiled,
+    Constants,
     Job,
     Kind,
     capture,
@@ -58,14 +60,12 @@ from fsdp_compiled.runtime.compile import (
 )  # fmt: skip
 from fsdp_compiled.runtime.input_binding import flatten, replaced, same_tensors
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
-from fsdp_compiled.runtime.rng import RandomNumbers
-from fsdp_compiled.runtime.state import State
-from fsdp_compiled.runtime.taken_model import TakenModel
 
 T = TypeVar("T")
 # What a person called, for messages.
 CALLS: dict[Kind, str] = {
-    "step": "step", "last": "step", "accumulate": "accumulate", "gradient": "value_and_grad", "forward": "sharded(...)",
+    "step": "step", "last": "step", "accumulate": "accumulate", "gradient": "value_and_grad", "training": "forward",
+    "forward": "sharded(...)",
 }  # fmt: skip
 log = logging.getLogger("fsdp_compiled")
 
@@ -97,25 +97,41 @@ class Request:
     buffers: Mapping[str, torch.Tensor | None]  # of the model that are others now
 
 
+class Traceable(Protocol):
+    """A model, and how it is opened for a trace."""
+
+    model: nn.Module
+
+    def open(self) -> AbstractContextManager[nn.Module]: ...
+
+
+class Draws(Protocol):
+    """What gives random operators what they draw from."""
+
+    def bound(self, operator: Callable[..., Any]) -> Callable[..., Any]: ...
+
+
 class Programs:
     """What was compiled for one model, and is kept."""
 
     def __init__(
         self,
-        taken: TakenModel,
+        taken: Traceable,
         loss: Callable[..., Any] | None,
         plan: Plan,
         mesh: Mesh,
         rules: Sequence[Rule],
         calls: Calls,
-        random: RandomNumbers,
+        random: Draws,
+        loop: bool = False,
     ) -> None:
         self.rules = tuple(rules)  # of the optimizer
         self.captures = 0
+        self.plain: Mapping[str, torch.Tensor] = {}  # parameters of the model that the plan does not have
         graphs = plan.policy.cuda_graph if not plan.policy.offload else False
         self.replays = Replays(make_device(plan.device, graphs), graphs)
         self._taken, self._loss, self._plan, self._mesh, self._calls = taken, loss, plan, mesh, calls
-        self._random = random
+        self._random, self._loop = random, loop
         self._buffers = ModuleBuffers(taken.model, plan.device)
         self._cached: dict[int, Compiled] = {}  # by number; the last is the one used last
         self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
@@ -152,7 +168,8 @@ class Programs:
     def find(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Request:
         """The call and its program, if it is kept; raises ``ValueError`` for a call that no program can be made for."""
         policy = self._plan.policy
-        ambient.check(CALLS[kind], kind != "forward", policy.lower == "eager" and self.replays.device is None)
+        seen = policy.lower == "eager" and self.replays.device is None
+        ambient.check(CALLS[kind], kind != "forward", seen, saves=self._loop)
         around = ambient.now()
         leaves, spec = flatten(batch, named)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -163,7 +180,7 @@ class Programs:
             leaves, spec = flatten(batch, named)
         described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
         differentiable = tuple(tensor.requires_grad for tensor in tensors)
-        if kind != "forward" and any(differentiable):
+        if not self._loop and kind != "forward" and any(differentiable):
             raise ValueError(_differentiable(batch_tensors(batch, named)))
         rows = rows_of(tensors) if policy.weigh == "rows" else 0
         buffers = self._buffers.replaced()
@@ -211,7 +228,7 @@ class Programs:
         """The program of a call that another rank has posted."""
         return next((one for one in self._cached.values() if (one.label, one.wire) == (label, wire)), None)
 
-    def read_closed(self, compiled: Compiled, request: Request, state: State) -> None:
+    def read_closed(self, compiled: Compiled, request: Request, state: Constants) -> None:
         """Closed-over tensors that have taken others' places are the program's inputs from now on."""
         if not request.closed and request.compiled is not None:
             return
@@ -270,6 +287,8 @@ class Programs:
         around: Ambient,
     ) -> str:
         label = label_of(kind, batch, named, sizes) + self._version(batch, named) + str(around)
+        if self._loop:
+            label = f"{kind} {type(self._taken.model).__name__} {label.removeprefix(kind).strip()}"
         label += "".join(dict.fromkeys(change.label for change in changed))
         return f"{label} ({self.captures + 1})" if label in self.labels else label
 
@@ -310,9 +329,12 @@ class Programs:
         compiled = self._together(build, lambda made: made.program.text())  # agree
         replayed = self._can_replay(compiled)
         self._make_room(label)
-        lowering = self._partition(compiled.program)
-        pieces = self._compile_pieces(lowering)
-        compiled.runner, compiled.lowered = lowering.runner(pieces), lowering.text(pieces)
+        compiled.runner, compiled.lowered = self._lower(
+            compiled.halves.forward if compiled.halves else compiled.program
+        )
+        if compiled.halves is not None:
+            compiled.backward, text = self._lower(compiled.halves.backward)
+            compiled.lowered = f"{compiled.lowered}\nbackward, {text}"
         compiled.remainder = Remainder(compiled.runner)
         if request.sizes:
             self._together(lambda: self._check_fit(compiled, request))
@@ -329,10 +351,22 @@ class Programs:
         hints = traced_with(exchange(request.sizes, self._mesh)[0]) if request.sizes else {}
         hosts = exchange(self._together(this_host), self._mesh)
         return Job(
-            request.kind, self._loss, self._plan, self.rules, buffers, request.batch, request.named, request.label,
-            number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
-            backends=decided(hosts, backends(self._mesh)),
+            request.kind, self._loss, self._plan, self.rules, buffers, batch=request.batch, named=request.named,
+            label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
+            backends=decided(hosts, backends(self._mesh)), loop=self._loop, plain=self.plain,
         )  # fmt: skip
+
+    def _lower(self, program: Program) -> tuple[Runner, str]:
+        lowering = self._partition(program)
+        pieces = self._compile_pieces(lowering)
+        return lowering.runner(pieces), lowering.text(pieces)
+
+    def lower(self, program: Program, label: str) -> Runner:
+        """One more program, made of one that is kept. Collective."""
+        self.meet(label)
+        with _no_collection(), ambient.outside_modes():
+            self._together(lambda: None, lambda _: program.text())
+            return self._lower(program)[0]
 
     def _partition(self, program: Program) -> Lowering:
         groups, how = self._mesh.groups, self._plan.policy.lower
@@ -412,7 +446,7 @@ class Programs:
         """Names the parameters that the loss does not reach, each once."""
         found = [name for name in compiled.idle if name not in self._idle]
         self._idle.update(found)
-        if found and self._mesh.rank == 0:
+        if found and not self._loop and self._mesh.rank == 0:
             log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(found))
 
     def _together(self, make: Callable[[], T], text: Callable[[T], str] = lambda made: "") -> T:

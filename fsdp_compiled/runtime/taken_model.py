@@ -49,7 +49,7 @@ class TakenModel:
         """Inside, the model may be traced: its parameters are ordinary ones, on the meta device."""
         self._call.remove()
         try:
-            with holding(self.model, {id(one): _ordinary(one) for one in self.model.parameters()}):
+            with holding(self.model, {id(one): ordinary(one) for one in self.model.parameters()}):
                 yield self.model
         finally:
             self._call = self.model.register_forward_pre_hook(_refuse_call)
@@ -109,7 +109,7 @@ def holding(model: nn.Module, instead: Mapping[int, torch.Tensor]) -> Iterator[N
             table.update(before)
 
 
-def _ordinary(parameter: nn.Parameter) -> nn.Parameter:
+def ordinary(parameter: nn.Parameter) -> nn.Parameter:
     """One on the meta device, with what the user noted on it."""
     empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     found = nn.Parameter(empty, parameter.requires_grad)

@@ -1,0 +1,155 @@
+"""A program with its derivative is cut where backward begins: two programs, and what the first keeps for the second.
+
+    before                       forward                      backward
+
+    y = mm(x, w)                 y = mm(x, w)                 d_r = tangent
+    r = relu(y)                  r = relu(y)                  d_y = where(le(y, 0), 0, d_r)
+    d_y = where(le(y, 0), ...)   return result r, saved y     d_w = mm(t(x), d_y)
+    d_w = mm(t(x), d_y)                                       return gradient d_w
+    return result r, gradient    d_w
+
+So the loop around it is the user's: `loss.backward()` calls the second with what the first kept. An input that backward
+reads and forward writes (a buffer) is kept as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import getitem
+
+import torch
+from torch import fx
+
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import Mark, is_view, mutated, origin, role_of
+from fsdp_compiled.ir.program import Port, Program
+
+aten = torch.ops.aten
+LATE = ("gradient", "input gradient")
+
+
+@dataclass(frozen=True)
+class Halves:
+    """``saved``: the inputs of forward, as ports, and after them what it computed, that backward reads, in order."""
+
+    forward: Program
+    backward: Program
+    saved: tuple[Port, ...]
+
+
+def cut(program: Program) -> Halves:
+    """The two halves; the inputs of ``backward`` are what was saved, then tangents."""
+    program = _without_copies(program)
+    inputs = {node: port for port, node in program.inputs.items()}
+    late = {port: node for port, node in program.outputs.items() if port.kind in LATE}
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    behind = _behind(nodes, inputs)
+    changed = {origin(target) for node in nodes if node not in behind for target in mutated(node)}
+    crossing = [
+        node
+        for node in [*inputs, *nodes]
+        if node not in behind
+        and inputs.get(node, Port("in", "batch")).kind != "tangent"
+        and (any(user in behind for user in node.users) or node in late.values())
+    ]
+    computed = [node for node in crossing if node not in inputs or node in changed]
+    ports = {node: Port("out", "saved", str(place)) for place, node in enumerate(computed)}
+    saved = tuple(ports.get(node) or inputs[node] for node in [*(n for n in crossing if n not in ports), *computed])
+    forward = _part(
+        program,
+        [node for node in nodes if node not in behind],
+        [(node, port) for node, port in inputs.items() if port.kind != "tangent"],
+        [(node, port) for port, node in program.outputs.items() if port not in late],
+        ports,
+        changed,
+    )
+    order = {port: node for node, port in [*inputs.items(), *ports.items()]}
+    given = [(order[port], Port("in", port.kind, port.name)) for port in saved]
+    given += [(node, port) for node, port in inputs.items() if port.kind == "tangent"]
+    backward = _part(program, [node for node in nodes if node in behind], given, [(n, p) for p, n in late.items()])
+    return Halves(forward, backward, saved)
+
+
+def _behind(nodes: Sequence[fx.Node], inputs: dict[fx.Node, Port]) -> set[fx.Node]:
+    """The nodes that run when backward does: those of its phase, and what is made of them."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        sources = node.all_input_nodes
+        if node.target is getitem:  # a part of several results goes with them
+            if sources[0] in found:
+                found.add(node)
+        elif node.meta["phase"] == "backward" or any(
+            source in found or (source in inputs and inputs[source].kind == "tangent") for source in sources
+        ):
+            found.add(node)
+    return found
+
+
+def _part(
+    program: Program,
+    members: Iterable[fx.Node],
+    inputs: Sequence[tuple[fx.Node, Port]],
+    outputs: Sequence[tuple[fx.Node, Port]],
+    saved: dict[fx.Node, Port] | None = None,
+    changed: Iterable[fx.Node] = (),
+) -> Program:
+    """A program of these nodes. ``saved``: its other outputs; of inputs that it changes, copies from before."""
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node, _ in inputs:
+        mapping[node] = graph.placeholder(node.name)
+        mapping[node].meta.update(node.meta)
+    before: dict[fx.Node, fx.Node] = {}
+    for node in changed:
+        if saved and node in saved and node in mapping:
+            before[node] = graph.call_function(aten.clone.default, (mapping[node],))
+            before[node].meta = {"val": node.meta["val"], "phase": "forward", "mark": Mark("update")}
+    for node in members:
+        mapping[node] = graph.node_copy(node, mapping.__getitem__)
+        mapping[node].meta = dict(node.meta)
+    kept = [before.get(node) or mapping[node] for node in saved or ()]
+    graph.output([*(mapping[node] for node, _ in outputs), *kept])
+    ports = (*(port for _, port in inputs), *(port for _, port in outputs), *(saved or {}).values())
+    return Program(graph, ports, (*program.history, "cut"))
+
+
+def _without_copies(program: Program) -> Program:
+    """Without the copies of results that nobody else could change: those of new tensors that leave once."""
+    edit = Edit(program)
+    leaving = [node for node in edit.outputs.values() if node is not None]
+    for port, node in edit.outputs.items():
+        if port.kind != "result" or node is None or node.target is not aten.clone.default or node.kwargs:
+            continue
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        alone = source.op == "call_function" and not is_view(source) and role_of(source) is None
+        whole = isinstance(source.target, torch._ops.OpOverload) and not mutated(source)
+        if alone and whole and source not in leaving and not any(is_view(user) for user in source.users):
+            same = source.meta["val"].stride() == node.meta["val"].stride()
+            if same and not any(source in mutated(user) for user in source.users):
+                leaving.append(source)
+                edit.set_output(port, source)
+    return edit.done("cut")
+
+
+def whole_gradients(backward: Program) -> Program:
+    """Backward without communication: each buffer's flat gradient leaves as it is, before it is scaled or reduced.
+
+    ``gradient`` outputs become ``whole gradient`` ones, ``[numel]`` in the dtype that is reduced in; buffers that no
+    result depends on have none.
+    """
+    edit = Edit(backward)
+    for port, node in list(edit.outputs.items()):
+        if port.kind == "gradient" and node is not None:
+            edit.remove_output(port)
+            if (flat := _flat(node)).all_input_nodes:
+                edit.set_output(Port("out", "whole gradient", port.name), flat)
+    return edit.done("whole_gradients")
+
+
+def _flat(node: fx.Node) -> fx.Node:
+    """The flat gradient that a reduced one is made of."""
+    while role_of(node) != "flatten":
+        node = node.all_input_nodes[0]
+    return node

@@ -1,0 +1,42 @@
+"""The layout in which each rank owns rows of every parameter: what `fully_shard` lays out.
+
+    a: [3, 2], b: [4]       rank 0: a0 a0 a1 a1 | b0 b1       rank 1: a2 a2 0 0 | b2 b3
+    on two ranks            gathered: rank 0's shard, then rank 1's
+
+Rows are dealt out as `torch.chunk` does, the last ranks' parts filled up with zeros, so that a rank's part of a
+parameter is what DTensor calls ``Shard(0)``: everything that knows DTensors (optimizers, checkpoints, initialisation)
+is right about it. A gathered parameter lies in as many parts as there are ranks, and is copied into one. FSDP2 lays its
+buffers out in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp_compiled.plan.plan import Buffer, Leaf, Slot
+
+
+def chunk(leaf: Leaf, world: int) -> int:
+    """Elements of the parameter's part on each of ``world`` ranks, zeros at the end included."""
+    return rows_per_rank(leaf, world) * (leaf.numel // leaf.shape[0] if leaf.shape[0] else 0)
+
+
+def rows_per_rank(leaf: Leaf, world: int) -> int:
+    return -(-leaf.shape[0] // world)
+
+
+def own_rows(leaf: Leaf, world: int, rank: int) -> tuple[int, int]:
+    """``[first, last + 1)`` of the rows that this rank owns."""
+    size = rows_per_rank(leaf, world)
+    return min(rank * size, leaf.shape[0]), min((rank + 1) * size, leaf.shape[0])
+
+
+def lay_out_by_rows(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
+    """A buffer of parameters that share dtype and trainability, each in its chunk of every rank's shard."""
+    slots, offset = [], 0
+    for leaf in leaves:
+        slots.append(Slot(leaf, offset))
+        offset += chunk(leaf, world)
+    first = leaves[0]
+    numel = world * max(offset, 1)  # nothing is a collective of nothing
+    return Buffer(key, unit, first.dtype, first.trainable, None, tuple(slots), numel, by_rows=True)

@@ -1,0 +1,88 @@
+"""Gradients of sharded parameters, as a backward in the user's loop leaves them: slices of flat gradients, in ``grad``.
+
+A parameter that no result depends on keeps the ``grad`` it has, None at first. Gradients of further backwards are
+added, as autograd does. Without synchronisation (`set_requires_gradient_sync(False)`) a rank's own flat gradients are
+added up and held back, whole, until a backward with it; then their sum is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.plan.plan import Buffer, Plan
+from fsdp_compiled.runtime.parameter_group import Entry, FlatShard
+
+
+class Held:
+    """What was not reduced yet: whole flat gradients by buffer, and which parameters they are of."""
+
+    def __init__(self) -> None:
+        self.flats: dict[str, torch.Tensor] = {}
+        self.names: set[str] = set()
+
+    def add(self, flats: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
+        self.names.update(names)
+        for key, flat in flats.items():
+            if key in self.flats:
+                self.flats[key].add_(flat)
+            else:
+                self.flats[key] = flat
+
+    def take(self) -> tuple[dict[str, torch.Tensor], set[str]]:
+        found = self.flats, self.names
+        self.flats, self.names = {}, set()
+        return found
+
+
+def reduced(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch.Tensor:
+    """``[world * n]`` on each rank -> this rank's ``[n]`` of the mean, as `passes.reduce` has it. Collective."""
+    c10d = torch.ops._c10d_functional
+    half = flat.dtype == torch.float16
+    before = 1
+    while half and plan.world % before == 0 and plan.world / before > before:
+        before *= 2
+    how = "sum" if half else "avg"
+    if half and plan.world > 1:
+        flat = flat / before
+    if plan.shard > 1:
+        flat = c10d.wait_tensor(c10d.reduce_scatter_tensor(flat, how, plan.shard, mesh.groups["shard"]))
+    if plan.replicate > 1:
+        flat = c10d.wait_tensor(c10d.all_reduce(flat, how, mesh.groups["replicate"]))
+    if half and plan.world > before:
+        flat = flat / (plan.world / before)
+    return flat.to(buffer.dtype)
+
+
+def parts(flat: torch.Tensor, shard: FlatShard) -> dict[Entry, DTensor]:
+    """Each parameter's gradient, a DTensor like the parameter over a slice of the flat gradient."""
+    return {
+        entry: DTensor(
+            flat[entry.first : entry.last].view(entry.local.shape),  # type: ignore[union-attr]
+            entry.spec,
+            requires_grad=False,
+        )
+        for entry in shard.entries
+    }
+
+
+@torch.no_grad()
+def leave(found: Mapping[Entry, DTensor]) -> None:
+    """Adds these to the parameters' ``grad``, or lets them be it."""
+    old: list[torch.Tensor] = []
+    new: list[torch.Tensor] = []
+    for entry, gradient in found.items():
+        parameter = entry.parameter
+        before = parameter.grad
+        if before is None:
+            parameter.grad = gradient
+        elif isinstance(before, DTensor) and (before._spec is gradient._spec or before._spec == gradient._spec):
+            old.append(before._local_tensor)
+            new.append(gradient._local_tensor)
+        else:
+            parameter.grad = before + gradient
+    if old:
+        torch._foreach_add_(old, new)

@@ -1,0 +1,50 @@
+"""What `fully_shard` notes on a module, and whether the model's own code is being traced.
+
+A module that is called goes its own way (`module_call`), and the same module inside of a model that is traced is a part
+of that program: the class that `fully_shard` gives it asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.parameter_group import ParameterGroup
+
+STATE = "_fsdp_compiled"  # the attribute
+_tracing = [0]
+
+
+@dataclass(eq=False)
+class ModuleState:
+    """One module that `fully_shard` was called on. ``calls``: by the name of the method, what runs it."""
+
+    group: ParameterGroup
+    policy: Policy | None
+    synchronise: bool = True  # whether backward reduces gradients
+    calls: dict[str, Any] = field(default_factory=dict)
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    return module.__dict__.get(STATE)
+
+
+@torch.compiler.assume_constant_result
+def tracing() -> bool:
+    """Whether a model is being traced by this package; a constant for the trace, and no guard of it."""
+    return bool(_tracing[0])
+
+
+@contextmanager
+def traced() -> Iterator[None]:
+    _tracing[0] += 1
+    try:
+        yield
+    finally:
+        _tracing[0] -= 1

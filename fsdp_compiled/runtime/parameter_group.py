@@ -1,0 +1,205 @@
+"""The parameters of one `fully_shard` call: DTensors that are slices of flat shards.
+
+    module.weight    nn.Parameter of a DTensor, [6, 4], Shard(0) on the mesh     the user's optimizer, checkpoints ...
+                       its local tensor: rows 0 to 2, a view of
+    flat shard       [n]                                                         what programs gather
+
+A flat shard holds this rank's rows of all parameters of a dtype (`plan.rows`), so that one collective gathers them, and
+what writes to a parameter writes to what is gathered. Whoever puts other tensors in a parameter's place
+(`Module.to_empty`, `load_state_dict(assign=True)`) is followed: their values move into a new flat shard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fsdp_compiled.distributed.mesh import Mesh, gather_shards
+from fsdp_compiled.plan.plan import Buffer, Leaf, contiguous_stride
+from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows
+
+Home = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
+
+
+@dataclass(eq=False)
+class Entry:
+    """One parameter. ``first``, ``last``: its place in the flat shard; ``local``: the view of it."""
+
+    parameter: nn.Parameter
+    homes: list[Home]
+    spec: DTensorSpec
+    first: int = 0
+    last: int = 0
+    local: torch.Tensor | None = None
+
+    @property
+    def leaf(self) -> Leaf:
+        """Without names, which depend on the model that is called."""
+        shape = tuple(self.parameter.shape)
+        return Leaf((self.homes[0][1],), shape, contiguous_stride(shape), self.parameter.dtype,
+                    self.parameter.requires_grad, None, "")  # fmt: skip
+
+
+@dataclass(eq=False)
+class FlatShard:
+    """This rank's rows of parameters that share a dtype, and whether they were trained when it was laid out."""
+
+    tensor: torch.Tensor
+    buffer: Buffer
+    entries: list[Entry]
+
+
+class ParameterGroup:
+    """Parameters that are gathered together, as the user marked them."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        homes: Sequence[list[Home]],
+        device_mesh: DeviceMesh,
+        mesh: Mesh,
+        precision: MixedPrecisionPolicy,
+        reshard: bool | None,
+    ) -> None:
+        self.modules, self.device_mesh, self.mesh = tuple(modules), device_mesh, mesh
+        self.precision, self.reshard_after_forward = precision, reshard
+        self.version = 0  # of the flat shards
+        self.flats: list[FlatShard] = []
+        self.replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # plain ones, by the new
+        self.unsharded: list[tuple[nn.Parameter, int]] = []  # with their versions, between `unshard` and `reshard`
+        entries = []
+        for places in homes:
+            module, name = places[0]
+            plain = module._parameters[name]
+            assert plain is not None
+            entries.append(self._shard(plain, places))
+        self._lay_out(entries)
+
+    @property
+    def entries(self) -> Iterator[Entry]:
+        return (entry for flat in self.flats for entry in flat.entries)
+
+    def same(self) -> bool:
+        """Whether all parameters are still the slices that they were; a table that changed is not seen here."""
+        return all(entry.parameter._local_tensor is entry.local for entry in self.entries)  # type: ignore[attr-defined]
+
+    def follow(self) -> None:
+        """Takes the parameters that hang in the modules now, and lays the flat shards out anew if there are others.
+
+        Raises ``ValueError`` for one that is no DTensor on the mesh, or is gone.
+        """
+        changed = not self.same()
+        for entry in self.entries:
+            module, name = entry.homes[0]
+            now = module._parameters.get(name)
+            if now is entry.parameter:
+                continue
+            where = f"{type(module).__name__}.{name}"
+            if now is None:
+                raise ValueError(f"{where} was deleted after fully_shard. Put it back, or build the model again.")
+            if not isinstance(now, DTensor):
+                raise ValueError(
+                    f"{where} was replaced by a plain tensor after fully_shard. Give it a DTensor: "
+                    "nn.Parameter(distribute_tensor(tensor, old.device_mesh, old.placements)); or copy_ into the old."
+                )
+            if now.device_mesh != self.device_mesh or now.placements != entry.spec.placements:
+                raise ValueError(
+                    f"{where} was replaced by a DTensor with placements {now.placements}, where fully_shard has "
+                    f"{entry.spec.placements}. Redistribute it: tensor.redistribute(placements=old.placements)."
+                )
+            entry.parameter, changed = now, True
+            entry.spec = self._spec(now)
+            for module, name in entry.homes:
+                module._parameters[name] = now
+        if changed:
+            self._lay_out(list(self.entries))
+
+    def _spec(self, parameter: torch.Tensor) -> DTensorSpec:
+        shape = parameter.shape
+        meta = TensorMeta(shape, contiguous_stride(shape), parameter.dtype)
+        placements = (Shard(0),) if self.device_mesh.ndim == 1 else (Replicate(), Shard(0))
+        return DTensorSpec(self.device_mesh, placements, tensor_meta=meta)
+
+    def _shard(self, plain: nn.Parameter, homes: list[Home]) -> Entry:
+        """This rank's rows, as a DTensor, in the parameter's place."""
+        spec = self._spec(plain)
+        entry = Entry(plain, homes, spec)
+        first, last = own_rows(entry.leaf, self.mesh.shard, self.mesh.shard_rank)
+        with torch.no_grad():
+            local = plain.detach()[first:last]
+            if not plain.is_meta:
+                local = local.to(self.mesh.device)
+        made = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=plain.requires_grad)
+        made.__dict__.update(plain.__dict__)
+        for module, name in homes:
+            module._parameters[name] = made
+        self.replaced.append((weakref.ref(plain), made))
+        entry.parameter = made
+        return entry
+
+    @torch.no_grad()
+    def _lay_out(self, entries: Sequence[Entry]) -> None:
+        """New flat shards of these parameters, whose local tensors become views of them."""
+        kinds: dict[tuple[torch.dtype, bool, torch.device], list[Entry]] = {}
+        for entry in entries:
+            local = entry.parameter._local_tensor  # type: ignore[attr-defined]
+            kinds.setdefault((local.dtype, entry.parameter.requires_grad, local.device), []).append(entry)
+        self.flats = []
+        self.version += 1
+        for (dtype, _, device), members in kinds.items():
+            buffer = lay_out_by_rows("", "", [entry.leaf for entry in members], self.mesh.shard)
+            flat = torch.zeros(buffer.numel // self.mesh.shard, dtype=dtype, device=device)
+            for entry, slot in zip(members, buffer.slots, strict=True):
+                entry.spec = self._spec(entry.parameter)
+                old = entry.parameter._local_tensor  # type: ignore[attr-defined]
+                entry.first, entry.last = slot.offset, slot.offset + old.numel()
+                entry.local = flat[entry.first : entry.last].view(old.shape)
+                if not flat.is_meta:
+                    entry.local.copy_(old)
+                entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
+            self.flats.append(FlatShard(flat, buffer, members))
+
+    # What a person may ask for between calls.
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        """Registers whole, plain parameters with the modules. Collective."""
+        if self.unsharded:
+            return
+        world = self.mesh.shard
+        for flat in self.flats:
+            dtype = self.precision.param_dtype
+            cast = dtype is not None and flat.tensor.is_floating_point()
+            full = gather_shards(flat.tensor.to(dtype) if cast else flat.tensor, self.mesh).view(world, -1)
+            for entry, slot in zip(flat.entries, flat.buffer.slots, strict=True):
+                size = -(-slot.leaf.numel // max(slot.leaf.shape[0], 1)) * -(-slot.leaf.shape[0] // world)
+                rows = full[:, slot.offset : slot.offset + size].reshape(-1)[: slot.leaf.numel]
+                whole = nn.Parameter(rows.view(slot.leaf.shape).clone(), entry.parameter.requires_grad)
+                for module, name in entry.homes:
+                    module._parameters[name] = whole
+                self.unsharded.append((whole, whole._version))
+
+    def reshard(self) -> None:
+        """Registers the sharded parameters again. Raises ``RuntimeError`` where the whole ones were written or used."""
+        held, self.unsharded = self.unsharded, []
+        if not held:
+            return
+        for entry in self.entries:
+            for module, name in entry.homes:
+                module._parameters[name] = entry.parameter
+        for whole, version in held:
+            if whole._version != version or whole.grad is not None:
+                what = "written to" if whole.grad is None else "given a gradient"
+                raise RuntimeError(
+                    f"A parameter of shape {list(whole.shape)} was {what} while it was unsharded, which would be lost: "
+                    "the sharded parameter is what is trained. Write to that one, after reshard(); to compute with "
+                    "gradients, call the module that fully_shard was called on, or register_fsdp_forward_method."
+                )
