@@ -55,6 +55,8 @@ def check(ranks: list[dict[str, Any]]) -> None:
         assert rank["step"] == 4 and rank["equal"] and not rank["control"]
         assert rank["far"] < 1e-5
         assert rank["count"] == 7
+        assert rank["from dcp"] == {"ddp": True, "zero1": True, "2 x 2": True}
+        assert rank["exported"] == {"ddp": True, "zero1": True, "2 x 2": True, "whole": True}
         assert "was saved with another state on each of 4 ranks" in rank["refused"]
     assert len({rank["drawn"] for rank in ranks}) == len(ranks)  # ranks that drew other numbers still do
 

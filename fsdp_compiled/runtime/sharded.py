@@ -32,8 +32,9 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.optim.wrapped import check_step_hooks
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, Checkpoints, Trained, check_wish, path
+from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, Checkpoints, check_wish, path
 from fsdp_compiled.runtime.checkpoint.contents import check_extra
+from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.writing import Saving
 from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
@@ -319,6 +320,92 @@ class Sharded:
             self._calls.reopen()
         return found
 
+    @untraced
+    def export(self, folder: str | Path) -> None:
+        """Writes the weights in the layout of Hugging Face, for ``from_pretrained(folder)``. Collective.
+
+        Safetensors files, their index where there are several, ``config.json`` where the model has a ``config``. No
+        rank holds more than its own shards. ``folder`` must not exist, or be empty; it is there whole or not at all.
+        """
+        with self._refusing():
+            place = path(folder)
+            trained = self._trained("export", optimizer=False)
+        with self._meeting(f"export to {place}"), outside_modes():
+            self._checkpoints.export(place, self.model, trained)
+
+    @untraced
+    def import_weights(self, folder: str | Path, strict: bool = True) -> None:
+        """Loads weights in the layout of Hugging Face, cast to the parameters' dtypes. Collective.
+
+        The optimizer's state stays as it is. No rank reads more than its own shards. Raises ``ValueError``, by name,
+        for weights of another model, of which ``strict=False`` loads what fits, and says what did not.
+        """
+        with self._refusing():
+            place = path(folder)
+            trained = self._trained("import_weights", optimizer=False)
+        with self._meeting(f"import from {place}, strict={bool(strict)}"), outside_modes():
+            self._checkpoints.import_weights(place, bool(strict), self.model, trained)
+
+    @untraced
+    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads an ordinary ``model.state_dict()``, that of rank 0; others may give ``{}``. Collective.
+
+        The optimizer's state stays as it is. Raises ``ValueError``, by name, for weights of another model.
+        """
+        with self._refusing():
+            trained = self._trained("load_full_state_dict", optimizer=False)
+        with self._meeting("load_full_state_dict"), outside_modes():
+            self._checkpoints.load_weights(state_dict, self.model, trained)
+
+    @untraced
+    def full_optimizer_state_dict(self) -> dict[str, Any]:
+        """The ordinary ``optimizer.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
+        with self._refusing():
+            self._need_optimizer("full_optimizer_state_dict")
+            trained = self._trained("full_optimizer_state_dict")
+        with self._meeting("full_optimizer_state_dict"), outside_modes():
+            return self._checkpoints.optimizer_state_dict(trained)
+
+    @untraced
+    def load_full_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads an ordinary ``optimizer.state_dict()``, that of rank 0; others may give ``{}``. Collective.
+
+        Of the groups' options rates are taken over. Raises ``ValueError``, by name, for what does not fit.
+        """
+        with self._refusing():
+            self._need_optimizer("load_full_optimizer_state_dict")
+            trained = self._trained("load_full_optimizer_state_dict")
+        with self._meeting("load_full_optimizer_state_dict"), outside_modes():
+            self._checkpoints.load_optimizer(state_dict, trained)
+
+    @untraced
+    def state_dict(self) -> dict[str, Any]:
+        """For `torch.distributed.checkpoint`: ``dcp.save({"app": sharded})``. Collective.
+
+        ``{"model": {...}, "optim": {"state": {...}, "param_groups": [...]}, "updates": ...}`` by the model's own
+        names. What this rank holds a part of is a DTensor of the whole, over views of the shards, so that DCP copies
+        out of the state itself, and into it when it loads: a load of DCP's that fails leaves half of it, unlike
+        `load`. Random states are not in it.
+        """
+        with self._refusing():
+            self._between_steps("state_dict")
+            self._checkpoints.wait()
+            trained = self._trained("state_dict")
+        with self._meeting("state_dict"), outside_modes():
+            return self._checkpoints.state_dict(trained)
+
+    @untraced
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` returned and DCP filled, or one like it with whole tensors. Collective.
+
+        Raises ``ValueError`` by name, with nothing changed, for what does not fit.
+        """
+        with self._refusing():
+            trained = self._trained("load_state_dict")
+        with self._meeting("load_state_dict"), outside_modes():
+            self._checkpoints.load_state_dict(state_dict, trained)
+        self._row.end()
+
     @property
     def program(self) -> Program:
         """The newest program that trains; before there is one, the newest that differentiates or runs forward."""
@@ -385,9 +472,9 @@ class Sharded:
                 f"{call} between microbatches: their sums are no part of a checkpoint. Call it after sharded.step."
             )
 
-    def _trained(self, call: str) -> Trained:
-        """What is saved and loaded."""
-        if self._eager is not None:
+    def _trained(self, call: str, optimizer: bool = True) -> Trained:
+        """What is saved and loaded. ``optimizer``: whether its state is."""
+        if self._eager is not None and optimizer:
             self._eager.refuse(call, "what its code keeps can have any form. Train with an optimizer that is traced.")
         self._taken.check()
         self._take_buffers(self._programs.replaced_buffers(), self._state)

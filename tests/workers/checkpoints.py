@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -140,6 +141,8 @@ def save(folder: Path) -> dict[str, Any]:
         other = build(2, **options)
         other.load(folder)
         found[name] = by_name(other) == state
+        dcp.save({"app": other}, checkpoint_id=folder / f"dcp {name}")
+        other.export(folder / f"export {name}")
         if name == "2 x 2":  # each element is written once there too
             other.save(folder / "square", wait=True)
             third = build(3)
@@ -157,10 +160,26 @@ def load(folder: Path) -> dict[str, Any]:
     equal = by_name(sharded) == expected["state"]
     drawn = torch.get_rng_state().sum().item()
     refused = told(lambda: sharded.load(folder, extra={"own": Count(0)}))
+    from_dcp, exported = {}, {}
+    for name in ("ddp", "zero1", "2 x 2"):
+        other = build(2)
+        place = {"app": other}
+        dcp.load(place, checkpoint_id=folder / f"dcp {name}")
+        from_dcp[name] = by_name(other) == expected["state"]
+        weights = other.full_state_dict()
+        other.load_state_dict(sharded.state_dict())
+        other = build(2)
+        other.import_weights(folder / f"export {name}")
+        again = other.full_state_dict()
+        exported[name] = all(torch.equal(again[key], weights[key]) for key in weights)
+    optimizer = sharded.full_optimizer_state_dict()
+    other.load_full_state_dict(weights)
+    other.load_full_optimizer_state_dict(optimizer)
+    exported["whole"] = by_name(other) == expected["state"]
     losses = train(sharded, 4, 24)
     far = max(abs(a - b) for a, b in zip(losses, expected["losses"]))
     found = {"control": control, "step": step, "equal": equal, "far": far, "count": count.value, "refused": refused,
-             "drawn": drawn}  # fmt: skip
+             "drawn": drawn, "from dcp": from_dcp, "exported": exported}  # fmt: skip
     return found | (failures(sharded, folder.parent / "failures") if WORLD == 2 else {})
 
 

@@ -6,41 +6,31 @@ import copy
 import logging
 import os
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh, exchange
-from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.checkpoint import loading, saving, writing
+from fsdp_compiled.runtime.checkpoint import dcp, huggingface, loading, saving, whole, writing
 from fsdp_compiled.runtime.checkpoint.contents import derive_generators, set_generators, values_of
 from fsdp_compiled.runtime.checkpoint.image import Image
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, taken_over
+from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, taken_over, write_groups
 from fsdp_compiled.runtime.checkpoint.saving import Wish
+from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import decode, digest
 from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.state import State
 
+T = TypeVar("T")
 Busy = Literal["wait", "refuse"]
 log = logging.getLogger("fsdp_compiled")
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What is saved and loaded, as it is now."""
-
-    plan: Plan
-    state: State
-    optimizer: Optimizer | None
-    rules: Sequence[Rule]
 
 
 def check_wish(folder: Any, step: Any, keep: Any, replace: Any) -> Wish:
@@ -65,6 +55,7 @@ class Checkpoints:
         self._image = Image(mesh.device)
         self._current: Saving | None = None
         self._count = 0
+        self._ranks: list[Any] = []  # as a `DeviceMesh`, once one was asked for
 
     def check(self) -> None:
         """Raises `SaveError` where a checkpoint that was written in the background could not be, once."""
@@ -120,6 +111,63 @@ class Checkpoints:
         work = self._load(folder, step, strict, trained, extra)
         try:
             return lockstep(self._mesh, "What load reads", work)
+        finally:
+            work.close()
+
+    def state_dict(self, trained: Trained) -> dcp.StateDict:
+        """Collective at its first call, which makes a `DeviceMesh`."""
+        wait_for_host_memory(trained.plan)
+        if not self._ranks:
+            self._ranks.append(dcp.device_mesh(self._mesh))
+        return dcp.state_dict(trained, self._mesh, self._ranks[0])
+
+    def load_state_dict(self, given: Mapping[str, Any], trained: Trained) -> None:
+        """Collective: all ranks are given what fits, or none takes it."""
+        wait_for_host_memory(trained.plan)
+
+        def load() -> Generator[str, None, None]:
+            write = dcp.load_state_dict(given, trained, self._mesh)
+            yield "what it is given"
+            write()
+
+        lockstep(self._mesh, "What load_state_dict is given", load())
+
+    def export(self, folder: Path, model: nn.Module, trained: Trained) -> None:
+        """Collective."""
+        self._run(trained, "What export writes", huggingface.export(folder, model, trained, self._mesh))
+
+    def import_weights(self, folder: Path, strict: bool, model: nn.Module, trained: Trained) -> None:
+        """Collective. Nothing is changed unless every rank has read all of it."""
+        work = huggingface.read(folder, strict, model, trained, self._mesh)
+        staged, buffers, wrong = self._run(trained, "What import_weights reads", work)
+        loading.write(staged)
+        whole.write([(to, staged.tensors[key]) for to, key in buffers])
+        if wrong and self._mesh.rank == 0:
+            lines = "".join(f"\n  {line}" for line in wrong)
+            log.warning("loaded what fits of the weights in %s, and left the rest as it was:%s", folder, lines)
+
+    def load_weights(self, given: Mapping[str, Any], model: nn.Module, trained: Trained) -> None:
+        """Collective. Nothing is changed unless every rank has its part."""
+        work = whole.load_weights(given, model, trained, self._mesh)
+        whole.write(self._run(trained, "What load_full_state_dict is given", work))
+
+    def optimizer_state_dict(self, trained: Trained) -> dict[str, Any]:
+        """Collective."""
+        work = whole.optimizer_state_dict(trained, self._mesh)
+        return self._run(trained, "What full_optimizer_state_dict collects", work)
+
+    def load_optimizer(self, given: Mapping[str, Any], trained: Trained) -> None:
+        """Collective. Nothing is changed unless every rank has its part."""
+        work = whole.load_optimizer(given, trained, self._mesh)
+        staged, groups = self._run(trained, "What load_full_optimizer_state_dict is given", work)
+        whole.write(staged)
+        assert trained.optimizer is not None
+        write_groups(trained.optimizer, groups)
+
+    def _run(self, trained: Trained, what: str, work: Generator[str, None, T]) -> T:
+        wait_for_host_memory(trained.plan)
+        try:
+            return lockstep(self._mesh, what, work)
         finally:
             work.close()
 

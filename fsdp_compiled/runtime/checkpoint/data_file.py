@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,15 +53,15 @@ class Layout:
     size: int
 
 
-def lay_out(items: Iterable[Item]) -> Layout:
+def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> Layout:
     """Widest elements first, so that each tensor is aligned. Raises ``ValueError`` for what safetensors cannot hold."""
-    entries: dict[str, object] = {}
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     offsets: dict[str, int] = {}
     position = 0
     for item in sorted(items, key=lambda item: (-item.dtype.itemsize, item.nbytes == 0)):
         if item.dtype not in DTYPES:
             raise ValueError(f"{item.key} is {item.dtype}, which safetensors files cannot hold.")
-        if item.key in entries:
+        if item.key in offsets:
             raise ValueError(f"Two tensors of one file are called {item.key}.")
         offsets[item.key] = position
         entries[item.key] = {
@@ -102,8 +102,10 @@ class Request:
 class Reader:
     """A file whose size and checksums are known; what is read of it is verified, block by block."""
 
-    def __init__(self, path: Path, size: int, checksums: Sequence[str], holds: Callable[[int, int], str]) -> None:
-        """``holds``: what stands between two offsets, for messages."""
+    def __init__(
+        self, path: Path, size: int, checksums: Sequence[str] | None, holds: Callable[[int, int], str]
+    ) -> None:
+        """``holds``: what stands between two offsets, for messages. Without checksums, only the size is verified."""
         self._path, self._size, self._checksums, self._holds = path, size, checksums, holds
         self.verified: set[int] = set()
 
@@ -134,7 +136,7 @@ class Reader:
                 start = block * BLOCK
                 held = scratch[: min(BLOCK, self._size - start)]
                 self._fill(file, start, held)
-                if xxhash.xxh3_64_hexdigest(held) != self._checksums[block]:
+                if self._checksums and xxhash.xxh3_64_hexdigest(held) != self._checksums[block]:
                     raise Corrupt(
                         f"{self._path}: bytes {start} to {start + len(held)} are not what was written (checksum). "
                         f"{self._lost(start, start + len(held))}"

@@ -209,6 +209,12 @@ def taken_over(group: Mapping[str, Any]) -> tuple[str, ...]:
     return (*moving, *NOTES, "max_lr", *["betas"] * ("beta1" in moving))
 
 
+def write_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Takes the rates over, and what schedulers note beside them."""
+    for group, before in zip(optimizer.param_groups, saved, strict=True):
+        group.update({name: before[name] for name in taken_over(group) if name in before})
+
+
 def _buffers(manifest: Manifest, state: State, found: Match) -> None:
     saved = {name.removeprefix("buffer ") for name in manifest.values if name.startswith("buffer ")}
     for name, tensor in state.buffers.items():

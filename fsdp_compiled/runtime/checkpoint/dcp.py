@@ -1,0 +1,195 @@
+"""For `torch.distributed.checkpoint`: the state as it wants it, each rank's stretches as rectangles of whole tensors.
+
+    dcp.save({"app": sharded}, checkpoint_id=folder)        any planner and storage of DCP's
+    dcp.load({"app": sharded}, checkpoint_id=folder)        on any number of ranks
+
+    {"model": {name: tensor}, "optim": {"state": {parameter: {name: tensor}}, "param_groups": [...]}, "updates": ...}
+
+What a rank holds a part of is a DTensor over a `LocalShardsWrapper`, whose rectangles are views of the shards: DCP
+copies out of them and into them. Relies, in torch 2.11 to 2.14, on ``torch.distributed.tensor._shards_wrapper`` and
+``_dtensor_spec``, as torchrec does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+
+from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.plan.plan import contiguous_stride
+from fsdp_compiled.runtime.checkpoint.contents import names_of, options
+from fsdp_compiled.runtime.checkpoint.manifest import Entry
+from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
+from fsdp_compiled.runtime.checkpoint.rectangles import rectangles
+from fsdp_compiled.runtime.checkpoint.stretches import Stretch, held, per_element, tensors
+from fsdp_compiled.runtime.checkpoint.trained import Trained
+
+Parts = list[tuple[tuple[int, ...], torch.Tensor]]  # offsets in the whole tensor, and a view
+
+
+class StateDict(dict[str, Any]):
+    """What `Sharded.state_dict` returns. It holds views of one rank's shards, so it is for DCP, not for a file."""
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(
+            "sharded.state_dict() holds views of this rank's shards, for torch.distributed.checkpoint: it cannot be "
+            "pickled or copied. Use sharded.save(folder), dcp.save(...), or sharded.full_state_dict()."
+        )
+
+
+def device_mesh(mesh: Mesh) -> DeviceMesh | None:
+    """All ranks in a row. Collective."""
+    return init_device_mesh(mesh.device.type, (mesh.world,)) if mesh.world > 1 else None
+
+
+def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateDict:
+    """What this rank holds, as views, and small things that are the same on all ranks, as copies."""
+    plan, state, rules = trained.plan, trained.state, trained.rules
+    whole = tensors(plan, rules, state.optimizer)
+    own = {one.name: one for one in held(plan, rules, mesh.shard_rank, state.parameters, state.optimizer)}
+    model: dict[str, Any] = {}
+    optimizer: dict[str, dict[str, Any]] = {}
+    for buffer in plan.buffers:
+        for slot in buffer.slots:
+            if (tensor := _tensor(f"model.{slot.name}", whole, own, plan.placement.parameter, ranks)) is not None:
+                model |= dict.fromkeys(slot.leaf.names[:1], tensor)
+            for name in per_element(buffer, rules):
+                key = f"optimizer.state.{slot.name}.{name}"
+                if (tensor := _tensor(key, whole, own, plan.placement.state, ranks)) is not None:
+                    optimizer.setdefault(slot.name, {})[name] = tensor
+    model |= dict(state.buffers)
+    for rule in rules:
+        for parameter in names_of(plan, rule):
+            for entry in rule.state:
+                if entry.scalar:
+                    optimizer.setdefault(parameter, {})[entry.name] = state.optimizer[
+                        f"{rule.key}.{entry.name}"
+                    ].clone()
+    found = StateDict(model=model, updates=state.step.clone())
+    if trained.optimizer is not None:
+        groups = [
+            {"params": [parameter._sharded_name for parameter in group["params"]], **kept}
+            for group, kept in zip(trained.optimizer.param_groups, options(trained.optimizer), strict=True)
+        ]
+        found["optim"] = {"state": optimizer, "param_groups": groups}
+    if state.scale:
+        found["loss_scale"] = {name: tensor.clone() for name, tensor in state.scale.items()}
+    return found
+
+
+def _tensor(
+    key: str, whole: Mapping[str, Entry], own: Mapping[str, Stretch], cut: bool, ranks: DeviceMesh | None
+) -> torch.Tensor | None:
+    """The tensor as DCP wants it; None where this rank holds nothing of it."""
+    entry, one = whole[key], own.get(key)
+    if entry.numel == 0:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    if one is None:
+        return None
+    parts = parts_of(entry, one.start, one.stop, one.values)
+    if not cut or ranks is None:
+        return parts[0][1]
+    meta = TensorMeta(torch.Size(entry.shape), contiguous_stride(entry.shape), entry.dtype)
+    wrapper = LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts])
+    return DTensor(wrapper, DTensorSpec(ranks, (Shard(0),), tensor_meta=meta), requires_grad=False)
+
+
+def parts_of(entry: Entry, start: int, stop: int, values: torch.Tensor) -> Parts:
+    """Elements ``[start, stop)`` in memory order as rectangles: views of ``values``, in the tensor's own dims."""
+    back = [entry.order.index(dim) for dim in range(len(entry.shape))]
+    found = []
+    for offsets, sizes, first in rectangles([entry.shape[dim] for dim in entry.order], start, stop):
+        count = torch.Size(sizes).numel()
+        view = values[first - start : first - start + count].view(sizes).permute(back)
+        found.append((tuple(offsets[place] for place in back), view))
+    return found
+
+
+def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Callable[[], None]:
+    """A function that writes what is given into the state; what DCP has already written there stays.
+
+    Raises ``ValueError`` for what does not fit.
+    """
+    plan, state, rules = trained.plan, trained.state, trained.rules
+    whole = tensors(plan, rules, state.optimizer)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    wrong: list[str] = []
+    for one in held(plan, rules, mesh.shard_rank, state.parameters, state.optimizer):
+        source = _given(given, one.name)
+        if source is None:
+            wrong.append(f"{one.name} is not given")
+        else:
+            copies += _copies(one, whole[one.name], source, wrong)
+    for name, tensor in state.buffers.items():
+        source = given.get("model", {}).get(name)
+        if not isinstance(source, torch.Tensor) or source.shape != tensor.shape:
+            wrong.append(f"the buffer {name} is not given, or has another shape")
+        else:
+            copies.append((tensor, source))
+    scalars = _scalars(given, trained, wrong)
+    if wrong:
+        raise ValueError(refusal("What load_state_dict was given", wrong))
+    return partial(_write, given, trained, [*copies, *scalars])
+
+
+def _write(given: Mapping[str, Any], trained: Trained, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    state = trained.state
+    with torch.no_grad():
+        for to, source in copies:
+            if to.data_ptr() != source.data_ptr() or to.device != source.device:
+                to.copy_(source)
+        state.step.copy_(torch.as_tensor(given.get("updates", state.step)))
+        for name, tensor in state.scale.items():
+            if name in given.get("loss_scale", {}):
+                tensor.copy_(torch.as_tensor(given["loss_scale"][name]))
+        for total in state.sums.values():
+            total.zero_()
+    groups = given.get("optim", {}).get("param_groups", [])
+    if trained.optimizer is not None and len(groups) == len(trained.optimizer.param_groups):
+        write_groups(trained.optimizer, groups)
+
+
+def _given(given: Mapping[str, Any], name: str) -> Any:
+    if name.startswith("model."):
+        return given.get("model", {}).get(name.removeprefix("model."))
+    parameter, entry = name.removeprefix("optimizer.state.").rsplit(".", 1)
+    return given.get("optim", {}).get("state", {}).get(parameter, {}).get(entry)
+
+
+def _copies(one: Stretch, entry: Entry, source: Any, wrong: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if tuple(source.shape) != entry.shape:
+        wrong.append(f"{one.name} has shape {list(source.shape)}, not {list(entry.shape)}")
+        return []
+    if not isinstance(source, DTensor):
+        return [(one.values, source.detach().permute(entry.order).reshape(-1)[one.start : one.stop])]
+    local = source.to_local()
+    here = dict(parts_of(entry, one.start, one.stop, one.values))
+    if isinstance(local, LocalShardsWrapper):
+        there = dict(zip(map(tuple, local.local_offsets()), local.local_shards(), strict=True))
+        if {place: tensor.shape for place, tensor in here.items()} == {k: v.shape for k, v in there.items()}:
+            return [(tensor, there[place]) for place, tensor in here.items()]
+    wrong.append(f"{one.name} is cut in another way: give what state_dict() returned here, or whole tensors")
+    return []
+
+
+def _scalars(given: Mapping[str, Any], trained: Trained, wrong: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    found = []
+    states = given.get("optim", {}).get("state", {})
+    for rule in trained.rules if trained.optimizer is not None else ():
+        for entry in rule.state:
+            if entry.scalar and (names := names_of(trained.plan, rule)):
+                values = [states.get(name, {}).get(entry.name) for name in names]
+                if any(value is None for value in values):
+                    wrong.append(f"the optimizer's {entry.name} of {names[values.index(None)]} is not given")
+                elif len({float(value) for value in values}) > 1:
+                    wrong.append(f"the optimizer's {entry.name} differs between parameters of group {rule.group}")
+                else:
+                    found.append((trained.state.optimizer[f"{rule.key}.{entry.name}"], torch.as_tensor(values[0])))
+    return found

@@ -1,0 +1,313 @@
+"""Weights in the layout of Hugging Face: safetensors files under the names of ``model.state_dict()``.
+
+    folder/config.json                             where the model has one
+           model.safetensors                       or, where that is too large,
+           model-00001-of-00002.safetensors  ...   with
+           model.safetensors.index.json            which tensor is in which
+
+No rank ever holds more than its own: rank 0 makes the files, with room for everything, and each rank writes its
+stretches where they belong. To read is the same the other way.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Generator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compiled.distributed.mesh import Mesh, exchange
+from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint import loading
+from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Item, Layout, lay_out
+from fsdp_compiled.runtime.checkpoint.dcp import parts_of
+from fsdp_compiled.runtime.checkpoint.loading import Staged, Wanted
+from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
+from fsdp_compiled.runtime.checkpoint.memory import memory_of
+from fsdp_compiled.runtime.checkpoint.stretches import Holders, held, tensors
+from fsdp_compiled.runtime.checkpoint.trained import Trained
+from fsdp_compiled.runtime.taken_model import holding
+
+LARGEST = 5 << 30  # bytes of a file
+INDEX = "model.safetensors.index.json"
+TORCH = {text: dtype for dtype, text in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Keys:
+    """By key of ``model.state_dict()``, which parameter it is, by first name, or which buffer."""
+
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+
+
+def keys_of(model: nn.Module, trained: Trained) -> Keys:
+    """Raises ``ValueError`` for a state_dict whose values are not the model's own tensors."""
+    instead: dict[int, torch.Tensor] = {}
+    named: dict[int, tuple[bool, str]] = {}
+    for old in model.parameters():
+        new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device="meta"), old.requires_grad)
+        instead[id(old)] = new
+        named[id(new)] = (True, old._sharded_name)
+    named |= {id(buffer): (False, name) for name, buffer in trained.state.buffers.items()}
+    found = Keys({}, {})
+    with holding(model, instead):
+        for key, value in model.state_dict(keep_vars=True).items():
+            if id(value) not in named:
+                raise ValueError(
+                    f"{key} of the model's state_dict() is none of its parameters and buffers: a hook makes it, or it "
+                    "is extra state. Use sharded.full_state_dict()."
+                )
+            is_parameter, name = named[id(value)]
+            (found.parameters if is_parameter else found.buffers)[key] = name
+    if hasattr(model, "config"):  # whose library writes tied weights once, and ties them when it loads
+        first = {name: key for key, name in reversed(found.parameters.items())}
+        found = Keys({key: name for name, key in reversed(first.items())}, found.buffers)
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is in which file. ``places``: by key, the file and where in it the tensor begins."""
+
+    layouts: dict[str, Layout]
+    places: dict[str, tuple[str, int]]
+
+
+def plan(keys: Keys, whole: Mapping[str, Entry], buffers: Mapping[str, torch.Tensor]) -> Plan:
+    """Files in the order of the state_dict, each as large as allowed."""
+    items = [
+        _item(key, whole[f"model.{name}"].shape, whole[f"model.{name}"].dtype) for key, name in keys.parameters.items()
+    ]
+    items += [_item(key, buffers[name].shape, buffers[name].dtype) for key, name in keys.buffers.items()]
+    rows: list[list[Item]] = [[]]
+    for item in items:
+        if rows[-1] and sum(one.nbytes for one in rows[-1]) + item.nbytes > LARGEST:
+            rows.append([])
+        rows[-1].append(item)
+    single = len(rows) == 1
+    names = [
+        "model.safetensors" if single else f"model-{n:05d}-of-{len(rows):05d}.safetensors"
+        for n in range(1, len(rows) + 1)
+    ]
+    layouts = {name: lay_out(row, {"format": "pt"}) for name, row in zip(names, rows)}
+    places = {key: (name, offset) for name, layout in layouts.items() for key, offset in layout.offsets.items()}
+    return Plan(layouts, places)
+
+
+def _item(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Item:
+    return Item(key, dtype, tuple(shape), torch.Size(shape).numel() * dtype.itemsize)
+
+
+def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Generator[str, None, None]:
+    """Writes the model's weights; in stages, for `lockstep`. The folder is there whole, or not at all."""
+    aside: Path | None = None
+    done = False
+    try:
+        keys = keys_of(model, trained)
+        state = trained.state
+        whole = tensors(trained.plan, (), {})
+        files = plan(keys, whole, state.buffers)
+        if mesh.rank == 0:
+            aside = _begin(folder, files)
+        yield "the files"
+        said = exchange((aside, mesh.shard_rank), mesh)
+        place = said[0][0]
+        ranks = [rank for rank, (_, shard) in enumerate(said) if shard == mesh.shard_rank]
+        holders = Holders(mesh.rank, mesh.world, ranks.index(mesh.rank), len(ranks))
+        of: dict[str, list[str]] = {}
+        for key, name in keys.parameters.items():
+            of.setdefault(f"model.{name}", []).append(key)
+        opened = {name: os.open(place / name, os.O_WRONLY) for name in files.layouts}
+        try:
+            for one in held(trained.plan, (), mesh.shard_rank, state.parameters, {}, holders):
+                for key in of.get(one.name, ()):
+                    file, offset = files.places[key]
+                    for offsets, view in parts_of(whole[one.name], one.start, one.stop, one.values):
+                        _write(opened[file], offset, whole[one.name].shape, offsets, view.detach().cpu())
+            for key, name in keys.buffers.items() if mesh.rank == 0 else ():
+                file, offset = files.places[key]
+                _write_all(opened[file], memory_of(state.buffers[name].detach().cpu().contiguous()), offset)
+            for descriptor in opened.values():
+                os.fsync(descriptor)
+        finally:
+            for descriptor in opened.values():
+                os.close(descriptor)
+        yield "the weights"
+        if aside is not None:
+            _write_descriptions(aside, model, files)
+            folders.sync(aside)
+            with suppress(FileNotFoundError):
+                folder.rmdir()  # an empty one
+            os.rename(aside, folder)
+            folders.sync(folder.parent)
+        done = True
+        yield "the folder"
+    except OSError as error:
+        raise ValueError(f"The weights cannot be written to {folder}: {error.strerror or error}.") from error
+    finally:
+        if aside is not None and not done:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _begin(folder: Path, files: Plan) -> Path:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty. Export to a new folder, or remove it.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
+    aside.mkdir()
+    for name, layout in files.layouts.items():
+        with (aside / name).open("wb") as file:
+            file.write(layout.header)
+            file.truncate(layout.size)
+    return aside
+
+
+def _write(descriptor: int, offset: int, shape: tuple[int, ...], offsets: tuple[int, ...], view: torch.Tensor) -> None:
+    """Puts a rectangle of a tensor where it belongs in a file, in as few runs as its rows allow."""
+    dims = len(shape)
+    run = dims  # dims from here on are whole, so that they and the one before lie end to end
+    while run > 0 and view.shape[run - 1] == shape[run - 1]:
+        run -= 1
+    lead = max(run - 1, 0)
+    strides = [int(torch.Size(shape[dim + 1 :]).numel()) for dim in range(dims)]
+    start = sum(place * stride for place, stride in zip(offsets, strides))
+    for index in itertools.product(*(range(size) for size in view.shape[:lead])):
+        place = start + sum(one * stride for one, stride in zip(index, strides))
+        row = view[index].contiguous()
+        _write_all(descriptor, memory_of(row), offset + place * row.itemsize)
+
+
+def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data[: 64 << 20], offset)
+        data, offset = data[count:], offset + count
+
+
+def _write_descriptions(aside: Path, model: Any, files: Plan) -> None:
+    """The index, and what the model says of itself."""
+    if len(files.layouts) > 1:
+        size = sum(layout.size - len(layout.header) for layout in files.layouts.values())
+        weight_map = {key: name for key, (name, _) in files.places.items()}
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2, sort_keys=True)
+        (aside / INDEX).write_text(text + "\n")
+    for name in ("config", "generation_config"):
+        described: Any = getattr(model, name, None)
+        if callable(getattr(described, "save_pretrained", None)):
+            described = copy.deepcopy(described)
+            if name == "config":
+                described.architectures = [type(model).__name__]
+            described.save_pretrained(str(aside))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What is in the folder's safetensors files, by key. Raises ``ValueError`` where there are none, or bad ones."""
+    try:
+        if (folder / INDEX).is_file():
+            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+        elif (folder / "model.safetensors").is_file():
+            names = ["model.safetensors"]
+        else:
+            there = ", ".join(sorted(path.name for path in folder.glob("*.bin"))[:3])
+            raise ValueError(
+                f"{folder} has neither model.safetensors nor {INDEX}"
+                + (f"; {there} is a pickle, which is not read: save it with safe_serialization=True." if there else ".")
+            )
+        found = Manifest(0, 1, {}, {}, {}, {}, {"id": str(folder)})
+        for name in names:
+            if Path(name).name != name:
+                raise ValueError(f"{folder / INDEX} names a file in another folder: {name}.")
+            _read_header(folder / name, found)
+    except (OSError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder} cannot be read: {type(error).__name__}: {error}.") from error
+    return found
+
+
+def _read_header(path: Path, found: Manifest) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"{path} is no safetensors file: its header would be {length} bytes long, of {size}.")
+        header = json.loads(file.read(length))
+    found.files[path.name] = DataFile(path.name, size, None)
+    header.pop("__metadata__", None)
+    for key, entry in header.items():
+        shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+        dtype = TORCH.get(entry["dtype"])
+        if dtype is None or torch.Size(shape).numel() * dtype.itemsize != end - begin or 8 + length + end > size:
+            raise ValueError(f"{path}: {key} is {entry}, in a file of {size} bytes. The file is damaged, or of a dtype "
+                             "that is not known here.")  # fmt: skip
+        whole = Piece(0, int(torch.Size(shape).numel()), path.name, 8 + length + begin)
+        found.tensors[key] = Entry(shape, dtype, tuple(range(len(shape))), [whole] if whole.stop else [])
+
+
+def read(
+    folder: Path, strict: bool, model: nn.Module, trained: Trained, mesh: Mesh
+) -> Generator[str, None, tuple[Staged, list[tuple[torch.Tensor, str]], list[str]]]:
+    """Weights for this rank's shards and buffers, read aside, and what did not fit; in stages, for `lockstep`."""
+    manifest = read_manifest(folder)
+    yield "which files"
+    keys = keys_of(model, trained)
+    wrong: list[str] = []
+    places: dict[str, str] = {}
+    buffers: list[tuple[torch.Tensor, str]] = []
+    prefix = _prefix(model, manifest, keys)
+    used: set[str] = set()
+    whole = tensors(trained.plan, (), {})
+    slots = [slot for buffer in trained.plan.buffers for slot in buffer.slots]
+    names = {slot.name: {slot.name, *slot.leaf.names} for slot in slots}
+    for key, name in keys.parameters.items():
+        names[name].add(key)
+    for name, known in names.items():
+        there = [key for key in map(prefix, sorted(known)) if key in manifest.tensors]
+        used |= set(there)
+        if not there:
+            wrong.append(f"{name} is not there")
+        elif manifest.tensors[there[0]].shape != whole[f"model.{name}"].shape:
+            shape = list(manifest.tensors[there[0]].shape)
+            wrong.append(f"{name} has shape {list(whole[f'model.{name}'].shape)} here, and {shape} there")
+        else:
+            places[f"model.{name}"] = there[0]
+    for key, name in keys.buffers.items():
+        used.add(prefix(key))
+        entry = manifest.tensors.get(prefix(key))
+        if entry is None or entry.shape != tuple(trained.state.buffers[name].shape):
+            wrong.append(f"the buffer {name} is not there, or has another shape")
+        else:
+            buffers.append((trained.state.buffers[name], prefix(key)))
+    wrong += [f"{key} is not in the model" for key in sorted(manifest.tensors.keys() - used)]
+    if wrong and strict:
+        raise ValueError(
+            "\n  ".join([f"The weights in {folder} are of another model, so nothing was loaded:", *wrong[:20]])
+            + "\nBuild that model, or pass strict=False, which loads what fits."
+        )
+    wanted = [
+        Wanted(places[one.name], one.start, one.stop, whole[one.name].order, one.values)
+        for one in held(trained.plan, (), mesh.shard_rank, trained.state.parameters, {})
+        if one.name in places
+    ]
+    trees = [{"$tensor": key} for _, key in buffers]
+    staged = yield from loading.read(folder, manifest, mesh, wanted, trees)
+    return staged, buffers, wrong
+
+
+def _prefix(model: Any, manifest: Manifest, keys: Keys) -> Any:
+    """How a key of the model is called there: a head's file loads into its bare model, and the other way round."""
+    known = [*keys.parameters]
+    base = getattr(model, "base_model_prefix", "")
+    if not base or any(key in manifest.tensors for key in known):
+        return lambda key: key
+    if any(f"{base}.{key}" in manifest.tensors for key in known):
+        return lambda key: f"{base}.{key}"
+    return lambda key: key.removeprefix(f"{base}.")

@@ -1,0 +1,22 @@
+"""What is saved and loaded, as it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.state import State
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in shards with its optimizer."""
+
+    plan: Plan
+    state: State
+    optimizer: Optimizer | None
+    rules: Sequence[Rule]
