@@ -29,7 +29,7 @@ PRIVATE = {
         "capture.ambient", "capture.cache_key", "capture.dynamo", "cli.bench.network", "lower.cuda_device",
         "lower.lowering", "runtime.module_call",
     },
-    "torch.distributed.tensor._dtensor_spec": {"runtime.parameter_group"},
+    "torch.distributed.tensor._dtensor_spec": {"runtime.parameter_group", "runtime.checkpoint.dcp"},
 }  # fmt: skip
 # The rooms from the ground up: each imports only what stands above it here, and its own. The top floor is the public
 # face: what a person imports and the shell commands.
