@@ -23,6 +23,7 @@ from fsdp_compiled.capture.ambient import outside
 from fsdp_compiled.capture.sync_batchnorm import check_norms
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh, agree, connect
+from fsdp_compiled.kernels.products import widening
 from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.optim.rule import Rule
@@ -144,6 +145,12 @@ def _device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
         return ValueError(
             f"Policy.offload is True, but the model is on {device}: its shards are in host memory already. Take it "
             'out. What makes a rank hold less: more ranks, Policy(shard="zero3", recompute="unit"), limit=2.'
+        )
+    if policy.unrounded_gradients and (why := widening(device)):
+        return ValueError(
+            "Policy.unrounded_gradients needs matrix products of bfloat16 that are written in float32, which PyTorch "
+            f"does not have on {device}: {why}. Leave it out: gradients are then rounded to the compute dtype, as "
+            "FSDP2's are."
         )
     return None
 

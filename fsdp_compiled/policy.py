@@ -158,6 +158,12 @@ class Policy:
         backward each read four and write two less. ``"auto"``: where ``kernels`` are, whose update writes them on the
         way. Not with ``offload``. Whoever writes a shard between steps, other than with PyTorch's operators, says so
         with ``torch.autograd.graph.increment_version``.
+    unrounded_gradients
+        Where the model computes in half precision and gradients are reduced in float32 (``precision``): matrix products
+        write a weight's gradient in float32, as they sum it up, in the place of a rounded one that is cast afterwards.
+        Half the memory traffic, and nearer to the true gradient, so no longer FSDP2's bit for bit. For
+        ``lower="inductor"`` with ``kernels``. Refused where PyTorch has no such product (``torch.mm(out_dtype=)``), as
+        on a CPU.
     without
         Names of fusions to leave out, such as ``("exchange",)``, or ``"all"``: what remains are ATen's operators and
         plain collectives. `fsdp_compiled.lower.fusions` lists them. Fusions make a step faster and mean the same: two
@@ -187,6 +193,7 @@ class Policy:
     dynamic: bool | tuple[int, ...] = False
     kernels: bool | Literal["auto"] = "auto"
     copies: bool | Literal["auto"] = "auto"
+    unrounded_gradients: bool = False
     without: tuple[str, ...] | Literal["all"] = ()
     programs: int = 16
 
@@ -194,6 +201,7 @@ class Policy:
         _one_of("shard", self.shard, tuple(PLACEMENTS))
         _one_of("accumulate", self.accumulate, ("shards", "full"))
         _one_of("offload", self.offload, (False, True))
+        _one_of("unrounded_gradients", self.unrounded_gradients, (False, True))
         _one_of("recompute", self.recompute, (None, "cheap", "unit", "auto"))
         _one_of("lower", self.lower, ("inductor", "eager"))
         _one_of("weigh", self.weigh, ("ranks", "rows"))
@@ -265,6 +273,11 @@ class Policy:
                 "Policy.offload keeps shards in host memory, and Policy.copies=True a copy of them on the device. "
                 'Leave copies at "auto", or take offload out.'
             )
+        if self.unrounded_gradients and (missing := self._rounds()):
+            raise ValueError(
+                "Policy.unrounded_gradients has matrix products in half precision write gradients in float32, but "
+                f"{missing}. Leave unrounded_gradients out, or change that."
+            )
         scale = self.loss_scale
         if not (scale is None or scale == "dynamic" or isinstance(scale, LossScale)) and not (
             isinstance(scale, int | float) and _is_number(scale) and 0 < scale < math.inf
@@ -272,6 +285,18 @@ class Policy:
             raise ValueError(
                 f'Policy.loss_scale is {scale!r}; expected None, "dynamic", a positive number or a LossScale.'
             )
+
+    def _rounds(self) -> str:
+        """Why no product of such a policy could write an unrounded gradient; empty where one can."""
+        if self.precision.param_dtype not in (torch.bfloat16, torch.float16):
+            return f"precision.param_dtype is {self.precision.param_dtype}, not torch.bfloat16 or torch.float16"
+        if self.precision.reduce_dtype != torch.float32:
+            return f"precision.reduce_dtype is {self.precision.reduce_dtype}, not torch.float32"
+        if self.lower != "inductor" or self.kernels is False:
+            return f'that is done under lower="inductor" with kernels, not lower={self.lower!r}, kernels={self.kernels}'
+        if self.without == "all" or {"flatten_gradients", "direct_gradients"} & set(self.without):
+            return f"Policy.without={self.without!r} leaves out the fusions that do it"
+        return ""
 
     @property
     def scaling(self) -> LossScale | None:

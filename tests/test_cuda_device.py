@@ -168,6 +168,19 @@ def test_the_trial_of_the_first_launch_takes_no_memory_of_its_own(cuda: Cuda) ->
     assert shared.launches == 2 and cuda.reserved == 1000 + WORKSPACE
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_what_runs_beside_a_graph_takes_no_memory_of_its_own(cuda: Cuda, beside: bool) -> None:
+    shared = replays(cuda)
+    step, program = wrap(shared, cuda.program(), cuda), cuda.program()
+    forward = shared.beside(lambda: [program()]) if beside else lambda: [program()]
+    for _ in range(WARM + 1):
+        step()
+    for _ in range(2):
+        forward()
+        step()
+    assert cuda.reserved == (1000 if beside else 2000) + WORKSPACE
+
+
 def test_without_giving_back_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     monkeypatch.setattr(CudaGraphs, "release", lambda self: None)

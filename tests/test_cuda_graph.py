@@ -268,6 +268,27 @@ def test_forward_and_gradients_alone_are_not_captured() -> None:
     assert sharded.replays == 0 and stand_in(sharded).log == []
 
 
+def test_forward_and_gradients_beside_graphs_run_in_the_graphs_memory() -> None:
+    """Where what they return is copied, so that launches after it do not write over it."""
+    graphed, plain = (make(graphs, dropout=0.2) for graphs in (True, False))
+    data = batches(WARM + 4)
+    for x, y in data[: WARM + 1]:
+        assert torch.equal(*each([partial(graphed.step, x, y), partial(plain.step, x, y)]))
+    begun = len(stand_in(graphed).log)
+    x, y = data[-1]
+    results = each([partial(graphed, x), partial(plain, x)])
+    gradients = each([partial(graphed.value_and_grad, x, y), partial(plain.value_and_grad, x, y)])
+    assert stand_in(graphed).log[begun:] == ["warm"] * 2
+    before = [leaf.clone() for leaf in pytree.tree_leaves((results, gradients))]
+    for x, y in data[WARM + 1 :]:
+        assert torch.equal(*each([partial(graphed.step, x, y), partial(plain.step, x, y)]))
+    assert same(results[0], results[1]) and same(gradients[0], gradients[1])
+    assert same(before, (results, gradients)) and graphed.replays > 0
+    graphed.close()
+    graphed(x)
+    assert stand_in(graphed).log.count("warm") == WARM + 3, "without graphs it runs in memory of its own"
+
+
 def test_graphs_are_destroyed_before_the_process_group_ends() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -155,6 +155,25 @@ def test_memory_with_a_graph_is_that_without_but_for_the_workspace_of_its_stream
     assert peaks[1] - own <= 1.05 * peaks[0], (peaks, own)
 
 
+def test_gradients_beside_a_graph_take_its_memory() -> None:
+    own, reserved = workspace(), []
+    for graph in (False, True):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        sharded = make(graph, width=512, layers=6)
+        for tokens in batches(WARM + 2, rows=64):
+            sharded.step(tokens)
+        expected = sharded.value_and_grad(tokens)[0].item()
+        for _ in range(2):
+            sharded.step(tokens)
+        assert sharded.value_and_grad(tokens)[0].item() < expected
+        reserved.append(torch.cuda.memory_reserved() - before)
+        sharded.close()
+        del sharded
+    assert reserved[1] - own <= 1.2 * reserved[0], (reserved, own)
+
+
 def broken(sharded: Sharded) -> None:
     """From here on its newest program reads a number on the host, which a capture forbids."""
     replay: Any = sharded._programs.newest.runner

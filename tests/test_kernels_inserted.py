@@ -186,6 +186,8 @@ def test_shards_of_a_microbatch_join_their_sums_in_one_call() -> None:
     assert (count(joined, ACCUMULATE), count(joined, aten.add_.Tensor)) == (1, 2)
     last = with_them.program
     assert (count(last, ACCUMULATE), count(last, MEASURE)) == (1, 0)
+    assert count(without.program, aten.zero_.default) == buffers + 2
+    assert (count(last, aten.zero_.default), count(last, aten._foreach_zero_.default)) == (0, 2)  # float32, float64
     (call,) = [node for node in last.graph.nodes if node.target is ACCUMULATE]
     assert len(call.args[0]) == buffers and call.args[2] is not None  # divided by three in the norm and the update
     assert {user.target for gradient in call.args[0] for user in gradient.users} <= {ACCUMULATE, ADAM, SGD}

@@ -299,9 +299,10 @@ class Methods:
             for name, value in list(vars(kind).items())
             if _code(value) in code and not _ours(value)
         ]
+        self._functions = [value for _, _, value in self._found]  # which compare by identity
 
     def same(self) -> bool:
-        return all(kind.__dict__.get(name) is value for kind, name, value in self._found)
+        return [kind.__dict__.get(name) for kind, name, _ in self._found] == self._functions
 
     def changed(self) -> tuple[str, str] | None:
         for kind, name, value in self._found:

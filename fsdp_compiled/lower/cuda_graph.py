@@ -21,7 +21,8 @@ that one's tensors: their identity is asked, not their address, because whether 
 same on all ranks (so NCCL), and identity is.
 
 All graphs of a `Sharded` take their memory from one pool: what a graph works with is dead when it ends, so that
-several shapes, and `accumulate` beside `step`, need no more than the largest. Once no graph is left, because each was
+several shapes, and `accumulate` beside `step`, need no more than the largest; and so do forward alone and
+`value_and_grad`, which run as they are, in that memory too. Once no graph is left, because each was
 refused or all were closed, the pool is given back: what runs without a graph takes its memory elsewhere.
 
 What is done to CUDA is in `cuda_device`.
@@ -128,6 +129,17 @@ class Replays:
         self._replays.add(replay)
         return replay
 
+    def beside(self, runner: Runner) -> Runner:
+        """The runner of a program that is not captured (forward alone, a gradient), in the graphs' memory while there
+        are graphs: that is free while none is launched, and elsewhere as much would be held once more."""
+
+        def run(*given: torch.Tensor) -> Sequence[torch.Tensor]:
+            if self.device is None or not any(replay.captured for replay in self._replays):
+                return runner(*given)
+            return _copies(self.device.warm(lambda: runner(*given)))
+
+        return run
+
     def close(self) -> None:
         """Destroys the graphs; calls after this warm up and capture again."""
         for replay in list(self._replays):
@@ -150,6 +162,11 @@ class _Weakly:
         replays = self._replays()
         if replays is not None:
             replays.close()
+
+
+def _copies(results: Sequence[Any]) -> list[Any]:
+    """What the next launch does not write over."""
+    return [result.clone() if isinstance(result, torch.Tensor) else result for result in results]
 
 
 def _communicates(program: Program) -> bool:
@@ -272,8 +289,7 @@ class Replay:
         assert self._shared.device is not None
         if self._calls == 1:
             self._shared.device.make_room()
-        results = self._shared.device.warm(lambda: self.runner(*given))
-        return [result.clone() if isinstance(result, torch.Tensor) else result for result in results]
+        return _copies(self._shared.device.warm(lambda: self.runner(*given)))
 
     def _capture(self, given: Sequence[torch.Tensor]) -> None:
         """Captures on all ranks, or on none."""

@@ -24,8 +24,23 @@ from fsdp_compiled.lower.partition import Piece, segments
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
-# Inside, operators go past autograd's layers of dispatch, which under no_grad only cost time: a tenth of a small one.
-below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+class below_autograd:
+    """Inside, no gradient is recorded, and operators go past autograd's layers of dispatch, which then only cost time:
+    a tenth of a small one. In C, since it is entered in each call."""
+
+    __slots__ = ("_before", "_guard")
+
+    def __enter__(self) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._guard = torch._C._AutoDispatchBelowAutograd()
+        self._guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._guard.__exit__(*error)
+        torch._C._set_grad_enabled(self._before)
 
 
 def lower(program: Program, groups: Mapping[str, str], how: str, blocks: Collection[str] = ()) -> Runner:

@@ -32,13 +32,16 @@ class Hyperparameters:
         self._attributes: Attributes | None = None
         self._outside: Outside | None = None
         self.traced()
-        self._seen: list[tuple[Any, ...]] | None = None
+        self._seen: list[dict[str, Any]] | None = None  # the groups at the last `write`
 
     def unchanged(self) -> bool:
         """Whether groups, attributes, class, and what that reads, say what they said at the last `write`."""
+        try:
+            same = self._seen is not None and self._groups() == self._seen
+        except Exception:  # other parameters, which are compared by value, and refuse
+            return False
         return (
-            self._seen is not None
-            and self._look() == self._seen
+            same
             and (self._attributes is None or self._attributes.unchanged())
             and (self._outside is None or self._outside.unchanged())
         )
@@ -97,7 +100,7 @@ class Hyperparameters:
                 self.values[key] = value
         self._digest()
         values = (value for group in groups for value in options_of(group).values())
-        self._seen = self._look() if all(map(_is_plain, values)) else None
+        self._seen = list(map(dict, groups)) if all(map(_is_plain, values)) else None
 
     def overwrite(self, values: Mapping[str, float]) -> None:
         """Another rank's values, until the next `write`."""
@@ -116,10 +119,6 @@ class Hyperparameters:
 
     def _groups(self) -> list[dict[str, Any]]:
         return self._optimizer.param_groups if self._optimizer is not None else []
-
-    def _look(self) -> list[tuple[Any, ...]]:
-        """Every value but the parameters, in the groups' order."""
-        return [tuple(value for name, value in group.items() if name != "params") for group in self._groups()]
 
 
 def _is_plain(value: Any) -> bool:

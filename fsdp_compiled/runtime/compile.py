@@ -20,7 +20,7 @@ from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.arguments import check_arguments
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
-from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.ir.program import CALL, Port, Program
 from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, fusions_for
 from fsdp_compiled.lower.halves import Halves, cut
@@ -59,6 +59,8 @@ class Compiled:
     outputs: tuple[Port, ...]
     random: bool
     copied: bool  # whether it reads copies of shards
+    compared: bool  # whether ranks compare in it what they run
+    weighed: bool  # whether it reads how much this rank's batch counts
     idle: tuple[str, ...]  # parameters that the loss does not reach
     kind: Kind
     label: str
@@ -189,7 +191,9 @@ def describe(captured: Capture, stages: Sequence[Program], predict: Predict, job
         inputs=inputs,
         outputs=tuple(port for port in first.ports if port.side == "out"),
         random=program.random,
-        copied=any(port.kind == "copy" for port in program.ports),
+        copied=any(port.kind == "copy" for port in inputs),
+        compared=CALL in inputs,
+        weighed=any(port.kind == "rows" for port in inputs),
         idle=tuple(name for node in program.inputs.values() for name in node.meta.get("idle", ())),
         kind=job.kind,
         label=job.label,

@@ -1,16 +1,17 @@
 """A program's inputs and outputs by place: what is looked up once, so that a step is a straight line.
 
-    inputs   shard 0 | shard 1 | batch [0] | state ...      a pair each: (who holds it, under what name)
+    inputs   shard 0 | shard 1 | batch [0] | state ...      each held by somebody, under a name
     outputs  loss | norm | ...                              by index
 
 Who holds an input is a dictionary of the state, bound when a state is seen for the first time, or the list of the
-batch's leaves. The state's tensors are looked up again in every call, in one comprehension, so that a tensor that was
-put into the state is the one that is used.
+batch's leaves. The state's tensors are looked up again in every call, so that a tensor that was put into the state is
+the one that is used: all that one holds by one call of C, and one more puts them in the program's order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -32,22 +33,38 @@ class InputBinding:
         self._sizes = [_dim(port, self._leaf) for port in ports if port.kind == "size"]
         self._now: list[int] = []
         self._bound: object = None
-        self._pairs: list[tuple[Any, Any]] = []
+        self._holders: list[tuple[Any, Callable[[Any], tuple[Any, ...]]]] = []
+        self._in_order: Callable[[Any], tuple[Any, ...]] = tuple
 
-    def inputs(self, leaves: Sequence[Any], bound: object, holders: Holders) -> list[Any]:
+    def inputs(self, leaves: Sequence[Any], bound: object, holders: Holders) -> Sequence[Any]:
         """The inputs. ``holders`` gives who holds them, by kind, and is asked when ``bound`` is another object."""
         if bound is not self._bound:
-            self._bound, self._pairs = bound, list(self._pair(holders()))
+            self._bound = bound
+            self._arrange(list(self._pair(holders())))
         self._leaves[:] = leaves
         if self._sizes:
             self._now[:] = [leaves[leaf].shape[dim] for leaf, dim in self._sizes]
-        found = [holder[name] for holder, name in self._pairs]
+        found: list[Any] = []
+        for holder, names in self._holders:
+            found += names(holder)
         self._leaves.clear()
-        return found
+        return self._in_order(found)
 
     def forget(self) -> None:
         """Who holds the inputs is asked again."""
         self._bound = None
+
+    def _arrange(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        """From whom to ask for what, and how to order what they give."""
+        by_holder: dict[int, list[int]] = {}
+        for place, (holder, _) in enumerate(pairs):
+            by_holder.setdefault(id(holder), []).append(place)
+        self._holders = [
+            (pairs[places[0]][0], _getter([pairs[place][1] for place in places])) for places in by_holder.values()
+        ]
+        given = [place for places in by_holder.values() for place in places]
+        order = {place: index for index, place in enumerate(given)}
+        self._in_order = _getter([order[place] for place in range(len(pairs))]) if pairs else tuple
 
     def _pair(self, holders: Mapping[str, Mapping[str, Any]]) -> Iterable[tuple[Any, Any]]:
         sizes = iter(range(len(self._sizes)))
@@ -60,6 +77,14 @@ class InputBinding:
                 yield holders[port.kind], port.key
 
 
+def _getter(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that gives what something holds under these names, as a tuple."""
+    if len(names) > 1:
+        return itemgetter(*names)
+    (name,) = names
+    return lambda holder: (holder[name],)
+
+
 def _dim(port: Port, leaf: Mapping[str, int]) -> tuple[int, int]:
     assert port.dim is not None
     return leaf[port.name], port.dim
@@ -67,7 +92,7 @@ def _dim(port: Port, leaf: Mapping[str, int]) -> tuple[int, int]:
 
 def flatten(batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Sequence[Any], object]:
     """The leaves of a batch, and something that is equal for batches of the same structure."""
-    if not named and all(type(value) is torch.Tensor for value in batch):
+    if not named and {*map(type, batch)} == {torch.Tensor}:
         return batch, len(batch)
     return pytree.tree_flatten((batch, named))
 

@@ -340,6 +340,8 @@ class Programs:
             self._together(lambda: self._check_fit(compiled, request))
         if replayed:  # as a CUDA graph
             compiled.runner = self.replays.wrap(compiled.runner, compiled.inputs, label, self._all_say(label))
+        elif compiled.kind in ("gradient", "forward"):
+            compiled.runner = self.replays.beside(compiled.runner)
         self.captures += 1
         self._say_idle(compiled)
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)

@@ -481,13 +481,6 @@ class Sharded:
         return Trained(self.plan, self._state, self.optimizer, self._programs.rules)
 
     def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
-        self._calls.check_open()
-        with self._refusing():
-            self._read_rates()
-            if self._eager is not None:
-                self._eager.read(state.optimizer)
-        if self._joined is not None and self._joined.shadows is not None:
-            self._hyperparameters.overwrite(self._joined.shadows.rates)
         compiled, outputs = self._run("last" if state.sums else "step", state, batch, named)
         self._row.end()
         self._norm = outputs.get(NORM)
@@ -497,10 +490,17 @@ class Sharded:
         self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Compiled, dict[Port, torch.Tensor]]:
         self._calls.check_open()
-        with self._refusing():
+        try:
+            if kind in ("step", "last"):
+                self._read_rates()
+                if self._eager is not None:
+                    self._eager.read(state.optimizer)
             self._checkpoints.check()
             self._taken.check()
             request = self._programs.find(kind, batch, named)
+        except Exception as error:
+            self._refuse(error)
+            raise
         try:
             with outside_modes(watched=True):
                 return self._execute(request, state)
@@ -526,7 +526,6 @@ class Sharded:
         try:
             given = self._bind(compiled, state, request)
             with (
-                torch.no_grad(),
                 below_autograd(),
                 self._random.drawing(state.drawn_from) if compiled.random else nullcontext(),
             ):
@@ -559,17 +558,19 @@ class Sharded:
                 raise
             raise RankError(reason) from error
 
-    def _bind(self, compiled: Compiled, state: State, request: Request) -> list[Any]:
+    def _bind(self, compiled: Compiled, state: State, request: Request) -> Sequence[Any]:
         """The program's inputs, with the numbers that this call sets."""
         if compiled.kind == "accumulate" and not state.sums:
             state.sums.update(compiled.zeros())
-        before = self._row.programs if compiled.updates else 0
-        call = (compiled.number + before) * ODD + self._hyperparameters.digest
         good = self._failed.begin(compiled)
-        for part in range(CALL_PARTS):
-            self._set_number(f"call {part}", float(call >> 20 * part & 0xFFFFF) if good else math.nan)
-        shadows = self._joined is not None and self._joined.shadows is not None
-        self._set_number("rows", 0 if shadows else request.rows)
+        if compiled.compared:
+            before = self._row.programs if compiled.updates else 0
+            call = (compiled.number + before) * ODD + self._hyperparameters.digest
+            for part in range(CALL_PARTS):
+                self._set_number(f"call {part}", float(call >> 20 * part & 0xFFFFF) if good else math.nan)
+        if compiled.weighed:
+            shadows = self._joined is not None and self._joined.shadows is not None
+            self._set_number("rows", 0 if shadows else request.rows)
         if compiled.copied:
             self._copies.follow(state.parameters)
         return compiled.input_binding.inputs(request.leaves, state.held, lambda: self._holders(compiled, state))
@@ -614,6 +615,8 @@ class Sharded:
                 if changed := self._hyperparameters.changed(self._programs.rules):
                     self._retrace(changed)
                 self._hyperparameters.write(self._programs.rules)
+        if self._joined is not None and self._joined.shadows is not None:
+            self._hyperparameters.overwrite(self._joined.shadows.rates)
 
     def _shadow(self, call: Announced) -> None:
         """Makes another rank's call, on a batch that counts nothing."""
@@ -654,10 +657,13 @@ class Sharded:
         try:
             yield
         except Exception as error:
-            if (lost := self._calls.parting(error)) is not None:
-                raise RankError(lost) from error
-            reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            if self._joined is not None and self._joined.shadows is None:  # else the others are in the call already
-                self._joined.refuse(reason)
-            self._calls.refuse(reason)
+            self._refuse(error)
             raise
+
+    def _refuse(self, error: Exception) -> None:
+        if (lost := self._calls.parting(error)) is not None:
+            raise RankError(lost) from error
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if self._joined is not None and self._joined.shadows is None:  # else the others are in the call already
+            self._joined.refuse(reason)
+        self._calls.refuse(reason)

@@ -93,7 +93,11 @@ FUSIONS: tuple[Fusion, ...] = (
     Fusion(
         "direct_gradients",
         lambda target: direct_gradients,
-        lambda target: _compiled(target) and _kernels(target) and not target.backends.tuned,
+        lambda target: (
+            _compiled(target)
+            and _kernels(target)
+            and (target.plan.policy.unrounded_gradients or not target.backends.tuned)
+        ),
     ),
 )
 

@@ -8,10 +8,19 @@
                                                flatten_(flat, [d_bias], [4096], [0, 4096])
 
 A weight's gradient is then neither read nor written once more, and never in memory twice; `flatten_` brings the rest to
-its place and clears the padding. So it goes for a product that nothing else reads, in the dtype that is reduced in. The
-others are small (biases, norms), or are sums of several gradients, or are cast on the way, which is what a flatten is
-for. Where the operator would keep Inductor from something better it stays: from choosing among kernels, if it is told
-to, and on a GPU from padding a product whose sides are no multiple of 16 bytes, which takes longer than a copy.
+its place and clears the padding. So it goes for a product that nothing else reads, in the dtype that is reduced in; and
+with ``Policy.unrounded_gradients`` for one in half precision too, which is reduced in float32:
+
+    d_up: bfloat16 = mm(t(d_y), x)             flat: float32 = empty([4224])
+    flat: float32 = flatten([d_up, ...], ...)  product_(flat, 0, t(d_y), x)
+
+where 4 bytes an element are written in the place of 2 written, 2 read and 4 written. The sums inside of a product are
+in float32 anyhow, so what is left out is their rounding, and the gradient is nearer to the true one, but no longer
+FSDP2's bit for bit.
+
+The others are small (biases, norms), or are sums of several gradients, or are cast on the way, which is what a flatten
+is for. Where the operator would keep Inductor from something better it stays: from choosing among kernels, if it is
+told to, and on a GPU from padding a product whose sides are no multiple of 16 bytes, which takes longer than a copy.
 """
 
 from __future__ import annotations
@@ -34,6 +43,7 @@ from fsdp_compiled.plan.units import innermost
 aten = torch.ops.aten
 PRODUCTS = (aten.mm.default, aten.bmm.default)
 ALIGNED = 16  # bytes
+HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -53,26 +63,27 @@ class Direct:
 def direct_gradients(program: Program, plan: Plan) -> Program:
     """The fusion, on a program whose gradients are flattened by one operator (`flatten_gradients`)."""
     edit = Edit(program)
-    write(edit.graph, plan.blocks)
+    write(edit.graph, plan.blocks, plan.policy.unrounded_gradients)
     return edit.done("direct_gradients")
 
 
-def write(graph: fx.Graph, blocks: Collection[str] = ()) -> None:
+def write(graph: fx.Graph, blocks: Collection[str] = (), unrounded: bool = False) -> None:
     """Makes the products that a flat buffer is made of write into it; ``blocks`` names the submodules that may be
-    alike, whose products are placed as seen from the block's first, so that their pieces stay equal."""
+    alike, whose products are placed as seen from the block's first, so that their pieces stay equal. ``unrounded``:
+    products in half precision write into a buffer of float32."""
     for flat in graph.find_nodes(op="call_function", target=operators.flatten.default):
         gradients, offsets, _, dtype, *scale = flat.args
         if not any(scale):
             found = [
                 Direct(*one, offset, innermost([one[0].meta.get("path", "")], tuple(blocks)))
                 for gradient, offset in zip(gradients, offsets, strict=True)
-                if (one := _made_by(gradient, dtype))
+                if (one := _made_by(gradient, dtype, unrounded))
             ]
             if found:
                 _rewrite(graph, flat, found)
 
 
-def _made_by(gradient: fx.Node, dtype: Any) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
+def _made_by(gradient: fx.Node, dtype: Any, unrounded: bool) -> tuple[fx.Node, tuple[fx.Node, ...]] | None:
     """The product that makes the gradient, as it lies in memory, and the views from the one to the other."""
     node, views = gradient, []
     while (is_view(node) or node.target is aten._unsafe_view.default) and len(node.users) == 1:
@@ -82,7 +93,10 @@ def _made_by(gradient: fx.Node, dtype: Any) -> tuple[fx.Node, tuple[fx.Node, ...
         return None
     made, seen, left = node.meta["val"], gradient.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
     sides = (*made.shape[-2:], left.shape[-1])
-    if not all(isinstance(size, int) for size in (*made.shape, *sides)) or not made.dtype == seen.dtype == dtype:
+    widens = unrounded and made.dtype in HALF and dtype == torch.float32
+    if made.dtype != seen.dtype or not (made.dtype == dtype or widens):
+        return None
+    if not all(isinstance(size, int) for size in (*made.shape, *sides)):
         return None
     if made.device.type == "cuda" and any(side * made.dtype.itemsize % ALIGNED for side in sides):
         return None

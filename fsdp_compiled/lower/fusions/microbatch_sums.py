@@ -9,6 +9,12 @@ and in the last microbatch of a row, where the gradient is read again:
 
     a = gradient_a + sum_a              accumulate_([gradient_a, gradient_b], [sum_a, sum_b])
     b = gradient_b + sum_b
+    ...                                 ...
+    sum_a = 0                           _foreach_zero_([sum_a, sum_b])
+    sum_b = 0
+
+The sums are not cleared where they are read: between the two, ranks learn whether all of them make this step, and one
+that breaks off before leaves every rank the sums to make it again with.
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import Mark, positions, purpose_of
+from fsdp_compiled.ir.nodes import Mark, positions, purpose_of, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.plan.plan import Plan
@@ -36,6 +42,7 @@ def microbatch_sums(program: Program, plan: Plan) -> Program:
     for found in (in_place, read_again):
         if found:
             _fuse(edit, found)
+    _clear(edit)
     return edit.done("microbatch_sums")
 
 
@@ -50,3 +57,17 @@ def _fuse(edit: Edit, additions: list[fx.Node]) -> None:
     for node in additions:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         edit.graph.erase_node(node)
+
+
+def _clear(edit: Edit) -> None:
+    """One call for all sums of a dtype."""
+    place = positions(edit.graph)
+    cleared: dict[torch.dtype, list[fx.Node]] = {}
+    for node in edit.graph.find_nodes(op="call_function", target=aten.zero_.default):
+        if role_of(node) == "sum":
+            cleared.setdefault(node.meta["val"].dtype, []).append(node)
+    for nodes in cleared.values():
+        with edit.at(max(nodes, key=place.__getitem__), "update"):
+            edit.call(aten._foreach_zero_.default, [node.args[0] for node in nodes], mark=Mark("sum"))
+        for node in nodes:
+            edit.graph.erase_node(node)
