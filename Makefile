@@ -6,7 +6,7 @@
 RUN := .venv/bin/python -P -m
 
 .NOTPARALLEL:
-.PHONY: help train bench check test test-fast test-all fuzz lint format clean
+.PHONY: help train bench check test test-fast test-all fuzz kills lint format clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -45,6 +45,10 @@ test-all: lint ## as make test, with what only repeats it in more combinations a
 fuzz: ## two thousand generated programs against plain PyTorch (ARGS="--start 5000 --count 100", "--seed 17")
 	@sh .ci/setup test
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) tests.fuzz $(or $(ARGS),--count 2000)
+
+kills: ## train, killed at thirty random moments, ends as if it had not been (ARGS="--seed 7 --count 100")
+	@sh .ci/setup test
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) tests.kills $(or $(ARGS),--count 30)
 
 lint: ## check style and types
 	@sh .ci/setup test

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
 
 from fsdp_compiled.cli.data import (
     IGNORED,
@@ -34,19 +33,6 @@ def test_windows_tile_the_text_and_targets_are_one_further() -> None:
     assert tokens.tolist() == [5, 6, 7, 8, 9] and targets.tolist() == [6, 7, 8, 9, 10]
     assert tokens.dtype == torch.long
     assert len(Windows(torch.arange(10, dtype=torch.uint8), context=5)) == 1  # the last target is missing
-
-
-def test_ranks_see_disjoint_windows_and_other_ones_each_epoch() -> None:
-    windows = Windows(torch.zeros(1001, dtype=torch.uint8), context=10)
-
-    def seen(rank: int, epoch: int) -> list[int]:
-        sampler: DistributedSampler[Windows] = DistributedSampler(windows, 4, rank, seed=3, drop_last=True)
-        sampler.set_epoch(epoch)
-        return list(sampler)
-
-    by_rank = [seen(rank, 0) for rank in range(4)]
-    assert sorted(window for windows_of_one in by_rank for window in windows_of_one) == list(range(100))
-    assert seen(0, 0) == by_rank[0] != seen(0, 1)
 
 
 def test_many_files_are_held_out_whole(tmp_path: Path) -> None:
@@ -105,9 +91,9 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_too_little_text_is_refused_with_the_numbers() -> None:
-    assert len(train_windows(corpus(81, 0), context=10, batch=4, world=2)) == 8
+    assert len(train_windows(corpus(81, 0), context=10, batch=8)) == 8
     with pytest.raises(ValueError, match=r"7 training windows .* takes 8"):
-        train_windows(corpus(80, 0), context=10, batch=4, world=2)
+        train_windows(corpus(80, 0), context=10, batch=8)
     with pytest.raises(ValueError, match=r"10 bytes held out, and validation needs at least 11"):
         held_out_windows(corpus(80, 10), context=10, count=4)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_compiled.cli.launch import launch
+from fsdp_compiled.cli.launch import launch, restarting
+from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.rank import FAILURE, STOP, tell_failure
 
 RANK = "import os, select, sys, time; rank = int(os.environ['RANK'])\n"
@@ -20,14 +21,14 @@ def ranks(code: str, logs: Path, world: int = 2) -> int:
     return launch([sys.executable, "-c", RANK + code], world, logs)
 
 
-def interrupt(when: Path, times: int = 1) -> None:
-    """Sends this process SIGINT, as Ctrl-C would, once a rank has made the file `when`."""
+def interrupt(when: Path, times: int = 1, number: int = signal.SIGINT) -> None:
+    """Sends this process SIGINT, as Ctrl-C would, or another signal, once a rank has made the file `when`."""
 
     def send() -> None:
         while not when.exists():
             time.sleep(0.02)
         for _ in range(times):
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             time.sleep(0.3)
 
     threading.Thread(target=send, daemon=True).start()
@@ -85,6 +86,51 @@ def test_a_failure_after_the_interrupt_is_still_a_failure(tmp_path: Path, capfd:
     code = f"if rank == 1: {UNTIL_STOPPED.replace('130', '7')}\ntime.sleep(60)"
     assert ranks(ready + code, tmp_path) == 7
     assert "rank 1 failed with exit code 7" in capfd.readouterr().err
+
+
+def test_sigterm_stops_ranks_and_tells_them_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    interrupt(tmp_path / "ready", number=signal.SIGTERM)
+    reads = UNTIL_STOPPED.replace("130", f"143 if os.read(int(os.environ['{STOP}']), 9) or rank else 7")
+    ready = f"if rank: time.sleep(1)\nopen({str(tmp_path / 'ready')!r}, 'w')\n"
+    assert ranks(ready + reads, tmp_path) == 143
+    assert "or after 30 s, kills" in capfd.readouterr().err
+
+
+def test_ranks_that_do_not_stop_in_time_after_sigterm_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fsdp_compiled.cli.launch.TERM_LIMIT", 0.3)
+    interrupt(tmp_path / "ready", number=signal.SIGTERM)
+    began = time.monotonic()
+    assert ranks(f"open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(60)", tmp_path) == 143
+    assert time.monotonic() - began < 20
+
+
+def test_ranks_that_were_stopped_by_a_signal_of_their_own_have_not_failed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert ranks("sys.exit(143)", tmp_path) == 143
+    assert "failed" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("fails", "allowed", "starts", "code"), [(1, 2, 2, 0), (9, 2, 3, 5), (1, 0, 1, 5)])
+def test_failed_ranks_are_started_again(tmp_path: Path, fails: int, allowed: int, starts: int, code: int) -> None:
+    options = TrainOptions(nproc=2, out=tmp_path, max_restarts=allowed)
+    work = (
+        "attempt = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        f"open({str(tmp_path)!r} + f'/start-{{attempt}}-{{rank}}', 'w')\n"
+        f"sys.exit(5 * (attempt < {fails} and rank == 1))"
+    )
+    assert restarting([sys.executable, "-c", RANK + work], options) == code
+    assert len(list(tmp_path.glob("start-*-1"))) == starts
+    assert len(list(tmp_path.glob("logs*"))) == starts
+
+
+@pytest.mark.parametrize("code", [2, 143])
+def test_what_no_restart_mends_is_not_started_again(tmp_path: Path, code: int) -> None:
+    options = TrainOptions(nproc=1, out=tmp_path, max_restarts=3)
+    assert restarting([sys.executable, "-c", f"import sys; sys.exit({code})"], options) == code
+    assert [path.name for path in tmp_path.glob("logs*")] == ["logs"]
 
 
 def test_only_the_first_failure_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add_bench_options(bench)
 
-    show = commands.add_parser("show", help="print a run's plan and its final program")
+    show = commands.add_parser("show", help="print a run's plan, its final program, and where its time went")
     show.add_argument("run", type=Path, metavar="RUN", help="a run folder, or the folder a dump was written to")
     show.add_argument("--stage", metavar="NAME", help="another stage than the last, for example 'gather'")
 

@@ -108,14 +108,14 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
 
-def train_windows(corpus: Corpus, context: int, batch: int, world: int) -> Windows:
+def train_windows(corpus: Corpus, context: int, batch: int) -> Windows:
+    """Windows to train on, at least the ``batch`` that one step of all ranks takes."""
     windows = Windows(corpus.train, context)
-    needed = batch * world
-    if len(windows) < needed:
+    if len(windows) < batch:
         raise ValueError(
             f"--data: too little text: {corpus.source} gives {len(windows)} training windows of {context} "
-            f"bytes, and one step of {world} ranks with --batch {batch} takes {needed}; give more "
-            "text or a smaller --batch or --context"
+            f"bytes, and one step of all ranks takes {batch}; give more text or a smaller --batch, --global-batch or "
+            "--context"
         )
     return windows
 

@@ -1,9 +1,10 @@
 """From one command to N ranks on this machine, and back to one exit code.
 
 The launcher is the only process that Ctrl-C reaches: ranks run in sessions of their own. The first one closes
-the stop pipe, and ranks agree among themselves after which step they stop; the second kills them. The store
-at which ranks meet lives here, on a port the system chose, as it does in torchrun. torchrun itself is not
-used, because it answers Ctrl-C by killing the ranks and a failed rank by a report longer than the failure.
+the stop pipe, and ranks agree among themselves after which step they stop; the second kills them. SIGTERM
+does the same, and kills after `TERM_LIMIT` by itself. The store at which ranks meet lives here, on a port the
+system chose, as it does in torchrun. torchrun itself is not used, because it answers Ctrl-C by killing the
+ranks and a failed rank by a report longer than the failure.
 """
 
 import math
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -23,6 +25,7 @@ from typing import IO
 import torch
 import torch.distributed as dist
 
+from fsdp_compiled.cli import resume
 from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.rank import (
     BEGAN,
@@ -36,11 +39,13 @@ from fsdp_compiled.cli.rank import (
     under_launcher,
 )
 from fsdp_compiled.cli.toolchain import choose_lower
-from fsdp_compiled.distributed.mesh import RankError, agree, connect
+from fsdp_compiled.distributed.mesh import RankError, agree, connect, exchange
 
 CLAIMS = ("config.json", "metrics.jsonl", "model.pt")  # any of them makes a folder a run
 POLL = 0.1  # seconds between two looks at the ranks
 GRACE = 2.0  # seconds the other ranks get to write their logs once one has failed
+TERM_LIMIT = 30.0  # seconds from SIGTERM until ranks are killed, as elsewhere
+USAGE = 2  # the exit code for the user's mistakes, which no restart mends
 
 
 def start(options: TrainOptions, arguments: Sequence[str]) -> int:
@@ -49,15 +54,38 @@ def start(options: TrainOptions, arguments: Sequence[str]) -> int:
         return _train(options)
     options = resolve(options)
     assert options.out is not None and options.nproc is not None and options.lower is not None
+    # What was resolved here is repeated at the end, where argparse lets it win.
+    resolved = ["--out", str(options.out), "--lower", options.lower, "--global-batch", str(options.global_batch)]
+    return restarting([sys.executable, "-m", "fsdp_compiled", *arguments, *resolved], options)
+
+
+def restarting(command: Sequence[str], options: TrainOptions) -> int:
+    """`launch`, again and again as often as --max-restarts allows, unless the run ended as it should or was stopped."""
+    assert options.out is not None and options.nproc is not None
     logs = options.out / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    # What was settled here is repeated at the end, where argparse lets it win.
-    resolved = ["--out", str(options.out), "--lower", options.lower]
-    return launch([sys.executable, "-m", "fsdp_compiled", *arguments, *resolved], options.nproc, logs)
+    for restarts in count():
+        logs.mkdir(parents=True, exist_ok=True)
+        code = launch(command, options.nproc, logs, {"TORCHELASTIC_RESTART_COUNT": str(restarts)})
+        if code in (0, USAGE) or code > 128 or restarts == options.max_restarts:
+            return code
+        logs.rename(_unused(logs))
+        print(
+            f"starting again from the newest checkpoint (restart {restarts + 1} of {options.max_restarts})", flush=True
+        )
+    raise AssertionError("count() has no end")
 
 
-def resolve(options: TrainOptions) -> TrainOptions:
-    """Checks what can be checked before anything is started, and chooses what was left open."""
+def _unused(logs: Path) -> Path:
+    """The next free name for the logs of ranks that failed: logs-1, logs-2, ..."""
+    return next(path for number in count(1) if not (path := logs.with_name(f"{logs.name}-{number}")).exists())
+
+
+def resolve(options: TrainOptions, world: int | None = None) -> TrainOptions:
+    """Checks what can be checked before anything is started, and chooses what was left open. ``world``: the number of
+    ranks, where they were started already."""
+    found = resume.find(options.checkpoint) if options.checkpoint is not None else None
+    if found is not None:
+        options = resume.adopt(options, found)
     out = options.out or Path("runs", time.strftime("%Y%m%d-%H%M%S"))
     if options.data is not None and not options.data.exists():
         raise ValueError(f"--data: {options.data} does not exist; give a file or folder of text")
@@ -67,15 +95,33 @@ def resolve(options: TrainOptions) -> TrainOptions:
     lower, reason = (options.lower, None) if options.lower else choose_lower(cuda=gpus > 0)
     if reason:
         print(reason, flush=True)
-    refuse_used(out)  # last, since it makes the folder
-    return replace(options, out=out, nproc=options.nproc or gpus or 2, lower=lower)
+    nproc = options.nproc or gpus or 2
+    options = replace(
+        options,
+        out=out,
+        nproc=nproc,
+        lower=lower,
+        global_batch=options.global_batch or options.batch * (world or nproc),
+    )
+    # Last, since these make folders.
+    refuse_used(out, found is not None and Path(found["out"]).absolute() == out.absolute())
+    if options.checkpoint is not None:
+        resume.write(options)
+    if found is not None:
+        resume.bring_along(Path(found["out"]), out)
+        if (steps := found["options"].get("steps")) != options.steps:
+            print(
+                f"--steps {options.steps} instead of {steps}: the rate follows the new number from here on", flush=True
+            )
+    return options
 
 
-def refuse_used(out: Path) -> None:
-    """Raises ``ValueError`` for a folder that holds a run, or that cannot be made or written; makes the folder."""
+def refuse_used(out: Path, ours: bool = False) -> None:
+    """Raises ``ValueError`` for a folder that holds a run, unless it is the one that goes on (``ours``), or that cannot
+    be made or written; makes the folder."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out: {out} is a file; give a folder")
-    if any((out / name).exists() for name in CLAIMS):
+    if not ours and any((out / name).exists() for name in CLAIMS):
         raise ValueError(f"--out: {out} already holds a run; give another folder or remove that one")
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -106,16 +152,17 @@ def _resolve_together(options: TrainOptions, here: RankInfo) -> TrainOptions:
         if here.first:
             if options.nproc is not None:
                 print(f"--nproc is ignored: torchrun has started {here.world} processes", flush=True)
-            options = resolve(replace(options, nproc=None))
+            options = resolve(replace(options, nproc=None), here.world)
         elif options.lower is None:
             options = replace(options, lower=choose_lower(cuda=here.device.type == "cuda")[0])
     except Exception as error:
         failure = error
+    mesh = connect(None)
     try:
-        agree(connect(None), "What train was called with", "", failure)
+        agree(mesh, "What train was called with", "", failure)
     except RankError as error:
         raise ValueError(str(error)) from None  # in one line, as on rank 0
-    return options
+    return replace(options, global_batch=exchange(options.global_batch, mesh)[0])
 
 
 def launch(
@@ -178,21 +225,25 @@ def _gpu(rank: int, world: int, environment: Mapping[str, str]) -> dict[str, str
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], received: list[int], stop: IO[bytes], logs: Path, name: str) -> int:
-    fine: tuple[int | None, ...] = (None, 0)  # None: still running
-    deadline = math.inf  # of the ranks that are left once one has failed
+    fine = (None, 0, *STOPPED.values())  # None: still running
+    deadline = limit = math.inf  # of the ranks that are left once one has failed; of all once SIGTERM came
     while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
-        if len(received) > 1:
+        if len(received) > 1 or time.monotonic() > limit:
             print("killed; what the run had written is in", logs.parent, file=sys.stderr)
             return 128 + received[0]
         if received and not stop.closed:
+            again = "Ctrl-C again kills"
+            if received[0] == signal.SIGTERM:
+                stop.write(b"t")
+                limit, again = time.monotonic() + TERM_LIMIT, f"again, or after {TERM_LIMIT:.0f} s, kills"
             stop.close()
-            fine = (None, 0, STOPPED)
-            print("\nstopping after the current step (Ctrl-C again kills)", file=sys.stderr, flush=True)
+            print(f"\nstopping after the current step ({again})", file=sys.stderr, flush=True)
         if deadline == math.inf and any(code not in fine for code in codes):
             deadline = time.monotonic() + GRACE
         time.sleep(POLL)
     if all(code in fine for code in codes):
-        return 128 + received[0] if STOPPED in codes else 0
+        stopped = [code for code in codes if code]
+        return 0 if not stopped else 128 + received[0] if received else max(stopped)
     print(f"fsdp-compiled {name}: {_reason(codes, logs)}", file=sys.stderr)
     return next((code for code in codes if code is not None and code > 0), 1)
 

@@ -25,6 +25,12 @@ class TrainOptions:
     clip: float = 1.0
     validate_every: int | None = None
     prompt: str | None = None
+    global_batch: int | None = None  # None: --batch times the ranks
+    checkpoint: Path | None = None
+    save_every: int | None = None
+    keep: int = 3
+    on_nonfinite: str = "stop"
+    max_restarts: int = 0
 
 
 def whole(text: str) -> int:
@@ -77,6 +83,29 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--validate-every", type=whole, metavar="N", help="steps between validations (a tenth of --steps)")
     run.add_argument("--prompt", metavar="TEXT", help="what the sample continues (default: the first held-out line)")
 
+    saving = parser.add_argument_group(
+        "checkpoints and failures",
+        "With --checkpoint the same command goes on where the last one ended, on any number of ranks. SIGTERM saves "
+        "and ends with 143 (ranks under torchrun too), Ctrl-C with 130; a second one ends at once.",
+    )
+    saving.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="save to, and go on from, this folder")
+    saving.add_argument("--save-every", type=whole, metavar="N", help="steps between checkpoints (a tenth of --steps)")
+    saving.add_argument("--keep", type=whole, default=d.keep, metavar="K", help="newest checkpoints kept (%(default)s)")
+    saving.add_argument(
+        "--max-restarts",
+        type=not_negative,
+        default=d.max_restarts,
+        metavar="N",
+        help="times that failed ranks are started again from the newest checkpoint (%(default)s; torchrun has its own)",
+    )
+    saving.add_argument(
+        "--on-nonfinite",
+        choices=("stop", "skip"),
+        default=d.on_nonfinite,
+        help="on a loss or gradient that is infinite or not a number: stop the run, or make that step without an "
+        "update (%(default)s)",
+    )
+
     sharding = parser.add_argument_group("how it is sharded and run")
     sharding.add_argument(
         "--shard",
@@ -100,7 +129,14 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         type=whole,
         default=d.batch,
         metavar="N",
-        help="windows a rank sees in a step (%(default)s)",
+        help="most windows a rank takes at once (%(default)s)",
+    )
+    model.add_argument(
+        "--global-batch",
+        type=whole,
+        metavar="N",
+        help="windows of all ranks in a step, on any number of ranks: fewer ranks take more microbatches of --batch "
+        "(--batch times the ranks, or what the checkpoint's run had)",
     )
 
     rate = parser.add_argument_group("the optimizer (AdamW)")
@@ -122,4 +158,9 @@ def train_options(chosen: argparse.Namespace) -> TrainOptions:
             f"--width {options.width} over --heads {options.heads}: each head needs the same, even size; "
             f"try --width {2 * options.heads * max(1, round(options.width / options.heads / 2))}"
         )
+    if options.checkpoint is None:
+        for name in ("save_every", "max_restarts"):
+            if getattr(options, name):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} needs --checkpoint FOLDER: there is nothing to save to or to go on from")
     return options

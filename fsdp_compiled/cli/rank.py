@@ -1,16 +1,22 @@
 """One rank's side of a run: where it stands, how ranks agree to stop, and how the first failure is told.
 
 The launcher (launch.py) starts a rank with three facts in its environment. `STOP` is the number of a pipe's
-reading end: once the launcher closes the other end, or dies, the pipe is readable and the rank should stop.
-`FAILURE` is a path: the first rank to fail writes its reason there, so that the ranks which lose it as a peer
-do not hide it. `BEGAN` is when the command began. Under torchrun none is set, and signals ask for the stop.
+reading end: once the launcher closes the other end, or dies, the pipe is readable and the rank should stop; a byte in
+it says that the launcher was asked by SIGTERM. `FAILURE` is a path: the first rank to fail writes its reason there, so
+that the ranks which lose it as a peer do not hide it. `BEGAN` is when the command began. Under torchrun none is set,
+and signals ask for the stop.
 """
 
+import fcntl
 import os
 import select
 import signal
+import struct
+import termios
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,12 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_compiled.distributed.mesh import RankError
+
 T = TypeVar("T")
 
 STOP = "FSDP_COMPILED_STOP"
 FAILURE = "FSDP_COMPILED_FAILURE"
 BEGAN = "FSDP_COMPILED_BEGAN"
-STOPPED = 130  # the exit code of a rank that stopped because it was asked to
+STOPPED = {number: 128 + number for number in (signal.SIGINT, signal.SIGTERM)}  # exit codes of ranks that were asked to
+SAME = 1.0  # seconds in which two signals are one request: some systems signal torchrun and its ranks alike
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,11 @@ class Ranks:
     """Small facts agreed between hosts, on a gloo group of its own: the program's collectives never wait for
     them, and on a GPU no host waits for its device. Made once the process group is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, why: Callable[[Exception], str | None] = lambda error: None) -> None:
+        """``why``: who is to blame for a collective that failed with this error, if it is known."""
         many = dist.is_initialized() and dist.get_world_size() > 1
         self.group = dist.new_group(backend="gloo") if many else None
+        self._why = why
 
     def sum(self, values: Tensor) -> Tensor:
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -80,51 +91,79 @@ class Ranks:
         if self.group is None:
             return [value]
         found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value, self.group)
+        with self.naming():
+            dist.all_gather_object(found, value, self.group)
         return found
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """A collective that fails because a rank is gone says which."""
+        try:
+            yield
+        except RuntimeError as error:
+            if (reason := self._why(error)) is not None:
+                raise RankError(reason) from error
+            raise
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.group is not None:
-            dist.all_reduce(values, operation, self.group)
+            with self.naming():
+                dist.all_reduce(values, operation, self.group)
         return values
 
 
 class Stop:
-    """A request to stop, from Ctrl-C or a lost launcher, that every rank follows after the same step."""
+    """A request to stop, that every rank follows after the same step.
+
+    By SIGINT (Ctrl-C) or SIGTERM (the machine is wanted back), to the launcher, to torchrun or to any rank; or because
+    the launcher is gone. A second one ends this process at once.
+    """
 
     def __init__(self) -> None:
         self._pipe = int(os.environ[STOP]) if own_launcher() else None
-        self._signalled = False
+        self._parent = os.getppid()
+        self._signal = 0
+        self._when = 0.0
         self._answer: tuple[Tensor, dist.Work | None] | None = None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOPPED:
             signal.signal(number, self._ask)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
+        now = time.monotonic()
+        if self._signal and now - self._when > SAME:
+            os._exit(STOPPED[signal.Signals(number)])
+        if not self._signal:
+            self._when = now
+        self._signal = max(self._signal, number)
 
     @property
-    def asked(self) -> bool:
-        """Whether this rank was asked; the others may not know yet."""
+    def asked(self) -> int:
+        """The signal that asked this rank, 0 if none did; the others may not know yet."""
         if self._pipe is not None and select.select([self._pipe], [], [], 0)[0]:
-            return True
-        return self._signalled
+            (unread,) = struct.unpack("i", fcntl.ioctl(self._pipe, termios.FIONREAD, b"\0" * 4))
+            return max(self._signal, signal.SIGTERM if unread else signal.SIGINT)
+        if self._pipe is None and os.getppid() != self._parent:  # nobody is left who would start this rank again
+            return signal.SIGTERM
+        return self._signal
 
-    def agreed(self, ranks: Ranks) -> bool:
-        """Whether all ranks stop now. Every rank calls it after every step. The answer is that of the call
-        before, whose reduction ran during the step, so that no step waits for it."""
+    def agreed(self, ranks: Ranks) -> int:
+        """The signal by which all ranks stop now, else 0. Every rank calls it after every step. The answer is that of
+        the call before, whose reduction ran during the step, so that no step waits for it."""
         before, self._answer = self._answer, self._question(ranks)
         if before is None:
-            return False
+            return 0
         flag, work = before
         if work is not None:
-            work.wait()
-        return bool(flag.item())
+            with ranks.naming():
+                work.wait()
+        return int(flag.item())
 
     def _question(self, ranks: Ranks) -> tuple[Tensor, dist.Work | None]:
-        flag = torch.tensor([int(self.asked)])
+        flag = torch.tensor([self.asked])
         if ranks.group is None:
             return flag, None
-        return flag, dist.all_reduce(flag, dist.ReduceOp.MAX, ranks.group, async_op=True)
+        with ranks.naming():
+            return flag, dist.all_reduce(flag, dist.ReduceOp.MAX, ranks.group, async_op=True)
 
 
 def tell_failure(rank: int, error: BaseException) -> None:

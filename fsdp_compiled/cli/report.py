@@ -1,5 +1,6 @@
 """What a run leaves to look at: the loss curve, the summary, and how it was made."""
 
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,8 +35,9 @@ def curve(records: Sequence[Record], unigram: float, path: Path) -> bool:
 def _draw(records: Sequence[Record], unigram: float, path: Path) -> bool:
     from matplotlib import pyplot as plt
 
-    steps = [record.step for record in records]
-    losses = [record.loss for record in records]
+    counted = [record for record in records if math.isfinite(record.loss)]
+    steps = [record.step for record in counted]
+    losses = [record.loss for record in counted]
     validated = [record for record in records if record.val_loss is not None]
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     axes.plot(steps, losses, color="#9ecae1", linewidth=0.8)

@@ -6,18 +6,25 @@ A *stage* is one numbered text file of a dump folder (`00-capture.txt`); its nam
 import difflib
 from pathlib import Path
 
+from fsdp_compiled.cli import clock
+from fsdp_compiled.cli.report import table
+
 STAGES = "[0-9][0-9]-*.txt"
 
 
 def show(run: Path, name: str | None = None) -> str:
-    """The plan, then the final program by unit; or, in its place, one stage."""
+    """The plan, then the final program by unit, and where the run's time went; or, in their place, one stage."""
+    spent = clock.read(run) if name is None else None
+    time = f"where the time went:\n{table(clock.rows(spent))}" if spent is not None else ""
+    if time and not _dumped(run):  # it ended before its first step, or never wrote a dump
+        return time
     texts = _texts(_dump(run))
     if name is None:
         name = "program" if "program" in texts else list(texts)[-1]
     if name not in texts:
         raise ValueError(f"{run} has no stage {name!r}; it has {', '.join(texts)}")
     shown = [texts[part].read_text().rstrip() for part in dict.fromkeys(("plan", name)) if part in texts]
-    return "\n\n".join(shown)
+    return "\n\n".join([*shown, *[time] * bool(time)])
 
 
 def diff(a: Path, b: Path) -> str:
@@ -36,10 +43,14 @@ def diff(a: Path, b: Path) -> str:
     return "\n".join(parts) or f"{a} and {b} have the same plan and the same stages"
 
 
+def _dumped(run: Path) -> Path | None:
+    folders = (folder for folder in (run / "dump", run) if folder.is_dir() and any(folder.glob(STAGES)))
+    return next(folders, None)
+
+
 def _dump(run: Path) -> Path:
-    for folder in (run / "dump", run):
-        if folder.is_dir() and any(folder.glob(STAGES)):
-            return folder
+    if (folder := _dumped(run)) is not None:
+        return folder
     raise ValueError(f"{run} holds no dump (files such as 00-capture.txt); give a run folder or a dump folder")
 
 

@@ -3,28 +3,26 @@
 import json
 import math
 import resource
+import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch import Tensor, nn
 
-from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled import LossScale, Policy, compile_sharded
 from fsdp_compiled.analysis.contained import attempt
-from fsdp_compiled.cli.data import (
-    IGNORED,
-    Windows,
-    held_out_windows,
-    load_corpus,
-    rank_batches,
-    train_windows,
-    unigram_loss,
-)
+from fsdp_compiled.cli import clock
+from fsdp_compiled.cli.clock import Attempts, Clock
+from fsdp_compiled.cli.data import IGNORED, held_out_windows, load_corpus, rank_batches, train_windows, unigram_loss
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, decay_groups, next_byte_loss
 from fsdp_compiled.cli.journal import Journal, Record
+from fsdp_compiled.cli.loader import Loader, Share, share
+from fsdp_compiled.cli.losses import Read, Unread, blame
 from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.progress import Progress, Silent, progress
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, Ranks, Stop, began
@@ -44,11 +42,15 @@ class Job:
 
     def __init__(self, options: TrainOptions, here: RankInfo) -> None:
         self.began = began()
+        self.clock = Clock(self.began)
         self.options, self.here = options, here
         self.stop = Stop()
         torch.manual_seed(options.seed)
         corpus = load_corpus(options.data)
-        self.windows = train_windows(corpus, options.context, options.batch, here.world)
+        assert options.lower is not None and options.global_batch is not None
+        self.share = share(options.global_batch, here.world, options.batch)
+        windows = train_windows(corpus, options.context, options.global_batch)
+        self.loader = Loader(windows, self.share, options.seed, here.rank)
         tokens, targets = held_out_windows(corpus, options.context, VALIDATION_WINDOWS)
         self.held_out = rank_batches(tokens, targets, ROWS, here.rank, here.world)
         self.unigram = unigram_loss(corpus.train, targets)
@@ -60,16 +62,38 @@ class Job:
         size = sum(parameter.numel() for parameter in self.model.parameters())
         optimizer = torch.optim.AdamW(decay_groups(self.model, options.weight_decay), lr=options.lr, betas=(0.9, 0.95))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, options))
+        # A scale that stays 1 changes no number; what is not finite then updates nothing.
+        scale = LossScale(1.0, growth=1.0, backoff=1.0) if options.on_nonfinite == "skip" else None
+        policy = Policy(shard=options.shard, lower=options.lower, clip=options.clip or None, loss_scale=scale)
+        self.sharded = compile_sharded(self.model, optimizer, loss=loss_of(self.share), policy=policy)
+        self.ranks = Ranks(self.sharded.explain)
+        self.pace = Pace(self.share.batch * options.context)
+        self.unread = Unread()
+        self.skipped = 0  # steps that updated nothing, for what was not finite
+        self.saved: Future[Any] | None = None
+        self.step = self._restore()
 
         self.journal: Journal | None = None
+        self.attempts: Attempts | None = None
         self.progress: Progress = Silent()
         if here.first:
             self._open(f"{corpus}", size)
-        assert options.lower is not None
-        policy = Policy(shard=options.shard, lower=options.lower, clip=options.clip or None)
-        self.sharded = compile_sharded(self.model, optimizer, loss=next_byte_loss, policy=policy)
-        self.ranks = Ranks()
-        self.pace = Pace(options.batch * options.context * here.world)
+
+    def _restore(self) -> int:
+        """The step that the newest checkpoint was saved after; 0 where there is none, or no --checkpoint."""
+        if self.options.checkpoint is None:
+            return 0
+        with self.clock.spending("restoring"):
+            step = self.sharded.load(self.options.checkpoint, extra=self._beside())
+        if step is not None and step > self.options.steps:
+            raise ValueError(
+                f"--steps {self.options.steps}: the newest checkpoint in {self.options.checkpoint} is of step {step}"
+            )
+        return step or 0
+
+    def _beside(self) -> dict[str, Any]:
+        """What a checkpoint holds besides the model, its optimizer and the random state."""
+        return {"data": self.loader, "schedule": self.schedule}
 
     def _open(self, corpus: str, size: int) -> None:
         options, out = self.options, self.options.out
@@ -87,70 +111,119 @@ class Job:
             f"model: {size / 1e6:.2f}M parameters, {options.layers} layers of width {options.width}, "
             f"{options.context} bytes of context"
         )
+        parts = f" in {self.share.parts} microbatches" if self.share.parts > 1 else ""
         print(
-            f"ranks: {self.here.world} on {self.here.device.type}, {options.batch} windows each a step; "
-            f"shard {options.shard}, lower {options.lower}",
+            f"ranks: {self.here.world} on {self.here.device.type}, {self.share.rows * self.share.parts} windows each a "
+            f"step{parts}; shard {options.shard}, lower {options.lower}",
             flush=True,
         )
-        self.journal = Journal(out)
-        self.progress = progress(options.steps, options.batch * options.context * self.here.world)
+        self.journal = Journal(out, self.step)
+        self.attempts = Attempts(out, self.clock, self.here.world, self.step)
+        self.progress = progress(options.steps, self.share.batch * options.context)
+        if self.step:
+            self.progress.say(f"goes on after step {self.step}, from {options.checkpoint}")
 
-    def run(self) -> bool:
-        """All steps; False if the run was asked to stop before the last."""
+    def run(self) -> int:
+        """All steps that are left; the signal by which the run was stopped before the last, 0 if it was not."""
         options = self.options
         every = options.validate_every or max(1, options.steps // 10)
+        save_every = options.save_every or max(1, options.steps // 10)
         logged = 1 if self.here.device.type == "cpu" else 10  # reading a loss makes the host wait for the GPU
-        self.progress.say("step 1: capturing the model and compiling the step; the slowest one ...")
-        batches = self._batches()
+        first = self.step + 1
+        if first <= options.steps:
+            self.progress.say(f"step {first}: capturing the model and compiling the step; the slowest one ...")
+        self.clock.enter("training")
         self.pace.start()
-        for step in range(1, options.steps + 1):
-            tokens, targets = next(batches)
+        for step in range(first, options.steps + 1):
             lr = self.schedule.get_last_lr()[0]
-            loss = self.sharded.step(tokens, targets)
+            self._train(step)
             self.schedule.step()
-            validating = step % every == 0 or step == options.steps
+            last = step == options.steps
+            validating = step % every == 0 or last
+            with self.clock.spending("waiting"):
+                stopped = 0 if last else self.stop.agreed(self.ranks)
+            saving = options.checkpoint is not None and (step % save_every == 0 or last or stopped > 0)
+            reading = validating or saving or step in (1, first) or step % logged == 0
+            if reading:
+                self._read(step)
             if validating or step == 1 or step % logged == 0:
-                self._log(step, loss, lr, validating)
-            if self.stop.agreed(self.ranks) and step < options.steps:
-                self.progress.say(f"stopped after step {step} of {options.steps}, as asked")
-                return False
-        return True
+                self._log(lr, validating)
+            if saving:
+                self._save(step, wait=stopped > 0)
+            if step == first:
+                self._dump()
+            if reading:
+                self.pace.start()
+            if stopped:
+                where = f"; saved in {options.checkpoint}" if saving else ""
+                self.progress.say(f"stopped after step {step} of {options.steps}, as asked{where}")
+                return stopped
+        return 0
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's batches [batch, context], epoch after epoch."""
-        options, here = self.options, self.here
-        sampler: DistributedSampler[Windows] = DistributedSampler(
-            self.windows, here.world, here.rank, seed=options.seed, drop_last=True
-        )
-        loader = DataLoader(self.windows, options.batch, sampler=sampler, drop_last=True)
-        epoch = 0
-        while True:
-            sampler.set_epoch(epoch)
-            for tokens, targets in loader:
-                yield tokens.to(here.device), targets.to(here.device)
-            epoch += 1
+    def _train(self, step: int) -> None:
+        """One step, on all of this rank's microbatches."""
+        with self.clock.spending("waiting"):
+            parts = [
+                (tokens.to(self.here.device), targets.to(self.here.device)) for tokens, targets in next(self.loader)
+            ]
+        captures, since = self.sharded.captures, time.perf_counter()
+        own = [self.sharded.accumulate(*part)[1] for part in parts[:-1]]
+        loss, mine = self.sharded.step(*parts[-1])
+        if self.sharded.captures != captures:
+            self.clock.move("training", "compiling", time.perf_counter() - since)
+        self.unread.add(step, loss, self.sharded.grad_norm, [*own, mine])
+        self.step = step
 
-    def _log(self, step: int, loss: Tensor, lr: float, validating: bool) -> None:
-        value = loss.item()
-        self.pace.stop(step)
-        if step == 1:
-            self.progress.say(f"step 1 took {self.pace.first:.1f} s; the next ones only run")
-        if not math.isfinite(value):
-            raise ValueError(f"the loss is {value} at step {step}; try a smaller --lr or a smaller --clip")
-        if step == 1 and self.here.first:
-            assert self.options.out is not None
-            folder = self.options.out / "dump"
-            describing = attempt(lambda: str(self.sharded.dump(folder)), lambda why: f"no dump: {why}")
-            if describing.startswith("no dump"):
-                self.progress.say(describing)
-        val_loss = self.validate() if validating else None
-        if self.journal is not None:
-            grad_norm = float(self.sharded.grad_norm)
-            speed, seconds = self.pace.tokens_per_second, time.time() - self.began
-            record = Record(step, value, val_loss, grad_norm, lr, speed, self._memory(), seconds)
+    def _read(self, step: int) -> None:
+        """Reads the losses of the steps since the last time; one that is not finite stops the run, or is said."""
+        found = self.unread.read()
+        self.pace.stop(len(found))
+        if self.pace.steps == len(found):
+            self.progress.say(f"step {step} took {self.pace.first:.1f} s; the next ones only run")
+        for read in found:
+            if read.finite:
+                continue
+            text = blame(read, self.ranks.exchange)
+            if self.options.on_nonfinite == "stop":
+                raise ValueError(
+                    f"{text}; try a smaller --lr or --clip, or --on-nonfinite skip, which makes such a step without an "
+                    "update. Nothing was saved since"
+                )
+            self.skipped += 1
+            self.progress.say(f"{text}; nothing was updated ({self.skipped} so far)")
+        self.newest: Read = found[-1]
+
+    def _log(self, lr: float, validating: bool) -> None:
+        val_loss = None
+        if validating:
+            with self.clock.spending("validating"):
+                val_loss = self.validate()
+        if self.journal is not None and self.attempts is not None:
+            read, speed = self.newest, self.pace.tokens_per_second
+            seconds = time.time() - self.began
+            record = Record(read.step, read.loss, val_loss, read.grad_norm, lr, speed, self._memory(), seconds)
             self.journal.add(record)
+            self.attempts.add(read.step)
             self.progress.update(record)
-        self.pace.start()
+
+    def _save(self, step: int, wait: bool) -> None:
+        assert self.options.checkpoint is not None
+        with self.clock.spending("saving"):
+            if self.journal is not None:
+                self.journal.sync()
+            self.saved = self.sharded.save(
+                self.options.checkpoint, step=step, keep=self.options.keep, wait=wait, extra=self._beside()
+            )
+
+    def _dump(self) -> None:
+        if not self.here.first:
+            return
+        assert self.options.out is not None
+        folder = self.options.out / "dump"
+        with self.clock.spending("compiling"):
+            describing = attempt(lambda: str(self.sharded.dump(folder)), lambda why: f"no dump: {why}")
+        if describing.startswith("no dump"):
+            self.progress.say(describing)
 
     def validate(self) -> float:
         """Nats a byte over all held-out windows, of all ranks."""
@@ -166,9 +239,16 @@ class Job:
         nats_and_bytes = self.ranks.sum(total)
         return (nats_and_bytes[0] / nats_and_bytes[1]).item()
 
-    def finish(self, complete: bool) -> None:
+    def finish(self, stopped: int) -> None:
         """Saves the model, draws, samples and sums up. A stopped run says what it knows and computes nothing
-        new."""
+        new; one whose machine is wanted back has its checkpoint, and leaves."""
+        if self.saved is not None:
+            with self.clock.spending("saving"):
+                self.saved.result()
+        if stopped == signal.SIGTERM and self.saved is not None:
+            self.tell("stopped")
+            return
+        self.clock.enter("validating")
         options, out = self.options, self.options.out
         state = self.sharded.full_state_dict()
         memory = self.ranks.max(torch.tensor(self._memory())).item()
@@ -176,7 +256,7 @@ class Job:
             assert out is not None
             save(state, out / "model.pt")
         texts: list[bytes] = []
-        if complete:
+        if not stopped:
             self.progress.say("writing a sample ...")
             self.model.eval()
             shape = (ROWS, options.context)
@@ -185,9 +265,19 @@ class Job:
             return
         assert out is not None
         self.progress.close()
-        self.journal.close()
         curve(self.journal.records, self.unigram, out / "loss.png")
         self._sum_up(texts, int(memory))
+
+    def tell(self, ended: str) -> None:
+        """The attempt's last word in the journal."""
+        if self.attempts is not None:
+            self.attempts.add(self.step, ended)
+
+    def close(self) -> None:
+        self.progress.close()
+        for one in (self.journal, self.attempts):
+            if one is not None:
+                one.close()
 
     def _forward(self, tokens: Tensor) -> Tensor:
         return self.sharded(tokens.to(self.here.device))
@@ -208,6 +298,7 @@ class Job:
             "tokens_per_second": self.pace.tokens_per_second,
             "first_step_seconds": self.pace.first,
             "peak_memory_bytes": memory,
+            "skipped_steps": self.skipped,
             "wall_seconds": time.time() - self.began,
         }
         (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -221,6 +312,9 @@ class Job:
             ("wall time", f"{result['wall_seconds']:.0f} s"),
         ]
         print(f"\n{table(rows)}\n")
+        self.tell("complete" if texts else "stopped")
+        if (spent := clock.read(out)) is not None:
+            print(f"where the time went:\n{table(clock.rows(spent))}\n")
         print("wrote", ", ".join(sorted(path.name + "/" * path.is_dir() for path in out.iterdir())), "in")
         print(out, flush=True)
 
@@ -233,38 +327,64 @@ class Job:
 
 
 class Pace:
-    """Time spent in steps: the first, which compiles, by itself, and the others with validation left out."""
+    """Time spent in steps: the first of this attempt, which compiles, by itself, and the others with validation and
+    saving left out."""
 
     def __init__(self, tokens: int) -> None:
         self.first = 0.0  # seconds
+        self.steps = 0
         self._tokens = tokens  # of all ranks, in one step
-        self._seconds, self._step, self._started = 0.0, 0, 0.0
+        self._seconds, self._started = 0.0, 0.0
 
     def start(self) -> None:
         self._started = time.perf_counter()
 
-    def stop(self, step: int) -> None:
+    def stop(self, steps: int) -> None:
+        """These many were made since the last time."""
         seconds = time.perf_counter() - self._started
-        if self._step == 0:
+        if self.steps == 0:
             self.first = seconds
         else:
             self._seconds += seconds
-        self._step = step
+        self.steps += steps
 
     @property
     def tokens_per_second(self) -> float:
-        return (self._step - 1) * self._tokens / self._seconds if self._seconds else 0.0
+        return (self.steps - 1) * self._tokens / self._seconds if self._seconds else 0.0
 
 
 def train(options: TrainOptions, here: RankInfo) -> int:
-    """Trains and writes the run folder; 0, or `STOPPED` when the run was stopped before its last step."""
+    """Trains and writes the run folder; 0, or the code of `STOPPED` when the run was stopped before its last step."""
     job = Job(options, here)
     try:
-        complete = job.run()
-        job.finish(complete)
+        stopped = job.run()
+        job.finish(stopped)
+    except BaseException as error:
+        job.tell("failed: " + type(error).__name__)
+        raise
     finally:
-        job.progress.close()
-    return 0 if complete else STOPPED
+        job.close()
+    return STOPPED[signal.Signals(stopped)] if stopped else 0
+
+
+def loss_of(how: Share) -> Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The loss of one microbatch, and the same as this rank's own.
+
+    Where some rows do not count, ranks' losses are sums, scaled so that their mean over microbatches and ranks is the
+    mean over the windows that do.
+    """
+
+    def mean(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        loss = next_byte_loss(model, tokens, targets)
+        return loss, loss.detach()
+
+    def scaled(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model(tokens).flatten(0, 1)
+        total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss = total * (how.world * how.parts / (how.batch * tokens.shape[1]))
+        return loss, loss.detach()
+
+    return scaled if how.padded else mean
 
 
 def rate(step: int, options: TrainOptions) -> float:

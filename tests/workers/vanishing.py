@@ -21,7 +21,8 @@ from torch import nn
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.runtime import program_cache
-from tests.forked import Forked
+from fsdp_compiled.runtime.checkpoint import data_file, saving
+from tests.killable_ranks import Forked
 
 VICTIM, LIMIT = 1, 60.0
 TRIP = 1000.0  # a number in the batch at which `tripwire` strikes
@@ -97,17 +98,17 @@ def run(rank: int, phase: str) -> None:
             strike(way)
         for _ in range(3):
             sharded.step(good)
-    elif phase == "save":
-        save(sharded, mine)
+    else:
+        save(sharded, phase, mine)
 
 
-def save(sharded: Any, mine: bool) -> None:
-    from fsdp_compiled.runtime.checkpoint import saving
-
-    folder = os.environ["FOLDER"]
-    if mine:
+def save(sharded: Any, phase: str, mine: bool) -> None:
+    """In the copy, or, ``writing``, in the background."""
+    if mine and phase == "save":
         saving.arrange = lambda *_: strike(way)  # type: ignore[assignment]
-    sharded.save(folder, step=1, wait=True)
+    if mine and phase == "writing":
+        data_file.write = lambda *_: strike(way)  # type: ignore[assignment]
+    sharded.save(os.environ["FOLDER"], step=1, wait=True)
 
 
 def case(name: str) -> dict[str, Any]:

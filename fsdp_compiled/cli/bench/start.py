@@ -7,6 +7,7 @@ its processes are the ranks, and there is only `steps`.
 
 import json
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -145,7 +146,7 @@ def _rank(options: BenchOptions, arguments: Sequence[str]) -> int:
             finally:
                 shown.close()
             if measured is None:
-                return STOPPED
+                return STOPPED[signal.SIGINT]
         else:
             _, rival, cache = name.split("/")
             seconds = measure_first_step(preset, RIVALS[rival], here, options.seed)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.call_store import Board
 from fsdp_compiled.runtime.checkpoint import data_file, folder, manifest
 from fsdp_compiled.runtime.checkpoint.image import Arranged, described
@@ -30,6 +31,8 @@ from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest,
 
 SILENCE = 600.0  # seconds after which a rank that writes and says nothing is given up
 POLL = 0.01  # seconds
+LOOK = 0.5  # seconds between two looks at whether another rank's process lives
+FAILED = 10.0  # seconds of its silence that are enough where ranks have failed
 
 
 class SaveError(RuntimeError):
@@ -165,10 +168,10 @@ class Heartbeat:
 def _finish(save: Save, posts: Posts) -> str:
     """By rank 0: the end of it, in words; nothing where it is complete."""
     ranks = range(save.world)
-    parts = [_wait(partial(posts.get, f"part {rank}"), partial(posts.get, f"alive {rank}")) for rank in ranks]
+    parts = [_wait(partial(posts.get, f"part {rank}"), posts, rank) for rank in ranks]
     found = [json.loads(part) if part is not None else None for part in parts]
     errors = [
-        f"rank {rank}: nothing was heard of it for {SILENCE:.0f} s" if part is None else part["error"]
+        f"rank {rank}: it died or hangs, nothing is heard of it" if part is None else part["error"]
         for rank, part in enumerate(found)
         if part is None or "error" in part
     ]
@@ -191,7 +194,7 @@ def _finish(save: Save, posts: Posts) -> str:
 
 
 def _hear(save: Save, posts: Posts, rank: int) -> str:
-    end = _wait(lambda: posts.get("end"), lambda: posts.get("alive 0"))
+    end = _wait(lambda: posts.get("end"), posts, 0)
     return end.removeprefix("ended ") if end is not None else _read_end(save, "rank 0 was not heard of any more")
 
 
@@ -199,7 +202,8 @@ def _linger(save: Save, posts: Posts) -> None:
     """Rank 0 holds the store: it stays until the others have read the end."""
     until = time.monotonic() + 30
     for rank in range(1, save.world):
-        while posts.get(f"heard {rank}") is None and time.monotonic() < until:
+        life = Life(posts.board, rank)
+        while posts.get(f"heard {rank}") is None and time.monotonic() < until and not life.lost():
             time.sleep(POLL)
 
 
@@ -212,14 +216,35 @@ def _read_end(save: Save, reason: str) -> str:
     return f"Whether {save.what} was written is not known here: {reason}."
 
 
-def _wait(read: Callable[[], str | None], alive: Callable[[], str | None]) -> str | None:
-    """What is read once it is there; None after too long a silence."""
-    last, since = None, time.monotonic()
+class Life:
+    """Whether a rank's process still gives signs of life (`watchdog`)."""
+
+    def __init__(self, board: Board | None, rank: int) -> None:
+        self._board, self._rank = board, rank
+        self._pulse: str | None = None
+        self._since = self._looked = time.monotonic()
+
+    def lost(self) -> bool:
+        """Looks once in `LOOK` seconds. Where ranks have failed already, less silence is enough."""
+        now = time.monotonic()
+        if self._board is None or now - self._looked < LOOK:
+            return False
+        self._looked = now
+        pulse = self._board.pulse(self._rank)
+        if pulse is None or pulse != self._pulse:
+            self._pulse, self._since = pulse, now
+        failed = self._board.error() is not None
+        return now - self._since > (min(FAILED, watchdog.SILENCE) if failed else watchdog.SILENCE)
+
+
+def _wait(read: Callable[[], str | None], posts: Posts, rank: int) -> str | None:
+    """What is read once it is there; None where the rank that says it is silent for too long."""
+    last, since, life = None, time.monotonic(), Life(posts.board, rank)
     while (found := read()) is None:
-        if (now := alive()) != last:
+        if (now := posts.get(f"alive {rank}")) != last:
             last, since = now, time.monotonic()
-        if time.monotonic() - since > SILENCE:
-            return None
+        if time.monotonic() - since > SILENCE or life.lost():
+            return read()
         time.sleep(POLL)
     return found
 

@@ -10,6 +10,7 @@ import atexit
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -57,6 +58,9 @@ class Forked:
             traceback.print_exc()
             code = 1
         finally:
+            for thread in threading.enumerate():  # as Python does at its end
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
             atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()

@@ -1,0 +1,60 @@
+"""Where a run's time went, over several attempts."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp_compiled.cli.clock import FILE, PARTS, Attempts, Clock, read, rows
+
+
+def test_the_parts_add_up_to_the_wall_time() -> None:
+    since = time.time()
+    clock = Clock(since - 5)
+    clock.enter("training")
+    with clock.spending("saving"):
+        time.sleep(0.02)
+        with clock.spending("waiting"):
+            time.sleep(0.02)
+    clock.move("training", "compiling", 0.5)
+    seconds = clock.seconds
+    assert set(seconds) == set(PARTS)
+    assert sum(seconds.values()) == pytest.approx(5 + time.time() - since, abs=0.02)
+    assert seconds["starting"] == pytest.approx(5, abs=0.1)
+    assert seconds["saving"] >= 0.02 <= seconds["waiting"] and seconds["compiling"] == 0.5
+
+
+def line(out: Path, **fields: object) -> None:
+    with (out / FILE).open("a") as file:
+        print(json.dumps(fields), file=file)
+
+
+def test_steps_that_are_made_again_and_time_between_attempts_do_not_count(tmp_path: Path) -> None:
+    assert read(tmp_path) is None
+    line(tmp_path, began=100.0, world=2, step=0)
+    for step in (1, 2, 3, 4):
+        line(tmp_path, now=110.0 + step, step=step, seconds={"starting": 10.0, "training": float(step)})
+    line(tmp_path, began=120.0, world=4, step=3)  # killed after step 4, whose checkpoint was of step 3
+    line(tmp_path, now=126.0, step=4, seconds={"starting": 4.0, "training": 2.0})
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"now": 127.0, "st')  # cut off
+    spent = read(tmp_path)
+    assert spent is not None and spent.attempts == 2
+    found = {part: seconds for part, seconds in spent.parts.items() if seconds}
+    assert found == {"starting": 14.0, "training": 5.0, "repeated": 1.0, "down": 6.0}
+    assert spent.total == 26.0 and spent.goodput == pytest.approx(5 / 26)
+    assert rows(spent)[-1] == ("goodput, of 2 attempts", "26.0 s   19.2%")
+
+
+def test_an_attempt_that_ended_before_its_first_record_counts(tmp_path: Path) -> None:
+    clock = Clock(time.time() - 3)
+    for ended in ("failed: RankError", "complete"):
+        attempts = Attempts(tmp_path, clock, world=1, step=0)
+        attempts.add(0, ended)
+        attempts.close()
+    spent = read(tmp_path)
+    assert spent is not None and spent.ends == ("failed: RankError", "complete")
+    assert spent.parts["starting"] == pytest.approx(6, abs=0.2)
