@@ -11,7 +11,9 @@
 A *piece* is compute between two cuts, with the views that it reads repeated inside, so that it takes and returns whole
 tensors and no aliases. Cuts are where the order must be kept (collectives, waits, random operators), and where equal
 blocks and buffers begin and end, so that they make equal pieces; equal pieces have equal keys. What reads or makes no
-more than a few numbers is not worth a compilation and runs as it stands.
+more than a few numbers is not worth a compilation and runs as it stands. So does an update in half precision, which
+rounds after each operator, as the optimizer does: compiled, it would round only where memory is written, and what an
+optimizer adds up over steps would drift from what it is in eager PyTorch.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ from fsdp_compiled.kernels.operators import KERNELS
 from fsdp_compiled.plan.units import innermost
 
 aten = torch.ops.aten
+HALF = (torch.bfloat16, torch.float16)
+EXACT = (aten.copy_.default, aten._to_copy.default, aten.clone.default, aten.zero_.default)  # or rounded once
 FEW = 64  # numbers; arithmetic on no more than these is not compiled
 SHORT = 2  # operators; a piece of no more than these is not compiled
 
@@ -85,13 +89,23 @@ def segments(graph: fx.Graph, blocks: Collection[str] = ()) -> list[fx.Node | Pi
     for run in _whole(cutter):
         if isinstance(run, fx.Node):
             found.append(run)
-        elif _is_slight(run):
+        elif _is_slight(run) or _rounds(run):
             found += run
         else:
             piece = Piece(run)
             if piece.outputs or piece.writes:
                 found.append(piece)
     return found
+
+
+def _rounds(run: list[fx.Node]) -> bool:
+    """Whether the run adds gradients up, or updates from them, in half precision."""
+    return any(
+        _is_tensor(value.meta["val"]) and value.meta["val"].dtype in HALF and _numel(value) > FEW
+        for node in run
+        if role_of(node) in ("update", "sum") and node.target not in EXACT
+        for value in (node, *node.all_input_nodes)
+    )
 
 
 def is_borrowed(node: fx.Node) -> bool:
