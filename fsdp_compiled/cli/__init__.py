@@ -45,6 +45,22 @@ def parser() -> argparse.ArgumentParser:
     diff.add_argument("a", type=Path, metavar="A", help="a stage's text file, a run folder, or a dump folder")
     diff.add_argument("b", type=Path, metavar="B", help="the same, to compare with A")
 
+    convert = commands.add_parser(
+        "convert",
+        help="a checkpoint into another layout: this package's, FSDP2's (DCP), Hugging Face's",
+        description="Writes what checkpoint A holds to the new folder B, a tensor at a time, on one process. A may be "
+        "a folder of step-N folders, of which the newest is taken, or one of them; what "
+        "torch.distributed.checkpoint wrote; or a folder with model.safetensors. Nothing of it is unpickled but what "
+        "a checkpoint needs.",
+    )
+    convert.add_argument("a", type=Path, metavar="A", help="the checkpoint")
+    convert.add_argument("b", type=Path, metavar="B", help="where to write it; must not exist")
+    convert.add_argument(
+        "--to", choices=("ours", "dcp", "hf"), required=True,
+        help="ours: for Sharded.load; dcp: for torch.distributed.checkpoint, as {'model': ..., 'optim': ...}; "
+        "hf: weights alone, for from_pretrained",
+    )  # fmt: skip
+
     check = commands.add_parser(
         "check",
         help="the self-test of this machine: kernels, graphs, collectives, lowering, a step against PyTorch and FSDP2",
@@ -73,6 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fsdp_compiled.cli.check import start as check
 
             return check.start(CheckOptions(chosen.nproc, chosen.out), arguments)
+        if chosen.command == "convert":
+            from fsdp_compiled.cli import convert
+
+            print(convert.convert(chosen.a, chosen.b, chosen.to))
+            return 0
         from fsdp_compiled.cli import show
 
         if chosen.command == "show":

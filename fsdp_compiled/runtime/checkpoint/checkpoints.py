@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.lockstep import lockstep
@@ -20,7 +19,7 @@ from fsdp_compiled.runtime.checkpoint import dcp, huggingface, loading, saving, 
 from fsdp_compiled.runtime.checkpoint.contents import derive_generators, set_generators, values_of
 from fsdp_compiled.runtime.checkpoint.image import Image
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, taken_over, write_groups
+from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, match, refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.saving import Wish
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import decode, digest
@@ -205,8 +204,11 @@ class Checkpoints:
 
     def _values(self, manifest: Manifest, found: Match, extra: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
         """The values that this rank takes, as JSON, each with whether it is its own."""
-        fixed = ["updates", "scale", "random", *["optimizer"] * found.options]
+        fixed = ["updates", "scale", "random"]
         constants = [name for name in manifest.values if name.startswith("constant ")]
+        for name in found.buffers:
+            if (value := buffer_value(manifest, name)) is not None:
+                manifest.values[f"buffer {name}"] = value
         buffers = [f"buffer {name}" for name in found.buffers]
         wanted = [*fixed, *constants, *buffers, *(f"extra {name}" for name in extra)]
         pairs = {name: loading.values_for(manifest, name, self._mesh.rank, self._mesh.world) for name in wanted}
@@ -272,8 +274,10 @@ def _write_values(
                 _write_constant(rest, decode(tree, tensors), state)
         for total in state.sums.values():
             total.zero_()
-    if trained.optimizer is not None and "optimizer" in values:
-        _write_options(trained.optimizer, values["optimizer"][0]["groups"])
+    if trained.optimizer is not None and found.options is not None:
+        write_groups(trained.optimizer, [{k: decode(v, {}) for k, v in one.items()} for one in found.options])
+    if "random" not in values:  # converted from another format
+        return
     tree, own = values["random"]
     if own:
         set_generators(decode(tree, tensors), state, trained.plan.device)
@@ -286,18 +290,6 @@ def _write_constant(name: str, value: torch.Tensor, state: State) -> None:
         state.constants[name].copy_(value)
     else:
         state.constants[name] = value
-
-
-def _write_options(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Rates, and what schedulers note beside them, as `torch.optim.Optimizer.load_state_dict` takes them over."""
-    for group, before in zip(optimizer.param_groups, saved, strict=True):
-        for name in taken_over(group):
-            if name in before:
-                value = decode(before[name], {})
-                if isinstance(group.get(name), torch.Tensor):
-                    group[name].fill_(value)
-                else:
-                    group[name] = value
 
 
 def _report(chosen: Path, manifest: Manifest, found: Match, extra: Mapping[str, Any]) -> None:

@@ -42,7 +42,8 @@ def values_of(
     if state.scale:
         values["scale"] = {name: tensor.item() for name, tensor in state.scale.items()}
     if optimizer is not None:
-        values["optimizer"] = {"class": class_name(optimizer), "groups": options(optimizer)}
+        names = [[parameter._sharded_name for parameter in group["params"]] for group in optimizer.param_groups]
+        values["optimizer"] = {"class": class_name(optimizer), "groups": options(optimizer), "parameters": names}
         values["scalars"] = scalars_of(state, plan, rules)
     values["random"] = generators(state, plan.device)
     values |= {f"buffer {name}": tensor for name, tensor in state.buffers.items()}

@@ -91,6 +91,28 @@ def write(path: Path, image: memoryview, progress: Callable[[], None] = lambda: 
     return checksums
 
 
+def write_parts(path: Path, parts: Iterable[memoryview]) -> list[str]:
+    """Writes a new file of these parts, end to end, without holding more than one; the checksums of its blocks."""
+    checksums = []
+    held = bytearray()
+    with path.open("xb") as file:
+        for part in parts:
+            while part:
+                room = BLOCK - len(held)
+                held += part[:room]
+                part = part[room:]
+                if len(held) == BLOCK:
+                    checksums.append(xxhash.xxh3_64_hexdigest(held))
+                    file.write(held)
+                    held.clear()
+        if held:
+            checksums.append(xxhash.xxh3_64_hexdigest(held))
+            file.write(held)
+        file.flush()
+        os.fsync(file.fileno())
+    return checksums
+
+
 @dataclass(frozen=True)
 class Request:
     """These bytes of the file are wanted in ``into``."""

@@ -61,9 +61,9 @@ class Staged:
 
 
 def read(
-    path: Path, manifest: Manifest, mesh: Mesh, wanted: Sequence[Wanted], trees: Iterable[Any]
+    path: Path, manifest: Manifest, mesh: Mesh, wanted: Sequence[Wanted], trees: Iterable[Any], rest: bool = True
 ) -> Generator[str, None, Staged]:
-    """Each rank reads what it wants, all together every byte of every file; in stages, for `lockstep`."""
+    """Each rank reads what it wants, all together (``rest``) every byte of every file; in stages, for `lockstep`."""
     readers = {
         file.name: Reader(
             path / file.name,
@@ -82,6 +82,8 @@ def read(
     for name, reader in readers.items():
         reader.read(requests[name])
     yield "what they have read"
+    if not rest:
+        return Staged([(one, _finished(manifest.tensors[one.tensor], one, values)) for one, values in pairs], tensors)
     seen = exchange({name: sorted(reader.verified) for name, reader in readers.items()}, mesh)
     for name, reader in readers.items():
         count = -(-manifest.files[name].size // BLOCK) if manifest.files[name].checksums is not None else 0

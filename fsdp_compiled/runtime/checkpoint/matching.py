@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ class Match:
     wanted: list[Wanted] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
-    options: bool = False  # whether the groups' options are taken over
+    options: list[dict[str, Any]] | None = None  # of each group, as JSON, where rates are taken over
     differences: list[str] = field(default_factory=list)
 
 
@@ -39,7 +39,7 @@ def match(
 ) -> Match:
     """What of the checkpoint fits this model and optimizer, and what does not, on each side."""
     found = Match()
-    places = _parameters(manifest, plan, found)
+    places = _parameters(manifest, plan, state.buffers, found)
     if optimizer is not None:
         _optimizer(manifest, plan, state, optimizer, rules, places, found)
     orders = {
@@ -61,7 +61,7 @@ def _saved_names(manifest: Manifest, names: Sequence[str]) -> set[str]:
     return {name for name in firsts if f"model.{name}" in manifest.tensors}
 
 
-def _parameters(manifest: Manifest, plan: Plan, found: Match) -> dict[str, str]:
+def _parameters(manifest: Manifest, plan: Plan, buffers: Iterable[str], found: Match) -> dict[str, str]:
     """By our name of a tensor, the saved one that fits it, for parameters."""
     places: dict[str, str] = {}
     used: set[str] = set()
@@ -77,7 +77,8 @@ def _parameters(manifest: Manifest, plan: Plan, found: Match) -> dict[str, str]:
         else:
             places[parameter_name(slot)] = f"model.{next(iter(saved))}"
     saved_parameters = {name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")}
-    found.differences += [f"{name} is not in the model" for name in sorted(saved_parameters - used)]
+    saved_parameters -= used | set(buffers)  # other formats do not tell them apart
+    found.differences += [f"{name} is not in the model" for name in sorted(saved_parameters)]
     return places
 
 
@@ -106,10 +107,10 @@ def _optimizer(
         found.differences.append("the checkpoint has no optimizer's state: it was saved without an optimizer")
         return
     saved = manifest.values["optimizer"]["same"]
-    if (own := class_name(optimizer)) != saved["class"]:
+    if (own := class_name(optimizer)) != saved["class"] and saved["class"] is not None:
         found.differences.append(f"the optimizer is {own} here, and {saved['class']} in the checkpoint")
         return
-    found.options = _options(optimizer, saved["groups"], found)
+    _options(manifest, plan, optimizer, saved, found)
     there = _Records(manifest)
     for rule in rules:
         members = [(slot, b) for b in plan.buffers if _updates(rule, b) for slot in b.slots]
@@ -179,28 +180,46 @@ def _scalars(rule: Rule, records: Sequence[dict[str, Any]]) -> list[str]:
     return problems
 
 
-def _options(optimizer: Optimizer, saved: Sequence[dict[str, Any]], found: Match) -> bool:
-    """Whether the groups are the saved ones, so that their rates can be taken over."""
-    groups = optimizer.param_groups
-    if len(groups) != len(saved):
-        found.differences.append(f"the optimizer has {len(groups)} groups here, and {len(saved)} in the checkpoint")
-        return False
-    same = True
-    for index, (group, before) in enumerate(zip(groups, saved, strict=True)):
+def _options(manifest: Manifest, plan: Plan, optimizer: Optimizer, saved: dict[str, Any], found: Match) -> None:
+    """What the checkpoint has of each group's options: those of its parameters, in whichever groups they were."""
+    names = {slot.name: slot.leaf.names for buffer in plan.buffers for slot in buffer.slots}
+    group_of = {name: index for index, row in enumerate(saved["parameters"]) for name in row}
+    taken: list[dict[str, Any]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        before: dict[str, Any] | None = None
+        for parameter in group["params"]:
+            known = [group_of[name] for name in _aliased(manifest, names[parameter._sharded_name]) if name in group_of]
+            if not known:
+                continue
+            options = saved["groups"][known[0]]
+            if before is not None and options != before:
+                odd = sorted(name for name in {*options, *before} if options.get(name) != before.get(name))
+                found.differences.append(
+                    f"the optimizer's group {index} is of parameters that had another {', '.join(odd)} each in the "
+                    "checkpoint"
+                )
+                return
+            before = options
+        taken.append(before or {})
         for name, value in options_of(group).items():
-            if name not in before or name in taken_over(group) or name in IMPLEMENTATIONS:
+            if before is None or name not in before or name in taken_over(group) or name in IMPLEMENTATIONS:
                 continue
             try:
                 equal = encode(plain(value), name, {}) == before[name]
             except ValueError:
                 continue
             if not equal:
-                same = False
                 found.differences.append(
                     f"the optimizer's param_groups[{index}][{name!r}] is {value!r} here, and "
                     f"{decode(before[name], {})!r} in the checkpoint"
                 )
-    return same
+                return
+    found.options = taken
+
+
+def _aliased(manifest: Manifest, names: Sequence[str]) -> list[str]:
+    """The names under which a parameter may have been saved."""
+    return [*names, *(manifest.aliases[name] for name in names if name in manifest.aliases)]
 
 
 def taken_over(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -212,16 +231,27 @@ def taken_over(group: Mapping[str, Any]) -> tuple[str, ...]:
 def write_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
     """Takes the rates over, and what schedulers note beside them."""
     for group, before in zip(optimizer.param_groups, saved, strict=True):
-        group.update({name: before[name] for name in taken_over(group) if name in before})
+        for name in taken_over(group):
+            if name in before and isinstance(group.get(name), torch.Tensor):
+                group[name].fill_(before[name])
+            elif name in before:
+                group[name] = before[name]
+
+
+def buffer_value(manifest: Manifest, name: str) -> dict[str, Any] | None:
+    """What is saved of a buffer; in what was converted it may stand among the parameters."""
+    if f"buffer {name}" not in manifest.values and f"model.{name}" in manifest.tensors:
+        return {"same": {"$tensor": f"model.{name}"}}
+    return manifest.values.get(f"buffer {name}")
 
 
 def _buffers(manifest: Manifest, state: State, found: Match) -> None:
     saved = {name.removeprefix("buffer ") for name in manifest.values if name.startswith("buffer ")}
     for name, tensor in state.buffers.items():
-        if name not in saved:
+        value = buffer_value(manifest, name)
+        if value is None:
             found.differences.append(f"the buffer {name} is not in the checkpoint")
             continue
-        value = manifest.values[f"buffer {name}"]
         tree = value["same"] if "same" in value else value["by_rank"][0]
         if (reason := _unlike(manifest, tree["$tensor"], tensor.shape, tensor.dtype)) is not None:
             found.differences.append(f"the buffer {name} {reason}")

@@ -24,6 +24,8 @@ from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, te
 from fsdp_compiled.runtime.checkpoint.writing import Own, Save
 from fsdp_compiled.runtime.state import State
 
+ALIKE = ("updates", "scale", "optimizer", "scalars")  # values that ranks cannot differ in
+
 
 @dataclass(frozen=True)
 class Wish:
@@ -90,6 +92,8 @@ def _writers(digests: list[dict[str, str]]) -> dict[str, list[int]]:
         if None in different:
             missing = next(rank for rank, one in enumerate(digests) if name not in one)
             raise ValueError(f"rank {missing} has no {name}, and other ranks have. Give every rank the same to save.")
+        if name in ALIKE and len(different) > 1:
+            raise ValueError(f"{name} is not the same on all ranks, as it has to be while one trains.")
         found[name] = [index % len(digests)] if len(different) == 1 else list(range(len(digests)))
     return found
 

@@ -1,0 +1,307 @@
+"""A checkpoint from one layout into another, on one process, a tensor at a time.
+
+    this package's    folder/step-N, or a folder of those: the newest
+    "dcp"             torch.distributed.checkpoint's, as FSDP2 writes model and optimizer
+    "hf"              Hugging Face's: weights alone
+
+What a layout has no place for is left out and said: random states, loss scale and extras exist in this package's alone.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from fsdp_compiled.distributed.lockstep import lockstep
+from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, huggingface, loading
+from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint import manifest as manifests
+from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out
+from fsdp_compiled.runtime.checkpoint.loading import Wanted
+from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
+from fsdp_compiled.runtime.checkpoint.memory import memory_of
+from fsdp_compiled.runtime.checkpoint.values import decode, encode
+
+Layout = Literal["ours", "dcp", "hf"]
+ALONE = Mesh(torch.device("cpu"))
+FILE = 4 << 30  # bytes
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A tensor that is read when it is its turn."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
+@dataclass
+class Contents:
+    """What every layout has of a run. ``numbers``: by parameter, state that is one number, such as the step count."""
+
+    parameters: dict[str, Lazy] = field(default_factory=dict)
+    buffers: dict[str, Lazy] = field(default_factory=dict)
+    state: dict[str, dict[str, Lazy]] = field(default_factory=dict)  # by parameter and name
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)  # parameters, options
+    aliases: dict[str, str] = field(default_factory=dict)
+    kind: str | None = None  # the optimizer's class
+    step: int = 0
+    left_out: list[str] = field(default_factory=list)
+
+
+def convert(source: Path, target: Path, to: Layout) -> Contents:
+    """Writes what ``source`` holds to ``target``, which must not exist. Raises ``ValueError`` by name."""
+    if target.exists():
+        raise ValueError(f"{target} exists. Convert to a new folder, or remove it.")
+    contents = read(source)
+    if to != "ours" and not contents.parameters:
+        raise ValueError(f"{source} holds no parameters.")
+    aside = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        aside.mkdir(parents=True)
+        place = aside
+        if to == "ours":
+            place = folders.path_of(aside, contents.step)
+            place.mkdir()
+            _write_ours(place, contents)
+        elif to == "dcp":
+            dcp_files.write(aside, _dcp_items(contents))
+        else:
+            _write_hf(aside, contents)
+        folders.sync(place)
+        folders.sync(aside)
+        aside.rename(target)
+        folders.sync(target.parent)
+    except OSError as error:
+        raise ValueError(f"{target} cannot be written: {error.strerror or error}.") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return contents
+
+
+def read(source: Path) -> Contents:
+    """What is there, in whichever layout."""
+    if (source / dcp_files.NAME).is_file():
+        return _from_dcp(source)
+    if (source / manifests.NAME).is_file():
+        return _from_ours(source)
+    if steps := folders.steps(source):
+        return _from_ours(folders.path_of(source, steps[-1]))
+    if (source / huggingface.INDEX).is_file() or (source / "model.safetensors").is_file():
+        manifest = huggingface.read_manifest(source)
+        return Contents(parameters={name: _lazy(source, manifest, name) for name in manifest.tensors})
+    raise ValueError(
+        f"{source} is no checkpoint: it has neither {manifests.NAME} nor step-N folders, nor {dcp_files.NAME}, nor "
+        "model.safetensors or its index."
+    )
+
+
+def _lazy(folder: Path, manifest: Manifest, name: str) -> Lazy:
+    """A tensor of files with a manifest, verified where there are checksums."""
+    entry = manifest.tensors[name]
+
+    def whole() -> torch.Tensor:
+        values = torch.empty(entry.numel, dtype=entry.dtype)
+        wanted = Wanted(name, 0, entry.numel, tuple(range(len(entry.shape))), values)
+        staged = lockstep(ALONE, "what is read", loading.read(folder, manifest, ALONE, [wanted], [], rest=False))
+        return staged.pairs[0][1].reshape(entry.shape)
+
+    return Lazy(entry.shape, entry.dtype, whole)
+
+
+def _from_ours(folder: Path) -> Contents:
+    manifest = manifests.read(folder)
+    found = Contents(aliases=dict(manifest.aliases), step=manifest.step)
+    for name in manifest.tensors:
+        if name.startswith("model."):
+            found.parameters[name.removeprefix("model.")] = _lazy(folder, manifest, name)
+        elif name.startswith("optimizer.state."):
+            parameter, entry = name.removeprefix("optimizer.state.").rsplit(".", 1)
+            found.state.setdefault(parameter, {})[entry] = _lazy(folder, manifest, name)
+    for name, value in manifest.values.items():
+        tree = value["same"] if "same" in value else value["by_rank"][0]
+        kind, _, rest = name.partition(" ")
+        if kind == "buffer":
+            found.buffers[rest] = _lazy(folder, manifest, tree["$tensor"])
+        elif kind == "optimizer":
+            found.kind = tree["class"]
+            options = [{key: decode(one, {}) for key, one in group.items()} for group in tree["groups"]]
+            found.groups = list(zip(tree["parameters"], options, strict=True))
+        elif kind == "scalars":
+            for record in tree:
+                numbers = {key: decode(one, {}) for key, one in record["scalars"].items()}
+                found.numbers |= dict.fromkeys(record["parameters"], numbers)
+        elif kind != "updates":
+            found.left_out.append(name)
+    return found
+
+
+def _from_dcp(folder: Path) -> Contents:
+    reader = dcp_files.Reader(folder)
+    entries = reader.entries
+    lazy = {
+        key: Lazy(tuple(entry.size), entry.properties.dtype, lambda key=key: reader.tensor(key))  # type: ignore[misc]
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    mark = next((key for key in entries if ".param_groups." in f".{key}"), None)
+    prefix = mark[: f".{mark}".index(".param_groups.")] if mark is not None else None
+    found = Contents()
+    rest = dict(lazy)
+    if prefix is not None:
+        for key, one in lazy.items():
+            if key.startswith(f"{prefix}state."):
+                del rest[key]
+                parameter, name = key.removeprefix(f"{prefix}state.").rsplit(".", 1)
+                if one.shape == () and name == "step":
+                    found.numbers.setdefault(parameter, {})[name] = one.read().item()
+                else:
+                    found.state.setdefault(parameter, {})[name] = one
+        _dcp_groups(reader, prefix, found)
+    weights = _model_prefix(rest, found)
+    for key, one in rest.items():
+        name = key.removeprefix(weights)
+        if not key.startswith(weights):
+            found.left_out.append(key)
+        else:  # a buffer or a parameter: DCP does not say, and a load takes it as either
+            found.parameters[name] = one
+    steps = {int(numbers["step"]) for numbers in found.numbers.values() if "step" in numbers}
+    found.step = max(steps, default=0)
+    return found
+
+
+def _model_prefix(rest: Mapping[str, Lazy], found: Contents) -> str:
+    """What stands before the parameters' names."""
+    for parameter in found.state:
+        for key in rest:
+            if key == parameter or key.endswith(f".{parameter}"):
+                return key[: len(key) - len(parameter)]
+    for prefix in ("app.model.", "model.", "app."):
+        if rest and all(key.startswith(prefix) for key in rest):
+            return prefix
+    return ""
+
+
+def _dcp_groups(reader: dcp_files.Reader, prefix: str, found: Contents) -> None:
+    """Groups as they were, or, where options were written for each parameter, parameters with equal ones."""
+    flat: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    for owner, keys in dcp_files.by_group(reader.entries, prefix).items():
+        options = {}
+        for name, key in keys.items():
+            one = reader.entries[key]
+            options[name] = reader.tensor(key).item() if isinstance(one, TensorStorageMetadata) else reader.value(key)
+        if "params" in options:
+            found.groups.append((options.pop("params"), options))
+        else:
+            flat.setdefault(repr(sorted(options.items())), ([], options))[0].append(owner)
+    if not found.groups:
+        found.groups = list(flat.values())
+
+
+def _dcp_items(contents: Contents) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """By DCP's paths, for FSDP2's ``{"model": ..., "optim": ...}``; options in both forms that PyTorch has."""
+    for name, one in {**contents.parameters, **contents.buffers}.items():
+        yield ("model", name), one.read()
+    for other, first in contents.aliases.items():
+        yield ("model", other), contents.parameters[first].read()
+    for parameter in dict.fromkeys([*contents.state, *contents.numbers]):
+        for name, number in contents.numbers.get(parameter, {}).items():
+            if name == "step":
+                yield ("optim", "state", parameter, name), torch.tensor(float(number))
+        for name, one in contents.state.get(parameter, {}).items():
+            yield ("optim", "state", parameter, name), one.read()
+    for index, (parameters, options) in enumerate(contents.groups):
+        for name, value in options.items():
+            yield ("optim", "param_groups", str(index), name), value
+            for parameter in parameters:
+                yield ("optim", "param_groups", parameter, name), value
+        yield ("optim", "param_groups", str(index), "params"), parameters
+
+
+def _write_hf(folder: Path, contents: Contents) -> None:
+    tensors = {**contents.parameters, **contents.buffers}
+    names = ["model.safetensors"]
+    rows = _rows(tensors, huggingface.LARGEST)
+    if len(rows) > 1:
+        names = [f"model-{number:05d}-of-{len(rows):05d}.safetensors" for number in range(1, len(rows) + 1)]
+        weight_map = {key: name for name, row in zip(names, rows) for key in row}
+        text = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2, sort_keys=True)
+        (folder / huggingface.INDEX).write_text(text + "\n")
+    for name, row in zip(names, rows):
+        _write_file(folder / name, {key: tensors[key] for key in row}, {"format": "pt"})
+    contents.left_out += ["optimizer"] * bool(contents.state)
+
+
+def _rows(tensors: Mapping[str, Lazy], largest: int) -> list[list[str]]:
+    rows: list[list[str]] = [[]]
+    size = 0
+    for key, one in tensors.items():
+        nbytes = torch.Size(one.shape).numel() * one.dtype.itemsize
+        if rows[-1] and size + nbytes > largest:
+            rows.append([])
+            size = 0
+        rows[-1].append(key)
+        size += nbytes
+    return rows
+
+
+def _write_file(
+    path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str]
+) -> tuple[DataFile, dict[str, int]]:
+    """Writes one file, a tensor at a time; what the manifest says of it, and where each tensor begins."""
+    items = [
+        Item(key, one.dtype, one.shape, torch.Size(one.shape).numel() * one.dtype.itemsize)
+        for key, one in tensors.items()
+    ]
+    layout = lay_out(items, metadata)
+
+    def parts() -> Iterator[memoryview]:
+        yield memoryview(layout.header)
+        for key in sorted(layout.offsets, key=lambda key: (layout.offsets[key], tensors[key].shape.count(0) == 0)):
+            yield memory_of(tensors[key].read().contiguous())
+
+    return DataFile(path.name, layout.size, data_file.write_parts(path, parts())), layout.offsets
+
+
+def _write_ours(folder: Path, contents: Contents) -> None:
+    tensors = {f"model.{name}": one for name, one in contents.parameters.items()}
+    for parameter, states in contents.state.items():
+        tensors |= {f"optimizer.state.{parameter}.{name}": one for name, one in states.items()}
+    tensors |= {f"buffer {name}": one for name, one in contents.buffers.items()}
+    values: dict[str, Any] = {f"buffer {name}": {"same": {"$tensor": f"buffer {name}"}} for name in contents.buffers}
+    values["updates"] = {"same": contents.step}
+    if contents.groups or contents.state:
+        records: dict[str, dict[str, Any]] = {}
+        for parameter in dict.fromkeys([*contents.state, *contents.numbers]):
+            numbers = contents.numbers.get(parameter, {})
+            record = records.setdefault(
+                repr(sorted(numbers.items())), {"parameters": [], "scalars": encode(numbers, "", {})}
+            )
+            record["parameters"].append(parameter)
+        values["scalars"] = {"same": list(records.values())}
+        options = [{name: encode(value, name, {}) for name, value in group.items()} for _, group in contents.groups]
+        names = [parameters for parameters, _ in contents.groups]
+        values["optimizer"] = {"same": {"class": contents.kind, "groups": options, "parameters": names}}
+    made = Manifest(contents.step, 1, {}, values, contents.aliases, {}, {"id": folder.parent.name})
+    rows = _rows(tensors, FILE)
+    for index, row in enumerate(rows):
+        name = f"shard-00000-of-00001{f'-{index:05d}' if index else ''}.safetensors"
+        file, offsets = _write_file(folder / name, {key: tensors[key] for key in row}, {})
+        made.files[name] = file
+        for key in row:
+            one = tensors[key]
+            count = torch.Size(one.shape).numel()
+            pieces = [Piece(0, count, name, offsets[key])] if count else []
+            made.tensors[key] = Entry(one.shape, one.dtype, tuple(range(len(one.shape))), pieces)
+    data_file.write(folder / manifests.NAME, memoryview(manifests.to_bytes(made)))
