@@ -1,11 +1,12 @@
 import json
+import logging
 from pathlib import Path
 
 import pytest
 import torch
 
 from fsdp_compiled.cli.journal import Journal, Record
-from fsdp_compiled.cli.progress import Plain, seconds_left
+from fsdp_compiled.cli.progress import Compiling, Plain, seconds_left
 from fsdp_compiled.cli.report import curve, printable, save, smooth, table
 
 
@@ -72,3 +73,21 @@ def test_time_left_needs_a_speed() -> None:
 
 def test_a_sample_cannot_drive_the_terminal() -> None:
     assert printable("def\n\tx\x1b[2J\r\x00é") == "def\n\tx\ufffd[2J\ufffd\ufffdé"
+
+
+def test_the_compilers_progress_is_said_once_a_second_and_warnings_are_as_they_were(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("fsdp_compiled")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's
+    before = log.level, list(log.handlers)
+    with Compiling(Plain(3, 10)):
+        for piece in (1, 2):
+            log.info("compiling %d of %d pieces (%d operators)", piece, 12, 40)
+        log.info("something else")
+        log.warning("look here")
+    log.info("compiling %d of %d pieces", 3, 12)
+    assert (log.level, log.handlers) == before
+    said = capsys.readouterr()
+    assert said.out == "compiling 1 of 12 pieces (40 operators)\n"
+    assert said.err == "look here\n"

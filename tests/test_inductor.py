@@ -152,3 +152,20 @@ def test_operators_of_the_users_are_not_kept(compiled: Compile, tmp_path: Path) 
         assert compiled(piece(target=torch.ops.tests_inductor.twice.default))[1] == 1
         assert compiled(piece(target=torch.ops.tests_inductor.twice.default))[1] == 1
     assert kept(tmp_path) == []
+
+
+def test_the_largest_piece_is_compiled_first_and_progress_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(inductor, "_artifact", lambda piece: lambda *inputs: inputs)
+    large, small = piece(23), piece(22)
+    small = Piece(small.nodes[:2])
+    with caplog.at_level("INFO", "fsdp_compiled"):
+        inductor.compile_all({"small": small, "large": large})
+        inductor.compile_all({"small": small})
+    assert [record.getMessage() for record in caplog.records] == [
+        "compiling 1 of 2 pieces (3 operators)",
+        "compiling 2 of 2 pieces (2 operators)",
+        "compiling 1 of 1 pieces (2 operators)",  # nobody held the first one
+    ]

@@ -1,5 +1,6 @@
 """What rank 0 shows while it trains: a live display on a terminal, a line now and then elsewhere."""
 
+import logging
 import sys
 import time
 from typing import Any, Protocol
@@ -7,6 +8,7 @@ from typing import Any, Protocol
 from fsdp_compiled.cli.journal import EXTRA, Record
 
 EVERY = 5.0  # seconds between two plain lines
+COMPILING = "compiling %d of %d pieces"  # how the package's log says how far a step is compiled
 
 
 class Progress(Protocol):
@@ -90,6 +92,36 @@ class Live:
 
     def close(self) -> None:
         self._live.stop()
+
+
+class Compiling(logging.Handler):
+    """Inside, the progress of the compiler is said too, every second at most."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.INFO)
+        self._progress = progress
+        self._said = 0.0  # when the last line was
+
+    def emit(self, record: logging.LogRecord) -> None:
+        now = time.monotonic()
+        if str(record.msg).startswith(COMPILING) and now - self._said >= 1:
+            self._said = now
+            self._progress.say(record.getMessage())
+        elif record.levelno >= logging.WARNING and self._alone and logging.lastResort is not None:
+            logging.lastResort.handle(record)  # as without this handler
+
+    def __enter__(self) -> None:
+        log = logging.getLogger("fsdp_compiled")
+        self._alone = not log.hasHandlers()
+        self._level = log.level
+        log.addHandler(self)
+        if log.getEffectiveLevel() > logging.INFO:
+            log.setLevel(logging.INFO)
+
+    def __exit__(self, *error: object) -> None:
+        log = logging.getLogger("fsdp_compiled")
+        log.removeHandler(self)
+        log.setLevel(self._level)
 
 
 def progress(steps: int, tokens: int) -> Progress:

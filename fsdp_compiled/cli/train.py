@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from fsdp_compiled.cli.journal import Journal, Record
 from fsdp_compiled.cli.loader import Loader, Share, share
 from fsdp_compiled.cli.losses import Read, Unread, blame
 from fsdp_compiled.cli.options import TrainOptions
-from fsdp_compiled.cli.progress import Progress, Silent, progress
+from fsdp_compiled.cli.progress import Compiling, Progress, Silent, progress
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, Ranks, Stop, began
 from fsdp_compiled.cli.report import configuration, curve, printable, save, table
 from fsdp_compiled.cli.sample import first_line, generate
@@ -136,7 +137,8 @@ class Job:
         self.pace.start()
         for step in range(first, options.steps + 1):
             lr = self.schedule.get_last_lr()[0]
-            self._train(step)
+            with Compiling(self.progress) if step == first else nullcontext():
+                self._train(step)
             self.schedule.step()
             last = step == options.steps
             validating = step % every == 0 or last
