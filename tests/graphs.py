@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled import Policy, Sharded, api, compile_sharded
+from fsdp_compiled.lower.cuda_graph import Replays
 from tests.standin import Plain, StandIn
 from tests.toys import EAGER, mse
 
@@ -23,20 +27,36 @@ def small(dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Dropout(dropout), nn.Linear(8, 2))
 
 
-def make(graphs: bool, policy: Policy = EAGER, optimizer: Callable[..., Any] = adamw, **options: Any) -> Sharded:
-    """One of two equal ones, with graphs and without."""
-    model = small(**options)
-    sharded = compile_sharded(model, optimizer(model), loss=mse, policy=policy)
-    if graphs:
-        sharded._programs.replays.device = StandIn()
-    else:
-        sharded._programs.replays = Plain()
+_DEVICES: weakref.WeakKeyDictionary[Sharded, StandIn] = weakref.WeakKeyDictionary()
+
+
+def compiled_with(replays: Replays, *given: Any, **options: Any) -> Sharded:
+    """What `compile_sharded` makes of these arguments, with these graphs in the place of its device's."""
+    with mock.patch.object(api, "Sharded", partial(Sharded, replays=replays)):
+        sharded = compile_sharded(*given, **options)
+    if isinstance(replays.device, StandIn):
+        _DEVICES[sharded] = replays.device
     return sharded
 
 
+def make(
+    graphs: bool | StandIn,
+    policy: Policy = EAGER,
+    optimizer: Callable[..., Any] = adamw,
+    wanted: Any = "auto",
+    **options: Any,
+) -> Sharded:
+    """One of two equal ones, with graphs, on this stand-in or a new one, and without."""
+    model = small(**options)
+    device = graphs if isinstance(graphs, StandIn) else StandIn()
+    return compiled_with(
+        Replays(device, wanted) if graphs else Plain(), model, optimizer(model), loss=mse, policy=policy
+    )
+
+
 def stand_in(sharded: Sharded) -> StandIn:
-    assert isinstance(sharded._programs.replays.device, StandIn)
-    return sharded._programs.replays.device
+    """The device that its graphs run on."""
+    return _DEVICES[sharded]
 
 
 def same(left: Any, right: Any) -> bool:

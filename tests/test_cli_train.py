@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.launch import launch
+
 ROOT = Path(__file__).parents[1]
 TINY = "--nproc=2 --layers=2 --width=16 --heads=2 --context=16 --batch=2 --lower=eager"
 
@@ -75,7 +77,9 @@ def test_a_run_leaves_everything_in_the_folder_it_names_last(whole: tuple[Path, 
 
 
 def test_a_seed_gives_the_same_losses(text: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
-    run(text, tmp_path / "again", "--steps", "3", "--seed", "7")
+    """Again on ranks that join those of torchrun, as it were."""
+    options = ["--data", str(text), "--out", str(tmp_path / "again"), "--steps", "3", "--seed", "7"]
+    assert launch(ROOT / "tests" / "workers" / "cli.py", 2, "train", *TINY.split(), *options) == 0
     first, again = ([step["loss"] for step in metrics(out)] for out in (whole[0], tmp_path / "again"))
     assert first == again
 

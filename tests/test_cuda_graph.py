@@ -170,8 +170,7 @@ def test_a_number_read_on_the_host_breaks_the_capture(caplog: pytest.LogCaptureF
 
 
 def test_where_a_graph_was_asked_for_a_broken_capture_is_an_error() -> None:
-    sharded = make(True)
-    sharded._programs.replays.wanted = True
+    sharded = make(True, wanted=True)
     stand_in(sharded).fail = "the device said no"
     data = batches(WARM + 1)
     for batch in data[:WARM]:
@@ -192,9 +191,8 @@ def test_what_the_device_refuses_is_said_once_and_with_true_an_error(caplog: pyt
         sharded.step(*batch)
     assert sharded.replays == 0 and stand_in(sharded).log == []
     assert caplog.text.count("its segments move") == 1
-    strict = make(True)
+    strict = make(True, wanted=True)
     stand_in(strict).refuse = "its segments move"
-    strict._programs.replays.wanted = True
     before = pytree.tree_map(torch.clone, strict.state)
     with pytest.raises(ValueError, match=r'its segments move\nWith cuda_graph="auto"'):
         strict.step(*batches(1)[0])
@@ -222,8 +220,7 @@ def test_another_state_is_captured_on_its_own_tensors() -> None:
 
 @pytest.mark.parametrize("wanted", ["auto", True])
 def test_states_that_take_turns_are_not_captured(wanted: Any, caplog: pytest.LogCaptureFixture) -> None:
-    graphed, plain = make(True), make(False)
-    graphed._programs.replays.wanted = wanted
+    graphed, plain = make(True, wanted=wanted), make(False)
     states = [[pytree.tree_map(torch.clone, sharded.state) for _ in range(2)] for sharded in (graphed, plain)]
     raised = 0
     for turn, batch in enumerate(batches(8)):
@@ -374,7 +371,6 @@ def test_on_a_cpu_auto_is_no_graph_and_true_is_refused() -> None:
     for choice in ("auto", False):
         fine = build()
         sharded = compile_sharded(fine, adamw(fine), loss=mse, policy=replace(EAGER, cuda_graph=choice))
-        assert sharded._programs.replays.device is None
         for batch in batches(3):
             sharded.step(*batch)
         assert sharded.replays == 0

@@ -73,8 +73,7 @@ class Broken(StandIn):
 def test_a_broken_graph_is_dropped_and_the_steps_are_the_programs(
     damage: Damage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sharded, plain = make(True, dropout=0.2), make(False, dropout=0.2)
-    sharded._programs.replays.device = Broken(damage)
+    sharded, plain = make(Broken(damage), dropout=0.2), make(False, dropout=0.2)
     for batch in batches(WARM + 4):
         state = torch.get_rng_state()
         left = sharded.step(*batch)
@@ -90,8 +89,7 @@ def test_a_broken_graph_is_dropped_and_the_steps_are_the_programs(
 def test_without_the_comparison_the_broken_graph_would_train(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control."""
     monkeypatch.setattr(graph_trial, "BOUND", float("inf"))
-    sharded, plain = make(True), make(False)
-    sharded._programs.replays.device = Broken(reads_other_memory)
+    sharded, plain = make(Broken(reads_other_memory)), make(False)
     for batch in batches(WARM + 1):
         sharded.step(*batch)
         plain.step(*batch)
@@ -99,9 +97,7 @@ def test_without_the_comparison_the_broken_graph_would_train(monkeypatch: pytest
 
 
 def test_where_a_graph_was_asked_for_other_numbers_are_an_error_and_nothing_is_written() -> None:
-    sharded = make(True)
-    sharded._programs.replays.device = Broken(gives_nan)
-    sharded._programs.replays.wanted = True
+    sharded = make(Broken(gives_nan), wanted=True)
     data = batches(WARM + 1)
     for batch in data[:WARM]:
         sharded.step(*batch)

@@ -22,30 +22,35 @@ def _expected(package: str) -> list[str]:
     return text.split(head)[1].split("\n\n")[0].splitlines()
 
 
-def _agrees(package: str, place: int = 0, chunks: int = 1) -> None:
+MORE = [False, pytest.param(True, marks=pytest.mark.exhaustive)]  # options that may change the answer
+
+
+def _agrees(package: str, more: bool, place: int = 0, chunks: int = 1) -> None:
     pytest.importorskip(package)
     names = list(third_party.classes(package))[place::chunks]
     expected = _expected(package)
     starts = {line.split()[0]: index for index, line in enumerate(expected) if not line.startswith(" ")}
-    found = list(third_party.rows(package, names))
+    found = list(third_party.rows(package, names, more))
     wanted = []
     for name in names:
         wanted.append(expected[starts[name]])
         for line in expected[starts[name] + 1 :]:
             if not line.startswith(" "):
                 break
-            wanted.append(line)
+            wanted += [line] * more
     assert found == wanted
 
 
+@pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("place", range(CHUNKS))
-def test_pytorch_optimizer(place: int) -> None:
-    _agrees("pytorch_optimizer", place, CHUNKS)
+def test_pytorch_optimizer(place: int, more: bool) -> None:
+    _agrees("pytorch_optimizer", more, place, CHUNKS)
 
 
+@pytest.mark.parametrize("more", MORE)
 @pytest.mark.parametrize("package", ["optimi", "lion_pytorch", "schedulefree"])
-def test_others(package: str) -> None:
-    _agrees(package)
+def test_others(package: str, more: bool) -> None:
+    _agrees(package, more)
 
 
 def test_the_comparison_finds_a_rule_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:

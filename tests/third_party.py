@@ -189,15 +189,14 @@ def _check_steps(kind: type[Optimizer], rules: Sequence[Rule], optimizer: Optimi
         )
 
 
-def rows(package: str, names: Sequence[str] | None = None) -> Iterator[str]:
-    """A line for each class, or for these, with more where an option changes the answer."""
+def rows(package: str, names: Sequence[str] | None = None, more: bool = True) -> Iterator[str]:
+    """A line for each class, or for these; and ``more`` where an option changes the answer."""
     known = classes(package)
     for name in known if names is None else names:
-        kind = known[name]
-        tried = (*OPTIONS, *([MORE[name]] if name in MORE else []))
-        plain, *others = [verdict(kind, options) for options in tried]
+        plain = verdict(known[name], OPTIONS[0])
         yield f"{name:<28}{plain}"
-        for options, other in zip(tried[1:], others, strict=True):
+        for options in OPTIONS[1:] if more else ():
+            other = verdict(known[name], options)
             if other != plain and not other.startswith("cannot be made"):
                 yield f"{'  ' + ', '.join(f'{k}={v}' for k, v in options.items()):<28}{other}"
 

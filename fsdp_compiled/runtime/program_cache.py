@@ -125,12 +125,14 @@ class Programs:
         calls: Calls,
         random: Draws,
         loop: bool = False,
+        replays: Replays | None = None,
     ) -> None:
+        """``replays``: the graphs, in the place of those of the plan's device."""
         self.rules = tuple(rules)  # of the optimizer
         self.captures = 0
         self.plain: Mapping[str, torch.Tensor] = {}  # parameters of the model that the plan does not have
         graphs = plan.policy.cuda_graph if not plan.policy.offload else False
-        self.replays = Replays(make_device(plan.device, graphs), graphs)
+        self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
         self._taken, self._loss, self._plan, self._mesh, self._calls = taken, loss, plan, mesh, calls
         self._random, self._loop = random, loop
         self._buffers = ModuleBuffers(taken.model, plan.device)

@@ -26,6 +26,7 @@ from fsdp_compiled.distributed.call_store import Posted
 from fsdp_compiled.distributed.mesh import Mesh, RankError
 from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
 from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port, Program
+from fsdp_compiled.lower.cuda_graph import Replays
 from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rule import Rule
@@ -69,6 +70,7 @@ class Sharded:
         rules: Sequence[Rule],
         random: RandomNumbers,
         eager: EagerUpdate | None = None,
+        replays: Replays | None = None,
     ) -> None:
         self.plan = plan
         self.model = taken.model
@@ -89,7 +91,7 @@ class Sharded:
         self._calls = Calls(mesh)
         self._joined: Joined | None = None  # inside `join`
         self._random = random
-        self._programs = Programs(taken, loss, plan, mesh, rules, self._calls, random)
+        self._programs = Programs(taken, loss, plan, mesh, rules, self._calls, random, replays=replays)
         self._failed = FailedCalls(mesh, self._calls, self._programs, self._copies.tensors)
         self._row = self._failed.row  # of microbatches
         self._checkpoints = Checkpoints(mesh, self._calls)

@@ -24,6 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.mesh import close
+from fsdp_compiled.lower.cuda_graph import Replays
+from tests.graphs import compiled_with
 from tests.standin import Plain, StandIn
 
 RANK = int(os.environ["RANK"])
@@ -393,11 +395,10 @@ def odd_rows() -> Any:
 
 def trained(device: StandIn | None) -> tuple[Sharded, list[float]]:
     """Twelve calls, of two shapes and with microbatches, as graphs on this stand-in or as they are."""
-    sharded = shard(Policy(lower="eager", clip=0.5), dropout=0.2)
-    if device is None:
-        sharded._programs.replays = Plain()
-    else:
-        sharded._programs.replays.device = device
+    model = net(dropout=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    replays = Plain() if device is None else Replays(device, "auto")
+    sharded = compiled_with(replays, model, optimizer, loss=mse, policy=Policy(lower="eager", clip=0.5))
     losses = []
     for step in range(12):
         generator = torch.Generator().manual_seed(10 * step + RANK)
