@@ -140,10 +140,8 @@ def test_blocks_of_all_kinds_are_read_as_they_were_traced(watch: Watch, kind: st
     assert watch.traced == 2
 
 
-# Two that differ most from the cases above; the others are for `make test-all`.
-LARGER = [
-    pytest.param(name, marks=() if name in ("T5", "Mixtral") else pytest.mark.exhaustive) for name in huggingface.MODELS
-]
+# The one that differs most from the cases above; the others are for `make test-all`.
+LARGER = [pytest.param(name, marks=() if name == "T5" else pytest.mark.exhaustive) for name in huggingface.MODELS]
 
 
 @pytest.mark.filterwarnings("ignore")

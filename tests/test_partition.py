@@ -45,7 +45,7 @@ def pieces(program: Program, blocks: Collection[str]) -> list[Piece]:
 
 @pytest.mark.parametrize(
     ("shard", "cases"),
-    [("zero3", [(0, 4), (0, 8), (0.03, 4), (0.05, 24)]), ("zero2", [(0.03, 4), (0.05, 8)])],
+    [("zero3", [(0, 4), (0, 8), (0.03, 4), (0.05, 12)]), ("zero2", [(0.03, 4), (0.05, 8)])],
     ids=["zero3", "zero2"],
 )
 def test_more_layers_and_larger_units_make_no_more_distinct_pieces(shard: str, cases: list[tuple[float, int]]) -> None:
