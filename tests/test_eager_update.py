@@ -44,6 +44,34 @@ class LateNorm(Queue):
                     p.sub_(p.grad / p.grad.norm())
 
 
+class Noted(Queue):
+    """Reads an attribute of parameters, and keeps one tensor under two names."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["pair"] = [torch.zeros_like(p)] * 2
+                state["pair"][0].mul_(0.9).add_(p.grad)
+                p.sub_(state["pair"][1], alpha=group["lr"] * getattr(p, "scale", 1.0))
+
+
+class Scaled(Idle):
+    """Has a note on a parameter, and a parameter of a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.down.weight.scale = 3.0  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
+
+
 class ByDim(Queue):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -87,6 +115,17 @@ def test_as_in_eager_pytorch(kind: type[Queue], before: int, caplog: pytest.LogC
     assert sharded.captures == 1
     said = [record.message for record in caplog.records if "runs as it is" in record.message]
     assert len(said) == 1 and said[0].startswith(f"{kind.__name__} runs as it is, on the shards")
+
+
+def test_notes_on_parameters_and_state_under_two_names() -> None:
+    eager, model = Scaled(), Scaled()
+    theirs, mine = Noted(eager.parameters()), Noted(model.parameters())
+    eagerly(model, mine, batches(2))
+    sharded = compile_sharded(model, mine, loss=loss, policy=EAGER)
+    for batch in list(batches(4))[2:]:
+        sharded.step(batch)
+    eagerly(eager, theirs, batches(4))
+    _equal(sharded.full_state_dict(), eager.state_dict())
 
 
 def test_microbatches_and_hyperparameters_that_change() -> None:

@@ -84,6 +84,31 @@ def test_state_in_containers_is_traced_and_brought_along(before: int) -> None:
     assert sharded.state.optimizer["group 0.count_0"] == len(batches)
 
 
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.NAdam])
+def test_a_group_of_single_numbers_brings_its_state_along(kind: type[optim.Optimizer]) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": model[0].parameters()}, {"params": [model.gain]}]  # type: ignore[index]
+
+    batches = [torch.randn(4, 6) for _ in range(5)]
+    eager, model = _model(), _model()
+    for one in (eager, model):
+        one.gain = nn.Parameter(torch.tensor(0.7))
+    theirs, mine = (kind(groups(one), lr=0.1) for one in (eager, model))  # type: ignore[call-arg]
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x) * model.gain).square().mean()  # type: ignore[operator, no-any-return]
+
+    for index, batch in enumerate(batches):
+        for one, optimizer in ((eager, theirs), (model, mine))[: 2 if index < 3 else 1]:
+            optimizer.zero_grad()
+            loss(one, batch).backward()
+            optimizer.step()
+    sharded = compile_sharded(model, mine, loss=loss, policy=EAGER)
+    for batch in batches[3:]:
+        sharded.step(batch)
+    torch.testing.assert_close(sharded.full_state_dict()["gain"], eager.gain.detach())
+
+
 def test_a_container_that_changes_its_form_is_not_traced() -> None:
     model = _model()
     with pytest.raises(ValueError, match="Grows is not supported"):

@@ -108,6 +108,8 @@ def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtyp
     if len(state) > 1 + len(others):
         raise Untraceable("it keeps state that belongs to no parameter")
     first = {name: value for name, value in entries.initial.items() if name in entries}
+    if odd := [name for name in first if not (isinstance(name, str) and name.isidentifier())]:
+        raise Untraceable(f"its state goes by {odd[0]!r}, which is no name")
     result = [entry for name, value in first.items() for entry in _of_parameter(name, value, entries[name], dtype)]
     for place, values, begin in (
         ("group", changed[0], group.initial),

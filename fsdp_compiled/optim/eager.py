@@ -11,6 +11,7 @@ training (`PointwiseOnly`): one that mixes elements, as a norm does, would give 
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -93,10 +94,13 @@ class _Side:
     """The class's own steps, on whole parameters or on their pieces."""
 
     def __init__(
-        self, optimizer: Optimizer, options: Mapping[str, Any], begin: Sequence[torch.Tensor], whole: bool
-    ) -> None:
+        self, optimizer: Optimizer, options: Mapping[str, Any], begin: Sequence[torch.Tensor], whole: bool,
+        notes: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         self.parts = [[value] if whole else _pieces(value) for value in begin]  # views
         self.parameters = [nn.Parameter(part) for row in self.parts for part in row]
+        for parameter in self.parameters:
+            parameter.__dict__.update(notes)
         state: Any = defaultdict(dict)
         state |= named_state(optimizer)
         probe = fresh_of(optimizer, options, nn.Parameter(torch.ones(2, 3)))
@@ -175,7 +179,8 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, fac
             except Exception as error:
                 raise Refused(_why(error)) from error
 
-    sides = [_Side(optimizer, options, [value.clone() for value in begin], whole) for whole in (True, False)]
+    notes: dict[str, Any] = next((copy.copy(vars(p)) for p in group["params"] if vars(p)), {})
+    sides = [_Side(optimizer, options, [value.clone() for value in begin], whole, notes) for whole in (True, False)]
     counted: list[dict[tuple[str, str], float]] = []
     sizes: list[int] = []
     last = None

@@ -11,9 +11,10 @@ these call, as far as they are of the same package; PyTorch's own are not looked
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.comparable import DEPTH, Same, inside, is_plain, value_of
@@ -81,12 +82,20 @@ class Outside:
         self._inside = [(value, copy) for value, copy in compared if type(copy) is not Same]
 
 
+def notes_read(kind: type[Optimizer], parameters: Iterable[torch.Tensor]) -> list[str]:
+    """Attributes that the user put on parameters (``p.scale = 0.5``), and that the class's code may read."""
+    noted = dict.fromkeys(name for parameter in parameters for name in vars(parameter))
+    words = _Reader(kind).words if noted else set()
+    return [name for name in noted if name in words]
+
+
 class _Reader:
     """The names and cells that functions of a class read, and those of functions that they name."""
 
     def __init__(self, kind: type[Optimizer]) -> None:
         self.names: dict[str, tuple[Mapping[str, Any], str]] = {}  # where they are, by what they are called
         self.cells: dict[str, types.CellType] = {}
+        self.words: set[str] = set()  # that could name an attribute
         bases = kind.__mro__[: kind.__mro__.index(Optimizer)]
         self._roots = {base.__module__.split(".")[0] for base in bases} - {"torch"}
         self._seen: set[int] = set()
@@ -121,6 +130,7 @@ class _Reader:
                 self.cells[f"{name} of {function.__qualname__}"] = cell
             self._follow(content)
         names = list(_names(function.__code__)) if own else []
+        self.words.update(names, _texts(function.__code__) if own else ())
         for name in names:
             if name in function.__globals__:
                 self._note(function.__globals__, name, names)
@@ -147,6 +157,15 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             yield from _names(inner)
+
+
+def _texts(code: types.CodeType) -> Iterator[str]:
+    """The words that it holds as text, such as the name in ``getattr(p, "scale", 1)``."""
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _texts(inner)
+        elif isinstance(inner, str) and inner.isidentifier():
+            yield inner
 
 
 def _content(cell: types.CellType) -> Any:

@@ -26,7 +26,7 @@ from fsdp_compiled.optim.eager import check_runs_on_pieces
 from fsdp_compiled.optim.fused import formula_of
 from fsdp_compiled.optim.groups import hyper, options_of, scheduled
 from fsdp_compiled.optim.nested import Form
-from fsdp_compiled.optim.outside import Outside
+from fsdp_compiled.optim.outside import Outside, notes_read
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.optim.scalars import Forks
 from fsdp_compiled.optim.tracing import Subject, for_size, text_of, trace
@@ -69,6 +69,8 @@ def make_rules(optimizer: Optimizer) -> tuple[Rule, ...]:
     """The rules of each parameter group. Raises ``ValueError`` for an optimizer that cannot be used, by name."""
     rules: list[Rule] = []
     try:
+        if notes := notes_of(optimizer):
+            raise Untraceable(f"it may read {notes[0]!r}, an attribute of parameters")
         for index, group in enumerate(optimizer.param_groups):
             rules += _rules_of(optimizer, index, group, scheduled(group))
     except Untraceable as error:
@@ -85,7 +87,9 @@ def _eager_rules(optimizer: Optimizer, reason: str) -> tuple[Rule, ...]:
     for index, group in enumerate(optimizer.param_groups):
         names = scheduled(group)
         dtypes = sorted({parameter.dtype for parameter in group["params"]}, key=str)
-        key = ("eagerly", *key, tuple(dtypes)) if (key := _key(optimizer, group, {}, torch.float64)) else None
+        noted = any(vars(parameter) for parameter in group["params"])
+        key = None if noted else _key(optimizer, group, {}, torch.float64)
+        key = ("eagerly", *key, tuple(dtypes)) if key is not None else None
         found = _VERDICTS.get(key) if key is not None else None
         if found is None:
             try:
@@ -98,6 +102,11 @@ def _eager_rules(optimizer: Optimizer, reason: str) -> tuple[Rule, ...]:
             raise ValueError(_refusal(type(optimizer), str(found))) from found
         rules.append(Rule(index, type(optimizer).__name__, (), names, _no_graph, nonzero=found, eagerly=reason))
     return tuple(rules)
+
+
+def notes_of(optimizer: Optimizer) -> list[str]:
+    """Attributes of its parameters that its code may read."""
+    return notes_read(type(optimizer), (p for group in optimizer.param_groups for p in group["params"]))
 
 
 def _no_graph(*_: Any) -> fx.Graph:

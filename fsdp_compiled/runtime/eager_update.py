@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fsdp_compiled.ir.program import OVERFLOW, Port
 from fsdp_compiled.optim.eager import PointwiseOnly
 from fsdp_compiled.optim.nested import filled, form_of, leaves_of, named_leaves
+from fsdp_compiled.optim.rules import notes_of
 from fsdp_compiled.optim.twin import Refused, step_of
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 
@@ -72,6 +73,7 @@ class EagerUpdate:
                 self._state[self._pieces[name]] = self._cut(*slots[name], value, existing_state)
             else:
                 self._state[name] = value
+        self._notes = notes_of(optimizer)  # attributes that the user put on parameters
         self._shown: dict[str, tuple[torch.Tensor, int]] = {}  # state as it was shown, with versions of copies
 
     def run(
@@ -82,6 +84,9 @@ class EagerUpdate:
         if OVERFLOW in outputs and bool(outputs[OVERFLOW]):
             return
         self._follow(shards)
+        for group, pieces in zip(self._optimizer.param_groups, self._groups, strict=True):
+            for parameter, piece in zip(group["params"], pieces, strict=True) if self._notes else ():
+                piece.__dict__.update({key: vars(parameter)[key] for key in self._notes if key in vars(parameter)})
         for name, piece in self._pieces.items():
             buffer, first, last = self._places[name]
             gradient = outputs.get(Port("out", "update", buffer.key))
@@ -156,10 +161,13 @@ class EagerUpdate:
         """This rank's piece of what was kept for a parameter."""
         _, first, last = self._places[slot.name]
         found = {}
+        cut: dict[int, Any] = {}  # what is kept under two names stays one tensor
         for name, value in kept.items():
             leaves = []
             for label, leaf in named_leaves(str(name), value).items():
-                if isinstance(leaf, torch.Tensor) and leaf.dim() and tuple(leaf.shape) == slot.leaf.shape:
+                key = id(leaf)
+                same = isinstance(leaf, torch.Tensor) and tuple(leaf.shape) == slot.leaf.shape
+                if same and f"{buffer.key}.{label}" in existing_state:  # of one number, a step count is not
                     leaf = existing_state[f"{buffer.key}.{label}"][first:last].clone()
                 elif isinstance(leaf, torch.Tensor) and leaf.numel() != 1:
                     raise ValueError(
@@ -167,7 +175,7 @@ class EagerUpdate:
                         f"{list(leaf.shape)}, which is not the parameter's: it cannot be cut into shards. Begin with "
                         "an optimizer that has made no step."
                     )
-                leaves.append(leaf)
+                leaves.append(cut.setdefault(key, leaf) if isinstance(leaf, torch.Tensor) else leaf)
             found[name] = filled(form_of(value), leaves)
         return found
 

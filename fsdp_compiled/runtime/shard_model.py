@@ -15,14 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.lockstep import lockstep
-from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast, gather_parts, gather_shards
+from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast, gather_shards
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, dense_stride
 from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import to_state_device, wait_for_host_memory
 from fsdp_compiled.runtime.sharded_parameter import replace
 from fsdp_compiled.runtime.taken_model import TakenModel, holding
-from fsdp_compiled.runtime.tensor_parallel import local_part, tensor_parallel, whole_value
 
 Initializer = Callable[[nn.Module], Any]
 HALF = (
@@ -41,19 +40,17 @@ def read_leaves(model: nn.Module, optimizer: Optimizer | None, units: Sequence[s
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
-    parts = {key: local_part(parameter) for key, parameter in parameters.items()}
     return [
         Leaf(
             names=tuple(names[key]),
-            shape=tuple(part.shape),
-            stride=dense_stride(part.shape, part.stride()),
-            dtype=part.dtype,
-            trainable=parameters[key].requires_grad,
+            shape=tuple(parameter.shape),
+            stride=dense_stride(parameter.shape, parameter.stride()),
+            dtype=parameter.dtype,
+            trainable=parameter.requires_grad,
             group=groups.get(key),
             block=unit_of(names[key], units),
-            tp=tensor_parallel(names[key][0], parameters[key]),
         )
-        for key, part in parts.items()
+        for key, parameter in parameters.items()
     ]
 
 
@@ -124,9 +121,9 @@ def take_over(
             parameters = {slot: _get(owner[0]) for slot, owner in owners.items()}
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
             for slot, parameter in parameters.items():
-                write_slot(flat, slot, local_part(parameter))
+                write_slot(flat, slot, parameter.detach())
             yield buffer.key
-            broadcast(flat, mesh, parts=buffer.split)
+            broadcast(flat, mesh)
             shards[buffer.key] = _own_slice(flat, buffer, plan, mesh)
             del flat
             if optimizer is not None:
@@ -241,20 +238,19 @@ def _shard_existing_state(
         name
         for slot, state in states.items()
         for name, value in state.items()
-        if isinstance(value, torch.Tensor)
-        and value.dim()
-        and local_part(value).shape == slot.leaf.shape
-        and not value.is_meta
+        if isinstance(value, torch.Tensor) and value.shape == slot.leaf.shape and not value.is_meta
+        # Of a parameter of one number, which of its numbers are per element is for the rules to say.
+        if value.dim() or name != "step"
     }
     found = {}
     for name in sorted(names):
-        dtype = next(state[name].dtype for state in states.values() if name in state)
+        dtype = next(value.dtype for state in states.values() if isinstance(value := state.get(name), torch.Tensor))
         flat = torch.zeros(buffer.numel, dtype=dtype, device=plan.device)
         for slot, state in states.items():
-            if name in state:
-                write_slot(flat, slot, local_part(state[name]))
+            if isinstance(value := state.get(name), torch.Tensor) and value.shape == slot.leaf.shape:
+                write_slot(flat, slot, value.detach())
         yield f"the optimizer's {name} of {buffer.key}, {dtype}"
-        broadcast(flat, mesh, parts=buffer.split)
+        broadcast(flat, mesh)
         found[f"{buffer.key}.{name}"] = _own_slice(flat, buffer, plan, mesh)
     return found
 
@@ -272,6 +268,8 @@ def read_scalars(optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
             for name, value in all_leaves(optimizer.state.get(parameter, {})).items():
                 scalar = value if isinstance(value, torch.Tensor) else torch.tensor(value or 0.0)
                 if parameter.dim() == 0 and name != "step":
+                    if not any(other.dim() for other in group["params"]):
+                        found.setdefault(f"group {index}.{name}", scalar)
                     continue
                 if scalar.dim() == 0 and not scalar.is_meta:
                     key = f"group {index}.{name}"
@@ -334,14 +332,11 @@ def _collecting(
         if plan.placement.parameter:
             yield buffer.key
         full = gather_shards(own, mesh) if plan.placement.parameter else own
-        if buffer.split:
-            yield f"{buffer.key}, over tp"
-        parts = gather_parts(full, mesh) if buffer.split else [full]
         if mesh.rank == 0:
             for slot in buffer.slots:
-                value = whole_value([read_slot(part, slot) for part in parts], slot.leaf)
-                whole |= dict.fromkeys(slot.leaf.names, value.detach().cpu().clone())
-        del own, full, parts
+                value = read_slot(full, slot).detach().cpu().clone()
+                whole |= dict.fromkeys(slot.leaf.names, value)
+        del own, full
     if mesh.rank != 0:
         return {}
     instead: dict[int, torch.Tensor] = {
