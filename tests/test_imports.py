@@ -20,7 +20,9 @@ PRIVATE = {
         "capture.source_lines",
     },
     "torch._functorch": {"capture.aot", "capture.cache_key"},
-    "torch._inductor": {"capture.aot", "capture.disk_cache", "lower.inductor", "lower.isa_probes"},
+    "torch._inductor": {
+        "capture.aot", "capture.disk_cache", "lower.compiled_piece", "lower.inductor", "lower.isa_probes",
+    },
     # Of the rivals, and of kernels by themselves, the benchmarks make graphs of their own.
     "torch.cuda.CUDAGraph": {"lower.cuda_device", "cli.bench.gpu_step", "cli.bench.gpu_kernels"},
     "torch.cuda.graph": {"lower.cuda_device", "cli.bench.gpu_step", "cli.bench.gpu_kernels"},

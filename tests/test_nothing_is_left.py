@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
+import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,10 @@ from torch._inductor.cpu_vec_isa import VecISA
 from torch._inductor.output_code import CompiledFxGraph
 
 from fsdp_compiled import CaptureError, Policy, compile_sharded
+from tests.launch import launch
 
+KNOWN = frozenset(sys.modules)
+WORKER = Path(__file__).parent / "workers" / "nothing_is_left.py"
 LOGGERS = ("", "torch", "torch._subclasses.fake_tensor", "torch._dynamo", "torch._inductor")
 
 
@@ -32,6 +38,9 @@ def around() -> dict[str, Any]:
         "warnings": list(warnings.filters),
         "loggers": [(one.level, one.disabled, list(one.handlers), list(one.filters)) for one in loggers],
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
+        "modules": {name: id(module) for name, module in sys.modules.items() if name in KNOWN},
+        "hooks": [sys.excepthook, sys.unraisablehook, threading.excepthook, os._exit, sys.exit],
+        "groups": (torch.distributed.destroy_process_group, torch.distributed.destroy_process_group.__code__),
         "environment": {name: value for name, value in os.environ.items() if not name.startswith("_TORCHINDUCTOR")},
     }
 
@@ -57,3 +66,13 @@ def test_the_process_is_as_it_was(lower: str) -> None:
     after = around()
     for what, was in before.items():
         assert after[what] == was, what
+
+
+def test_ranks_leave_the_scripts_process_group_and_no_descriptor_or_thread() -> None:
+    assert launch(WORKER, 2) == {"differences": [{}, {}], "sum": 2.0}
+
+
+def test_a_file_that_is_left_open_is_noticed() -> None:
+    """The broken control."""
+    found = launch(WORKER, 2, "leak")["differences"]
+    assert all("file descriptors" in rank for rank in found)

@@ -3,8 +3,8 @@
 What was compiled is kept on disk, under a key that a piece has before it is traced: Inductor's own cache finds a graph
 by what AOTAutograd made of it, which takes a warm start longer than all that comes after.
 
-This is the only file that touches private surfaces of Inductor, but for `isa_probes` and the cache folder
-(`disk_cache`).
+Private surfaces of Inductor are touched here, in `compiled_piece`, in `isa_probes` and for the cache folder
+(`disk_cache`), and nowhere else.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import hashlib
 import logging
 import socket
 import tempfile
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from operator import getitem, is_
+from collections.abc import Callable, Mapping
+from operator import getitem
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,7 +24,6 @@ from torch import fx
 from torch._inductor import config
 from torch._inductor.codecache import CacheBase, cache_dir, torch_key
 from torch._inductor.codegen.common import custom_backend_passes
-from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.standalone_compile import CacheCompiledArtifact, CompiledArtifact
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
@@ -35,67 +33,12 @@ from fsdp_compiled.capture.cache_key import settings
 from fsdp_compiled.capture.disk_cache import KNOWN, folder
 from fsdp_compiled.ir.nodes import fake_mode
 from fsdp_compiled.kernels.scaled import TENSOR_FORMS
+from fsdp_compiled.lower.compiled_piece import Call, CompiledPiece
 from fsdp_compiled.lower.isa_probes import remembered
 from fsdp_compiled.lower.partition import Piece
 
 log = logging.getLogger("fsdp_compiled")
 COMPILED = "compiled by Inductor"
-WATCHING = threading.RLock()  # while CompiledFxGraph.__call__ is another
-Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
-
-
-class CompiledPiece:
-    """Calls compiled code with a list of inputs, which it empties. ``source``: where the code came from."""
-
-    def __init__(self, artifact: Callable[..., Any], key: str, source: str) -> None:
-        self.__name__ = f"piece_{key[:16]}"
-        self.source = source
-        self._artifact = artifact
-        self._call: Call = self._first
-
-    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self._call(inputs)
-
-    def _first(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Runs with AOTAutograd's wrappers around the compiled code, and drops them if they pass everything through.
-
-        They are for aliases, subclasses and autograd, none of which a piece has, and cost more than a small kernel.
-        What runs inside of them they do not tell: for one call, the method by which they run it is replaced, for the
-        whole process. Other threads run by it as ever, and one piece at a time does so.
-        """
-        seen: list[tuple[Any, list[Any], Sequence[Any]]] = []
-        thread = threading.get_ident()
-
-        def watch(graph: Any, given: Any) -> Any:
-            before = list(given)
-            results = run(graph, given)
-            if threading.get_ident() == thread:
-                seen.append((graph, before, results))
-            return results
-
-        with WATCHING:
-            run = CompiledFxGraph.__call__
-            CompiledFxGraph.__call__ = watch  # type: ignore[method-assign, assignment]
-            try:
-                results = self._artifact(*inputs)
-            finally:
-                CompiledFxGraph.__call__ = run  # type: ignore[method-assign]
-        self._call = self._wrapped
-        if len(seen) == 1:
-            graph, before, inner = seen[0]
-            if _same(before, inputs) and _same(inner, results):
-                self._call = graph.current_callable
-        inputs.clear()
-        return results
-
-    def _wrapped(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        given = tuple(inputs)
-        inputs.clear()
-        return self._artifact(*given)
-
-
-def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    return len(left) == len(right) and all(map(is_, left, right))
 
 
 _compiled: WeakValueDictionary[str, CompiledPiece] = WeakValueDictionary()  # as long as a program uses them

@@ -19,7 +19,8 @@ from torch import fx, nn
 from fsdp_compiled.ir.edit import copied
 from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, origin
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.lower.inductor import Call, compile_all
+from fsdp_compiled.lower.compiled_piece import Call
+from fsdp_compiled.lower.inductor import compile_all
 from fsdp_compiled.lower.partition import Piece, segments
 
 Runner = Callable[..., Sequence[torch.Tensor]]

@@ -34,9 +34,10 @@ from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchang
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.trial import use_reference
 from fsdp_compiled.lower.backends import decided, this_host
+from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.cuda_device import environment
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
-from fsdp_compiled.lower.inductor import Call, cache_place, compile_all, divide
+from fsdp_compiled.lower.inductor import cache_place, compile_all, divide
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
 from fsdp_compiled.lower.lowering import Lowering, Runner
 from fsdp_compiled.lower.remainder import Remainder
