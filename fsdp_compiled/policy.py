@@ -31,6 +31,7 @@ PLACEMENTS: Mapping[str, Placement] = {
     "zero1": Placement(parameter=True, gradient=False, state=True, regather=False),
     "ddp": Placement(parameter=False, gradient=False, state=False, regather=False),
 }
+MOST_AHEAD = 4  # the units that are gathered ahead, at most, under Policy(prefetch="auto")
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from fsdp_compiled.ir.liveness import LiveRange, live_ranges, most_gathered
 from fsdp_compiled.ir.nodes import positions, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.policy import MOST_AHEAD
 
-MOST_AHEAD = 4  # what "auto" tries
 WORTH = 0.05  # of the time on the wire: what one more unit ahead must hide besides
 
 Entry = tuple[int, fx.Node, LiveRange]  # place in the program, the node to start before, and whose use begins there
