@@ -39,10 +39,6 @@ MIXING = frozenset(
 HALF = (torch.bfloat16, torch.float16)
 
 
-class Impossible(Exception):
-    """The optimizer's own code fails on this branch."""
-
-
 class Numbers(TorchFunctionMode):
     """Inside, numbers are tensors, and a branch on one is decided by ``decisions``, in the order they are asked for."""
 
