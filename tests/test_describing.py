@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.analysis import dump, memory, roofline, timeline
+from fsdp_compiled.analysis import dump, memory, peak_memory, roofline, timeline
 from fsdp_compiled.cli import report
 from fsdp_compiled.cli.journal import Record
 from fsdp_compiled.ir import text
@@ -49,7 +49,7 @@ def fail(*_args: Any, **_named: Any) -> Any:
 
 DESCRIPTIONS: list[tuple[Any, str, str]] = [
     (memory, "persistent", "memory.txt"),
-    (memory, "predict", "memory.txt"),
+    (peak_memory, "predict", "memory.txt"),
     (memory.Memory, "lines", "memory.txt"),
     (memory.Memory, "text", "memory.txt"),
     (roofline, "flops", ""),
@@ -81,7 +81,7 @@ def test_a_description_that_fails_stops_nothing(
 def test_memory_that_is_not_predicted_says_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(memory, "predict", fail)
+    monkeypatch.setattr(peak_memory, "predict", fail)
     with caplog.at_level(logging.WARNING, "fsdp_compiled"):
         sharded = trained(plain, torch.randn(3, 4), memory_gb=0.001)
     assert "memory_gb=0.001 has no effect: memory is not predicted: IndexError: nobody" in caplog.text

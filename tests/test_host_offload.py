@@ -20,7 +20,8 @@ from torch import fx
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Plan, Policy, Program, compile_sharded
-from fsdp_compiled.analysis.memory import persistent, predict
+from fsdp_compiled.analysis.memory import persistent
+from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import mutated, role_of
 from fsdp_compiled.ir.program import Port

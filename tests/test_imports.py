@@ -192,3 +192,31 @@ def test_no_test_imports_from_another() -> None:
 )
 def test_an_import_from_another_test_is_noticed(code: str) -> None:
     assert from_tests(ast.parse(code)) == {"test_api"}
+
+
+# A new pass, or a new fusion, is one file, its test, and one entry. What another part would have to know of it is in
+# the program: ports, marks, history.
+TABLES = {"passes": "passes.__init__", "lower.fusions": "lower.fusions.__init__"}
+# Modules of a room of passes that are none, and who may know them: what checks a program, what carries out an exchange.
+SHARED = {"passes.check": {"__init__"}, "lower.fusions.exchange": {"cli.bench.library_choices"}}
+
+
+def known_by() -> dict[str, set[str]]:
+    """Who imports each module of the rooms of passes."""
+    found: dict[str, set[str]] = {}
+    for name, tree in sources():
+        for full in imported(tree, name):
+            inner = full.removeprefix(f"{PACKAGE}.")
+            for room in TABLES:
+                module = ".".join(inner.split(".")[: room.count(".") + 2])
+                if inner.startswith(f"{room}.") and (ROOT / f"{module.replace('.', '/')}.py").is_file():
+                    found.setdefault(module, set()).add(name)
+    return found
+
+
+def test_one_table_knows_each_pass_and_each_fusion() -> None:
+    found = known_by()
+    assert len(found) > 20
+    for module, who in found.items():
+        room = next(room for room in TABLES if module.startswith(f"{room}."))
+        assert who - SHARED.get(module, set()) == {TABLES[room]}, module

@@ -21,7 +21,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.analysis.memory import Memory, persistent, predict
+from fsdp_compiled.analysis.memory import Memory, persistent
+from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.program import CALL, CALL_PARTS, Port, Program

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fsdp_compiled import Policy
-from fsdp_compiled.analysis.memory import Memory, Persistent, predict
+from fsdp_compiled.analysis.memory import Memory, Persistent
+from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.ir.liveness import live_ranges, most_gathered
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan

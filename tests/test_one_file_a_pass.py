@@ -1,6 +1,6 @@
-"""A new pass, or a new fusion, is one file, its test, and one entry: nothing else of the package knows its module.
+"""An entry in a table is all that makes a new pass, or a new fusion, run: checked, hashed, agreed upon and dumped.
 
-What another part would have to know of a pass is in the program: ports, marks, history.
+That nothing else of the package knows its module is a test of `test_imports`.
 """
 
 from __future__ import annotations
@@ -18,33 +18,6 @@ from fsdp_compiled.ir.nodes import Mark
 from fsdp_compiled.ir.program import NORM, Program
 from fsdp_compiled.lower import fusions
 from fsdp_compiled.plan.plan import Plan
-from tests.test_imports import PACKAGE, imported, sources
-
-ROOT = Path(fsdp_compiled.__file__).parent
-TABLES = {"passes": "passes.__init__", "lower.fusions": "lower.fusions.__init__"}
-# Modules of a room of passes that are none, and who may know them: what checks a program, what carries out an exchange.
-SHARED = {"passes.check": {"__init__"}, "lower.fusions.exchange": {"cli.bench.library_choices"}}
-
-
-def known_by() -> dict[str, set[str]]:
-    """Who imports each module of the rooms of passes."""
-    found: dict[str, set[str]] = {}
-    for name, tree in sources():
-        for full in imported(tree, name):
-            inner = full.removeprefix(f"{PACKAGE}.")
-            for room in TABLES:
-                module = ".".join(inner.split(".")[: room.count(".") + 2])
-                if inner.startswith(f"{room}.") and (ROOT / f"{module.replace('.', '/')}.py").is_file():
-                    found.setdefault(module, set()).add(name)
-    return found
-
-
-def test_one_table_knows_each_pass_and_each_fusion() -> None:
-    found = known_by()
-    assert len(found) > 20
-    for module, who in found.items():
-        room = next(room for room in TABLES if module.startswith(f"{room}."))
-        assert who - SHARED.get(module, set()) == {TABLES[room]}, module
 
 
 def halve(program: Program, plan: Plan) -> Program:

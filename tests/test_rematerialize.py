@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from torch import fx, nn
 
 from fsdp_compiled import Policy, Program
-from fsdp_compiled.analysis.memory import Persistent, predict
+from fsdp_compiled.analysis.memory import Persistent
+from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.ir.nodes import is_random
 from tests import models
 from tests.models import Recipe

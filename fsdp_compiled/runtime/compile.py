@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import passes
-from fsdp_compiled.analysis import memory
+from fsdp_compiled.analysis import memory, peak_memory
 from fsdp_compiled.analysis.contained import attempt
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.capture.ambient import Ambient
@@ -158,7 +158,7 @@ def transform(captured: Capture, job: Job) -> list[Program]:
 def memory_of(captured: Capture, program: Program, job: Job) -> Predict:
     """What a program of this step takes of a rank's memory; what cannot be predicted says so, and stops nothing."""
     held = partial(memory.persistent, job.plan, job.rules, job.buffers, captured.constants, program)
-    return lambda one: attempt(lambda: memory.predict(one, job.plan, held()), memory.unpredicted)
+    return lambda one: attempt(lambda: peak_memory.predict(one, job.plan, held()), memory.unpredicted)
 
 
 def fit_to_memory(stages: Sequence[Program], predict: Predict, job: Job) -> list[Program]:
