@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -220,3 +221,19 @@ def test_one_table_knows_each_pass_and_each_fusion() -> None:
     for module, who in found.items():
         room = next(room for room in TABLES if module.startswith(f"{room}."))
         assert who - SHARED.get(module, set()) == {TABLES[room]}, module
+
+
+# Names that modules once had, and that only their author could place.
+OLD = {"keep", "holdings", "rates", "pieces", "watch", "remake", "home", "binding", "scratch", "cost", "settle"}
+
+
+def test_no_module_is_named_as_before_or_as_one_of_pythons_own() -> None:
+    named = {name.split(".")[-1] for name, _ in sources()} | {path.stem for path in (ROOT / "kernels").glob("*.py")}
+    assert not named & OLD
+    assert not (named - {"__main__"}) & sys.stdlib_module_names
+
+
+def test_nothing_of_a_module_is_named_as_before() -> None:
+    for name, tree in sources():
+        defined = {one.name for one in tree.body if isinstance(one, ast.FunctionDef | ast.ClassDef)}
+        assert not {one.strip("_").lower() for one in defined} & (OLD - {"pieces"}), name

@@ -136,7 +136,7 @@ def ranks(world: int) -> list[Calls]:
 
 def make(calls: list[Calls], *rates: str, label: str = "step (a)") -> None:
     for one, digest in zip(calls, rates, strict=True):
-        one.rates = digest
+        one.hypers = digest
         one.post(label, "wire")
 
 

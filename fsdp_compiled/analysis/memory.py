@@ -155,7 +155,7 @@ def persistent(
             size = buffer.numel // plan.shard if plan.placement.state else buffer.numel
             entries = [entry for entry in rule_for(rules, buffer.group, buffer.variant).state if not entry.scalar]
             elementwise += size * sum((entry.dtype or buffer.dtype).itemsize for entry in entries)
-    rates = len({(rule.group, name) for rule in rules for name in rule.hypers})
+    hypers = len({(rule.group, name) for rule in rules for name in rule.hypers})
     scale = plan.policy.initial_scale(torch.device("meta"))
     inputs = program.inputs if program is not None else {}
     away = plan.policy.offload
@@ -166,7 +166,7 @@ def persistent(
         buffers=sum(_distinct((buffers or {}).values())),
         constants=sum(_distinct((constants or {}).values())),
         sums=sum(node.meta["val"].nbytes for port, node in inputs.items() if port.kind == "sum"),
-        other=GENERATOR[plan.device.type] + 8 + 8 + 8 * rates + sum(_distinct(scale.values())),
+        other=GENERATOR[plan.device.type] + 8 + 8 + 8 * hypers + sum(_distinct(scale.values())),
         host=plan.persistent_bytes + elementwise if away else 0,
     )
 

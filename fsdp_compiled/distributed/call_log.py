@@ -47,7 +47,7 @@ class Calls:
         # Goes through the collectives of a call that the others are in; False where it cannot. The second argument:
         # whether they may hear nothing of it.
         self.take_part: Callable[[], Callable[[Posted, bool], bool] | None] = lambda: None  # a weak reference
-        self.rates = ""  # a digest of those that the next call goes by
+        self.hypers = ""  # a digest of those that the next call goes by
         self.closed: str | None = None  # why no call can be made any more
         self._waits = mesh.device.type == "cpu"  # until its collectives are done, before a call returns
         self.board: Board | None = None
@@ -81,7 +81,7 @@ class Calls:
         self.check_open()
         self._made[0] += 1
         if self.board is not None:
-            call = Posted(self.count, wire, label, self.rates)
+            call = Posted(self.count, wire, label, self.hypers)
             try:
                 self.board.post(call)
             except (RuntimeError, dist.DistError) as error:

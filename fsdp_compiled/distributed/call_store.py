@@ -46,7 +46,7 @@ class Posted(NamedTuple):
     number: int
     wire: str
     label: str
-    rates: str = ""
+    hypers: str = ""
 
 
 class Board:
@@ -58,7 +58,7 @@ class Board:
         self.store, self.rank, self.world = store, rank, world
 
     def post(self, call: Posted) -> None:
-        text = f"{call.number}|{call.wire}|{call.rates}|{call.label}"
+        text = f"{call.number}|{call.wire}|{call.hypers}|{call.label}"
         self.store.set(f"{self.rank}/{call.number % self.SLOTS}", text)
 
     def read(self, rank: int, number: int) -> Posted:
@@ -66,8 +66,8 @@ class Board:
         text = self.get(f"{rank}/{number % self.SLOTS}")
         if text is None:
             return Posted(0, "", "")
-        found, wire, rates, label = text.split("|", 3)
-        return Posted(int(found), wire, label, rates)
+        found, wire, hypers, label = text.split("|", 3)
+        return Posted(int(found), wire, label, hypers)
 
     def parting(self, made: int) -> str | None:
         """The first of the last calls in which ranks called other programs, or with other rates; None if none did."""
@@ -76,8 +76,8 @@ class Board:
             posted = [self.read(rank, number) for rank in ranks]
             if any(call.number != number for call in posted) or len({call[1:] for call in posted}) == 1:
                 continue
-            rates = len({call.rates for call in posted}) > 1
-            calls = [f"{call.label}{f', rates {call.rates[:8]}' if rates else ''}" for call in posted]
+            hypers = len({call.hypers for call in posted}) > 1
+            calls = [f"{call.label}{f', rates {call.hypers[:8]}' if hypers else ''}" for call in posted]
             lines = (f"  rank {rank}: {call}" for rank, call in zip(ranks, calls, strict=True))
             return "\n".join([f"The ranks called with different batches or rates in call {number}:", *lines, CURE])
         return None

@@ -142,15 +142,15 @@ def _views_of_block(
     """The same for one block's part of the buffer, which ends at ``stop``."""
     mark = Mark("view", buffer.unit, buffer.key)
     bounds = [slot.offset for slot in slots[1:]] + [stop]
-    pieces = [bound - slot.offset for slot, bound in zip(slots, bounds, strict=True)]
-    split = edit.call(aten.split_with_sizes.default, whole, pieces, mark=mark) if len(pieces) > 1 else None
+    sizes = [bound - slot.offset for slot, bound in zip(slots, bounds, strict=True)]
+    split = edit.call(aten.split_with_sizes.default, whole, sizes, mark=mark) if len(sizes) > 1 else None
     found = []
     for index, slot in enumerate(slots):
         if slot not in wanted:
             continue
         leaf = slot.leaf
         view = whole if split is None else edit.call(getitem, split, index, mark=mark)
-        if pieces[index] != leaf.numel:
+        if sizes[index] != leaf.numel:
             view = edit.call(aten.slice.Tensor, view, 0, 0, leaf.numel, mark=mark)
         view = edit.call(aten.view.default, view, [leaf.shape[dim] for dim in leaf.order], mark=mark)
         if leaf.order != tuple(range(len(leaf.shape))):

@@ -59,14 +59,14 @@ class FailedCalls:
         self._calls.tell(f"{self.row.failure}\n{DROPPED}")
         return False
 
-    def handle(self, compiled: Compiled, state: State, error: BaseException, ran: bool, rates: str) -> BaseException:
+    def handle(self, compiled: Compiled, state: State, error: BaseException, ran: bool, hypers: str) -> BaseException:
         """What this rank raises for the error, once the others are told. ``ran``: whether the program was started."""
         if isinstance(error, RankError | Unanimous):
             return error
         if (reason := self._calls.parting(error)) is not None:
             return RankError(reason)
         if isinstance(error, RuntimeError) and DISAGREE in str(error):  # all ranks are here
-            return RankError(self._heard(compiled, state) or different(exchange(compiled.label + rates, self._mesh)))
+            return RankError(self._heard(compiled, state) or different(exchange(compiled.label + hypers, self._mesh)))
         if ran and isinstance(error, RuntimeError) and (other := self._calls.reason(error)) is not None:
             return RankError(other)
         place = compiled.remainder.place(error) if ran else compiled.remainder.before()

@@ -521,7 +521,7 @@ class Sharded:
         self._take_buffers(request.buffers, state)
         if self._joined is not None:
             self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.ambient)
-        self._calls.rates = f"{self._hyperparameters.digest:x}"
+        self._calls.hypers = f"{self._hyperparameters.digest:x}"
         compiled = self._compiled(request)
         self._programs.read_closed(compiled, request, state)
         ran = False
@@ -618,7 +618,7 @@ class Sharded:
                     self._retrace(changed)
                 self._hyperparameters.write(self._programs.rules)
         if self._joined is not None and self._joined.shadows is not None:
-            self._hyperparameters.overwrite(self._joined.shadows.rates)
+            self._hyperparameters.overwrite(self._joined.shadows.hypers)
 
     def _shadow(self, call: Announced) -> None:
         """Makes another rank's call, on a batch that counts nothing."""

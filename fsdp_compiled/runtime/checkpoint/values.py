@@ -66,7 +66,7 @@ def _encode(value: Any, name: str, where: str, tensors: Tensors) -> Any:
     if kind in (bytes, bytearray):
         return {f"${kind.__name__}": base64.b64encode(value).decode()}
     if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta:
-        return {"$tensor": _keep(value, name, where, tensors)}
+        return {"$tensor": _stored(value, name, where, tensors)}
     if kind in (torch.dtype, torch.device):
         return {f"${kind.__name__}": str(value).removeprefix("torch.")}
     if kind is complex:
@@ -78,7 +78,7 @@ def _encode(value: Any, name: str, where: str, tensors: Tensors) -> Any:
             array = None
         if array is not None:
             tag = "$numpy" if kind.__name__ == "ndarray" else "$numpy_scalar"
-            return {tag: _keep(array, name, where, tensors)}
+            return {tag: _stored(array, name, where, tensors)}
     raise ValueError(
         f"{name}{where} is a {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold: tensors, numbers, "
         "strings, bytes, lists, tuples, sets, dictionaries and None are written, and nothing is ever unpickled. Give a "
@@ -91,7 +91,7 @@ def _ordered(value: Any, kind: type) -> Any:
     return sorted(value, key=repr) if kind in (set, frozenset) else value
 
 
-def _keep(value: torch.Tensor, name: str, where: str, tensors: Tensors) -> str:
+def _stored(value: torch.Tensor, name: str, where: str, tensors: Tensors) -> str:
     key = f"{name}:{where.lstrip('.')}" if where else name
     while key in tensors:
         key += "'"
