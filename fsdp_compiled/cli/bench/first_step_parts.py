@@ -1,0 +1,116 @@
+"""Where the time of a first step goes, by part and by depth, with the eager lowering and nothing on disk.
+
+    python -m fsdp_compiled.cli.bench.first_step_parts bench/results/first-step-parts.json
+
+In seconds of processor time, which a shared machine hardly moves: one process, a GPT of width 32, a process of its own
+for each depth, after a first step of one layer that loads what is imported late. Parts are timed from outside, so what
+lies inside of another part (AOTAutograd's trace is called from the capture) is taken off that one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LAYERS = (4, 24, 96)
+
+
+def parts_of(layers: int) -> dict[str, float]:
+    import torch
+
+    from fsdp_compiled import Policy, compile_sharded
+    from fsdp_compiled.capture import aot_cache, dynamo
+    from fsdp_compiled.cli.bench.host_time import GPT, batch, loss
+    from fsdp_compiled.runtime import program_cache
+
+    spent: dict[str, float] = defaultdict(float)
+    running: list[str] = []
+    began = 0.0
+
+    def timed(module: Any, name: str, part: str) -> None:
+        function: Callable[..., Any] = getattr(module, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal began
+            now = time.process_time()
+            spent[running[-1]] += now - began
+            running.append(part)
+            began = now
+            try:
+                return function(*args, **kwargs)
+            finally:
+                now = time.process_time()
+                spent[running.pop()] += now - began
+                began = now
+
+        setattr(module, name, run)
+
+    def step(count: int) -> None:
+        torch.manual_seed(0)
+        model = GPT(count)
+        optimizer = torch.optim.AdamW(model.parameters())
+        compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager")).step(*batch())
+
+    torch.set_num_threads(1)
+    step(1)
+    timed(program_cache, "capture", "Dynamo")
+    timed(aot_cache, "differentiate", "AOTAutograd")
+    timed(dynamo, "traced", "the trace, read and written on disk")
+    timed(program_cache, "transform", "passes and checks")
+    timed(program_cache, "fuse", "fusions")
+    timed(program_cache, "describe", "memory, predicted")
+    timed(program_cache, "Lowering", "lowering")
+    running.append("the rest")
+    began = time.process_time()
+    step(layers)
+    spent["the rest"] += time.process_time() - began
+    return {"layers": layers, "all": round(sum(spent.values()), 2)} | {k: round(v, 2) for k, v in spent.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one is not None:
+        arguments.out.write_text(json.dumps(parts_of(arguments.one)))
+        return
+    import torch
+
+    found = []
+    for layers in arguments.layers:
+        with tempfile.TemporaryDirectory() as folder:
+            place = Path(folder) / "parts.json"
+            environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
+            command = [
+                sys.executable,
+                "-m",
+                "fsdp_compiled.cli.bench.first_step_parts",
+                str(place),
+                "--one",
+                str(layers),
+            ]
+            subprocess.run(command, env=environment, check=True)
+            found.append(json.loads(place.read_text()))
+            print(found[-1], flush=True)
+    record = {
+        "command": f"python -m fsdp_compiled.cli.bench.first_step_parts {arguments.out}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "seconds of processor time": found,
+    }
+    arguments.out.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
