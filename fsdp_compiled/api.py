@@ -40,6 +40,7 @@ from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.shared_memory import check_shared_memory
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import TakenModel, is_taken_over
+from fsdp_compiled.runtime.tensor_parallel import check_tensor_parallel
 
 log = logging.getLogger("fsdp_compiled")
 
@@ -68,8 +69,9 @@ def compile_sharded(
         ``loss(model, *batch, **batch) -> scalar`` or ``(scalar, aux)``. Left out: what the model returns is the loss,
         or has ``.loss``.
     mesh
-        A ``DeviceMesh`` of one axis, which shards, or two, ``("replicate", "shard")``. Left out: all ranks that
-        ``torchrun`` started; without it, a world of one.
+        A ``DeviceMesh`` of one axis, which shards, or two, ``("replicate", "shard")``; ``"tp"`` besides, or alone, is
+        the axis that ``parallelize_module`` cut the model along. Left out: all ranks that ``torchrun`` started;
+        without it, a world of one.
     units
         Which submodules are gathered together: module classes, name patterns (``"layers.*"``) or a callable
         ``(name, module) -> bool``. Left out: each element of the model's repeated block lists, and the rest as root.
@@ -93,9 +95,10 @@ def compile_sharded(
     plan = None
     if checked is not None:
         leaves, rules, policy = checked
-        failure = _device_refusal(policy, place.device) or _eager_refusal(policy, rules)
+        failure = _device_refusal(policy, place.device) or _eager_refusal(policy, rules, place)
         try:
-            plan = make_plan(leaves, policy, place.device, place.shard, place.replicate)
+            check_tensor_parallel(model, place, leaves, policy)
+            plan = make_plan(leaves, policy, place.device, place.shard, place.replicate, place.tp)
             text = _fingerprint(model, plan, rules, optimizer)
         except Exception as error:
             failure = failure or error
@@ -118,7 +121,7 @@ def _begin(
     """Takes the model over and makes the state that training starts from; in stages, for `lockstep`."""
     brought = state_by_name(model, optimizer) if optimizer is not None else {}
     taken, shards, buffers, existing_state = yield from take_over(model, optimizer, plan, place, init)
-    random = RandomNumbers(plan.device, place.rank, place.world)
+    random = RandomNumbers(plan.device, place.rank, place.world, place.row if place.tp > 1 else None)
     state = State(
         parameters=shards,
         buffers=buffers,
@@ -155,7 +158,12 @@ def _device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
     return None
 
 
-def _eager_refusal(policy: Policy, rules: Sequence[Rule]) -> ValueError | None:
+def _eager_refusal(policy: Policy, rules: Sequence[Rule], place: Mesh) -> ValueError | None:
+    if place.tp > 1 and rules and rules[0].eagerly is not None:
+        return ValueError(
+            f"{rules[0].name} runs as it is, after the program ({rules[0].eagerly}), which is not supported under "
+            "tensor parallelism yet. Take an optimizer whose update can be traced, such as AdamW."
+        )
     if policy.offload and rules and rules[0].eagerly is not None:
         return ValueError(
             f"Policy.offload is True, but {rules[0].name} runs as it is, after the program ({rules[0].eagerly}), and "
@@ -215,7 +223,7 @@ def _check(
         check_own_step(optimizer)
     rules = make_rules(optimizer) if optimizer is not None else ()
     read_scalars(optimizer)
-    leaves = [replace(leaf, variant=variant_of(rules, leaf.group, leaf.shape, leaf.dtype)) for leaf in leaves]
+    leaves = [replace(leaf, variant=variant_of(rules, leaf.group, leaf.whole_shape, leaf.dtype)) for leaf in leaves]
     return leaves, rules, policy or Policy()
 
 
@@ -228,6 +236,7 @@ def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimize
             lines.append(
                 f"parameter {' = '.join(leaf.names)}: {str(leaf.dtype)[6:]}{list(leaf.shape)}, unit {buffer.unit}, "
                 f"{'trainable' if leaf.trainable else 'frozen'}, group {leaf.group}"
+                + (f", over tp: {leaf.tp}" if leaf.tp is not None else "")
             )
     lines += [f"buffer {name}: {str(b.dtype)[6:]}{list(b.shape)}" for name, b in model.named_buffers()]
     if optimizer is not None:

@@ -28,6 +28,7 @@ PRIVATE = {
     "torch.cuda.CUDAGraph": {"lower.cuda_device", "cli.bench.gpu_step", "cli.bench.gpu_kernels"},
     "torch.cuda.graph": {"lower.cuda_device", "cli.bench.gpu_step", "cli.bench.gpu_kernels"},
     "torch.cuda.graph_pool_handle": {"lower.cuda_device"},
+    "torch.distributed.tensor.parallel.loss": {"capture.loss_parallel"},
     "torch._C": {
         "capture.ambient", "capture.cache_key", "capture.dynamo", "cli.bench.network", "lower.cuda_device",
         "lower.lowering", "runtime.module_call",

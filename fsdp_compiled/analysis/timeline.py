@@ -96,7 +96,7 @@ def estimate(program: Program, plan: Plan) -> Timeline:
 
 def _transfer(node: fx.Node, plan: Plan) -> float:
     """An all-gather by what it brings, a reduction by what goes in; an all-reduce is a reduction and a gather."""
-    world = {"shard": plan.shard, "replicate": plan.replicate}[str(node.args[-1])]
+    world = plan.size(str(node.args[-1]))
     sizes = [leaf.nbytes for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
     sent = [source.meta["val"].nbytes for source in node.all_input_nodes]
     times = 2 if "all_reduce" in str(node.target) else 1

@@ -131,6 +131,8 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     forward_inputs = placeholders[: len(inputs)]
     by_port: dict[Port, fx.Node] = {}
     for port, node in zip(inputs, forward_inputs, strict=True):
+        if port.kind == "mesh":
+            continue  # whose group the collectives name
         # the same size of several tensors comes as several inputs
         mapping[node] = by_port[port] = by_port.get(port) or graph.node_copy(node)
         mapping[node].meta = {"val": node.meta["val"]}

@@ -17,7 +17,7 @@ import re
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported, UserError
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -34,12 +35,14 @@ from fsdp_compiled.capture.aot import CaptureError, unwritable
 from fsdp_compiled.capture.aot_cache import traced
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
 from fsdp_compiled.capture.guards import Guards, Recorder
+from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.mutations import Mutations
 from fsdp_compiled.capture.next_call import Meaning
 from fsdp_compiled.capture.random_calls import refused, seeding
 from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects, inside, speech, unwrapped
 from fsdp_compiled.capture.source_lines import cure, explanation, reason, user_line
 from fsdp_compiled.capture.sync_batchnorm import synchronised
+from fsdp_compiled.capture.tensor_parallel import Parts, is_mesh, name_axes, parts_of, whole
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.ir.program import LOSS, Port, PortKind, Program
 from fsdp_compiled.plan.plan import Plan, contiguous_stride
@@ -105,7 +108,7 @@ def _find_loss(result: Any, first: bool) -> Any:
 
 def _own(value: Any) -> Any:
     """Copies of the tensors, so that no output shares memory with an input or another output."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), value)
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: whole(tensor).detach().clone(), value)
 
 
 def _apart_from_others(value: Any) -> Any:
@@ -145,23 +148,26 @@ def capture(
     gradient: bool,
     results: bool = False,
     ambient: Ambient | None = None,
+    parts: Parts | None = None,
 ) -> Capture:
     """Traces ``loss(model, *args, **kwargs)`` with its gradient, or, without, the model's forward alone.
 
     ``results``: what ``loss`` returns is no loss, but any structure. Each tensor in it is differentiated, by a
     derivative that is an input of the program (``tangent``); tensors of the batch that require gradients get them.
     ``tensors`` and the tensors of the batch are fake tensors of one mode; which parameters require gradients is read
-    off them. ``ambient``: the modes to trace under, where they are not those of the moment. Raises `CaptureError` with
-    the user's line and the cure.
+    off them. ``ambient``: the modes to trace under, where they are not those of the moment. ``parts``: which tensors
+    are parts of DTensors. Raises `CaptureError` with the user's line and the cure.
     """
+    parts = _placed(parts or Parts())
     objective = _Objective(inside(model), loss)
     wrapped = any(inside(module) is not module for module in objective.modules())
     scalar = gradient and not results
 
     def function(named: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        now = dict(named)
+        now = parts.joined(named)
+        before = dict(now)
         result = torch.func.functional_call(objective, now, *_apart(args, kwargs), tie_weights=False)
-        replaced = {name: _own(now[name]) for name in named if now[name] is not named[name]}
+        replaced = {name: _own(now[name]) for name in named if now[name] is not before[name]}
         if not gradient:
             return _own(result), None, False, replaced
         if results:
@@ -169,7 +175,7 @@ def capture(
         pair = loss is not None and isinstance(result, tuple) and len(result) == 2
         value, aux = result if pair else (_find_loss(result, first=loss is None), None)
         if isinstance(value, torch.Tensor):
-            value = value.clone().detach()  # `_Trace.program` differentiates what is detached here
+            value = whole(value).clone().detach()  # `_Trace.program` differentiates what is detached here
         return value, _own(aux), pair, replaced
 
     def trace(symbolic: Collection[str] = ()) -> _Trace:
@@ -201,7 +207,15 @@ def capture(
         return made
 
     around = ambient.entered() if ambient is not None else contextlib.nullcontext()
-    with _explained(model), around, torch.set_grad_enabled(gradient), _dynamo(), unwrapped(objective):
+    classes = loss_parallel() if parts.mesh is not None else contextlib.nullcontext()
+    with (
+        _explained(model, parts.hint),
+        around,
+        classes,
+        torch.set_grad_enabled(gradient),
+        _dynamo(),
+        unwrapped(objective),
+    ):
         made = trace()
         try:
             if not made.outputs:
@@ -213,6 +227,7 @@ def capture(
         if made.side_effects.rest:
             made.side_effects.tell(model, made.tables())
         program = made.program()
+        name_axes(program, parts.mesh)
     leaves = tuple(made.outputs.get(id(leaf), leaf) for leaf in made.flat)
     made.results.clear()  # Dynamo's code, which the guards keep, holds the function that returned them
     return Capture(program, made.constants, made.spec, leaves, made.guards)
@@ -232,6 +247,17 @@ def _check_next(made: _Trace, trace: Callable[[Collection[str]], _Trace]) -> Non
     if not again.meaning(made).same(made.meaning()):
         raise CaptureError(left.refusal())
     left.check(again.closed, again.side_effects.entries, made.tables())
+
+
+def _placed(parts: Parts) -> Parts:
+    """By the names in the objective, without the wrappers of `unwrapped`."""
+    return replace(
+        parts,
+        placements=tuple(
+            (tuple(f"model.{WRAPPED.sub('', name)}" for name in names), placement)
+            for names, placement in parts.placements
+        ),
+    )
 
 
 def _places(model: nn.Module) -> Iterator[str]:
@@ -393,6 +419,8 @@ class _Trace:
                     port = Port("in", "size", _name(node))
                 elif isinstance(value, torch.SymInt):
                     port = self._size_port(module, inputs, value)
+                elif is_mesh(value):
+                    port = Port("in", "mesh", node.name)
                 elif isinstance(value, torch.Tensor):
                     port = Port("in", "constant", _source(node))
                     self.constants[port.name] = value.detach()
@@ -465,8 +493,8 @@ def _check_loss(loss: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _explained(model: nn.Module) -> Iterator[None]:
-    """Turns what Dynamo raises into one `CaptureError` with the user's line and the cure."""
+def _explained(model: nn.Module, hint: str = "") -> Iterator[None]:
+    """Turns what Dynamo raises into one `CaptureError` with the user's line, the cure, and the hint."""
     try:
         yield
     except BackendCompilerFailed as error:
@@ -476,7 +504,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except CaptureError:
         raise
     except (TorchDynamoException, RuntimeError, AssertionError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CaptureError(explanation(type(model).__name__, error)) from error
+        raise CaptureError(explanation(type(model).__name__, error) + hint) from error
 
 
 def capture_on(
@@ -493,13 +521,15 @@ def capture_on(
     sizes: Sizes | None = None,
     hints: Sizes | None = None,
     ambient: Ambient | None = None,
+    tp_mesh: DeviceMesh | None = None,
 ) -> Capture:
     """`capture` on fake tensors of the plan's parameters, the model's buffers and a real batch.
 
     ``plain``: the model's parameters that the plan does not have, by each of their names.
 
     ``sizes``: the dims of the batch's tensors that may change (see `dynamic_shapes`), and
-    ``hints``, the sizes to trace them with. ``ambient``: as of `capture`.
+    ``hints``, the sizes to trace them with. ``ambient``: as of `capture`. ``tp_mesh``: where parameters that are cut
+    along the tp axis are DTensors.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     seen: dict[int, torch.Tensor] = {}
@@ -544,8 +574,9 @@ def capture_on(
     tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()}, whole)
     with _casting(inside(model), plan.policy.precision), synchronised(plan.axes):
         return capture(
-            model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, results=results, ambient=ambient
-        )
+            model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, results=results, ambient=ambient,
+            parts=parts_of(plan, tp_mesh),
+        )  # fmt: skip
 
 
 def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Sizes) -> torch.Tensor:

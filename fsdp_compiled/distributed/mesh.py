@@ -21,6 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from fsdp_compiled.distributed import rendezvous
 
 REGISTER = ("NCCL_GRAPH_REGISTER", "0")
+# What the axes of a ``DeviceMesh`` are called here: by our names, and by torchtitan's.
+AXES = {
+    "replicate": "replicate", "dp_replicate": "replicate", "shard": "shard", "dp_shard": "shard", "fsdp": "shard",
+    "tp": "tp",
+}  # fmt: skip
 SETTLED = 0.05  # seconds in which a thread frees what it holds, on a machine however busy
 
 
@@ -34,7 +39,11 @@ class Unanimous(ValueError):
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place. ``groups`` names the process group along each axis that has more than one rank."""
+    """This rank's place. ``groups`` names the process group along each axis that has more than one rank.
+
+    Ranks along ``tp`` see the same batch and hold parts of the same parameters; ``tp_mesh`` is that axis of the
+    ``DeviceMesh``, on which the parameters that were cut are DTensors. None: the mesh has no such axis.
+    """
 
     device: torch.device
     shard: int = 1
@@ -42,10 +51,20 @@ class Mesh:
     shard_rank: int = 0
     rank: int = 0
     groups: Mapping[str, str] = field(default_factory=dict)
+    tp: int = 1
+    tp_rank: int = 0
+    replicate_rank: int = 0
+    tp_mesh: DeviceMesh | None = None
+
+    @property
+    def row(self) -> int:
+        """This rank's place among those with batches of their own."""
+        return self.replicate_rank * self.shard + self.shard_rank
 
     @property
     def world(self) -> int:
-        return self.shard * self.replicate
+        """All ranks."""
+        return self.shard * self.replicate * self.tp
 
 
 def connect(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh:
@@ -195,11 +214,7 @@ def _from_device_mesh(mesh: DeviceMesh) -> Mesh:
             f"mesh is a {type(mesh).__name__}; expected a DeviceMesh from "
             "torch.distributed.device_mesh.init_device_mesh."
         )
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2 or (mesh.ndim == 2 and names != ("replicate", "shard")):
-        raise ValueError(
-            f'mesh has axes {names or mesh.ndim}; expected one axis, which shards, or two named ("replicate", "shard").'
-        )
+    axes = _axes_of(mesh)
     if mesh.size() != dist.get_world_size():
         raise ValueError(
             f"mesh holds {mesh.size()} ranks, but the world has {dist.get_world_size()}; every rank must be in the "
@@ -207,23 +222,23 @@ def _from_device_mesh(mesh: DeviceMesh) -> Mesh:
         )
     place = mesh.get_coordinate()
     assert place is not None
-    groups = {}
-    axes = ("shard",) if mesh.ndim == 1 else ("replicate", "shard")
-    sizes = dict(zip(axes, mesh.shape, strict=True))
-    for index, axis in enumerate(axes):
-        if sizes[axis] > 1:
-            groups[axis] = mesh.get_group(index).group_name
+    sizes = {axis: mesh.size(index) for axis, index in axes.items()}
+    groups = {axis: mesh.get_group(index).group_name for axis, index in axes.items() if sizes[axis] > 1 or axis == "tp"}
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
         device = _default_device()
         torch.cuda.set_device(device)
     return Mesh(
         device,
-        sizes["shard"],
+        sizes.get("shard", 1),
         sizes.get("replicate", 1),
-        place[-1],
+        place[axes["shard"]] if "shard" in axes else 0,
         dist.get_rank(),
         groups,
+        sizes.get("tp", 1),
+        place[axes["tp"]] if "tp" in axes else 0,
+        place[axes["replicate"]] if "replicate" in axes else 0,
+        None if "tp" not in axes else mesh if mesh.ndim == 1 else mesh["tp"],
     )
 
 
@@ -262,10 +277,52 @@ def place_in(mesh: DeviceMesh) -> Mesh:
     return Mesh(device, sizes["shard"], sizes.get("replicate", 1), rank, dist.get_rank(), groups)
 
 
-def broadcast(tensor: torch.Tensor, mesh: Mesh) -> None:
-    """Rank 0's values, in place on every rank."""
-    if mesh.world > 1 and tensor.numel():
-        dist.broadcast(torch.view_as_real(tensor) if tensor.is_complex() else tensor, 0)
+def _axes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Which dimension of the mesh each of our axes is."""
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1:
+        return {"tp" if names == ("tp",) else "shard": 0}
+    found: dict[str, int] = {}
+    for index, name in enumerate(names):
+        axis = AXES.get(name)
+        if axis is None and mesh.size(index) == 1:
+            continue  # one rank along it: there is nothing to do
+        if axis is None or axis in found:
+            found = {}
+            break
+        found[axis] = index
+    if not found:
+        raise ValueError(
+            f'mesh has axes {names or mesh.ndim}; expected one axis, which shards, or two named ("replicate", "shard"),'
+            ' and for tensor parallelism one named "tp" besides. torchtitan\'s names (dp_replicate, dp_shard or fsdp, '
+            "tp) mean the same."
+        )
+    return found
+
+
+def broadcast(tensor: torch.Tensor, mesh: Mesh, parts: bool = False) -> None:
+    """Rank 0's values, in place on every rank. ``parts``: each rank along ``tp`` has a part of its own.
+
+    Then the values are those of the first rank with the same place along ``tp``.
+    """
+    if mesh.world == 1 or not tensor.numel():
+        return
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if mesh.tp == 1:
+        dist.broadcast(tensor, 0)
+        return
+    for axis in ("replicate", "shard") if parts else ("replicate", "shard", "tp"):
+        if axis in mesh.groups:
+            dist.broadcast(tensor, group=dist.distributed_c10d._resolve_process_group(mesh.groups[axis]), group_src=0)
+
+
+def gather_parts(part: torch.Tensor, mesh: Mesh) -> list[torch.Tensor]:
+    """What each rank along ``tp`` has, all of one shape, by its place there."""
+    if mesh.tp == 1:
+        return [part]
+    collectives = torch.ops._c10d_functional
+    whole = collectives.all_gather_into_tensor(part.reshape(-1), mesh.tp, mesh.groups["tp"])
+    return [one.view(part.shape) for one in collectives.wait_tensor(whole).chunk(mesh.tp)]
 
 
 def gather_shards(shard: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -285,40 +342,60 @@ def exchange(value: Any, mesh: Mesh) -> list[Any]:
     return found
 
 
+def exchange_along_tp(value: Any, mesh: Mesh) -> list[Any]:
+    """What each rank along the tp axis has, by place there; any picklable value."""
+    if mesh.tp == 1:
+        return [value]
+    found: list[Any] = [None] * mesh.tp
+    dist.all_gather_object(found, value, group=dist.distributed_c10d._resolve_process_group(mesh.groups["tp"]))
+    return found
+
+
 def among(value: Any, mesh: Mesh) -> tuple[int, int]:
     """This rank's place among the ranks that have an equal value, and how many they are."""
     values = exchange(value, mesh)
     return values[: mesh.rank].count(value), values.count(value)
 
 
-def agree(mesh: Mesh, what: str, text: str, failure: BaseException | None = None) -> None:
+def agree(
+    mesh: Mesh, what: str, text: str, failure: BaseException | None = None, own: Callable[[], str] | None = None
+) -> None:
     """Every rank shows its text; where they differ, or a rank failed, every rank raises.
 
     The rank that failed raises its own exception, the others a `RankError` that quotes it. Where texts differ, the
-    first differing line is shown with the ranks that have it.
+    first differing line is shown with the ranks that have it. ``own``: more text, which ranks with the same place
+    along ``tp`` have in common.
     """
     if mesh.world == 1:
         if failure is not None:
             raise failure
         return
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    found = exchange((digest, f"{type(failure).__name__}: {failure}" if failure is not None else None), mesh)
+    texts = (text, own() if own is not None and failure is None else "")
+    digests = [hashlib.sha256(one.encode()).hexdigest() for one in texts]
+    error = f"{type(failure).__name__}: {failure}" if failure is not None else None
+    found = exchange((error, mesh.tp_rank, *digests), mesh)
     if failure is not None:
         raise failure
-    for rank, (_, error) in enumerate(found):
-        if error is not None:
-            raise RankError(f"rank {rank} failed, so no rank goes on. It said:\n{error}")
-    odd = next((rank for rank, (other, _) in enumerate(found) if other != found[0][0]), None)
-    if odd is not None:
-        texts = exchange(text if mesh.rank in (0, odd) else "", mesh)
-        raise RankError(f"{what} differs between rank 0 and rank {odd}.\n{_difference(texts[0], texts[odd], odd)}")
+    for rank, (other, *_) in enumerate(found):
+        if other is not None:
+            raise RankError(f"rank {rank} failed, so no rank goes on. It said:\n{other}")
+    first: dict[int, int] = {}  # by place along tp, the first rank there
+    for rank, (_, place, _, _) in enumerate(found):
+        first.setdefault(place, rank)
+    for which, one in enumerate(texts, 2):
+        for rank, row in enumerate(found):
+            base = 0 if which == 2 else first[row[1]]
+            if row[which] != found[base][which]:
+                both = exchange(one if mesh.rank in (base, rank) else "", mesh)
+                difference = _difference(both[base], both[rank], base, rank)
+                raise RankError(f"{what} differs between rank {base} and rank {rank}.\n{difference}")
 
 
-def _difference(first: str, other: str, rank: int) -> str:
+def _difference(first: str, other: str, base: int, rank: int) -> str:
     mine, theirs = first.splitlines(), other.splitlines()
     for index in range(max(len(mine), len(theirs))):
         left = mine[index] if index < len(mine) else "(nothing)"
         right = theirs[index] if index < len(theirs) else "(nothing)"
         if left != right:
-            return f"  line {index + 1}\n  rank 0: {left}\n  rank {rank}: {right}"
+            return f"  line {index + 1}\n  rank {base}: {left}\n  rank {rank}: {right}"
     return "  (no differing line)"

@@ -35,6 +35,7 @@ Role = Literal[
 ]
 ASSERT = torch.ops.aten._assert_async.msg
 DISAGREE = "the ranks run different programs"
+OTHER_BATCHES = "ranks along the tp axis were given different batches"
 
 
 @dataclass(frozen=True)

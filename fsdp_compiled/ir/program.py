@@ -9,6 +9,7 @@ ports and by the marks below, never by shapes or node names:
 - ``node.meta["idle"]``, on a shard's placeholder: the names of its parameters that the loss does not reach.
 - ``node.meta["seed"]``, set on one node: the derivative of the loss by itself, from which backward starts.
 - ``node.meta["effect"]``: the node is run for what it does, such as a check, even where nothing reads its result.
+- ``node.meta["shared"]``: a draw of random numbers that is the same on all ranks along the tp axis.
 - ``node.meta["path"]``: the submodule that the node came from, for people to read.
 """
 
@@ -44,6 +45,8 @@ PortKind = Literal[
     "rank",  # this rank's place among the shards
     "rows",  # how much this rank's batch counts; as an output, inside the pipeline alone
     "call",  # which program this rank runs with which hyperparameters
+    "drawn",  # what this call's random numbers start from, as numbers that ranks along the tp axis compare
+    "mesh",  # of a graph that was just captured: what its collectives go along
     # outputs
     "loss",
     "aux",  # what the loss function returned beside it, by place
@@ -54,6 +57,7 @@ PortKind = Literal[
     "input gradient",  # of a tensor of the batch, by its place, or of a plain parameter, by its name
     "update",  # the same, where the optimizer's own code reads it after the program
     "norm",
+    "same",  # numbers of the batch, which ranks along the tp axis compare; inside the pipeline alone
     "overflow",  # how many flat buffers' gradients are not finite; in the end, whether any
 ]
 
@@ -83,7 +87,10 @@ NORM = Port("out", "norm")
 OVERFLOW = Port("out", "overflow")
 STEP = Port("in", "step")  # int64
 WEIGHT = Port("out", "rows")  # float64
+SAME = Port("out", "same")  # float64
+SAME_PARTS = 2
 CALL = Port("in", "call")  # float64
+DRAWN = Port("in", "drawn")  # float64
 CALL_PARTS = 3  # of 20 bits each, in one element each
 
 
@@ -135,6 +142,15 @@ class Program:
     def text(self) -> str:
         """Every node on a line: what ranks compare, and what `dump` writes."""
         return "\n".join(self.lines())
+
+    def outline(self) -> str:
+        """The same without names and arguments that are numbers: what ranks along the tp axis have in common."""
+        places = {node: place for place, node in enumerate(self.graph.nodes)}
+        lines = [f"{port.side} {port}" for port in self.ports]
+        for node, place in places.items():
+            operator = node.target if node.op == "call_function" else node.op
+            lines.append(f"{place}: {describe(node)} = {operator}{[places[one] for one in node.all_input_nodes]}")
+        return "\n".join(lines)
 
     def lines(self) -> Iterator[str]:
         ports = {node: port for port, node in self.inputs.items()}

@@ -24,7 +24,7 @@ from fsdp_compiled.lower.inductor import compile_all
 from fsdp_compiled.lower.partition import Piece, segments
 
 Runner = Callable[..., Sequence[torch.Tensor]]
-Bind = Callable[[Callable[..., Any]], Callable[..., Any]]
+Bind = Callable[[Callable[..., Any], bool], Callable[..., Any]]
 
 
 class below_autograd:
@@ -126,7 +126,7 @@ class Lowering:
 
     def _bind_random(self, node: fx.Node, copy: fx.Node) -> None:
         if self.bind is not None and node.op == "call_function" and is_random(node):
-            copy.target = self.bind(node.target)  # type: ignore[arg-type]
+            copy.target = self.bind(node.target, bool(node.meta.get("shared")))  # type: ignore[arg-type]
 
 
 def boxed(*values: torch.Tensor) -> list[torch.Tensor]:

@@ -22,9 +22,10 @@ from fsdp_compiled.passes.loss_scale import scale, skip, unscale
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.reduce import reduce
 from fsdp_compiled.passes.rematerialize import rematerialize
-from fsdp_compiled.passes.report import report
+from fsdp_compiled.passes.report import compare_batches, report
 from fsdp_compiled.passes.reshape import reshape
 from fsdp_compiled.passes.row_weights import unweigh, weigh
+from fsdp_compiled.passes.same_batches import same_batches
 from fsdp_compiled.passes.schedule import schedule
 from fsdp_compiled.passes.update import update
 from fsdp_compiled.passes.write_back import write_back
@@ -39,12 +40,13 @@ OPTIONAL: Mapping[Pass, Callable[[Plan], bool]] = {
     rematerialize: lambda plan: plan.policy.rematerializes,
     **dict.fromkeys((weigh, unweigh), lambda plan: plan.policy.weigh == "rows"),
     offload: lambda plan: plan.policy.offload,
+    **dict.fromkeys((same_batches, compare_batches), lambda plan: plan.tp > 1),
 }
 
 SCHEDULING: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is settled what runs
 CLOSING: tuple[Pass, ...] = (write_back, offload, reshape, *SCHEDULING)
-FORWARD: tuple[Pass, ...] = (gather, *CLOSING)
-DIFFERENTIATION: tuple[Pass, ...] = (scale, gather, reduce, rematerialize, recompute, weigh)
+FORWARD: tuple[Pass, ...] = (gather, same_batches, compare_batches, *CLOSING)
+DIFFERENTIATION: tuple[Pass, ...] = (scale, gather, reduce, rematerialize, recompute, weigh, same_batches)
 REPORTING: tuple[Pass, ...] = (unscale, report, unweigh)
 GRADIENT: tuple[Pass, ...] = (*DIFFERENTIATION, *REPORTING, *CLOSING)
 MICROBATCH: tuple[Pass, ...] = (*DIFFERENTIATION, add_up, *CLOSING)

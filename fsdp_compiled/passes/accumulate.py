@@ -33,11 +33,11 @@ from torch import fx
 
 from fsdp_compiled.ir.edit import Edit, weighed
 from fsdp_compiled.ir.nodes import Mark, reduction
-from fsdp_compiled.ir.program import LOSS, WEIGHT, Port, Program
+from fsdp_compiled.ir.program import LOSS, SAME, SAME_PARTS, WEIGHT, Port, Program
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
-COUNT, TOTAL = Port("in", "sum", part="count"), Port("in", "sum", part="loss")
+COUNT, TOTAL, BATCHES = (Port("in", "sum", part=part) for part in ("count", "loss", "batches"))
 Pass = Callable[[Program, Plan], Program]
 
 
@@ -58,6 +58,10 @@ def add_up(program: Program, plan: Plan) -> Program:
         edit.call(aten.add_.Tensor, losses, weighed(edit, loss, rows, mark) if rows else loss, mark=mark)
     if rows:
         edit.remove_output(WEIGHT)
+    if (own := edit.outputs.get(SAME)) is not None:
+        with edit.at(edit.end, "update"):
+            edit.call(aten.add_.Tensor, _batches(edit, plan), own, mark=mark)
+        edit.remove_output(SAME)
     return edit.done("add_up")
 
 
@@ -86,6 +90,11 @@ def average(program: Program, plan: Plan) -> Program:
             edit.set_output(port, mean)
     if rows:
         edit.set_output(WEIGHT, batches)
+    if (same := edit.outputs.get(SAME)) is not None:
+        with edit.at(edit.end, "update"):
+            all_same = edit.call(aten.add.Tensor, same, _batches(edit, plan), mark=mark)
+            all_same = edit.call(aten.remainder.Scalar, all_same, 2.0**20, mark=mark)  # whose square is exact
+            edit.set_output(SAME, all_same)
     return edit.done("average")
 
 
@@ -121,6 +130,10 @@ def _sum(edit: Edit, buffer: Buffer, gradient: fx.Node, plan: Plan) -> tuple[fx.
     start = reduction(gradient) if plan.policy.accumulate == "full" else None
     value = (start.all_input_nodes[0] if start else gradient).meta["val"]
     return start, edit.add_input(Port("in", "sum", buffer.key), edit.fake(value.shape, value.dtype, value.device))
+
+
+def _batches(edit: Edit, plan: Plan) -> fx.Node:
+    return edit.add_input(BATCHES, edit.fake([SAME_PARTS], torch.float64, plan.device))
 
 
 def _scalars(edit: Edit, plan: Plan) -> tuple[fx.Node, fx.Node]:

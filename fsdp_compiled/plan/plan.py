@@ -10,7 +10,9 @@ Terms, used with these meanings everywhere in the package:
 - *shard*: the slice of a buffer that one rank owns. Rank ``r`` owns elements ``[r * n, (r + 1) * n)``.
 - *by rows*: the other layout (`rows`): a rank owns rows of each parameter, as FSDP2's DTensors say it, so that shards
   are true DTensors by themselves, and gathered parameters are copied out of the buffer.
-- *axis*: one dimension of the device mesh: ``"shard"`` (a buffer is cut along it) or ``"replicate"`` (it is repeated).
+- *axis*: one dimension of the device mesh: ``"shard"`` (a buffer is cut along it), ``"replicate"`` (it is repeated) or
+  ``"tp"`` (tensor parallelism: parameters are cut along a dim of theirs before they are laid into buffers, and each
+  rank's buffers hold its parts; parameters that are whole on every rank along it have buffers of their own).
 """
 
 from __future__ import annotations
@@ -29,7 +31,18 @@ from fsdp_compiled.policy import Placement, Policy
 ALIGNMENT = 128  # bytes: where a parameter may start, so that vector loads of any width are aligned
 SLICE = 16  # bytes: what a rank's slice is a multiple of
 
-Axis = Literal["shard", "replicate"]
+Axis = Literal["shard", "replicate", "tp"]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a parameter that is a DTensor lies along the tp axis: ``dim`` is cut into equal parts, or nothing is."""
+
+    dim: int | None
+    shape: tuple[int, ...]  # of the whole
+
+    def __str__(self) -> str:
+        return "whole" if self.dim is None else f"dim {self.dim} of {list(self.shape)} cut"
 
 
 @dataclass(frozen=True)
@@ -44,10 +57,20 @@ class Leaf:
     group: int | None  # optimizer group; None: no optimizer updates it
     block: str
     variant: int = 0  # of the group's rules: parameters that are updated by different ones lie in different buffers
+    tp: TensorParallel | None = None  # shape and stride are of this rank's part; None: a plain tensor, which is whole
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def split(self) -> bool:
+        """Whether ranks along the tp axis have parts of it."""
+        return self.tp is not None and self.tp.dim is not None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        return self.tp.shape if self.tp is not None else self.shape
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -91,6 +114,7 @@ class Buffer:
     numel: int  # padded to a multiple of the shard axis
     variant: int = 0  # of the group's rules
     by_rows: bool = False  # each rank's shard holds rows of every parameter (`rows`)
+    split: bool = False  # whether ranks along the tp axis have parts of its parameters, or all the whole
 
     @property
     def updated(self) -> bool:
@@ -129,6 +153,7 @@ class Plan:
     replicate: int = 1  # ranks along the replicate axis
     machine: Machine = CPU
     notes: tuple[str, ...] = ()  # what was chosen, and why
+    tp: int = 1  # ranks along the tp axis, which see the same batches
 
     @property
     def placement(self) -> Placement:
@@ -161,13 +186,23 @@ class Plan:
 
     @property
     def world(self) -> int:
+        """Ranks with batches of their own."""
         return self.shard * self.replicate
 
     @property
     def axes(self) -> tuple[tuple[Axis, int], ...]:
-        """The axes with more than one rank: over the others nothing needs to be sent."""
+        """The axes of ranks with batches of their own, if they have more than one: over others nothing is sent."""
         axes: tuple[tuple[Axis, int], ...] = (("shard", self.shard), ("replicate", self.replicate))
         return tuple((name, size) for name, size in axes if size > 1)
+
+    @property
+    def all_axes(self) -> tuple[tuple[Axis, int], ...]:
+        """The same, with the tp axis before them."""
+        return ((("tp", self.tp),) if self.tp > 1 else ()) + self.axes
+
+    def size(self, axis: str) -> int:
+        """Ranks along this axis."""
+        return {"shard": self.shard, "replicate": self.replicate, "tp": self.tp}[axis]
 
     def buffer(self, key: str) -> Buffer:
         return next(buffer for buffer in self.buffers if buffer.key == key)
@@ -253,7 +288,9 @@ def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
         slots.append(Slot(leaf, offset))
         offset += leaf.numel
     numel = _round_up(max(offset, 1), world * max(SLICE // itemsize, 1))  # nothing is a collective of nothing
-    return Buffer(key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel, first.variant)
+    return Buffer(
+        key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel, first.variant, split=first.split
+    )
 
 
 def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
@@ -261,7 +298,9 @@ def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
     return leaf.numel * (dtype or leaf.dtype).itemsize
 
 
-def make_plan(leaves: Sequence[Leaf], policy: Policy, device: torch.device, shard: int = 1, replicate: int = 1) -> Plan:
+def make_plan(
+    leaves: Sequence[Leaf], policy: Policy, device: torch.device, shard: int = 1, replicate: int = 1, tp: int = 1
+) -> Plan:
     """Groups the leaves, given in registration order, into units and lays their buffers out.
 
     Which blocks make a unit is chosen by `Policy.bucket_mb`, and said in the plan's notes.
@@ -269,13 +308,13 @@ def make_plan(leaves: Sequence[Leaf], policy: Policy, device: torch.device, shar
     Registration order is kept inside a buffer, because the place of an element decides the order in which a ring
     reduction sums it, and so its last bits.
     """
-    machine = machine_of(device, shard * replicate, policy.bandwidth_gbps)
+    machine = machine_of(device, shard * replicate * tp, policy.bandwidth_gbps)
     gathered = policy.placement.parameter and shard > 1
     blocks, sizes = [leaf.block for leaf in leaves], [_wire_bytes(leaf, policy) for leaf in leaves]
     merge, split, reason = target(policy.bucket_mb, blocks, sizes, machine, shard * replicate, gathered)
-    by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None, int], list[Leaf]]] = {}
+    by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None, int, bool], list[Leaf]]] = {}
     for leaf, unit in zip(leaves, regroup(blocks, sizes, merge, split, gathered), strict=True):
-        kind = (leaf.dtype, leaf.trainable, *((leaf.group, leaf.variant) if leaf.trainable else (None, 0)))
+        kind = (leaf.dtype, leaf.trainable, *((leaf.group, leaf.variant) if leaf.trainable else (None, 0)), leaf.split)
         by_unit.setdefault(unit, {}).setdefault(kind, []).append(leaf)
     units = []
     for name, kinds in by_unit.items():
@@ -284,7 +323,7 @@ def make_plan(leaves: Sequence[Leaf], policy: Policy, device: torch.device, shar
             for index, members in enumerate(kinds.values())
         )
         units.append(Unit(name, buffers))
-    return Plan(tuple(units), policy, device, shard, replicate, machine, (reason,))
+    return Plan(tuple(units), policy, device, shard, replicate, machine, (reason,), tp)
 
 
 def human(nbytes: float) -> str:
@@ -303,11 +342,24 @@ def _kind(buffer: Buffer) -> str:
     return "no optimizer" if buffer.group is None else f"group {buffer.group}{variant}"
 
 
+def _tensor_parallel(plan: Plan) -> list[str]:
+    """What is cut over the tp axis, and what ranks along it have whole."""
+    if plan.tp == 1:
+        return []
+    split, whole = ([s for b in plan.buffers if b.split == cut for s in b.slots] for cut in (True, False))
+    held = sum(plan.shard_numel(b) * b.dtype.itemsize for b in plan.buffers if not b.split)
+    return [
+        f"tensor parallelism: {len(split)} parameters cut over {plan.tp} ranks (sizes above are of a rank's parts), "
+        f"{len(whole)} whole on each, of which a rank holds {human(held)}"
+    ]
+
+
 def _describe(plan: Plan) -> list[str]:
-    total = sum(slot.leaf.numel for buffer in plan.buffers for slot in buffer.slots)
+    total = sum(math.prod(slot.leaf.whole_shape) for buffer in plan.buffers for slot in buffer.slots)
     lines = [
         f"plan: {plan.policy.shard} on {plan.shard} rank{'s' * (plan.shard > 1)}"
         + (f" x {plan.replicate} replicas" if plan.replicate > 1 else "")
+        + (f" x {plan.tp} tensor-parallel" if plan.tp > 1 else "")
         + f", {len(plan.units)} units, {total:,} parameters, of which a rank holds {human(plan.persistent_bytes)}",
         f"{'unit':<24}{'buffer':<20}{'parameters':>12}{'gathered':>12}{'a rank holds':>14}{'padding':>9}",
     ]
@@ -318,6 +370,7 @@ def _describe(plan: Plan) -> list[str]:
                 f"{len(buffer.slots):>12}{human(buffer.nbytes):>12}"
                 f"{human(plan.shard_numel(buffer) * buffer.dtype.itemsize):>14}{buffer.padding:>9}"
             )
+    lines += _tensor_parallel(plan)
     lines += [f"chosen: {note}" for note in plan.notes]
     if held := plan.copy_bytes:
         lines.append(f"shards in the compute dtype, for gathers without a cast (copies): {human(held)} more a rank")

@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import passes
@@ -58,6 +59,7 @@ class Compiled:
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     random: bool
+    shared: bool  # whether it draws random numbers that are the same on all ranks along the tp axis
     copied: bool  # whether it reads copies of shards
     compared: bool  # whether ranks compare in it what they run
     weighed: bool  # whether it reads how much this rank's batch counts
@@ -119,6 +121,7 @@ class Job:
     ambient: Ambient
     backends: Backends
     loop: bool = False  # of a model that is called in a loop of the user's: ``loss`` is what calls it
+    tp_mesh: DeviceMesh | None = None
 
     @property
     def passes(self) -> tuple[Pass, ...]:
@@ -143,6 +146,7 @@ def capture(model: nn.Module, job: Job) -> Capture:
     captured = capture_on(
         model, loss, job.plan, job.buffers, job.batch, job.named, gradient=job.kind != "forward",
         results=job.loop, plain=job.plain, sizes=job.sizes, hints=job.hints, ambient=job.ambient,
+        tp_mesh=job.tp_mesh,
     )  # fmt: skip
     _check_written(captured, job.buffers)
     return captured
@@ -191,6 +195,7 @@ def describe(captured: Capture, stages: Sequence[Program], predict: Predict, job
         inputs=inputs,
         outputs=tuple(port for port in first.ports if port.side == "out"),
         random=program.random,
+        shared=any(node.meta.get("shared") for node in program.graph.nodes),
         copied=any(port.kind == "copy" for port in inputs),
         compared=CALL in inputs,
         weighed=any(port.kind == "rows" for port in inputs),

@@ -24,12 +24,17 @@ import torch
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.call_store import Posted, different
 from fsdp_compiled.distributed.mesh import Mesh, RankError, Unanimous, exchange
-from fsdp_compiled.ir.nodes import DISAGREE
+from fsdp_compiled.ir.nodes import DISAGREE, OTHER_BATCHES
 from fsdp_compiled.lower.remainder import Position
 from fsdp_compiled.runtime.compile import Compiled
 from fsdp_compiled.runtime.program_cache import Programs
 from fsdp_compiled.runtime.state import State
 
+SAME_BATCHES = (
+    "They hold parts of the same parameters and work on one batch together: give the same to all of them (a "
+    "DistributedSampler with num_replicas and rank of the data-parallel ranks alone), and, where dropout draws, the "
+    "same torch.manual_seed."
+)
 DROPPED = "The sums over microbatches were dropped; begin the row again."
 HALF = "The state may be half updated: load a checkpoint, or build the model and call compile_sharded again."
 
@@ -67,6 +72,9 @@ class FailedCalls:
             return RankError(reason)
         if isinstance(error, RuntimeError) and DISAGREE in str(error):  # all ranks are here
             return RankError(self._heard(compiled, state) or different(exchange(compiled.label + hypers, self._mesh)))
+        if isinstance(error, RuntimeError) and OTHER_BATCHES in str(error):
+            dropped = f" {self._drop(state)}" if compiled.kind == "last" else ""
+            return RankError(f"In {compiled.label}, {OTHER_BATCHES}, so nothing was updated. {SAME_BATCHES}{dropped}")
         if ran and isinstance(error, RuntimeError) and (other := self._calls.reason(error)) is not None:
             return RankError(other)
         place = compiled.remainder.place(error) if ran else compiled.remainder.before()
@@ -124,10 +132,15 @@ class FailedCalls:
         """What another rank told of this call, or this rank the others. The sums of a row that failed go."""
         told = self._calls.told()
         if told is not None and compiled.kind == "last" and DROPPED in told:
-            self.row.end()
-            for total in state.sums.values():
-                total.zero_()
+            self._drop(state)
         return told
+
+    def _drop(self, state: State) -> str:
+        """The sums of a row that failed go; what is said of it."""
+        self.row.end()
+        for total in state.sums.values():
+            total.zero_()
+        return DROPPED
 
     def _for_good(self, compiled: Compiled, place: Position | None, error: BaseException) -> str | None:
         """Why nobody can go on, if so."""

@@ -63,7 +63,7 @@ class UsersGenerator:
     """Random operators draw from PyTorch's default generator, as eager PyTorch's do."""
 
     @staticmethod
-    def bound(operator: Callable[..., Any]) -> Callable[..., Any]:
+    def bound(operator: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
         return operator
 
 

@@ -26,11 +26,12 @@ import torch
 from torch import nn
 
 from fsdp_compiled.capture import ambient
+from fsdp_compiled.capture.across_tp import check_same, differing, digests, mark_random
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traceable, traced_with, unfit
-from fsdp_compiled.capture.dynamo import batch_tensors
+from fsdp_compiled.capture.dynamo import Capture, batch_tensors
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchange
+from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchange, exchange_along_tp
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.trial import use_reference
 from fsdp_compiled.lower.backends import decided, this_host
@@ -109,7 +110,7 @@ class Traceable(Protocol):
 class Draws(Protocol):
     """What gives random operators what they draw from."""
 
-    def bound(self, operator: Callable[..., Any]) -> Callable[..., Any]: ...
+    def bound(self, operator: Callable[..., Any], shared: bool = False) -> Callable[..., Any]: ...
 
 
 class Programs:
@@ -319,17 +320,23 @@ class Programs:
         self.meet(label)
         job = self._job(request, buffers)
 
-        def build() -> Compiled:
+        def trace() -> Capture:
             check_devices(job.batch, job.named, job.plan.device)
             with self._taken.open() as model:
-                captured = capture(model, job)
+                return capture(model, job)
+
+        captured = self._together(trace)
+        if self._mesh.tp > 1:
+            self._compare_along_tp(captured)
+
+        def build() -> Compiled:
             stages = transform(captured, job)  # checked after each pass
             predict = memory_of(captured, stages[-1], job)
             stages = fit_to_memory(stages, predict, job)
             stages = fuse(stages, job)  # checked after each fusion
             return describe(captured, stages, predict, job)
 
-        compiled = self._together(build, lambda made: made.program.text())  # agree
+        compiled = self._together(build, lambda made: made.program.text(), lambda made: made.program.outline())  # agree
         replayed = self._can_replay(compiled)
         self._make_room(label)
         compiled.runner, compiled.lowered = self._lower(
@@ -350,6 +357,19 @@ class Programs:
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
         return compiled
 
+    def _compare_along_tp(self, captured: Capture) -> None:
+        """Ranks along the tp axis trace alike, and what is computed of their parts stays with these."""
+        program, plan = captured.program, self._plan
+        self._together(lambda: None, outline=lambda _: program.outline())
+        found = exchange_along_tp(self._together(lambda: digests(program, captured.constants)), self._mesh)
+
+        def check() -> None:
+            different = differing(program, plan, found)
+            check_same(program, plan, different)
+            mark_random(program, plan, different)
+
+        self._together(check)
+
     def _job(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Job:
         """What is to be compiled, with what ranks must know of each other first."""
         # Ranks may have other sizes; all trace with rank 0's.
@@ -359,6 +379,7 @@ class Programs:
             request.kind, self._loss, self._plan, self.rules, buffers, batch=request.batch, named=request.named,
             label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
             backends=decided(hosts, backends(self._mesh)), loop=self._loop, plain=self.plain,
+            tp_mesh=self._mesh.tp_mesh,
         )  # fmt: skip
 
     def _lower(self, program: Program) -> tuple[Runner, str]:
@@ -454,15 +475,26 @@ class Programs:
         if found and not self._loop and self._mesh.rank == 0:
             log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(found))
 
-    def _together(self, make: Callable[[], T], text: Callable[[T], str] = lambda made: "") -> T:
-        """What ``make`` makes, if every rank could make it and all made the same; else an error on every rank."""
+    def _together(
+        self,
+        make: Callable[[], T],
+        text: Callable[[T], str] = lambda made: "",
+        outline: Callable[[T], str] | None = None,
+    ) -> T:
+        """What ``make`` makes, if every rank could make it and all made the same; else an error on every rank.
+
+        Ranks along the tp axis, whose parts begin in different places, have the outline in common.
+        """
         made: list[T] = []
         failure: BaseException | None = None
         try:
             made.append(make())
         except BaseException as error:  # one that interrupts, too, would leave the others waiting
             failure = error
-        agree(self._mesh, "The program", text(made[0]) if made else "", failure)
+        if outline is None or self._mesh.tp == 1:
+            agree(self._mesh, "The program", text(made[0]) if made else "", failure)
+        else:
+            agree(self._mesh, "The program", outline(made[0]) if made else "", failure, lambda: text(made[0]))
         return made[0]
 
 

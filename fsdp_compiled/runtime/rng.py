@@ -8,6 +8,9 @@ here. On several ranks the mixing is by a hash: what the user draws, what anothe
 draw that were seeded alike, have nothing in common. Each call that draws takes its 128 bits anew, as a `DataLoader`
 takes its base seed, so ranks with one seed stay in step with each other whatever they draw.
 
+Under tensor parallelism each rank has a second stream besides, mixed with its place among the ranks with batches of
+their own: ranks along the tp axis draw the same from it, if they drew the same 128 bits, which they compare (`drawn`).
+
 No number is handed out twice, whatever other threads draw meanwhile: the default generator is drawn from, and never
 set back. On a CPU, operators of a call on several ranks are given a generator of the `Sharded`'s own (`bound`). On a
 GPU, where not all of them take one, the default generator stands on that generator's state for the time of the call;
@@ -27,6 +30,7 @@ import torch
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
+ODD = 0x2545F4914F6CDD1D
 ENTROPY = 2  # int64 numbers that a call takes of the user's stream
 WORDS = slice(24, 24 + 8 * 624)  # bytes of a CPU generator's state: 624 words of 32 bits, each in an int64
 
@@ -64,17 +68,22 @@ class DefaultState:
 class RandomNumbers:
     """Where the programs of one `Sharded` draw from, on this rank."""
 
-    def __init__(self, device: torch.device, rank: int, world: int) -> None:
+    def __init__(self, device: torch.device, rank: int, world: int, row: int | None = None) -> None:
+        """``row``: this rank's place among those with batches of their own, where there is a tp axis besides."""
         self.state = DefaultState(device if world == 1 else CPU)
-        self._device, self._rank, self._world = device, rank, world
+        self._device, self._rank, self._world, self._row = device, rank, world, row
         self._own: torch.Generator | None = None
-        self._now: torch.Generator | None = None  # what operators draw from; None: PyTorch's default generator
+        self._shared: torch.Generator | None = None
+        # What operators draw from, those that draw the same along tp last; None: PyTorch's default generator.
+        self._now: tuple[torch.Generator, torch.Generator] | None = None
+        self.drawn = torch.zeros(2, dtype=torch.float64, device=device)  # of this call, numbers below 2**20
 
     @contextmanager
-    def drawing(self, state: DefaultState | torch.Tensor) -> Iterator[None]:
+    def drawing(self, state: DefaultState | torch.Tensor, shared: bool = False) -> Iterator[None]:
         """Inside, random operators draw from ``state``, and advance it.
 
         A tensor is a state by value: the same one gives the same numbers again, and nobody else's generator moves.
+        ``shared``: on a GPU, where there is one stream, it is that of all ranks along the tp axis.
         """
         if isinstance(state, DefaultState):
             state.carry()
@@ -92,14 +101,24 @@ class RandomNumbers:
                 finally:
                     state.copy_(self._own.get_state())
         else:
-            start(self._own, self._rank, state)
-            with self._from(self._own):
+            numbers = start(self._own, self._rank, state)
+            if self._row is None:
+                with self._from(self._own):
+                    yield
+                return
+            if self._shared is None:
+                self._shared = torch.Generator(self._device)
+            seed(self._shared, f"fsdp_compiled along tp {self._row} {numbers}")
+            for place, number in enumerate(numbers):
+                self.drawn[place].fill_(float(number * ODD >> 24 & 0xFFFFF))
+            one = self._shared if shared and self._device.type == "cuda" else self._own
+            with self._from(one, self._shared):
                 yield
 
     @contextmanager
-    def _from(self, generator: torch.Generator) -> Iterator[None]:
+    def _from(self, generator: torch.Generator, shared: torch.Generator | None = None) -> Iterator[None]:
         if self._device.type != "cuda":
-            self._now = generator
+            self._now = generator, shared or generator
             try:
                 yield
             finally:
@@ -114,14 +133,18 @@ class RandomNumbers:
         finally:
             default.graphsafe_set_state(users)
 
-    def bound(self, operator: Callable[..., Any]) -> Callable[..., Any]:
-        """The random operator, drawing from what `drawing` says when it runs; itself on a GPU, or if it cannot."""
+    def bound(self, operator: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
+        """The random operator, drawing from what `drawing` says when it runs; itself on a GPU, or if it cannot.
+
+        ``shared``: it draws the same on all ranks along the tp axis.
+        """
         if self._device.type != "cpu" or (given := given_generator(operator)) is None:
             return operator
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            generator = self._now
-            return operator(*args, **kwargs) if generator is None else given(*args, **kwargs, generator=generator)
+            if self._now is None:
+                return operator(*args, **kwargs)
+            return given(*args, **kwargs, generator=self._now[shared])
 
         call.__name__ = call.__qualname__ = f"drawn_{str(operator).replace('.', '_')}"
         return call
@@ -135,10 +158,10 @@ def default_generator(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
-def start(generator: torch.Generator, rank: int, state: DefaultState | torch.Tensor) -> None:
+def start(generator: torch.Generator, rank: int, state: DefaultState | torch.Tensor) -> list[int]:
     """Puts the generator at the start of a rank's numbers for one call, and advances ``state`` by what that takes.
 
-    ``state``: of a CPU generator, the default one or by value.
+    ``state``: of a CPU generator, the default one or by value. Returns what was drawn.
     """
     source = torch.default_generator
     if isinstance(state, torch.Tensor):
@@ -146,7 +169,9 @@ def start(generator: torch.Generator, rank: int, state: DefaultState | torch.Ten
     drawn = torch.empty(ENTROPY, dtype=torch.int64, device=CPU).random_(generator=source)
     if isinstance(state, torch.Tensor):
         state.copy_(source.get_state())
-    seed(generator, f"fsdp_compiled {rank} {drawn.tolist()}")
+    numbers = drawn.tolist()
+    seed(generator, f"fsdp_compiled {rank} {numbers}")
+    return numbers
 
 
 def seed(generator: torch.Generator, text: str) -> None:

@@ -15,13 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.lockstep import lockstep
-from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast, gather_shards
+from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast, gather_parts, gather_shards
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, dense_stride
 from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import to_state_device, wait_for_host_memory
 from fsdp_compiled.runtime.sharded_parameter import replace
 from fsdp_compiled.runtime.taken_model import TakenModel, holding
+from fsdp_compiled.runtime.tensor_parallel import local_part, tensor_parallel, whole_value
 
 Initializer = Callable[[nn.Module], Any]
 HALF = (
@@ -40,17 +41,19 @@ def read_leaves(model: nn.Module, optimizer: Optimizer | None, units: Sequence[s
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
+    parts = {key: local_part(parameter) for key, parameter in parameters.items()}
     return [
         Leaf(
             names=tuple(names[key]),
-            shape=tuple(parameter.shape),
-            stride=dense_stride(parameter.shape, parameter.stride()),
-            dtype=parameter.dtype,
-            trainable=parameter.requires_grad,
+            shape=tuple(part.shape),
+            stride=dense_stride(part.shape, part.stride()),
+            dtype=part.dtype,
+            trainable=parameters[key].requires_grad,
             group=groups.get(key),
             block=unit_of(names[key], units),
+            tp=tensor_parallel(names[key][0], parameters[key]),
         )
-        for key, parameter in parameters.items()
+        for key, part in parts.items()
     ]
 
 
@@ -121,9 +124,9 @@ def take_over(
             parameters = {slot: _get(owner[0]) for slot, owner in owners.items()}
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
             for slot, parameter in parameters.items():
-                write_slot(flat, slot, parameter.detach())
+                write_slot(flat, slot, local_part(parameter))
             yield buffer.key
-            broadcast(flat, mesh)
+            broadcast(flat, mesh, parts=buffer.split)
             shards[buffer.key] = _own_slice(flat, buffer, plan, mesh)
             del flat
             if optimizer is not None:
@@ -238,7 +241,7 @@ def _shard_existing_state(
         name
         for slot, state in states.items()
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and value.shape == slot.leaf.shape and not value.is_meta
+        if isinstance(value, torch.Tensor) and local_part(value).shape == slot.leaf.shape and not value.is_meta
         # Of a parameter of one number, which of its numbers are per element is for the rules to say.
         if value.dim() or name != "step"
     }
@@ -247,10 +250,10 @@ def _shard_existing_state(
         dtype = next(value.dtype for state in states.values() if isinstance(value := state.get(name), torch.Tensor))
         flat = torch.zeros(buffer.numel, dtype=dtype, device=plan.device)
         for slot, state in states.items():
-            if isinstance(value := state.get(name), torch.Tensor) and value.shape == slot.leaf.shape:
-                write_slot(flat, slot, value.detach())
+            if isinstance(value := state.get(name), torch.Tensor) and local_part(value).shape == slot.leaf.shape:
+                write_slot(flat, slot, local_part(value).detach())
         yield f"the optimizer's {name} of {buffer.key}, {dtype}"
-        broadcast(flat, mesh)
+        broadcast(flat, mesh, parts=buffer.split)
         found[f"{buffer.key}.{name}"] = _own_slice(flat, buffer, plan, mesh)
     return found
 
@@ -332,11 +335,14 @@ def _collecting(
         if plan.placement.parameter:
             yield buffer.key
         full = gather_shards(own, mesh) if plan.placement.parameter else own
+        if buffer.split:
+            yield f"{buffer.key}, over tp"
+        parts = gather_parts(full, mesh) if buffer.split else [full]
         if mesh.rank == 0:
             for slot in buffer.slots:
-                value = read_slot(full, slot).detach().cpu().clone()
-                whole |= dict.fromkeys(slot.leaf.names, value)
-        del own, full
+                value = whole_value([read_slot(part, slot) for part in parts], slot.leaf)
+                whole |= dict.fromkeys(slot.leaf.names, value.detach().cpu().clone())
+        del own, full, parts
     if mesh.rank != 0:
         return {}
     instead: dict[int, torch.Tensor] = {

@@ -185,6 +185,11 @@ class Sharded:
             )
         if self._eager is not None:
             self._eager.refuse("join", "it reads its own rates, not those of ranks that go on. Cut the batches even.")
+        if self.plan.tp > 1:
+            raise ValueError(
+                "join is not supported under tensor parallelism yet: ranks along the tp axis would have to run out "
+                "together. Give every rank as many batches (DistributedSampler pads)."
+            )
         if self._joined is not None:
             raise RuntimeError("join inside join: one block is for all the calls in it.")
         joined = self._joined = Joined(self._mesh)
@@ -476,6 +481,11 @@ class Sharded:
 
     def _trained(self, call: str, optimizer: bool = True) -> Trained:
         """What is saved and loaded. ``optimizer``: whether its state is."""
+        if self.plan.tp > 1:
+            raise ValueError(
+                f"{call} is not supported under tensor parallelism yet. full_state_dict() collects the weights, whole, "
+                "on rank 0; load weights before parallelize_module and compile_sharded."
+            )
         if self._eager is not None and optimizer:
             self._eager.refuse(call, "what its code keeps can have any form. Train with an optimizer that is traced.")
         self._taken.check()
@@ -529,7 +539,7 @@ class Sharded:
             given = self._bind(compiled, state, request)
             with (
                 below_autograd(),
-                self._random.drawing(state.drawn_from) if compiled.random else nullcontext(),
+                self._random.drawing(state.drawn_from, compiled.shared) if compiled.random else nullcontext(),
             ):
                 ran = True
                 outputs = compiled.runner(*given)
@@ -594,6 +604,7 @@ class Sharded:
             "sum": state.sums,
             "scale": state.scale,
             "call": {"": self._call},
+            "drawn": {"": self._random.drawn},
             "rows": {"": self._tensors["rows"]},
             "step": {"": state.step},
         }

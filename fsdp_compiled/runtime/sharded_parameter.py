@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.plan.plan import Leaf
+from fsdp_compiled.plan.plan import Leaf, contiguous_stride
 from fsdp_compiled.runtime.autograd_hooks import ON_PARAMETER
 
 READ = (
@@ -61,8 +61,9 @@ class ShardedParameter(nn.Parameter):
     _sharded_buffer: str
 
     def __new__(cls, leaf: Leaf, device: torch.device, key: str, notes: Mapping[str, Any]) -> ShardedParameter:
+        stride = contiguous_stride(leaf.whole_shape) if leaf.split else leaf.stride
         self = torch.Tensor._make_wrapper_subclass(
-            cls, leaf.shape, leaf.stride, dtype=leaf.dtype, device=device, requires_grad=leaf.trainable
+            cls, leaf.whole_shape, stride, dtype=leaf.dtype, device=device, requires_grad=leaf.trainable
         )
         self.__dict__.update(notes, _sharded_name=leaf.names[0], _sharded_buffer=key)
         return self

@@ -1,0 +1,117 @@
+"""What ranks along the tp axis compute alike, and what each computes of its parts: read off the captured program.
+
+    weight: float32[4, 16]         a part                                                      differs
+    x: float32[2, 16]              the batch, which is the same on all                         same
+    y = mm(x, weight.t())          of a part                                                   differs
+    z = all_reduce(y, "tp")        of what all have                                            same
+    m = tokens < 16                < 0 on another rank, whose vocabulary begins elsewhere      differs
+
+A plan for `parallelize_module` that forgets something trains on, in eager PyTorch, each rank with another gradient for
+a weight that all of them hold whole, until the copies have drifted apart. Here that is an error before the first step:
+
+- *Gradients of what is whole* on every rank along tp, *the loss*, and *new values of buffers* must be the same.
+- *Random numbers* are the same where they meet what is the same, and others where they meet what differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.ir.nodes import Bare, is_collective, is_random
+from fsdp_compiled.ir.program import LOSS, Program
+from fsdp_compiled.plan.plan import Plan
+
+c10d = torch.ops._c10d_functional
+# What these give is the same on all ranks of the axis.
+UNITING = (
+    c10d.all_reduce.default,
+    c10d.all_gather_into_tensor.default,
+    c10d.broadcast.default,
+)
+CURE = (
+    "Where what a plan makes goes on as a plain tensor, each rank has its own part: see that it is summed or gathered "
+    "before (output_layouts=Replicate()), or name the module that goes on with it in the plan (SequenceParallel())."
+)
+
+
+def digests(program: Program, constants: Mapping[str, torch.Tensor]) -> list[bytes]:
+    """Of each node, what it is but for its name; equal for nodes that do the same on two ranks."""
+    places = {node: place for place, node in enumerate(program.graph.nodes)}
+    ports = {node: port for port, node in program.inputs.items()}
+    found = []
+    for node in places:
+
+        def plain(leaf: Any, places: Mapping[fx.Node, int] = places) -> Any:
+            if isinstance(leaf, fx.Node):
+                return Bare(f"<{places[leaf]}>")
+            return leaf.type if isinstance(leaf, torch.device) else leaf
+
+        said = repr(fx.node.map_aggregate((node.args, node.kwargs), plain))
+        port = ports.get(node)
+        value = constants.get(port.name) if port is not None and port.kind == "constant" else None
+        if value is not None:
+            value = value.detach().cpu().contiguous().reshape(-1)
+            numbers = value.view(torch.uint8) if value.numel() else value
+            said += hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
+        found.append(hashlib.sha256(f"{node.target}{said}".encode()).digest()[:8])
+    return found
+
+
+def differing(program: Program, plan: Plan, found: Sequence[Sequence[bytes]]) -> set[fx.Node]:
+    """The nodes whose values differ between ranks along tp; ``found``: the digests of each of these ranks."""
+    parts = {slot.name for buffer in plan.buffers if buffer.split for slot in buffer.slots}
+    own = {node for node, said in zip(program.graph.nodes, zip(*found, strict=True), strict=True) if len(set(said)) > 1}
+    own |= {node for port, node in program.inputs.items() if port.kind == "parameter" and port.name in parts}
+    different: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.op == "call_function" and is_collective(node) and node.args[-1] == "tp":
+            if node.target not in UNITING:
+                different.add(node)
+        elif node in own or any(source in different for source in node.all_input_nodes):
+            different.add(node)
+    return different
+
+
+def check_same(program: Program, plan: Plan, different: Collection[fx.Node]) -> None:
+    """Raises `CaptureError` where ranks along tp would part."""
+    cut = {slot.name for buffer in plan.buffers if buffer.split for slot in buffer.slots}
+    outputs = {port: node for port, node in program.outputs.items() if node is not None and node in different}
+    if LOSS in outputs:
+        raise CaptureError(
+            f"The loss is computed of what ranks along the tp axis have parts of, and differs between them. {CURE}"
+        )
+    if odd := [port.name for port in outputs if port.kind == "parameter gradient" and port.name not in cut]:
+        raise CaptureError(
+            f"{_some(odd)} {'are' if len(odd) > 1 else 'is'} whole on every rank along the tp axis, but "
+            f"{'their gradients are' if len(odd) > 1 else 'its gradient is'} of what that rank has a part of: it would "
+            f"be another on each, and the copies would part. {CURE}"
+        )
+    if odd := [str(port) for port in outputs if port.kind in ("buffer", "constant")]:
+        raise CaptureError(
+            f"Forward writes to {_some(odd)} what differs between ranks along the tp axis, which have it in common. "
+            f"{CURE}"
+        )
+
+
+def mark_random(program: Program, plan: Plan, different: Collection[fx.Node]) -> None:
+    """Says of each draw of random numbers whether ranks along tp draw the same."""
+    drawn = [node for node in program.graph.nodes if node.op == "call_function" and is_random(node)]
+    for node in drawn:
+        if node not in different:
+            node.meta["shared"] = True
+    if plan.device.type == "cuda" and 0 < sum("shared" in node.meta for node in drawn) < len(drawn):
+        raise CaptureError(
+            "Dropout, or another draw of random numbers, meets parts in one place and what all ranks along the tp axis "
+            "have in another. On a GPU a program draws from one stream, and would draw the same numbers for both. Set "
+            "dropout to 0 in one of them, inside or outside of attention and feed-forward."
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

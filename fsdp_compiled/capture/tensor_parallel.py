@@ -1,0 +1,98 @@
+"""A model that was cut along the tp axis is traced as what each rank computes on its parts.
+
+    given to the trace                            inside the traced function
+
+    weight: float32[4, 16], this rank's part      weight = DTensor.from_local(part, tp, [Shard(0)])
+    loss(model, tokens)                           the user's code, on DTensors where the plan has them
+    all_reduce(y, "sum", "group 7")               all_reduce(y, "sum", "tp")
+
+Parts go in as plain tensors, so that their gradients are plain too, and ``from_local``'s backward sums what each rank
+made of a weight that all have whole: given DTensors, AOTAutograd leaves such gradients partial and does not say so. The
+names of process groups differ from rank to rank, and become the axis. What is returned as a DTensor becomes the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.ir.nodes import is_collective
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Which tensors of the trace are parts of DTensors, tied ones under all their names, and where those lie."""
+
+    mesh: DeviceMesh | None = None
+    placements: tuple[tuple[tuple[str, ...], Replicate | Shard], ...] = ()
+
+    @property
+    def hint(self) -> str:
+        """What may be behind an error in the model's code."""
+        if self.mesh is None or self.mesh.size() == 1:
+            return ""
+        return (
+            f"\n  Under tensor parallelism each of {self.mesh.size()} ranks runs this on its part: a size that the "
+            f"code takes for the whole, such as a number of heads, is 1 / {self.mesh.size()} of it here. Let "
+            f"{self.mesh.size()} divide the number of heads, and write -1 for it in view and reshape."
+        )
+
+    def joined(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The same tensors, with a DTensor in the place of each part; traced."""
+        found = dict(named)
+        if self.mesh is not None:
+            for names, placement in self.placements:
+                here = [name for name in names if name in named]
+                if here:
+                    whole = DTensor.from_local(named[here[0]], self.mesh, (placement,), run_check=False)
+                    for name in here:
+                        found[name] = whole
+        return found
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """A plain tensor of what a DTensor holds on all ranks; traced."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def parts_of(plan: Plan, mesh: DeviceMesh | None) -> Parts:
+    """By the names of the plan's parameters."""
+    leaves = [slot.leaf for buffer in plan.buffers for slot in buffer.slots]
+    return Parts(
+        mesh,
+        tuple(
+            (leaf.names, Replicate() if leaf.tp.dim is None else Shard(leaf.tp.dim))
+            for leaf in leaves
+            if leaf.tp is not None
+        ),
+    )
+
+
+def is_mesh(value: Any) -> bool:
+    """Whether it is a ``DeviceMesh``, or what stands for one in a trace of torch 2.13."""
+    return isinstance(value, DeviceMesh) or type(value).__name__ == "FakeScriptObject"
+
+
+def name_axes(program: Program, mesh: DeviceMesh | None) -> None:
+    """Lets the collectives of a program that was just captured go along the tp axis, in the place of its group."""
+    ranks = mesh.mesh.tolist() if mesh is not None else []
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not is_collective(node) or node.args[-1] in ("shard", "replicate"):
+            continue
+        group = dist.distributed_c10d._resolve_process_group(str(node.args[-1]))
+        if ranks and dist.get_process_group_ranks(group) == ranks:  # equal meshes may have groups of their own
+            node.args = (*node.args[:-1], "tp")
+        else:
+            raise CaptureError(
+                f"The model or the loss calls a collective ({node.target}) over a process group of its own. A program "
+                "knows the axes of the mesh alone."
+            )

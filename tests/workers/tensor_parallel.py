@@ -1,0 +1,640 @@
+"""Tensor parallelism on four ranks, as 2 x 2 and others: losses, norms and weights beside FSDP2 with the same plan.
+
+torchrun --nproc-per-node 4 tensor_parallel.py RESULT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled.analysis.timeline import estimate
+from fsdp_compiled.ir.nodes import is_collective
+
+warnings.filterwarnings("ignore")
+RANK = int(os.environ["RANK"])
+VOCABULARY, WIDTH, HEAD, TIME, STEPS = 40, 16, 4, 6, 3
+EAGER = Policy(lower="eager")
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, head: int, dropout: float) -> None:
+        super().__init__()
+        self.head, self.dropout = head, dropout
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        q, k, v = (w(x).view(b, t, -1, self.head).transpose(1, 2) for w in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(F.dropout(y.transpose(1, 2).reshape(b, t, -1), self.dropout, self.training))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, head: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, head, dropout)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop(self.attention(self.norm1(x)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Net(nn.Module):
+    """An embedding, one cut feed-forward layer and a head: what is traced in a second."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(dropout)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        return self.head(x + self.drop(self.down(F.gelu(self.up(x)))))
+
+
+def net(mesh: DeviceMesh | None, dropout: float = 0.0, classes: bool = False) -> Net:
+    torch.manual_seed(0)
+    model = Net(dropout)
+    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if classes:
+        plan["head"] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    if mesh is not None:
+        parallelize_module(model, mesh, plan)
+    return model
+
+
+class GPT(nn.Module):
+    def __init__(self, depth: int = 1, dropout: float = 0.0, head: int = HEAD, recompute: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block(WIDTH, head, dropout) for _ in range(depth))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        self.recompute = recompute
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+        return self.head(self.norm(x))
+
+
+class Experts(nn.Module):
+    """A mixture of two experts, each cut: every token goes through both, by what the router says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.SiLU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        share, chosen = self.router(x).softmax(-1).max(-1, keepdim=True)
+        y = sum(torch.where(chosen == i, share * expert(x), 0) for i, expert in enumerate(self.experts))
+        return self.head(x + y)
+
+
+def build(seed: int = 0, **options: Any) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(**options)
+
+
+def cut(model: GPT, mesh: DeviceMesh, sequence: bool = False, classes: bool = False) -> GPT:
+    """PyTorch's own plans: activations between blocks whole on each rank, or cut along time; the tie is kept."""
+    out = Shard(-1) if classes else Replicate()
+    if sequence:
+        top: dict[str, Any] = {
+            "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=out, use_local_output=not classes),
+        }
+        whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        block: dict[str, Any] = {
+            "norm1": SequenceParallel(), "norm2": SequenceParallel(), "attention": whole,
+            "attention.o": RowwiseParallel(output_layouts=Shard(1)), "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }  # fmt: skip
+    else:
+        top = {
+            "tokens": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=out, use_local_output=not classes),
+        }
+        block = {"attention.o": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    block |= {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+    parallelize_module(model, mesh, top)
+    for layer in model.layers:
+        parallelize_module(layer, mesh, block)
+    model.head.weight = model.tokens.weight
+    return model
+
+
+def loss_fn(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def batch(step: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for all ranks along tp: ``row`` is a rank's place among the data-parallel ones."""
+    generator = torch.Generator().manual_seed(100 * step + row)
+    first, second = torch.randint(0, VOCABULARY, (2, 2, TIME), generator=generator)
+    return first, second
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+
+Run = tuple[list[float], list[float], dict[str, torch.Tensor]]  # losses, norms, weights
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def unsharded(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, clip: float | None = None) -> Run:
+    """Eager PyTorch on one rank, on the batches of all."""
+    losses, norms = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for row in range(rows):
+            loss = loss_fn(model, *batch(step, row)) / rows
+            loss.backward()
+            total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or 1e9).item())
+        optimizer.step()
+        losses.append(total)
+    return losses, norms, {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def fsdp2(model: GPT, mesh: DeviceMesh, make: Callable[[nn.Module], Any], row: int, rows: int, **options: Any) -> Run:
+    """FSDP2 over the data axes of a model that is cut; without clipping."""
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    optimizer = make(model)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_fn(model, *batch(step, row))
+        loss.backward()
+        optimizer.step()
+        losses.append(mean(loss.detach(), rows))
+    return losses, [], {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def mean(loss: torch.Tensor, rows: int) -> float:
+    """Over all ranks; those along tp have the same."""
+    total = loss.double()
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).to(loss.dtype).item()
+
+
+def ours(sharded: Sharded, row: int) -> Run:
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append(sharded.step(*batch(step, row)).item())
+        norms.append(sharded.grad_norm.item())
+    return losses, norms, sharded.full_state_dict()
+
+
+def compare(mine: Run, other: Run) -> dict[str, Any]:
+    """On rank 0, which has all weights: how far losses, norms and weights are apart, and whether to the bit."""
+    if RANK != 0:
+        return {}
+    assert list(mine[2]) == list(other[2]), (list(mine[2]), list(other[2]))
+    relative = [
+        max((abs(a - b) / abs(b) for a, b in zip(mine[part], other[part], strict=False)), default=0.0)
+        for part in (0, 1)
+    ]
+    apart = max((mine[2][name].double() - other[2][name].double()).abs().max().item() for name in other[2])
+    bits = mine[0] == other[0] and all(torch.equal(mine[2][name], other[2][name]) for name in other[2])
+    return {"loss": relative[0], "norm": relative[1], "weights": apart, "bits": bits}
+
+
+def counts(sharded: Sharded) -> dict[str, int]:
+    nodes = [node for node in sharded.program.graph.nodes if node.op == "call_function" and is_collective(node)]
+    return dict(Counter(f"{str(node.target).split('.')[1]} {node.args[-1]}" for node in nodes))
+
+
+def copies_equal(sharded: Sharded, mesh: DeviceMesh) -> bool:
+    """Whether what is whole on every rank along tp is the same there, to the bit, optimizer state included."""
+    for buffer in sharded.plan.buffers:
+        if not buffer.split:
+            state = sharded.state
+            held = [state.parameters[buffer.key], *(t for k, t in state.optimizer.items() if k.startswith(buffer.key))]
+            for tensor in held:
+                first = tensor.clone()
+                dist.broadcast(first, group=mesh["tp"].get_group(), group_src=0)
+                if not torch.equal(first, tensor):
+                    return False
+    return True
+
+
+def two_by_two() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+
+
+def gpt() -> Any:
+    """Sequence parallelism, a tied embedding, AdamW, ZeRO-3: bit for bit FSDP2 with the same plan."""
+    mesh = two_by_two()
+    row = mesh["shard"].get_local_rank()
+    model = cut(build(), mesh["tp"], sequence=True)
+    sharded = compile_sharded(model, adamw(model), loss=loss_fn, mesh=mesh, units="layers.*", policy=EAGER)
+    before = {name: list(value.shape) for name, value in sharded.model.named_parameters()}
+    mine = ours(sharded, row)
+    reference = build()
+    plain = unsharded(reference, adamw(reference), 2)
+    rival = cut(build(), mesh["tp"], sequence=True)
+    result = {
+        "fsdp2": compare(mine, fsdp2(rival, mesh["shard"], adamw, row, 2)),
+        "eager": compare(mine, plain),
+        "counts": counts(sharded),
+        "copies": copies_equal(sharded, mesh),
+        "wide": wide(sharded),
+        "plan": str(sharded.plan),
+        "timeline": estimate(sharded.program, sharded.plan).busy("network") > 0,
+        "program": str(sharded.program),
+        "shapes": before == {name: list(value.shape) for name, value in reference.named_parameters()},
+    }
+    folder = sharded.dump(os.path.join(os.path.dirname(sys.argv[1]), f"dump{RANK}"))
+    result["dump"] = [path.name for path in folder.iterdir() if "could not be told" in path.read_text()]
+    return result
+
+
+def classes() -> Any:
+    """Loss parallel, clipping, SGD, ZeRO-1, torchtitan's names, two microbatches; and a norm that counts twice."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    row = mesh["dp_shard"].get_local_rank()
+
+    def loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with loss_parallel():
+            return loss_fn(model, tokens, targets)
+
+    model = net(mesh["tp"], classes=True)
+    policy = replace(EAGER, shard="zero1", clip=0.3)
+    sharded = compile_sharded(model, sgd(model), loss=loss, mesh=mesh, policy=policy)
+    losses, norms = [], []
+    for step in range(STEPS):
+        sharded.accumulate(*batch(step, row))
+        losses.append(sharded.step(*batch(step, row + 2)).item())
+        norms.append(sharded.grad_norm.item())
+    mine = losses, norms, sharded.full_state_dict()
+    reference = net(None)
+    plain = unsharded(reference, sgd(reference), 4, clip=0.3)
+    # What is whole on both ranks along tp, counted twice.
+    fresh = net(None)
+    sum(loss_fn(fresh, *batch(0, row)) / 4 for row in range(4)).backward()
+    split = {slot.name for buffer in sharded.plan.buffers if buffer.split for slot in buffer.slots}
+    squares = [(p.grad.square().sum().item(), name in split) for name, p in fresh.named_parameters()]
+    twice = sum(square * (1 if part else 2) for square, part in squares) ** 0.5
+    return {
+        "eager": compare(mine, plain), "copies": copies_equal(sharded, mesh), "norm": norms[0], "twice": twice,
+        "wide": wide(sharded),
+    }  # fmt: skip
+
+
+def wide(sharded: Sharded) -> int:
+    """How many of a program's values are of all classes, and no weights."""
+    values = [node.meta.get("val") for node in sharded.program.graph.nodes]
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+    return sum(VOCABULARY in shape and WIDTH not in shape for shape in shapes)
+
+
+def distilled() -> Any:
+    """A log-softmax over classes that are cut, which does not go into nll_loss: PyTorch's own handlers get it wrong."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+
+    def loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logs = F.log_softmax(model(tokens).flatten(0, 1), -1)
+        return F.nll_loss(logs, targets.flatten()) + logs.square().mean()
+
+    model = net(mesh, classes=True)
+    policy = replace(EAGER, shard="ddp")
+    sharded = compile_sharded(model, sgd(model), loss=loss, mesh=mesh, policy=policy)
+    mine = sharded.step(*batch(0, 0)).item()
+    weights = sharded.full_state_dict()
+    reference = net(None)
+    optimizer = sgd(reference)
+    value = loss(reference, *batch(0, 0))
+    value.backward()
+    optimizer.step()
+    return {"eager": compare(([mine], [], weights), ([value.item()], [], reference.state_dict()))}
+
+
+def half() -> Any:
+    """HSDP with nothing to shard, bfloat16 beside FSDP2's own, checkpointed blocks, ZeRO-2."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    row = mesh["replicate"].get_local_rank()
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = cut(build(recompute=True), mesh["tp"])
+    policy = replace(EAGER, shard="zero2", precision=precision, loss_scale=1024.0)
+    sharded = compile_sharded(model, adamw(model), loss=loss_fn, mesh=mesh, policy=policy)
+    mine = ours(sharded, row)
+    rival = cut(build(recompute=True), mesh["tp"])
+    theirs = fsdp2(rival, mesh["replicate", "shard"], adamw, row, 2, mp_policy=precision)
+    return {
+        "fsdp2": compare(mine, theirs),
+        "copies": copies_equal(sharded, mesh),
+        "overflows": sharded.overflows.item(),
+    }
+
+
+def overflow() -> Any:
+    """One part of one gradient on one rank is not finite: no rank updates."""
+    mesh = two_by_two()
+    model = net(mesh["tp"], classes=True)  # each rank along tp has half of the classes
+    x = torch.ones(1, 1, WIDTH)
+
+    def loss(model: Net, tokens: torch.Tensor, targets: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
+        return loss_fn(model, tokens, targets) + F.cross_entropy(model.head(x)[0], targets[0, :1]) * flag
+
+    sharded = compile_sharded(model, sgd(model), loss=loss, mesh=mesh, policy=replace(EAGER, loss_scale=2.0))
+    row = mesh["shard"].get_local_rank()
+    before = [shard.clone() for shard in sharded.state.parameters.values()]
+    sharded.step(*batch(0, row), torch.tensor(torch.inf if row else 0.0))
+    same = all(map(torch.equal, before, sharded.state.parameters.values()))
+    overflows = sharded.overflows.item()
+    sharded.step(*batch(0, row), torch.tensor(0.0))
+    moved = not all(map(torch.equal, before, sharded.state.parameters.values()))
+    return {"same": same, "overflows": overflows, "moved": moved, "after": sharded.overflows.item()}
+
+
+def dropout() -> Any:
+    """Masks are the same along tp on what all have, others on parts and on other batches, and new in every call."""
+    mesh = two_by_two()
+
+    def loss(model: Net, tokens: torch.Tensor, targets: torch.Tensor) -> Any:
+        both = torch.ones(4, 64)
+        part = model.up(torch.ones(1, 1, WIDTH)).flatten()[:16].expand(4, 16)
+        masks = F.dropout(both, 0.5) > 0, F.dropout(part, 0.5) != 0
+        return loss_fn(model, tokens, targets), masks
+
+    model = net(mesh["tp"], dropout=0.25)
+    sharded = compile_sharded(model, adamw(model), loss=loss, mesh=mesh, policy=EAGER)
+    torch.manual_seed(5)
+    calls = []
+    for step in range(2):
+        _, masks = sharded.step(*batch(step, mesh["shard"].get_local_rank()))
+        calls.append([mask.flatten().tolist() for mask in masks])
+    found: list[Any] = [None] * 4
+    dist.all_gather_object(found, calls)
+    return {"masks": found, "copies": copies_equal(sharded, mesh)}
+
+
+def other_batches() -> Any:
+    """Ranks along tp with other batches, or other seeds where dropout draws: an error on every rank, before a write."""
+    mesh = two_by_two()
+    row = mesh["shard"].get_local_rank()
+    found: dict[str, Any] = {}
+    model = net(mesh["tp"], dropout=0.1)
+    sharded = compile_sharded(model, adamw(model), loss=loss_fn, mesh=mesh, policy=EAGER)
+    torch.manual_seed(row)
+
+    def tried(call: Callable[[], Any]) -> Any:
+        before = [shard.clone() for shard in sharded.state.parameters.values()]
+        try:
+            call()
+            return "nothing was raised"
+        except Exception as error:
+            unchanged = all(map(torch.equal, before, sharded.state.parameters.values()))
+            return f"{type(error).__name__}: {error}", unchanged
+
+    def swapped(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """On rank 3 the two rows stand in other places."""
+        tokens, targets = batch(step, row)
+        return (tokens.flip(0), targets.flip(0)) if RANK == 3 else (tokens, targets)
+
+    sharded.step(*batch(0, row))
+    found["step"] = tried(lambda: sharded.step(*swapped(1)))
+    weights = sharded.full_state_dict()
+    sharded.model.eval()
+    logits = sharded(batch(7, row)[0])
+    if RANK == 0:
+        with torch.random.fork_rng():
+            plain = Net()
+        plain.load_state_dict(weights)
+        found["apart"] = (logits - plain(batch(7, row)[0])).abs().max().item()
+    found["forward"] = tried(lambda: sharded(swapped(1)[0]))
+    sharded.model.train()
+    sharded.accumulate(*swapped(1))
+    found["microbatch"] = tried(lambda: sharded.step(*batch(2, row)))
+    sharded.step(*batch(1, row))
+    torch.manual_seed(RANK)
+    found["seeds"] = tried(lambda: sharded.step(*batch(1, row)))
+    torch.manual_seed(row)
+    found["after"] = bool(sharded.step(*batch(1, row)).isfinite())
+    return found
+
+
+def llama() -> Any:
+    """Llama of transformers by its own plan, on 1 x 4, ZeRO-3 over one rank."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=32, attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("fsdp", "tp"))
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config)
+
+    def loss(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
+
+    model = make()
+    plan: dict[str, Any] = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    for index in range(1):
+        at = f"model.layers.{index}"
+        plan |= {f"{at}.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+        plan |= {f"{at}.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+        plan |= {f"{at}.self_attn.o_proj": RowwiseParallel(), f"{at}.mlp.down_proj": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    sharded = compile_sharded(model, adamw(model), loss=loss, mesh=mesh, policy=EAGER)
+    losses = [sharded.step(*batch(step, 0)).item() for step in range(STEPS)]
+    mine = losses, [], sharded.full_state_dict()
+    reference = make()
+    optimizer = adamw(reference)
+    plain = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        value = loss(reference, *batch(step, 0))
+        value.backward()
+        optimizer.step()
+        plain.append(value.item())
+    return {"eager": compare(mine, (plain, [], reference.state_dict())), "copies": copies_equal(sharded, mesh)}
+
+
+def experts() -> Any:
+    """A mixture of experts, each cut, under Inductor."""
+    mesh = two_by_two()
+    row = mesh["shard"].get_local_rank()
+    torch.manual_seed(0)
+    model = Experts()
+    plan = {f"experts.{i}.{j}": ColwiseParallel() if j == 0 else RowwiseParallel() for i in range(2) for j in (0, 2)}
+    parallelize_module(model, mesh["tp"], plan)
+    sharded = compile_sharded(model, sgd(model), loss=loss_fn, mesh=mesh, policy=Policy(lower="inductor"))
+    mine = ours(sharded, row)
+    torch.manual_seed(0)
+    reference = Experts()
+    return {"eager": compare(mine, unsharded(reference, sgd(reference), 2)), "copies": copies_equal(sharded, mesh)}
+
+
+def refusals() -> Any:
+    """What each rank is told, by what is wrong."""
+    mesh = two_by_two()
+    tp = mesh["tp"]
+    row = mesh["shard"].get_local_rank()
+    columns = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+    def first(model: GPT, plan: dict[str, Any], on: DeviceMesh = tp) -> GPT:
+        parallelize_module(model.layers[0], on, plan)
+        return model
+
+    def made(model: nn.Module, mesh: Any = mesh, loss: Any = loss_fn, **options: Any) -> Sharded:
+        return compile_sharded(model, sgd(model), loss=loss, mesh=mesh, policy=replace(EAGER, **options))
+
+    def partial() -> GPT:
+        model = build()
+        model.norm.weight = nn.Parameter(DTensor.from_local(torch.ones(WIDTH), tp, [Partial()]))
+        return first(model, columns)
+
+    def uneven() -> GPT:
+        model = build()
+        model.norm.weight = nn.Parameter(distribute_tensor(torch.ones(WIDTH + 1), tp, [Shard(0)]))
+        return first(model, columns)
+
+    def meta() -> GPT:
+        with torch.device("meta"):
+            return first(GPT(1), columns)
+
+    def buffered() -> GPT:
+        model = build()
+        model.register_buffer("table", distribute_tensor(torch.ones(4), tp, [Replicate()]))
+        return first(model, columns)
+
+    def forgotten() -> None:
+        """A norm of heads that goes on with parts as plain tensors, as Qwen 3's does under a plan for Llama."""
+        model = cut(build(), tp)
+        model.layers[0].attention.scale = nn.Parameter(torch.ones(HEAD))
+        kind = type(model.layers[0].attention)
+
+        class Scaled(kind):  # type: ignore[misc, valid-type]
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                b, t, _ = x.shape
+                q = self.q(x).view(b, t, -1, HEAD) * self.scale
+                y = torch.softmax(q @ q.transpose(-1, -2), -1) @ self.v(x).view(b, t, -1, HEAD)
+                return self.o(y.reshape(b, t, -1))
+
+        model.layers[0].attention.__class__ = Scaled
+        made(model).step(*batch(0, row))
+
+    def part_of_classes() -> None:
+        model = build()
+        parallelize_module(model, tp, {"head": ColwiseParallel()})
+        model.tokens.weight = nn.Parameter(torch.ones(VOCABULARY, WIDTH))
+        made(model, loss=lambda model, tokens, targets: model(tokens).square().mean()).step(*batch(0, row))
+
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    one_axis = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    heads = {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {"attention.o": RowwiseParallel()}
+    cases: dict[str, Callable[[], Any]] = {
+        "no axis": lambda: made(first(build(), columns), one_axis),
+        "no mesh": lambda: made(first(build(), columns), None),
+        "other mesh": lambda: made(first(build(), columns, other)),
+        "partial": lambda: made(partial()),
+        "uneven": lambda: made(uneven()),
+        "nothing cut": lambda: made(first(build(), {"nowhere": ColwiseParallel()})),
+        "meta": lambda: made(meta()),
+        "buffer": lambda: made(buffered()),
+        "axes": lambda: made(first(build(), columns), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "tp"))),
+        "dynamic": lambda: made(first(build(), columns), dynamic=True),
+        "join": lambda: made(first(build(), columns), weigh="rows").join().__enter__(),
+        "save": lambda: made(first(build(), columns)).save("nowhere"),
+        "heads": lambda: made(first(build(head=WIDTH), heads)).step(*batch(0, row)),
+        "forgotten": forgotten,
+        "parts": part_of_classes,
+    }
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+            found[name] = "nothing was raised"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+CASES = (gpt, classes, distilled, half, overflow, dropout, other_batches, llama, experts, refusals)
+
+
+def main(path: str, names: Sequence[str]) -> None:
+    dist.init_process_group("gloo")
+    results: dict[str, Any] = {}
+    for case in CASES:
+        if names and case.__name__ not in names:
+            continue
+        begun = time.process_time()
+        try:
+            answer = case()
+        except Exception:
+            answer = {"failed": traceback.format_exc()}
+        found: list[Any] = [None] * 4
+        dist.all_gather_object(found, answer)
+        results[case.__name__] = found
+        if RANK == 0:
+            print(f"{case.__name__}: {time.process_time() - begun:.1f} s of processor time", flush=True)
+    if RANK == 0:
+        with open(path, "w") as file:
+            json.dump(results, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
