@@ -46,6 +46,7 @@ def test_other_numbers_of_ranks_load_the_same(world: str, request: pytest.Fixtur
     check(request.getfixturevalue(world))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_one_process_loads_the_same(folder: Path, four: object) -> None:
     check([checkpoints.load(folder)])
 

@@ -8,7 +8,7 @@ from fsdp_compiled.cli.bench.presets import PRESETS
 from fsdp_compiled.cli.bench.rivals import RIVALS
 from fsdp_compiled.cli.options import fraction, not_negative, positive, whole
 
-MEASURES = ("steps", "first-step")
+MEASURES = ("steps", "first-step", "checkpoint")
 SIZES = ("layers", "width", "heads", "context", "batch", "rounds", "steps")  # of a preset
 
 
@@ -61,7 +61,8 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         default=list(d.measure),
         metavar="WHAT",
         help="steps: time, memory and collectives; first-step: how long it takes until the first step is done, with a "
-        "cold and with a warm cache, in fresh processes (%(default)s)",
+        "cold and with a warm cache, in fresh processes; checkpoint: how long a step waits for one, until it is saved "
+        "and loaded, beside FSDP2 with DCP (%(default)s)",
     )
     what.add_argument("--rounds", type=whole, metavar="N", help="in each, every rival takes its turn (by preset)")
     what.add_argument("--steps", type=whole, metavar="N", help="in a rival's turn (by preset)")

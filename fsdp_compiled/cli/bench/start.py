@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fsdp_compiled.cli.bench import report
+from fsdp_compiled.cli.bench.checkpoint import describe, measure_checkpoint
 from fsdp_compiled.cli.bench.measure import measure_first_step, measure_steps
 from fsdp_compiled.cli.bench.options import SIZES, BenchOptions
 from fsdp_compiled.cli.bench.plot import plot
@@ -122,6 +123,8 @@ def parts(options: BenchOptions, rivals: Sequence[Rival]) -> list[Part]:
                 made.append(Part(f"first-step/{rival.name}/{kind}", ("--rivals", rival.name), environment))
     if "steps" in options.measure:
         made.append(Part("steps"))
+    if "checkpoint" in options.measure:
+        made.append(Part("checkpoint"))
     return made
 
 
@@ -147,6 +150,9 @@ def _rank(options: BenchOptions, arguments: Sequence[str]) -> int:
                 shown.close()
             if measured is None:
                 return STOPPED[signal.SIGINT]
+        elif name == "checkpoint":
+            rounds, folder = options.rounds or preset.rounds, options.out / "checkpoints"
+            measured = measure_checkpoint(preset, here, options.seed, rounds, folder)
         else:
             _, rival, cache = name.split("/")
             seconds = measure_first_step(preset, RIVALS[rival], here, options.seed)
@@ -186,6 +192,8 @@ def assemble(options: BenchOptions, rivals: Sequence[Rival]) -> dict[str, Any]:
             measured |= facts
             for name, more in by_rival.items():
                 measured["rivals"][name] |= more
+        elif file.stem == "checkpoint":
+            measured["checkpoint"] = facts
         else:
             measured["rivals"][facts["rival"]].setdefault("first_step", {})[facts["cache"]] = facts["seconds"]
     return measured
@@ -205,12 +213,19 @@ def finish(options: BenchOptions, preset: Preset, measured: dict[str, Any], argu
     }
     (out / RESULT).write_text(json.dumps(result, indent=1) + "\n")
     shutil.rmtree(out / "parts")
-    text = f"{report.markdown(result)}\n"
+    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    rivals = any(len(facts) > 1 for facts in measured["rivals"].values())
+    text = f"{report.markdown(result)}\n" if rivals else ""
+    if "checkpoint" in result:
+        text += f"{describe(result['checkpoint'])}\n"
     if "conditions" in result:
         text += f"\n{report.describe(result)}\n"
         plot([(str(preset), result)], out / "plot.png")
     (out / "table.md").write_text(text)
     print()
-    report.show(result)
+    if rivals:
+        report.show(result)
+    if "checkpoint" in result:
+        print(describe(result["checkpoint"]))
     print("\nwrote", ", ".join(sorted(path.name + "/" * path.is_dir() for path in out.iterdir())), "in")
     print(out, flush=True)
