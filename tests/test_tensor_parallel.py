@@ -116,6 +116,10 @@ def test_other_models(results: dict[str, Any], case: str) -> None:
     assert all(one["copies"] for one in answers(results, case))
 
 
+def test_a_model_on_the_meta_device_is_filled_as_the_whole_is(results: dict[str, Any]) -> None:
+    assert first(results, "meta") == {"same": True, "count": 20, "halves differ": True}
+
+
 REFUSED = {
     "no axis": 'layers.0.up.weight is a DTensor, as parallelize_module makes them, but the mesh has no axis named "tp"',
     "no mesh": 'layers.0.up.weight is a DTensor, as parallelize_module makes them, but the mesh has no axis named "tp"',
@@ -123,7 +127,6 @@ REFUSED = {
     "partial": "ValueError: norm.weight is a DTensor with placement P(sum); a parameter is cut along one dim",
     "uneven": "ValueError: norm.weight, [17], is cut along dim 0 over 2 ranks, which do not divide 17",
     "nothing cut": 'ValueError: The mesh has 2 ranks along "tp", but no parameter is cut along it',
-    "meta": "ValueError: layers.0.up.weight is a DTensor on the meta device",
     "buffer": "ValueError: The buffer table is a DTensor",
     "axes": "ValueError: mesh has axes ('a', 'tp'); expected one axis, which shards, or two named",
     "dynamic": "ValueError: Policy.dynamic is not supported under tensor parallelism",

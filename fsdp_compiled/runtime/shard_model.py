@@ -22,7 +22,7 @@ from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import to_state_device, wait_for_host_memory
 from fsdp_compiled.runtime.sharded_parameter import replace
 from fsdp_compiled.runtime.taken_model import TakenModel, holding
-from fsdp_compiled.runtime.tensor_parallel import local_part, tensor_parallel, whole_value
+from fsdp_compiled.runtime.tensor_parallel import local_part, own_part, tensor_parallel, whole_value
 
 Initializer = Callable[[nn.Module], Any]
 HALF = (
@@ -118,13 +118,21 @@ def take_over(
     shards: Shards = {}
     existing_state = read_scalars(optimizer)
     for unit in plan.units:
+        if plan.tp > 1:  # all of the unit, in the model's order: what is drawn does not depend on what is cut
+            own = {holder for buffer in unit.buffers for slot in buffer.slots for holder in holders[slot.name]}
+            _materialize(own, model, plan.device, init)
         for buffer in unit.buffers:
             owners = {slot: holders[slot.name] for slot in buffer.slots}
             _materialize({holder for owner in owners.values() for holder in owner}, model, plan.device, init)
             parameters = {slot: _get(owner[0]) for slot, owner in owners.items()}
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
             for slot, parameter in parameters.items():
-                write_slot(flat, slot, local_part(parameter))
+                value = local_part(parameter)
+                if value.shape != slot.leaf.shape:  # filled here, as the whole that it is a part of
+                    yield f"{slot.name}, whole"
+                    broadcast(value, mesh)
+                    value = own_part(value, slot.leaf, mesh)
+                write_slot(flat, slot, value)
             yield buffer.key
             broadcast(flat, mesh, parts=buffer.split)
             shards[buffer.key] = _own_slice(flat, buffer, plan, mesh)
@@ -171,7 +179,10 @@ def _materialize(holders: Iterable[Holder], model: nn.Module, device: torch.devi
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
                 if id(parameter) not in replaced:
-                    real = torch.empty_like(parameter, device=device)
+                    empty = local_part(parameter)
+                    if empty.shape != parameter.shape:  # cut along the tp axis
+                        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+                    real = torch.empty_like(empty, device=device)
                     replaced[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
                 module._parameters[name] = replaced[id(parameter)]
         for name, tensor in module._buffers.items():

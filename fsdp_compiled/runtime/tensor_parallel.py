@@ -59,6 +59,12 @@ def whole_value(parts: Sequence[torch.Tensor], leaf: Leaf) -> torch.Tensor:
     return torch.cat(list(parts), leaf.tp.dim) if leaf.split and leaf.tp is not None else parts[0]  # type: ignore[arg-type]
 
 
+def own_part(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
+    """What this rank has of the whole parameter."""
+    assert leaf.tp is not None and leaf.tp.dim is not None
+    return whole.chunk(mesh.tp, leaf.tp.dim)[mesh.tp_rank]
+
+
 def check_tensor_parallel(model: nn.Module, mesh: Mesh, leaves: Sequence[Leaf], policy: Policy) -> None:
     """Raises ``ValueError`` where the model's DTensors do not lie on the mesh's tp axis, or there is no use for it."""
     axis = mesh.tp_mesh
@@ -73,12 +79,6 @@ def check_tensor_parallel(model: nn.Module, mesh: Mesh, leaves: Sequence[Leaf], 
             raise ValueError(
                 f"{name} is a DTensor over ranks {parameter.device_mesh.mesh.tolist()} of another mesh than the one "
                 f"passed, whose tp axis is {axis.mesh.tolist()} here. {CURE}"
-            )
-        if parameter.is_meta:
-            raise ValueError(
-                f"{name} is a DTensor on the meta device, which is not filled yet under tensor parallelism: every rank "
-                "would draw its part as if it were the whole. Build the model on the CPU, with one seed on all ranks, "
-                "and call parallelize_module then."
             )
     for name, buffer in model.named_buffers():
         if isinstance(buffer, DTensor):
