@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.distributed import watchdog
+from fsdp_compiled.distributed import call_log, watchdog
 from fsdp_compiled.distributed.call_log import Calls, _finish
 from fsdp_compiled.distributed.call_store import Board, Posted
 from fsdp_compiled.distributed.connections import connections, cut, read
@@ -115,6 +115,20 @@ def test_a_rank_that_meets_others_hears_why_one_of_them_is_not_coming() -> None:
         first.meet("full_state_dict")
 
 
+def test_a_rank_that_lives_and_never_comes_is_waited_for_no_longer_than_the_process_group_would(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(call_log, "timeout", lambda mesh: 0.05)
+    first, second = boards(2)
+    second.post("step (a)")
+    for _ in range(2):
+        first.post("step (a)")
+    with pytest.raises(RankError, match=r"(?s)did not come in time.*rank 1: still absent after 1 call\nIt hangs"):
+        first.meet("step (a)")
+    reason = first.reason(RuntimeError("Timed out waiting 1800000ms for recv operation to complete"))
+    assert reason is not None and "rank 1: still absent after 1 call" in reason
+
+
 class Told(Watchdog):
     """A watch that keeps what it found instead of acting on it."""
 
@@ -134,7 +148,7 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Told]]:
     yield made
     for one in made:
         one.stop()
-        one.join()
+        one.wait_until_stopped()
         assert one._thread is None or not one._thread.is_alive()
 
 
