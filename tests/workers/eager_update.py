@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fsdp_compiled import Policy, RankError, compile_sharded
-from fsdp_compiled.distributed.mesh import join
+from fsdp_compiled.distributed.mesh import connect
 from tests.untraced import Idle, Queue, batches, eagerly, groups, loss
 
 RANK = int(os.environ["RANK"])
@@ -45,7 +45,7 @@ def differs(shard: str) -> str:
 
 
 def main(result: str) -> None:
-    join(None)
+    connect(None)
     found = {shard: differs(shard) for shard in ("zero3", "zero2", "zero1", "ddp")}
     if RANK == 0:
         Path(result).write_text(json.dumps(found))
