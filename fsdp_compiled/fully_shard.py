@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
+from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.distributed.mesh import device_mesh_of_all, place_in
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.module_class import FSDPModule, give_class, register_fsdp_forward_method
@@ -79,6 +80,8 @@ def fully_shard(
     changed. No rank waits for another: ranks meet in the first call of the model.
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
+    # Of a module under `torch.compile`, the one inside: it is what is traced, as it is.
+    modules = [inside(one) if isinstance(one, nn.Module) else one for one in modules]
     _check_modules(modules)
     _check_options(shard_placement_fn, dp_mesh_dims, policy)
     _check_precision(mp_policy)

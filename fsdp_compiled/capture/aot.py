@@ -140,7 +140,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     for tangent in tangents:
         output = tangent.meta["desc"].output
         if isinstance(output, PlainAOTOutput) and results[output.idx].kind == "result":
-            port = Port("in", "tangent", results[output.idx].name)
+            port = Port("in", "tangent", results[output.idx].name, results[output.idx].part)
             mapping[tangent] = by_port[port] = graph.node_copy(tangent)
             mapping[tangent].meta = {"val": tangent.meta["val"]}
     seeds = [tangent for tangent in tangents if tangent not in mapping]

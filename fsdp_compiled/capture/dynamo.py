@@ -38,6 +38,8 @@ from fsdp_compiled.capture.guards import Guards, Recorder
 from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.mutations import Mutations
 from fsdp_compiled.capture.next_call import Meaning
+from fsdp_compiled.capture.opaque_results import Opaque
+from fsdp_compiled.capture.opaque_results import inside as inside_of
 from fsdp_compiled.capture.random_calls import refused, seeding
 from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects, inside, speech, unwrapped
 from fsdp_compiled.capture.source_lines import cure, explanation, reason, user_line
@@ -79,7 +81,10 @@ class Capture:
 
     def rebuild(self, outputs: Mapping[Port, torch.Tensor]) -> Any:
         """The structure that the user's function returned, with these tensors in it."""
-        filled = [outputs[leaf] if isinstance(leaf, Port) else leaf for leaf in self.leaves]
+        filled = [
+            outputs[leaf] if isinstance(leaf, Port) else leaf.filled(outputs) if isinstance(leaf, Opaque) else leaf
+            for leaf in self.leaves
+        ]
         return pytree.tree_unflatten(filled, self.spec)
 
 
@@ -197,7 +202,9 @@ def capture(
             made.guards = recorder.guards(fresh.__code__, scope, made.sources)
             made.side_effects = SideEffects(made.mutations, made.closed, {id(result) for result in made.results})
             made.flat, made.spec = pytree.tree_flatten((value, aux) if gradient and pair else value)
-            made.outputs = _output_ports(made, named, value, made.flat, replaced, made.side_effects.state, scalar)
+            made.outputs = _output_ports(
+                made, named, value, made.flat, replaced, made.side_effects.state, scalar, results
+            )
         except BaseException:
             made.undo()
             raise
@@ -228,7 +235,7 @@ def capture(
             made.side_effects.tell(model, made.tables())
         program = made.program()
         name_axes(program, parts.mesh)
-    leaves = tuple(made.outputs.get(id(leaf), leaf) for leaf in made.flat)
+    leaves = tuple(made.outputs.get(id(leaf)) or _closed(leaf, made) for leaf in made.flat)
     made.results.clear()  # Dynamo's code, which the guards keep, holds the function that returned them
     return Capture(program, made.constants, made.spec, leaves, made.guards)
 
@@ -275,8 +282,12 @@ def _output_ports(
     replaced: Mapping[str, torch.Tensor],
     kept: Mapping[str, Any],
     gradient: bool,
+    opened: bool,
 ) -> dict[int, Port]:
-    """What each result of the traced function is, by its identity; the rest of them are left out of the program."""
+    """What each result of the traced function is, by its identity; the rest of them are left out of the program.
+
+    ``opened``: whether tensors may be inside of objects, which are returned as copies then.
+    """
     results = {id(result) for result in trace.results}
     kind: PortKind = "aux" if gradient else "result"
     ports: dict[int, Port] = {}
@@ -288,6 +299,10 @@ def _output_ports(
                 "What is returned holds a number that was worked out from a size that moves (Policy.dynamic). Return "
                 "it as a tensor, torch.tensor(number), or work it out outside."
             )
+        elif opened and _open(leaf) and (found := list(inside_of(leaf))):
+            for place, tensor in enumerate(found):
+                if isinstance(tensor, torch.Tensor):
+                    _take_out(trace, ports, tensor, Port("out", kind, str(index), part=str(place)), results)
         elif inside := [name for name, value in vars(leaf).items() if id(value) in results] if _open(leaf) else []:
             raise CaptureError(
                 f"A {type(leaf).__qualname__} was returned, which hides its tensors ({', '.join(inside)}). Return "
@@ -307,6 +322,28 @@ def _output_ports(
     for name, new in kept.items():
         ports[id(new)] = Port("out", "constant", name)
     return ports
+
+
+def _closed(leaf: Any, trace: _Trace) -> Any:
+    """What is returned and no tensor: an object with tensors inside, or anything else as it is."""
+    if not trace.inside or not _open(leaf):
+        return leaf
+    ports = {id(tensor): trace.outputs[id(tensor)] for tensor in inside_of(leaf) if id(tensor) in trace.outputs}
+    return Opaque(leaf, ports) if ports else leaf
+
+
+def _take_out(
+    trace: _Trace, ports: dict[int, Port], tensor: torch.Tensor, port: Port, results: Collection[int]
+) -> None:
+    """A tensor inside of an object that is returned becomes a result of its own."""
+    if id(tensor) not in results:
+        raise CaptureError(
+            f"What is returned holds, inside of an object, a tensor of shape {list(tensor.shape)} that forward was "
+            "given or found, and did not compute. Return it in a tuple, list or dictionary, or a clone() of it."
+        )
+    if id(tensor) not in ports:
+        ports[id(tensor)] = port
+        trace.inside.add(id(tensor))
 
 
 def _open(leaf: Any) -> bool:
@@ -339,6 +376,7 @@ class _Trace:
         self.sources: dict[str, tuple[torch.Tensor, Any]] = {}  # the same by name, with where Dynamo found them
         self.code: set[types.CodeType] = set()
         self.results: list[Any] = []
+        self.inside: set[int] = set()  # those that are inside of returned objects, by identity
         self.module: fx.GraphModule | None = None
 
     def backend(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -402,6 +440,10 @@ class _Trace:
                 with self.module.graph.inserting_before(end):
                     node = self.module.graph.call_method("detach", (node,))
                 node.meta["example_value"] = result.detach()
+            if id(result) in self.inside:  # the others were copied where they were returned
+                with self.module.graph.inserting_before(end):
+                    node = self.module.graph.call_method("clone", (node,))
+                node.meta["example_value"] = result
             wanted[port] = node
         end.args = (tuple(wanted.values()),)
         self.module.recompile()

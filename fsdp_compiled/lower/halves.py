@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import Mark, is_view, mutated, origin, role_of
+from fsdp_compiled.ir.nodes import Mark, gathered, is_view, mutated, origin, role_of
 from fsdp_compiled.ir.program import Port, Program
 
 aten = torch.ops.aten
@@ -31,11 +31,15 @@ LATE = ("gradient", "input gradient")
 
 @dataclass(frozen=True)
 class Halves:
-    """``saved``: the inputs of forward, as ports, and after them what it computed, that backward reads, in order."""
+    """``saved``: the inputs of forward, as ports, and after them what it computed, that backward reads, in order.
+
+    ``read``: the shards, by key, whose parameters backward reads, gathered or not.
+    """
 
     forward: Program
     backward: Program
     saved: tuple[Port, ...]
+    read: frozenset[str]
 
 
 def cut(program: Program) -> Halves:
@@ -68,7 +72,36 @@ def cut(program: Program) -> Halves:
     given = [(order[port], Port("in", port.kind, port.name)) for port in saved]
     given += [(node, port) for node, port in inputs.items() if port.kind == "tangent"]
     backward = _part(program, [node for node in nodes if node in behind], given, [(n, p) for p, n in late.items()])
-    return Halves(forward, backward, saved)
+    return Halves(forward, backward, saved, _read(program, crossing, inputs))
+
+
+def _read(program: Program, crossing: Iterable[fx.Node], inputs: dict[fx.Node, Port]) -> frozenset[str]:
+    """The shards that these values are parameters of."""
+    chains = set().union(*gathered(program.graph).values())
+    stack, seen, found = list(crossing), set(), set()
+    while stack:
+        node = stack.pop()
+        if node in inputs and inputs[node].kind == "shard":
+            found.add(inputs[node].name)
+        elif node in chains and node not in seen:
+            seen.add(node)
+            stack += node.all_input_nodes
+    return frozenset(found)
+
+
+def reached(captured: Program) -> dict[str, frozenset[str]]:
+    """By parameter, or input that has a gradient: the results on whose derivatives its gradient depends, by name.
+
+    Where none of them has one, autograd leaves no gradient, which is another thing than zeros.
+    """
+    known: dict[fx.Node, frozenset[str]] = {}
+    for port, node in captured.inputs.items():
+        known[node] = frozenset([port.key]) if port.kind == "tangent" else frozenset()
+    for node in captured.graph.nodes:
+        if node.op == "call_function":
+            known[node] = frozenset().union(*(known[source] for source in node.all_input_nodes))
+    kinds = ("parameter gradient", "input gradient")
+    return {port.name: known[node] for port, node in captured.outputs.items() if port.kind in kinds}
 
 
 def _behind(nodes: Sequence[fx.Node], inputs: dict[fx.Node, Port]) -> set[fx.Node]:

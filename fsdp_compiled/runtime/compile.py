@@ -24,7 +24,7 @@ from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
 from fsdp_compiled.ir.program import CALL, Port, Program
 from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, fusions_for
-from fsdp_compiled.lower.halves import Halves, cut
+from fsdp_compiled.lower.halves import Halves, cut, reached
 from fsdp_compiled.lower.lowering import Runner
 from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
@@ -73,6 +73,7 @@ class Compiled:
     runner: Runner = lambda *_: ()  # until it is lowered
     remainder: Remainder = field(init=False)  # once it is lowered
     halves: Halves | None = None  # of a "training" program, whose runner is the forward one
+    reached: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by parameter or input: the results it moves
     backward: Runner = lambda *_: ()  # until it is lowered
     fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
 
@@ -206,6 +207,7 @@ def describe(captured: Capture, stages: Sequence[Program], predict: Predict, job
         wire=first.wire,
         input_binding=InputBinding(inputs, job.batch, job.named),
         halves=halves,
+        reached=reached(captured.program) if halves is not None else {},
     )
 
 

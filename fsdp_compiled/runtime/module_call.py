@@ -10,6 +10,7 @@ first call of each kind captures and compiles, on all ranks together.
 from __future__ import annotations
 
 import gc
+import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ from fsdp_compiled.runtime.taken_model import holding, ordinary
 
 # Eager kernels, as FSDP2 runs them, bit for bit, unless the user asks for more.
 DEFAULT = Policy(lower="eager", cuda_graph=False)
+# What a program depends on by its value; other leaves of a batch are objects that it cannot take.
+PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | None
 log = logging.getLogger("fsdp_compiled")
 _calls: list[tuple[weakref.ref[Any], Calls]] = []
 
@@ -101,6 +104,7 @@ class ModuleCall:
         self._held = Held()
         self._groups: list[ParameterGroup] = []
         self._signature: tuple[Any, ...] = ()
+        self._said = False  # that further kinds of inputs run eagerly
 
     @untraced
     def __call__(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -114,6 +118,12 @@ class ModuleCall:
             given = [leaf for leaf in leaves if leaf.requires_grad]
             gradient = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             trains = gradient and bool(self._trained or given)
+            whole = not trains and self._is_eager(args, named)
+            if whole and any(group.unsharded for group in self._groups):
+                raise ValueError("A module inside is unsharded. Call reshard() on it before the model is called.")
+        if whole:
+            return self._eagerly(args, named)
+        with self._refusing():
             request = self._programs.find("training" if trains else "forward", args, named)
         with outside_modes(watched=True):
             for name, tensor in request.buffers.items():
@@ -130,6 +140,37 @@ class ModuleCall:
             others, run.differentiable = run.differentiable, ()
             outputs = _Run.apply(run, token, *self._trained, *others)
             return compiled.capture.rebuild(dict(zip(run.results, outputs, strict=True)))
+
+    def _is_eager(self, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+        """Whether this call without gradients runs as it is: for objects that a program cannot take (a cache), and in
+        the place of one more program where there are many, as lengths that grow make them."""
+        if any(not isinstance(leaf, torch.Tensor | PLAIN) for leaf in pytree.tree_leaves((args, named))):
+            return True
+        made = [one for one in self._programs.cached if one.kind == "forward"]
+        if len(made) < self._plan.policy.programs // 2:
+            return False
+        found = self._programs.find("forward", args, named).compiled is None
+        if found and not self._said and self._mesh.rank == 0:
+            log.warning(
+                "%s was called without gradients on %d kinds of inputs: on others it runs eagerly, with all of its "
+                "parameters gathered. Policy(programs=...) says how many programs are kept.",
+                type(self.module).__name__, len(made),
+            )  # fmt: skip
+        self._said = self._said or found
+        return found
+
+    def _eagerly(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The model's own code, with all parameters gathered. Collective."""
+        self._calls.post(f"eager {type(self.module).__name__}", self._gathers)
+        try:
+            for group in self._groups:
+                group.unshard()
+            with traced():
+                return self._function(self.module, *args, **named)
+        finally:
+            self._calls.returned()
+            for group in self._groups:
+                group.reshard()
 
     @property
     def programs(self) -> Programs:
@@ -270,6 +311,8 @@ class ModuleCall:
             plain=dict(self._plain),
         )
         self._whole: dict[int, Runner] = {}
+        sizes = [(buffer.key, buffer.numel) for buffer in self._plan.buffers]
+        self._gathers = hashlib.sha256(repr(sizes).encode()).hexdigest()[:8]
 
     def _moved(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The batch on the device, as FSDP2 moves it."""
@@ -320,11 +363,12 @@ class ModuleCall:
         return wanted.pop()
 
     def backward(
-        self, run: Run, inputs: Sequence[Any], everything: bool
+        self, run: Run, inputs: Sequence[Any], reached: set[str], everything: bool
     ) -> tuple[dict[Entry, DTensor], Mapping[Port, torch.Tensor]]:
         """Gradients of the sharded parameters, none where they are held back, and those of other inputs.
 
-        ``everything``: whether it is for ``grad``; else they go to who asked for them, and nothing is held back.
+        ``reached``: the parameters that have gradients, by name. ``everything``: whether it is for ``grad``; else they
+        go to who asked for them, and nothing is held back.
         """
         compiled = run.compiled
         assert compiled.halves is not None
@@ -341,8 +385,6 @@ class ModuleCall:
         wire = f"{program.wire}{'+' if whole and synchronises else ''}"
         self._calls.post(label, wire or "none")
         outputs = dict(zip(program.outputs, self._run(runner, inputs), strict=True))
-        idle = set(compiled.idle)
-        reached = {name for name in self._entries if name not in idle}
         flats = {port.name: flat for port, flat in outputs.items() if port.kind == "gradient"}
         if whole:
             own = {port.name: flat for port, flat in outputs.items() if port.kind == "whole gradient"}
@@ -358,7 +400,7 @@ class ModuleCall:
         for key, flat in flats.items():
             for entry, gradient in parts(flat, self._flats[key]).items():
                 found[entry] = gradient
-        wanted = {self._entries[name] for name in reached}
+        wanted = {self._entries[name] for name in reached if name in self._entries}
         return {
             entry: gradient for entry, gradient in found.items() if entry in wanted and entry.parameter.requires_grad
         }, outputs
@@ -384,7 +426,7 @@ class Run:
         halves = compiled.halves
         places = {port: place for place, port in enumerate(compiled.inputs)}
         self.results = [port for port in compiled.outputs if port.kind == "result"]
-        self.tangents = [port.name for port in halves.backward.inputs if port.kind == "tangent"]
+        self.tangents = [port.key for port in halves.backward.inputs if port.kind == "tangent"]
         # Of each thing saved: where it stands among inputs and outputs together.
         self.sources = [
             len(places) + compiled.outputs.index(port) if port.side == "out" else places[port] for port in halves.saved
@@ -394,16 +436,12 @@ class Run:
         known = {id(parameter) for parameter in call._trained}
         self.names = [port.name for port in self.late if id(by_name[port.name]) not in known]
         self.differentiable: Sequence[torch.Tensor] = [by_name[name] for name in self.names]
-        self.versions = [
-            (port.name, inputs[places[port]], inputs[places[port]]._version) for port in compiled.inputs
-            if port.kind == "shard"
-        ]  # fmt: skip
+        self.shards = {key: (call._flats[key], call._flats[key].written) for key in halves.read}
 
     def check_versions(self) -> None:
         """Raises ``RuntimeError`` where weights were written since forward, as autograd does."""
-        read = {port.name for port in self.compiled.halves.saved if port.kind == "shard"}  # type: ignore[union-attr]
-        for name, flat, version in self.versions:
-            if name in read and (flat._version != version or self.call._flats[name].tensor is not flat):
+        for name, (flat, written) in self.shards.items():
+            if flat.written != written or self.call._flats.get(name) is not flat:
                 raise RuntimeError(
                     f"A parameter of {name} was modified by an inplace operation between this forward and its "
                     "backward, which needs the old value. Call backward before optimizer.step(), or run forward again."
@@ -423,15 +461,17 @@ class _Run(torch.autograd.Function):
         ctx.others = [value if not isinstance(value, torch.Tensor) or id(value) in own else None for value in kept]
         run.inputs = ()
         ctx.run = run
+        ctx.set_materialize_grads(False)
         results = tuple(outputs[: len(run.results)])
+        ctx.shapes = {port.key: result.shape for port, result in zip(run.results, results, strict=True)}
         names = set(run.tangents)
         ctx.mark_non_differentiable(
-            *(result for port, result in zip(run.results, results, strict=True) if port.name not in names)
+            *(result for port, result in zip(run.results, results, strict=True) if port.key not in names)
         )
         return results
 
     @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> Any:
         run: Run = ctx.run
         call = run.call
         if torch.is_grad_enabled():
@@ -443,14 +483,18 @@ class _Run(torch.autograd.Function):
                 )
         saved = iter(ctx.saved_tensors)
         kept = [value if value is not None else next(saved) for value in ctx.others]
-        by_name = {port.name: tangent for port, tangent in zip(run.results, tangents, strict=True)}
-        traced = {port.name: node.meta["val"] for port, node in run.compiled.halves.backward.inputs.items()}  # type: ignore[union-attr]
-        kept += [_laid_out(by_name[name], traced[name]) for name in run.tangents]
+        by_name = {port.key: tangent for port, tangent in zip(run.results, tangents, strict=True)}
+        assert run.compiled.halves is not None
+        inputs = run.compiled.halves.backward.inputs
+        traced = {port.key: node.meta["val"] for port, node in inputs.items() if port.kind == "tangent"}
+        differentiated = {name for name, tangent in by_name.items() if tangent is not None}
+        reached = {name for name, results in run.compiled.reached.items() if results & differentiated}
+        kept += [_laid_out(by_name[name], traced[name], ctx.shapes[name]) for name in run.tangents]
         # A plain backward() reaches the token. One that asks for some gradients alone, as torch.autograd.grad does, is
         # answered by autograd, and so are hooks.
         everything = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
         with outside_modes(watched=True):
-            found, outputs = call.backward(run, kept, everything)
+            found, outputs = call.backward(run, kept, reached, everything)
         direct = {
             entry: gradient
             for entry, gradient in found.items()
@@ -458,14 +502,20 @@ class _Run(torch.autograd.Function):
         }
         leave(direct)
         rest = {id(entry.parameter): gradient for entry, gradient in found.items() if entry not in direct}
-        late = {port.name: gradient for port, gradient in outputs.items() if port.kind == "input gradient"}
+        late = {
+            port.name: gradient
+            for port, gradient in outputs.items()
+            if port.kind == "input gradient" and port.name in reached
+        }
         plain = {id(call._plain[name]): gradient for name, gradient in late.items() if name in call._plain}
         own = [rest.get(id(parameter), plain.get(id(parameter))) for parameter in call._trained]
-        return (None, None, *own, *(late[name] for name in run.names))
+        return (None, None, *own, *(late.get(name) for name in run.names))
 
 
-def _laid_out(tangent: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
-    """The derivative with the strides that backward was traced for."""
+def _laid_out(tangent: torch.Tensor | None, traced: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The derivative with the strides that backward was traced for; zeros where there is none."""
+    if tangent is None:
+        return torch.zeros(tuple(sizes), dtype=traced.dtype, device=traced.device)
     if tangent.stride() == traced.stride() and not tangent.is_neg() and not tangent.is_conj():
         return tangent
     made = torch.empty_strided(tangent.shape, traced.stride(), dtype=tangent.dtype, device=tangent.device)
@@ -489,7 +539,7 @@ def _adopt_optimizers(groups: Sequence[ParameterGroup]) -> None:
         group.replaced.clear()
     if not new:
         return
-    for optimizer in [one for one in gc.get_objects() if isinstance(one, Optimizer)]:
+    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]:
         for group_of in optimizer.param_groups:
             if not any(id(one) in new for one in group_of["params"]):
                 continue

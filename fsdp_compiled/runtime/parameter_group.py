@@ -14,18 +14,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_compiled.distributed.mesh import Mesh, gather_shards
 from fsdp_compiled.plan.plan import Buffer, Leaf, contiguous_stride
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows
 
+OURS = "_fsdp_compiled_sharded"  # on parameters that stand here
+_counting: list[Any] = []  # the hook of all optimizers, once it is there
 Home = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
 
 
@@ -56,6 +62,11 @@ class FlatShard:
     buffer: Buffer
     entries: list[Entry]
 
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Another one after each write, to a parameter or past it to its local tensor."""
+        return (self.tensor._version, *(entry.parameter._version for entry in self.entries))
+
 
 class ParameterGroup:
     """Parameters that are gathered together, as the user marked them."""
@@ -75,6 +86,8 @@ class ParameterGroup:
         self.flats: list[FlatShard] = []
         self.replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # plain ones, by the new
         self.unsharded: list[tuple[nn.Parameter, int]] = []  # with their versions, between `unshard` and `reshard`
+        if not _counting:
+            _counting.append(register_optimizer_step_post_hook(_count_updates))
         entries = []
         for places in homes:
             module, name = places[0]
@@ -116,6 +129,7 @@ class ParameterGroup:
                     f"{entry.spec.placements}. Redistribute it: tensor.redistribute(placements=old.placements)."
                 )
             entry.parameter, changed = now, True
+            now.__dict__[OURS] = True
             entry.spec = self._spec(now)
             for module, name in entry.homes:
                 module._parameters[name] = now
@@ -139,6 +153,7 @@ class ParameterGroup:
                 local = local.to(self.mesh.device)
         made = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=plain.requires_grad)
         made.__dict__.update(plain.__dict__)
+        made.__dict__[OURS] = True
         for module, name in homes:
             module._parameters[name] = made
         self.replaced.append((weakref.ref(plain), made))
@@ -171,7 +186,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def unshard(self) -> None:
-        """Registers whole, plain parameters with the modules. Collective."""
+        """Registers whole, plain parameters with the modules, in the dtype that is computed in. Collective."""
         if self.unsharded:
             return
         world = self.mesh.shard
@@ -203,3 +218,14 @@ class ParameterGroup:
                     "the sharded parameter is what is trained. Write to that one, after reshard(); to compute with "
                     "gradients, call the module that fully_shard was called on, or register_fsdp_forward_method."
                 )
+
+
+def _count_updates(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Counts an update as a write: foreach and fused updates of DTensors leave autograd's versions as they are.
+
+    So a backward that would read weights which were updated since its forward is told, as for plain tensors.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if OURS in parameter.__dict__ and parameter.grad is not None:
+                increment_version(parameter)

@@ -1,0 +1,234 @@
+"""What a script does beside the plain loop with `fully_shard`: as eager PyTorch, or refused; in a world of one."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_compiled import FSDPModule, Policy, fully_shard
+from tests.launch import ROOT
+
+X, Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 2)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def loss_of(model: nn.Module) -> torch.Tensor:
+    return F.mse_loss(model(X), Y)
+
+
+def plain_gradients() -> tuple[torch.Tensor, ...]:
+    model = net()
+    return torch.autograd.grad(loss_of(model), list(model.parameters()))
+
+
+def full(values: Any) -> list[torch.Tensor]:
+    return [value.full_tensor() for value in values]
+
+
+def same(one: Any, two: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_an_optimizer_that_was_made_before_is_given_the_sharded_parameters() -> None:
+    model, plain = net(), net()
+    ours, theirs = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, plain))
+    assert fully_shard(model) is model
+    assert isinstance(model, nn.Sequential) and isinstance(model, FSDPModule)
+    for _ in range(2):
+        for one, optimizer in ((model, ours), (plain, theirs)):
+            loss_of(one).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(full(model.parameters()), plain.parameters())
+
+
+def test_gradients_that_are_asked_for_go_to_who_asked() -> None:
+    model = fully_shard(net())
+    parameters = list(model.parameters())
+    assert same(full(torch.autograd.grad(loss_of(model), parameters)), plain_gradients())
+    assert all(one.grad is None for one in parameters)
+    loss_of(model).backward(inputs=[parameters[0]])
+    assert [one.grad is None for one in parameters] == [False, True, True, True]
+    with pytest.raises(RuntimeError, match="no derivative of its backward program"):
+        torch.autograd.grad(loss_of(model), parameters, create_graph=True)
+
+
+def test_hooks_on_parameters_run() -> None:
+    model = fully_shard(net())
+    first, second, *_ = model.parameters()
+    seen = []
+    first.register_hook(lambda gradient: gradient * 2)
+    second.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.full_tensor()))
+    loss_of(model).backward()
+    expected = plain_gradients()
+    assert same([first.grad.full_tensor(), *seen], [expected[0] * 2, expected[1]])
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
+def test_weights_that_were_updated_since_forward_are_an_error(options: dict[str, bool]) -> None:
+    model = fully_shard(net())
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    first, second = loss_of(model), loss_of(model)
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+    loss_of(model).backward()
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    others: list[Any]
+    length: int
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return Output(self.one(x), [self.two(x), x * 2], 3)
+
+
+def test_a_dataclass_comes_back_with_the_tensors_of_its_call() -> None:
+    model = fully_shard(Heads())
+    first, second = model(X), model(X + 1)
+    assert type(first) is Output and first.length == 3
+    assert torch.equal(first.others[1], X * 2) and torch.equal(second.others[1], X * 2 + 2)
+    second.logits.sum().backward()
+    assert model.two.weight.grad is None and model.two.bias.grad is None
+    assert torch.allclose(model.one.weight.grad.full_tensor(), (X + 1).sum(0).expand(2, 4))
+
+
+def compiled_inside() -> nn.Module:
+    model = net()
+    model[0] = torch.compile(model[0])
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize(
+    "make", [compiled_inside, lambda: torch.compile(fully_shard(net()))], ids=["inside", "outside"]
+)
+def test_modules_under_torch_compile(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    loss_of(model).backward()
+    assert same(full(one.grad for one in model.parameters()), plain_gradients())
+
+
+def test_inductor() -> None:
+    model = fully_shard(net(), policy=Policy())
+    loss_of(model).backward()
+    for one, expected in zip(model.parameters(), plain_gradients(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), expected)
+
+
+class Cached(nn.Module):
+    """Keeps what it has seen in an object that it is given, as language models do while they generate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        y = self.linear(x)
+        if cache is not None:
+            cache.seen.append(y)
+            y = torch.stack(cache.seen).sum(0)
+        return y
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+
+def test_a_cache_and_many_lengths_run_without_gradients() -> None:
+    torch.manual_seed(0)
+    plain = Cached()
+    model = Cached()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model)
+    caches = Cache(), Cache()
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(X, cache=caches[0]), plain(X, cache=caches[1]))
+        for rows in range(2, 13):
+            assert torch.equal(model(torch.ones(rows, 4)), plain(torch.ones(rows, 4)))
+    call = model._fsdp_compiled.calls["forward"]
+    assert sum(one.kind == "forward" for one in call.programs.cached) == 8
+    with pytest.raises(ValueError, match=r"holds a .*Cache"):
+        model(X, cache=Cache())
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        (lambda: fully_shard(net(), shard_placement_fn=lambda one: None), "shard_placement_fn"),
+        (lambda: fully_shard(net(), reshard_after_forward=3), "reshard_after_forward=3"),
+        (lambda: fully_shard(net(), policy=Policy(clip=1.0)), "clip_grad_norm_"),
+        (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), "do not implement forward"),
+        (lambda: fully_shard(fully_shard(net())), "before"),
+        (lambda: copy.deepcopy(fully_shard(net())), "cannot be copied"),
+        (lambda: fully_shard(net()).set_gradient_divide_factor(2.0), "multiply the loss"),
+        (lambda: fully_shard(nn.ParameterList([nn.Parameter(torch.ones(()))])), "scalar"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(what: Callable[[], Any], named: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError, TypeError), match=named):
+        what()
+
+
+SKIPS = """
+import os, time, torch, torch.distributed as dist
+from torch import nn
+from fsdp_compiled import fully_shard
+from fsdp_compiled.distributed import watchdog
+watchdog.PATIENCE = 1.0
+dist.init_process_group("gloo")
+model = fully_shard(nn.Linear(4, 2))
+for _ in range(2):
+    model(torch.ones(3, 4)).sum().backward()
+try:
+    loss = model(torch.ones(3, 4)).sum()
+    if os.environ["RANK"] == "0":
+        loss.backward()
+    model(torch.ones(3, 4))
+except RuntimeError as error:
+    print(type(error).__name__, "different calls" in str(error), flush=True)
+"""
+
+
+def test_a_rank_that_skips_a_backward_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    script = tmp_path / "skips.py"
+    script.write_text(SKIPS)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        capture_output=True, text=True, timeout=200, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout.count("RankError True") == 2, done.stdout + done.stderr
