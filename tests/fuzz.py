@@ -670,6 +670,7 @@ def compare(got: Any, expected: Any, bound: float, what: str) -> None:
             if left != right:
                 raise Differs(f"{what}, entry {place}: {left}, expected {right}")
             continue
+        left, right = left.detach(), right.detach()
         if left.shape != right.shape or left.dtype != right.dtype:
             raise Differs(
                 f"{what}, entry {place}: {left.dtype} {list(left.shape)}, expected {right.dtype} {list(right.shape)}"
