@@ -318,8 +318,26 @@ ROWS = (
         "`fsdp_compiled.fully_shard`",
         ("test_own_loop::test_a_loop_leaves_what_it_leaves_with_fsdp2",),
     ),
-    Row("Checkpoints that another number of ranks loads", "`torch.distributed.checkpoint`", "`torch.save`", NO),
-    Row("Tensor parallelism on a further axis", "`parallelize_module`", "not stated", NO),
+    Row(
+        "Checkpoints that another number of ranks loads",
+        "`torch.distributed.checkpoint`",
+        "`torch.save`",
+        "`save` and `load`, with checksums; not under tensor parallelism yet",
+        (
+            "test_checkpoint_ranks::test_other_numbers_of_ranks_load_the_same",
+            "test_checkpoint_ranks::test_what_failed_has_changed_nothing",
+        ),
+    ),
+    Row(
+        "Tensor parallelism on a further axis",
+        "`parallelize_module`",
+        "not stated",
+        "`parallelize_module` before `compile_sharded`",
+        (
+            "test_tensor_parallel::test_with_sequence_parallelism_it_is_fsdp2_to_the_bit",
+            "test_tensor_parallel::test_what_is_not_right_is_refused_on_every_rank",
+        ),
+    ),
     Row("Optimizers that mix a parameter's elements", "where `DTensor` has their operators", "yes", NO),
     Row(
         "Every combination of placement, precision, accumulation, clipping and recomputation",

@@ -135,5 +135,6 @@ def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
 def _refuse_load(module: nn.Module, *_: Any) -> NoReturn:
     raise RuntimeError(
         f"This {type(module).__name__} was taken over by compile_sharded: its weights live in shards, and nothing can "
-        "be loaded into it. Load weights before compile_sharded."
+        "be loaded into it. Load weights before compile_sharded, or call sharded.load_full_state_dict(...), "
+        "sharded.import_weights(folder) or sharded.load(folder)."
     )

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.ir.program import Port, c10d
+from fsdp_compiled.ir.nodes import c10d
+from fsdp_compiled.ir.program import Port
 from fsdp_compiled.lower.cuda_device import CudaGraphs
 from fsdp_compiled.lower.cuda_graph import Replays
 
