@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_compiled import FSDPModule, Policy, fully_shard
+from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard
 from tests.launch import ROOT
 
 X, Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 2)
@@ -63,6 +63,23 @@ def test_an_optimizer_that_was_made_before_is_given_the_sharded_parameters() -> 
             optimizer.step()
             optimizer.zero_grad()
     assert same(full(model.parameters()), plain.parameters())
+
+
+def test_compile_sharded_is_there_beside_it() -> None:
+    model = net()
+    fully_shard(model)
+    loss_of(model).backward()
+    other = net()
+    sharded = compile_sharded(
+        other, torch.optim.SGD(other.parameters(), lr=0.1), loss=loss_of, policy=Policy(lower="eager")
+    )
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loss = loss_of(plain)
+    loss.backward()
+    optimizer.step()
+    assert torch.equal(sharded.step(), loss.detach())
+    assert all(torch.equal(one, plain.state_dict()[name]) for name, one in sharded.full_state_dict().items())
 
 
 def test_gradients_that_are_asked_for_go_to_who_asked() -> None:

@@ -42,12 +42,18 @@ def check_own_step(optimizer: Optimizer) -> None:
         )
 
 
+def _is_ours(hook: object) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("fsdp_compiled.")
+
+
 def check_step_hooks(optimizer: Optimizer) -> None:
     """Raises ``ValueError`` for step hooks, of this optimizer or of all: the update is inside the program."""
     own = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     every = [module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks]
     for kind, hooks in zip(("pre", "post"), zip(own, every, strict=True), strict=True):
-        if hook := next((hook for row in hooks for hook in row.values()), None):
+        # Our own, which counts what a loop of the user's updates, has nothing to see here either.
+        users = (one for row in hooks for one in row.values() if not _is_ours(one))
+        if hook := next(users, None):
             name = getattr(hook, "__qualname__", repr(hook))
             raise ValueError(
                 f"{name} is registered as a step {kind}-hook of {type(optimizer).__name__}, whose update is inside the "
