@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import torch
 
 from fsdp_compiled import Sharded, cli
 from fsdp_compiled.cli import train
+from fsdp_compiled.distributed import rendezvous
 from fsdp_compiled.runtime.checkpoint import data_file, folder, loading, saving, writing
 from tests.killable_ranks import Forked
 
@@ -37,8 +39,7 @@ JOB = (
     f"--save-every={SAVE_EVERY} --keep=2"
 ).split()
 LIMIT = 90.0  # seconds in which the ranks that are left must end
-# Before there is a process group nobody knows who is missing: a launcher ends the others, as it does here.
-BEFORE, GRACE = ("starting", "any time"), 10.0
+START = 20.0  # seconds in which all ranks must have started: what a launcher that ends the others stands in for
 
 
 def die() -> None:
@@ -115,6 +116,7 @@ class Trial:
         job += ["--checkpoint", str(self.root / "saved"), *self.more]
 
         def work(rank: int) -> int:
+            rendezvous.own_store = partial(rendezvous.own_store, limit=START)
             if rank == victim and install is not None:
                 install(draw)
             return cli.main(job)
@@ -123,7 +125,7 @@ class Trial:
         since = time.monotonic()
         if not ranks.wait(300, lambda codes: any(codes) or None not in codes):
             raise AssertionError(f"no end: {self._said(ranks)}")
-        ended = ranks.wait(GRACE if phase in BEFORE else LIMIT) or phase in BEFORE
+        ended = ranks.wait(LIMIT)
         codes = list(ranks.codes)
         ranks.kill()
         what = f"attempt {self.logs}: rank {victim}, {phase}: {codes} after {time.monotonic() - since:.1f} s"
