@@ -88,7 +88,7 @@ def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Pl
     In the dtype that is reduced in; where that is float16, with the first part of the division by the world.
     """
     wanted = plan.reduce_dtype(buffer)
-    before = _divisors(plan.world)[0] if wanted == torch.float16 and plan.world > 1 else 1
+    before = plan.divisors[0] if wanted == torch.float16 else 1
     flat = _concatenated(edit, buffer, gradients, plan)
     if wanted != flat.meta["val"].dtype:
         flat = edit.call(aten._to_copy.default, flat, dtype=wanted, mark=_mark(buffer, "flatten"))
@@ -146,14 +146,6 @@ def _concatenated_by_rows(edit: Edit, buffer: Buffer, gradients: dict[str, fx.No
     return edit.call(aten.view.default, parts, [buffer.numel], mark=mark)
 
 
-def _divisors(world: int) -> tuple[int, float]:
-    """What to divide by before a sum over this many ranks, a power of two near its root, and what after it."""
-    before = 1
-    while world % before == 0 and world / before > before:
-        before *= 2
-    return before, world / before
-
-
 def _average(value: fx.Node) -> str:
     return "sum" if value.meta["val"].dtype == torch.float16 else "avg"
 
@@ -181,7 +173,7 @@ def _finish(edit: Edit, pending: list[tuple[Buffer, fx.Node]], plan: Plan) -> No
                     c10d.all_reduce.default, part, _average(part), "replicate", mark=_mark(buffer, "reduce")
                 )
                 part = edit.call(c10d.wait_tensor.default, part, mark=_mark(buffer, "wait"))
-            if _average(part) == "sum" and (after := _divisors(plan.world)[1]) != 1:
+            if _average(part) == "sum" and (after := plan.divisors[1]) != 1:
                 part = edit.call(aten.div.Tensor, part, after, mark=_mark(buffer, "scale"))
         if part.meta["val"].dtype != buffer.dtype:
             part = edit.call(aten._to_copy.default, part, dtype=buffer.dtype, mark=_mark(buffer, "cast"))

@@ -190,6 +190,14 @@ class Plan:
         return self.shard * self.replicate
 
     @property
+    def divisors(self) -> tuple[int, float]:
+        """What float16 is divided by before a sum over the ranks, a power of two near its root, and what after it."""
+        before = 1
+        while self.world % before == 0 and self.world / before > before:
+            before *= 2
+        return before, self.world / before
+
+    @property
     def axes(self) -> tuple[tuple[Axis, int], ...]:
         """The axes of ranks with batches of their own, if they have more than one: over others nothing is sent."""
         axes: tuple[tuple[Axis, int], ...] = (("shard", self.shard), ("replicate", self.replicate))

@@ -42,18 +42,16 @@ def reduced(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch
     """``[world * n]`` on each rank -> this rank's ``[n]`` of the mean, as `passes.reduce` has it. Collective."""
     c10d = torch.ops._c10d_functional
     half = flat.dtype == torch.float16
-    before = 1
-    while half and plan.world % before == 0 and plan.world / before > before:
-        before *= 2
+    before, after = plan.divisors if half else (1, 1)
     how = "sum" if half else "avg"
-    if half and plan.world > 1:
+    if before != 1:
         flat = flat / before
     if plan.shard > 1:
         flat = c10d.wait_tensor(c10d.reduce_scatter_tensor(flat, how, plan.shard, mesh.groups["shard"]))
     if plan.replicate > 1:
         flat = c10d.wait_tensor(c10d.all_reduce(flat, how, mesh.groups["replicate"]))
-    if half and plan.world > before:
-        flat = flat / (plan.world / before)
+    if after != 1:
+        flat = flat / after
     return flat.to(buffer.dtype)
 
 
