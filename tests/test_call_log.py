@@ -231,3 +231,21 @@ def test_only_connections_that_both_ends_know_are_cut() -> None:
         for pair in pairs:
             for end in pair:
                 end.close()
+
+
+def test_sockets_that_are_looked_at_stay_as_they_are_whatever_the_scripts_timeout() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far = server.accept()[0]
+        before = socket.getdefaulttimeout()
+        try:
+            socket.setdefaulttimeout(5.0)
+            assert (*near.getsockname(), *near.getpeername()) in read(connections(None))
+            blocking = [os.get_blocking(end.fileno()) for end in (near, far)]
+            control = socket.socket(fileno=os.dup(near.fileno()))  # Python's own way
+            assert not os.get_blocking(near.fileno())
+        finally:
+            socket.setdefaulttimeout(before)
+        assert blocking == [True, True]
+        for end in (near, far, control):
+            end.close()

@@ -5,7 +5,9 @@ a process group may only be destroyed by the thread that waits. But its connecti
 a shut down socket is what a dead peer looks like: an error, at once, at both ends.
 
 Which sockets those are, both ends tell: a connection between two ranks has the same two addresses on both, the other
-way round. Nothing else is touched; nor is the store, where the ranks read the reason.
+way round. Nothing else is touched; nor is the store, where the ranks read the reason. Nor do the sockets that are only
+looked at change: where the script has set ``socket.setdefaulttimeout``, Python makes each socket that it is given
+non-blocking, for all who hold it, unless it is told that it is already.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from contextlib import closing, suppress
 import torch.distributed as dist
 
 Ends = tuple[str, int, str, int]  # address and port, here and there
+AS_IT_IS = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)  # the type of a socket that Python leaves alone
 
 
 def store_port(store: dist.Store) -> int | None:
@@ -66,13 +69,14 @@ def _sockets() -> Iterator[tuple[socket.socket, Ends]]:
         with suppress(OSError):  # not connected, or closed meanwhile
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-            connection = socket.socket(fileno=os.dup(int(name)))
+            connection = socket.socket(-1, AS_IT_IS, fileno=os.dup(int(name)))
             try:
                 here, there = connection.getsockname(), connection.getpeername()
+                kind = connection.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
             except OSError:
                 connection.close()
                 continue
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and kind == socket.SOCK_STREAM:
                 yield connection, (here[0], here[1], there[0], there[1])
             else:
                 connection.close()
