@@ -195,7 +195,7 @@ def rows(package: str, names: Sequence[str] | None = None, more: bool = True) ->
     for name in known if names is None else names:
         plain = verdict(known[name], OPTIONS[0])
         yield f"{name:<28}{plain}"
-        for options in OPTIONS[1:] if more else ():
+        for options in (*OPTIONS[1:], *([MORE[name]] if name in MORE else [])) if more else ():
             other = verdict(known[name], options)
             if other != plain and not other.startswith("cannot be made"):
                 yield f"{'  ' + ', '.join(f'{k}={v}' for k, v in options.items()):<28}{other}"

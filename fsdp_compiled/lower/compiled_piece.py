@@ -34,21 +34,27 @@ class CompiledPiece:
         self.source = source
         self._artifact = artifact
         self._first_call = threading.Lock()  # equal pieces of several programs are one object
-        self._call: Call = self._first
+        self._call: Call | None = None  # no bound method: a piece goes with the last program that holds it
 
     def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return self._call(inputs)
+        return self._first(inputs) if self._call is None else self._call(inputs)
+
+    @property
+    def unwrapped(self) -> bool:
+        """Whether what AOTAutograd wrapped around the code was seen to pass everything through, and is left out."""
+        return self._call is not None and not isinstance(self._call, _Wrapped)
 
     def _first(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Runs with the wrappers, and drops them from now on if they pass everything through."""
         with self._first_call:
-            if self._call != self._first:  # meanwhile, in another thread
+            if self._call is not None:  # meanwhile, in another thread
                 return self._call(inputs)
+            wrapped = _Wrapped(self._artifact)
             graphs = compiled_graphs(self._artifact)
             code = graphs[0].current_callable if len(graphs) == 1 else None
             if code is None:
-                self._call = self._wrapped
-                return self._wrapped(inputs)
+                self._call = wrapped
+                return wrapped(inputs)
             seen: list[tuple[list[Any], Sequence[Any]]] = []
 
             def noting(given: Any) -> Any:
@@ -62,11 +68,18 @@ class CompiledPiece:
             finally:
                 graphs[0].current_callable = code
             plain = len(seen) == 1 and _same(seen[0][0], inputs) and _same(seen[0][1], results)
-            self._call = code if plain else self._wrapped
+            self._call = code if plain else wrapped
             inputs.clear()
             return results
 
-    def _wrapped(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+
+class _Wrapped:
+    """An artifact with the wrappers, in the form of the code within."""
+
+    def __init__(self, artifact: Callable[..., Any]) -> None:
+        self._artifact = artifact
+
+    def __call__(self, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         given = tuple(inputs)
         inputs.clear()
         return self._artifact(*given)  # type: ignore[no-any-return]
