@@ -55,6 +55,8 @@ def _encode(value: Any, name: str, where: str, tensors: Tensors) -> Any:
         return value if math.isfinite(value) else {"$float": str(value)}
     if kind in NAMES:
         found = [_encode(one, name, f"{where}[{index}]", tensors) for index, one in enumerate(_ordered(value, kind))]
+        if kind is deque and value.maxlen is not None:
+            return {"$bounded": [value.maxlen, found]}
         return found if kind is list else {NAMES[kind]: found}
     if kind in MAPS:
         if kind in (dict, defaultdict) and all(type(key) is str and not key.startswith("$") for key in value):
@@ -72,8 +74,8 @@ def _encode(value: Any, name: str, where: str, tensors: Tensors) -> Any:
     if kind is complex:
         return {"$complex": [str(value.real), str(value.imag)]}
     if kind.__module__ == "numpy" and hasattr(value, "dtype"):
-        try:
-            array = torch.as_tensor(value)
+        try:  # torch takes neither negative strides nor another byte order
+            array = torch.as_tensor(value.astype(value.dtype.newbyteorder("="), order="C"))
         except TypeError:
             array = None
         if array is not None:
@@ -129,6 +131,8 @@ def decode(tree: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return SEQUENCES[tag]([decode(one, tensors) for one in inner])
     if tag in MAPPINGS:
         return MAPPINGS[tag]([(decode(key, tensors), decode(one, tensors)) for key, one in inner])
+    if tag == "$bounded":
+        return deque((decode(one, tensors) for one in inner[1]), inner[0])
     if tag == "$tensor":
         return tensors[inner]
     if tag == "$numpy":
