@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled.distributed.call_store import Board
+from fsdp_compiled.runtime.checkpoint import data_file, writing
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 
 
@@ -20,6 +26,38 @@ def build(steps: int = 1) -> Sharded:
     for _ in range(steps):
         sharded.step(torch.ones(2, 4))
     return sharded
+
+
+@pytest.fixture
+def writers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Those that write wait until it is set."""
+    go = threading.Event()
+    write = data_file.write
+    monkeypatch.setattr(data_file, "write", lambda *given: (go.wait(60), write(*given))[1])
+    return go
+
+
+def test_a_save_that_runs_cannot_be_cancelled(tmp_path: Path, writers: threading.Event) -> None:
+    """Its memory would be used again by the next save while it is being written."""
+    sharded = build()
+    future = sharded.save(tmp_path)
+    assert not future.cancel() and not future.done()
+    writers.set()
+    assert future.result() == tmp_path / "step-1" and sharded.load(tmp_path) == 1
+
+
+def test_what_ranks_said_of_a_save_does_not_stay_in_the_store() -> None:
+    store = dist.HashStore()
+    board = Board(store, 0, 2)
+    save = writing.Save(3, Path("aside"), 1, None, 2, {}, {}, {}, {})
+    posts = writing.Posts(board, save.number)
+    for rank in (0, 1):
+        posts.set(f"part {rank}", "{}")
+        posts.set(f"heard {rank}", "")
+    posts.set("end", "ended ")
+    assert store.num_keys() == 5
+    writing._linger(save, posts)
+    assert store.num_keys() == 1 and posts.get("end") == "ended "
 
 
 def test_containers_with_a_bound_and_odd_arrays_come_back() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -135,6 +136,11 @@ class Board:
 
     def set(self, key: str, text: str) -> None:
         self.store.set(key, text)
+
+    def forget(self, key: str) -> None:
+        """Nothing stands there any more."""
+        with suppress(NotImplementedError):  # a store that only grows
+            self.store.delete_key(key)
 
 
 def times(count: int) -> str:

@@ -30,7 +30,7 @@ from fsdp_compiled.runtime.checkpoint.image import Arranged, described
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
 
 SILENCE = 600.0  # seconds after which a rank that writes and says nothing is given up
-POLL = 0.01  # seconds
+POLL = 0.01  # seconds between two questions to the store, at first; then a tenth of the time that one has waited
 LOOK = 0.5  # seconds between two looks at whether another rank's process lives
 FAILED = 10.0  # seconds of its silence that are enough where ranks have failed
 
@@ -73,6 +73,7 @@ class Saving(Future[Path]):
 
     def __init__(self, save: Save | None = None) -> None:
         super().__init__()
+        self.set_running_or_notify_cancel()  # or it could be cancelled, and its memory used again while it is written
         self.save = save
         self.told = False  # whether somebody was given its error
 
@@ -108,6 +109,10 @@ class Posts:
 
     def get(self, key: str) -> str | None:
         return self._own.get(key) if self.board is None else self.board.get(f"save/{self.number}/{key}")
+
+    def forget(self, key: str) -> None:
+        if self.board is not None:
+            self.board.forget(f"save/{self.number}/{key}")
 
 
 def start(save: Save, own: Own, rank: int, board: Board | None) -> Saving:
@@ -199,12 +204,14 @@ def _hear(save: Save, posts: Posts, rank: int) -> str:
 
 
 def _linger(save: Save, posts: Posts) -> None:
-    """Rank 0 holds the store: it stays until the others have read the end."""
+    """Rank 0 holds the store: it stays until the others have read the end. What they have said of it goes then."""
     until = time.monotonic() + 30
-    for rank in range(1, save.world):
+    for rank in range(save.world):
         life = Life(posts.board, rank)
         while posts.get(f"heard {rank}") is None and time.monotonic() < until and not life.lost():
             time.sleep(POLL)
+        for what in ("part", "alive", "heard"):
+            posts.forget(f"{what} {rank}")
 
 
 def _read_end(save: Save, reason: str) -> str:
@@ -240,12 +247,13 @@ class Life:
 def _wait(read: Callable[[], str | None], posts: Posts, rank: int) -> str | None:
     """What is read once it is there; None where the rank that says it is silent for too long."""
     last, since, life = None, time.monotonic(), Life(posts.board, rank)
+    begun = since
     while (found := read()) is None:
         if (now := posts.get(f"alive {rank}")) != last:
             last, since = now, time.monotonic()
         if time.monotonic() - since > SILENCE or life.lost():
             return read()
-        time.sleep(POLL)
+        time.sleep(min(LOOK, POLL + (time.monotonic() - begun) / 10))
     return found
 
 
