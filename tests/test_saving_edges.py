@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import fcntl
+import os
 import threading
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +19,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed.call_store import Board
-from fsdp_compiled.runtime.checkpoint import data_file, writing
+from fsdp_compiled.runtime.checkpoint import data_file, folder, writing
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 
 
@@ -44,6 +49,51 @@ def test_a_save_that_runs_cannot_be_cancelled(tmp_path: Path, writers: threading
     assert not future.cancel() and not future.done()
     writers.set()
     assert future.result() == tmp_path / "step-1" and sharded.load(tmp_path) == 1
+
+
+def test_two_of_one_process_do_not_remove_what_the_other_writes(tmp_path: Path, writers: threading.Event) -> None:
+    (tmp_path / ".step-9.0123abcd").mkdir()
+    first, second = build(1).save(tmp_path), build(2).save(tmp_path)
+    writers.set()
+    assert [first.result().name, second.result().name] == ["step-1", "step-2"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step-1", "step-2"]
+
+
+def test_a_file_system_without_locks_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def none(*given: Any) -> None:
+        asked.append(given)
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", none)
+    build().save(tmp_path, wait=True)
+    assert len(asked) == 1
+
+
+def test_a_checkpoint_whose_replacement_was_killed_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system that cannot exchange two names."""
+    sharded = build()
+    place = sharded.save(tmp_path, wait=True).result()
+    before = (place / "manifest.json").read_bytes()
+    rename = os.rename
+
+    def killed(old: Path, new: Path) -> None:
+        if Path(new) == place:
+            raise KeyboardInterrupt
+        rename(old, new)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
+    with monkeypatch.context() as patched:
+        patched.setattr(folder.os, "rename", killed)
+        with pytest.raises(writing.SaveError, match="not known here: KeyboardInterrupt"):
+            sharded.save(tmp_path, replace=True, wait=True)
+    assert folder.steps(tmp_path) == []
+    assert build(0).load(tmp_path) == 1
+    assert (place / "manifest.json").read_bytes() == before
+    sharded.save(tmp_path, wait=True, replace=True)
+    assert (place / "manifest.json").read_bytes() != before and folder.steps(tmp_path) == [1]
+    assert not (tmp_path / ".step-1.replaced").exists()
 
 
 def test_what_ranks_said_of_a_save_does_not_stay_in_the_store() -> None:

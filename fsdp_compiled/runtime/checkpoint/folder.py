@@ -22,7 +22,10 @@ from fsdp_compiled.runtime.checkpoint.manifest import NAME
 COMPLETE = re.compile(r"step-(\d+)")
 ASIDE = re.compile(r"\.step-\d+\.[0-9a-f]{8}")
 LOCK = ".lock"
+TAKEN = (errno.EACCES, errno.EAGAIN)
+REPLACED = re.compile(r"\.(step-\d+)\.replaced")  # for the moment in which another takes its name
 _locks: dict[str, int] = {}  # by folder: the open file, for as long as the process lives
+_begun: set[str] = set()  # the folders aside that this process made: another `Sharded` of it may be at one
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -52,7 +55,7 @@ def lock(folder: Path) -> None:
     except OSError as error:
         owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
         os.close(descriptor)
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
+        if error.errno not in TAKEN:
             return  # a file system without locks
         raise ValueError(
             f"Another process saves checkpoints in {folder}{f' ({owner})' if owner else ''}, and would remove this "
@@ -68,8 +71,8 @@ def _lock(descriptor: int) -> None:
     for attempt in range(20):
         try:
             return fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if attempt == 19:
+        except OSError as error:
+            if attempt == 19 or error.errno not in TAKEN:
                 raise
             time.sleep(0.1)
 
@@ -82,6 +85,7 @@ def begin(folder: Path, step: int, replace: bool) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock(folder)
+        restore(folder)
         there = path_of(folder, step)
         if there.exists() and not replace:
             raise ValueError(
@@ -94,6 +98,7 @@ def begin(folder: Path, step: int, replace: bool) -> Path:
             )
         clear(folder)
         aside = folder / f".step-{step}.{uuid.uuid4().hex[:8]}"
+        _begun.add(aside.name)
         aside.mkdir()
     except OSError as error:
         raise ValueError(f"No checkpoint can be written in {folder}: {error.strerror or error}.") from error
@@ -101,10 +106,22 @@ def begin(folder: Path, step: int, replace: bool) -> Path:
 
 
 def clear(folder: Path) -> None:
-    """Removes what saves that did not end have left. The lock says that none of them is still at it."""
+    """Removes what saves that did not end have left. The lock says that no other process is still at one."""
     for name in os.listdir(folder):
-        if ASIDE.fullmatch(name):
+        if ASIDE.fullmatch(name) and name not in _begun:
             shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def restore(folder: Path) -> None:
+    """Gives those their names back whose replacement was killed in the moment between."""
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        if (match := REPLACED.fullmatch(name)) is None:
+            continue
+        if (folder / match[1]).exists():
+            shutil.rmtree(folder / name, ignore_errors=True)
+            continue
+        with contextlib.suppress(OSError):  # the folder may only be read
+            os.rename(folder / name, folder / match[1])
 
 
 def commit(aside: Path, step: int, keep: int | None) -> Path:
@@ -134,7 +151,7 @@ def remove(path: Path) -> None:
 
 
 def _exchange(aside: Path, place: Path) -> None:
-    """Both names at once where the system can; else the old one goes aside for the moment between two renames."""
+    """Both names at once where the system can; else the old one goes aside between two renames, for `restore`."""
     import ctypes
 
     try:
@@ -143,7 +160,7 @@ def _exchange(aside: Path, place: Path) -> None:
             return
     except AttributeError:
         pass
-    old = place.with_name(f".{place.name}.{uuid.uuid4().hex[:8]}")
+    old = place.with_name(f".{place.name}.replaced")
     os.rename(place, old)
     os.rename(aside, place)
     shutil.rmtree(old, ignore_errors=True)

@@ -38,6 +38,7 @@ class Wanted:
 
 def choose(folder: Path, step: int | None) -> Path | None:
     """The folder of the newest complete checkpoint, or of the one of this step; None where there is none."""
+    folders.restore(folder)
     found = folders.steps(folder)
     if step is None:
         return folders.path_of(folder, found[-1]) if found else None
