@@ -9,7 +9,8 @@ LONG = (
     "test_memory", "test_parity", "test_meaning", "test_cli_train", "test_ranks", "test_aot_cache", "test_fuzz",
     "test_failed_calls", "test_lowering", "test_shape", "test_compute_copies", "test_third_party_optimizers",
     "test_api", "test_transformers", "test_guards", "test_direct_gradients", "test_modes", "test_combinations",
-    "test_loss_scale", "test_cuda_graph", "test_cli_bench", "test_kernels_interpreted", "test_partition",
+    "test_loss_scale", "test_cuda_graph", "test_examples", "test_cli_bench", "test_kernels_interpreted",
+    "test_partition",
 )  # fmt: skip
 
 
