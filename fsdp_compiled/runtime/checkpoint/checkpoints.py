@@ -205,7 +205,7 @@ class Checkpoints:
     def _values(self, manifest: Manifest, found: Match, extra: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
         """The values that this rank takes, as JSON, each with whether it is its own."""
         fixed = ["updates", "scale", "random"]
-        constants = [name for name in manifest.values if name.startswith("constant ")]
+        constants = [f"constant {name}" for name in found.constants]
         for name in found.buffers:
             if (value := buffer_value(manifest, name)) is not None:
                 manifest.values[f"buffer {name}"] = value

@@ -83,14 +83,16 @@ def read(
     for name, reader in readers.items():
         reader.read(requests[name])
     yield "what they have read"
-    if not rest:
-        return Staged([(one, _finished(manifest.tensors[one.tensor], one, values)) for one, values in pairs], tensors)
-    seen = exchange({name: sorted(reader.verified) for name, reader in readers.items()}, mesh)
-    for name, reader in readers.items():
-        count = -(-manifest.files[name].size // BLOCK) if manifest.files[name].checksums is not None else 0
-        unseen = sorted(set(range(count)) - {block for one in seen for block in one[name]})
-        reader.read([], unseen[mesh.rank :: mesh.world])
-    return Staged([(one, _finished(manifest.tensors[one.tensor], one, values)) for one, values in pairs], tensors)
+    if rest:
+        seen = exchange({name: sorted(reader.verified) for name, reader in readers.items()}, mesh)
+        for name, reader in readers.items():
+            count = -(-manifest.files[name].size // BLOCK) if manifest.files[name].checksums is not None else 0
+            unseen = sorted(set(range(count)) - {block for one in seen for block in one[name]})
+            reader.read([], unseen[mesh.rank :: mesh.world])
+    return Staged(
+        [(one, _finished(manifest.tensors[one.tensor], one, values)) for one, values in pairs],
+        {name: _in_dims(manifest.tensors[name], values).contiguous() for name, values in tensors.items()},
+    )
 
 
 def _request(entry: Entry, one: Wanted, requests: dict[str, list[Request]]) -> torch.Tensor:
@@ -103,6 +105,7 @@ def _request(entry: Entry, one: Wanted, requests: dict[str, list[Request]]) -> t
 
 
 def _whole(entry: Entry, requests: dict[str, list[Request]]) -> torch.Tensor:
+    """Room for all of it, in memory order."""
     values = torch.empty(entry.shape, dtype=entry.dtype)
     _ask(entry, 0, entry.numel, values, requests)
     return values
@@ -122,9 +125,13 @@ def _finished(entry: Entry, one: Wanted, values: torch.Tensor) -> torch.Tensor:
     """The wanted elements, in the order in which they are wanted."""
     if one.order == entry.order:
         return values
+    return _in_dims(entry, values).permute(one.order).reshape(-1)[one.start : one.stop].clone()
+
+
+def _in_dims(entry: Entry, values: torch.Tensor) -> torch.Tensor:
+    """The whole tensor in its own dims, of its elements in memory order."""
     shape = [entry.shape[dim] for dim in entry.order]
-    logical = values.view(shape).permute([entry.order.index(dim) for dim in range(len(shape))])
-    return logical.permute(one.order).reshape(-1)[one.start : one.stop].clone()
+    return values.view(shape).permute([entry.order.index(dim) for dim in range(len(shape))])
 
 
 def write(staged: Staged) -> None:

@@ -30,6 +30,7 @@ class Match:
     wanted: list[Wanted] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: list[str] = field(default_factory=list)
+    constants: list[str] = field(default_factory=list)
     options: list[dict[str, Any]] | None = None  # of each group, as JSON, where rates are taken over
     differences: list[str] = field(default_factory=list)
 
@@ -52,6 +53,7 @@ def match(
         if one.name in places:
             found.wanted.append(Wanted(places[one.name], one.start, one.stop, orders[one.name], one.values))
     _buffers(manifest, state, found)
+    _constants(manifest, state, found)
     return found
 
 
@@ -258,6 +260,19 @@ def _buffers(manifest: Manifest, state: State, found: Match) -> None:
         else:
             found.buffers.append(name)
     found.differences += [f"the buffer {name} is not in the model" for name in sorted(saved - set(state.buffers))]
+
+
+def _constants(manifest: Manifest, state: State, found: Match) -> None:
+    """Those that no program reads yet are compared when one does."""
+    for key, value in manifest.values.items():
+        kind, _, name = key.partition(" ")
+        if kind != "constant":
+            continue
+        own, tree = state.constants.get(name), value["same"] if "same" in value else value["by_rank"][0]
+        if own is not None and (reason := _unlike(manifest, tree["$tensor"], own.shape, own.dtype)) is not None:
+            found.differences.append(f"the tensor {name} that the loss updates {reason}")
+        else:
+            found.constants.append(name)
 
 
 def refusal(path: Any, differences: Sequence[str]) -> str:

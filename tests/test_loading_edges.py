@@ -1,0 +1,70 @@
+"""Loads of what does not quite fit: nothing of it is taken in another sense, and nothing is changed before that is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from fsdp_compiled import Policy, Sharded, compile_sharded
+
+EAGER = Policy(lower="eager")
+
+
+def counting(size: int, seed: int = 0) -> tuple[Sharded, torch.Tensor]:
+    """With a tensor of the loss's own, of this size, that counts its calls."""
+    torch.manual_seed(seed)
+    model, calls = nn.Linear(4, 4), torch.zeros(size)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        calls.add_(1)
+        return model(x).square().mean() + 0 * calls.sum()
+
+    return compile_sharded(model, torch.optim.SGD(model.parameters(), 0.1), loss=loss, policy=EAGER), calls
+
+
+@pytest.mark.parametrize(("there", "here"), [(3, 1), (1, 3)])
+def test_a_tensor_of_the_losses_own_with_another_shape_is_refused(tmp_path: Path, there: int, here: int) -> None:
+    first, _ = counting(there)
+    first.step(torch.ones(2, 4))
+    first.step(torch.ones(2, 4))
+    first.save(tmp_path, wait=True)
+    second, calls = counting(here, seed=1)
+    second.step(torch.ones(2, 4))
+    before = [tensor.clone() for tensor in tree_leaves(second.state)]
+    with pytest.raises(ValueError, match=rf"the loss updates is float32\[{here}\] here, and float32\[{there}\] in the"):
+        second.load(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(before, tree_leaves(second.state), strict=True))
+    assert second.load(tmp_path, strict=False) == 2
+    assert calls.tolist() == [1.0] * here
+    assert torch.equal(second.full_state_dict()["weight"], first.full_state_dict()["weight"])
+
+
+class Turned(nn.Module):
+    """A weight whose dims lie the other way round in memory: a parameter, or a buffer with rows in a row."""
+
+    def __init__(self, parameter: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        if parameter:
+            self.turned = nn.Parameter(torch.arange(6.0).view(2, 3).t())
+        else:
+            self.register_buffer("turned", torch.zeros(3, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ self.turned
+
+
+def test_a_parameter_that_has_become_a_buffer_is_not_turned(tmp_path: Path) -> None:
+    first, second = (
+        compile_sharded(
+            model, torch.optim.SGD(model.parameters(), 0.1), loss=lambda m, x: m(x).square().mean(), policy=EAGER
+        )
+        for model in (Turned(True), Turned(False))
+    )
+    first.save(tmp_path, step=1, wait=True)
+    assert second.load(tmp_path, strict=False) == 1
+    assert torch.equal(second.full_state_dict()["turned"], torch.arange(6.0).view(2, 3).t())
