@@ -1,4 +1,4 @@
-"""Loads of what does not quite fit: nothing of it is taken in another sense, and nothing is changed before that is said."""
+"""Loads of what does not quite fit: none of it is taken in another sense, nothing is changed before that is said."""
 
 from __future__ import annotations
 

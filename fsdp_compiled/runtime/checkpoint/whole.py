@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fsdp_compiled.distributed.mesh import Mesh, broadcast, exchange, gather_shards
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Buffer
-from fsdp_compiled.runtime.checkpoint.contents import options
+from fsdp_compiled.runtime.checkpoint.contents import names_of, options
 from fsdp_compiled.runtime.checkpoint.huggingface import keys_of
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.shard_model import read_slot, write_slot
@@ -88,21 +88,10 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Generator[str, None, d
     """``optimizer.state_dict()`` as torch.optim has it, on rank 0 and on the CPU; empty elsewhere."""
     optimizer = trained.optimizer
     assert optimizer is not None
+    _refuse_containers(trained.rules)
     indices = _indices(optimizer)
-    state: dict[int, dict[str, Any]] = {}
-    for buffer, rule, entry in _entries(trained):
-        if entry.container is not None:
-            raise ValueError(
-                f"{rule.name} keeps {entry.container} in a container of its own, which is not put together here. Use "
-                "sharded.save and sharded.load."
-            )
-        if entry.scalar:
-            if entry.place == "parameter" and mesh.rank == 0:
-                value = trained.state.optimizer[f"{rule.key}.{entry.name}"].detach().cpu()
-                for slot in buffer.slots:
-                    kept = _number(value) if entry.number else value.clone().to(entry.dtype)
-                    state.setdefault(indices[slot.name], {})[entry.name] = kept
-            continue
+    state: dict[Any, Any] = {}
+    for buffer, entry in _per_element(trained):
         own = trained.state.optimizer[f"{buffer.key}.{entry.name}"].to(trained.plan.device)
         yield f"{entry.name} of {buffer.key}"
         full = gather_shards(own, mesh) if trained.plan.placement.state else own
@@ -112,14 +101,25 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Generator[str, None, d
         del own, full
     if mesh.rank != 0:
         return {}
-    groups = [
-        {**kept, "params": [indices[parameter._sharded_name] for parameter in group["params"]]}
-        for group, kept in zip(optimizer.param_groups, options(optimizer), strict=True)
-    ]
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
+    groups = options(optimizer)
+    for rule in trained.rules:
+        for entry in (entry for entry in rule.state if entry.scalar):
+            value = trained.state.optimizer[f"{rule.key}.{entry.name}"].detach().cpu()
+            if entry.place == "parameter":
+                for name in names_of(trained.plan, rule):
+                    state.setdefault(indices[name], {})[entry.name] = _scalar(value, entry)
+            elif entry.place in ("group", "state"):
+                (groups[rule.group] if entry.place == "group" else state)[entry.name] = _scalar(value, entry)
+    for group, kept in zip(optimizer.param_groups, groups, strict=True):
+        kept["params"] = [indices[parameter._sharded_name] for parameter in group["params"]]
+    ordered = dict(sorted(state.items(), key=lambda item: (isinstance(item[0], str), item[0])))
+    return {"state": ordered, "param_groups": groups}
 
 
-def _number(value: torch.Tensor) -> int | float:
+def _scalar(value: torch.Tensor, entry: StateTensor) -> Any:
+    """What the optimizer's code keeps: a Python number, or a tensor of one."""
+    if not entry.number:
+        return value.clone().to(entry.dtype)
     number = value.item()
     return int(number) if float(number).is_integer() else number
 
@@ -130,13 +130,23 @@ def _indices(optimizer: Optimizer) -> dict[str, int]:
     return {name: index for index, name in enumerate(names)}
 
 
-def _entries(trained: Trained) -> Iterator[tuple[Buffer, Rule, StateTensor]]:
+def _refuse_containers(rules: Sequence[Rule]) -> None:
+    for rule in rules:
+        for entry in rule.state:
+            if entry.container is not None:
+                raise ValueError(
+                    f"{rule.name} keeps {entry.container} in a container of its own, which is not put together here. "
+                    "Use sharded.save and sharded.load."
+                )
+
+
+def _per_element(trained: Trained) -> Iterator[tuple[Buffer, StateTensor]]:
     for buffer in trained.plan.buffers:
         if buffer.updated:
             assert buffer.group is not None
-            rule = rule_for(trained.rules, buffer.group, buffer.variant)
-            for entry in rule.state:
-                yield buffer, rule, entry
+            for entry in rule_for(trained.rules, buffer.group, buffer.variant).state:
+                if not entry.scalar:
+                    yield buffer, entry
 
 
 def load_optimizer(
@@ -153,14 +163,9 @@ def load_optimizer(
         numbers = _numbers(given, trained, indices)
     yield "the optimizer's groups and numbers"
     numbers, groups = exchange((numbers, groups), mesh)[0]
-    staged: Staged = []
-    for buffer, rule, entry in _entries(trained):
-        if entry.scalar:
-            key = f"{rule.key}.{entry.name}"
-            if key in numbers:
-                to = trained.state.optimizer[key]
-                staged.append((to, torch.full_like(to, numbers[key])))
-            continue
+    scalars = {key: trained.state.optimizer[key] for key in numbers}
+    staged: Staged = [(to, torch.full_like(to, numbers[key])) for key, to in scalars.items()]
+    for buffer, entry in _per_element(trained):
         to = trained.state.optimizer[f"{buffer.key}.{entry.name}"]
         flat = torch.zeros(buffer.numel, dtype=to.dtype, device=plan.device)
         if mesh.rank == 0:
@@ -187,24 +192,34 @@ def _check_groups(given: Any, optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _numbers(given: Mapping[str, Any], trained: Trained, indices: Mapping[str, int]) -> dict[str, float]:
-    """The numbers that each group has once, which its parameters must agree in."""
+    """The numbers that each rule has once, which its parameters must agree in; as at the start where none is given."""
+    _refuse_containers(trained.rules)
     found: dict[str, float] = {}
-    known: set[str] = set()
-    for buffer, rule, entry in _entries(trained):
-        known.add(entry.name)
-        if entry.container is not None:
-            raise ValueError(f"{rule.name} keeps {entry.container} in a container of its own. Use sharded.load.")
-        for slot in buffer.slots if entry.scalar and entry.place == "parameter" else ():
-            value = given["state"].get(indices[slot.name], {}).get(entry.name)
-            key = f"{rule.key}.{entry.name}"
-            if value is not None and found.setdefault(key, float(value)) != float(value):
-                raise ValueError(
-                    f"{entry.name} differs between the parameters of group {rule.group}: {found[key]} and "
-                    f"{float(value)}. Put parameters of different age into groups of their own."
-                )
-            if value is not None and f"{rule.key}.first" in trained.state.optimizer:
-                found[f"{rule.key}.first"] = 0.0
+    for rule in trained.rules:
+        kept = [given["state"].get(indices[name], {}) for name in names_of(trained.plan, rule)]
+        begun = any(value is not None for one in kept for value in one.values())
+        for entry in (entry for entry in rule.state if entry.scalar):
+            if entry.place == "parameter":
+                values = {float(one[entry.name]) for one in kept if one.get(entry.name) is not None}
+                if len(values) > 1:
+                    raise ValueError(
+                        f"{entry.name} differs between the parameters of group {rule.group}: "
+                        f"{' and '.join(map(str, sorted(values)[:2]))}. Put parameters of different age into groups "
+                        "of their own."
+                    )
+                value = values.pop() if values else entry.initial
+            elif entry.place == "group":
+                if (value := given["param_groups"][rule.group].get(entry.name)) is None:
+                    raise ValueError(f"param_groups[{rule.group}] has no {entry.name!r}, in which {rule.name} counts.")
+            elif entry.place == "state":
+                value = given["state"].get(entry.name, entry.initial)
+            elif entry.place == "ours":  # whether the first step is still to come
+                value = 0.0 if begun else 1.0
+            else:  # an attribute, which is in no state_dict
+                continue
+            found[f"{rule.key}.{entry.name}"] = float(value)
+    known = {entry.name for rule in trained.rules for entry in rule.state}
     for index, kept in given["state"].items():
-        if odd := sorted(set(kept) - known):
+        if isinstance(kept, Mapping) and (odd := sorted(set(kept) - known)):
             raise ValueError(f"The state of parameter {index} has {odd[0]!r}, which this optimizer does not keep.")
     return found
