@@ -322,10 +322,11 @@ ROWS = (
         "Checkpoints that another number of ranks loads",
         "`torch.distributed.checkpoint`",
         "`torch.save`",
-        "`save` and `load`, with checksums; not under tensor parallelism yet",
+        "`save` and `load`, with checksums; with tensor parallelism or without",
         (
             "test_checkpoint_ranks::test_other_numbers_of_ranks_load_the_same",
             "test_checkpoint_ranks::test_what_failed_has_changed_nothing",
+            "test_tensor_parallel_checkpoints::test_other_meshes_load_the_same",
         ),
     ),
     Row(

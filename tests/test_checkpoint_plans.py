@@ -1,8 +1,12 @@
-"""What the ranks of one plan write, the ranks of any other read: generated parameters and plans, in one process."""
+"""What the ranks of one plan write, the ranks of any other read: generated parameters and plans, in one process.
+
+Along the tp axis each plan cuts other parameters along other dims, into other numbers of parts, or nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,13 +19,13 @@ from fsdp_compiled import Policy
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.optim.rule import Rule, StateTensor
-from fsdp_compiled.plan.plan import Leaf, Plan, make_plan
+from fsdp_compiled.plan.plan import Leaf, Plan, TensorParallel, dense_stride, make_plan
 from fsdp_compiled.runtime.checkpoint import data_file, loading, writing
 from fsdp_compiled.runtime.checkpoint.image import Image, arrange, described, part
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.rectangles import rectangles
-from fsdp_compiled.runtime.checkpoint.stretches import Holders, held, tensors
+from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, held, tensors
 from fsdp_compiled.runtime.shard_model import write_slot
 
 CPU = torch.device("cpu")
@@ -59,7 +63,28 @@ def plans(draw: st.DrawFn, found: Sequence[Leaf]) -> Plan:
         shard=draw(st.sampled_from(["zero3", "zero2", "zero1", "ddp"])),
         bucket_mb=draw(st.sampled_from([0, 0.0001, 1])),
     )
-    return make_plan(found, policy, CPU, draw(st.integers(1, 5)), draw(st.integers(1, 2)))
+    tp = draw(st.sampled_from([1, 1, 2, 3]))
+    parts = [draw(part_of(leaf, tp)) for leaf in found]
+    return make_plan(parts, policy, CPU, draw(st.integers(1, 5)), draw(st.integers(1, 2)), tp)
+
+
+@st.composite
+def part_of(draw: st.DrawFn, leaf: Leaf, tp: int) -> Leaf:
+    """The leaf as ranks along tp have it: cut along a dim, or whole."""
+    dims = [dim for dim, size in enumerate(leaf.shape) if tp > 1 and size and size % tp == 0]
+    dim = draw(st.sampled_from([*dims, None]))
+    if dim is None:
+        return leaf if tp == 1 else replace(leaf, tp=draw(st.sampled_from([None, TensorParallel(None, leaf.shape)])))
+    shape = tuple(size // tp if one == dim else size for one, size in enumerate(leaf.shape))
+    laid = torch.empty([shape[one] for one in leaf.order]).permute([leaf.order.index(d) for d in range(len(shape))])
+    return replace(leaf, shape=shape, stride=dense_stride(shape, laid.stride()), tp=TensorParallel(dim, leaf.shape))
+
+
+def places(plan: Plan) -> list[Place]:
+    """Of all ranks: replicas, then the shard axis, then tp."""
+    return [
+        Place(shard, tp) for _ in range(plan.replicate) for shard in range(plan.shard) for tp in range(plan.tp)
+    ]  # fmt: skip
 
 
 def values(found: Sequence[Leaf]) -> dict[str, torch.Tensor]:
@@ -72,7 +97,7 @@ def values(found: Sequence[Leaf]) -> dict[str, torch.Tensor]:
     return made
 
 
-def shards(plan: Plan, rank: int, whole: dict[str, torch.Tensor] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def shards(plan: Plan, place: Place, whole: dict[str, torch.Tensor] | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """A rank's parameters and optimizer state: these values, or zeros."""
     parameters: dict[str, torch.Tensor] = {}
     optimizer: dict[str, torch.Tensor] = {}
@@ -85,27 +110,29 @@ def shards(plan: Plan, rank: int, whole: dict[str, torch.Tensor] | None) -> tupl
             dtype = torch.float32 if name == "exp_avg" else buffer.dtype
             flat = torch.zeros(buffer.numel, dtype=dtype)
             for slot in buffer.slots if whole is not None else ():
-                write_slot(flat, slot, whole[slot.name + (f".{name}" if name else "")])  # type: ignore[index]
+                value = whole[slot.name + (f".{name}" if name else "")]  # type: ignore[index]
+                if slot.leaf.split:
+                    value = value.chunk(plan.tp, slot.leaf.tp.dim)[place.tp]  # type: ignore[union-attr, arg-type]
+                write_slot(flat, slot, value)
             size = buffer.numel // plan.shard
-            own = flat[rank * size : (rank + 1) * size].clone() if cut else flat
+            own = flat[place.shard * size : (place.shard + 1) * size].clone() if cut else flat
             (optimizer if name else parameters)[f"{buffer.key}.{name}" if name else buffer.key] = own
     return parameters, optimizer
 
 
 def save(plan: Plan, whole: dict[str, torch.Tensor], folder: Path) -> Manifest:
     parts, entries = [], {}
-    for rank in range(plan.world):
-        shard, replica = rank % plan.shard, rank // plan.shard
-        parameters, optimizer = shards(plan, shard, whole)
+    for rank, place in enumerate(places(plan)):
+        parameters, optimizer = shards(plan, place, whole)
         entries = tensors(plan, RULES, optimizer)
-        holders = Holders(rank, plan.world, replica, plan.replicate)
-        own = list(held(plan, RULES, shard, parameters, optimizer, holders))
+        own = list(held(plan, RULES, place, parameters, optimizer, Holders(rank, places(plan))))
         shapes = {name: entry.shape for name, entry in entries.items() if list(entry.order) == sorted(entry.order)}
-        files = arrange([part(o.name, o.start, o.values, entries[o.name].shape) for o in own], shapes, rank, plan.world)
+        cut = [part(o.name, o.start, o.values, entries[o.name].shape, o.cut) for o in own]
+        files = arrange(cut, shapes, rank, len(places(plan)))
         images = Image(CPU).fill(files)
         sums = [data_file.write(folder / file.name, image) for file, image in zip(files, images)]
         parts.append({**described(files, sums), "values": {}, "shapes": {}})
-    made = writing.Save(1, folder, 0, None, plan.world, entries, {}, {}, {})
+    made = writing.Save(1, folder, 0, None, len(places(plan)), entries, {}, {}, {})
     return writing.assemble(made, parts)  # raises where an element is missing or written twice
 
 
@@ -117,13 +144,13 @@ def test_any_plan_reads_what_any_other_wrote(data: st.DataObject) -> None:
     whole = values(found)
     with TemporaryDirectory() as name:
         manifest = save(first, whole, Path(name))
-        for rank in range(second.shard):
-            parameters, optimizer = shards(second, rank, None)
-            expected = shards(second, rank, whole)
+        for place in dict.fromkeys(places(second)):
+            parameters, optimizer = shards(second, place, None)
+            expected = shards(second, place, whole)
             orders = {n: entry.order for n, entry in tensors(second, RULES, optimizer).items()}
             wanted = [
-                Wanted(one.name, one.start, one.stop, orders[one.name], one.values)
-                for one in held(second, RULES, rank, parameters, optimizer)
+                Wanted(one.name, one.start, one.stop, orders[one.name], one.values, one.cut)
+                for one in held(second, RULES, place, parameters, optimizer)
             ]
             work = loading.read(Path(name), manifest, Mesh(CPU), wanted, [])
             loading.write(lockstep(Mesh(CPU), "it", work))

@@ -131,7 +131,7 @@ REFUSED = {
     "axes": "ValueError: mesh has axes ('a', 'tp'); expected one axis, which shards, or two named",
     "dynamic": "ValueError: Policy.dynamic is not supported under tensor parallelism",
     "join": "ValueError: join is not supported under tensor parallelism",
-    "save": "ValueError: save is not supported under tensor parallelism",
+    "eager optimizer": "ValueError: Queue runs as it is, after the program",
     "heads": "Let 2 divide the number of heads",
     "forgotten": "CaptureError: layers.0.attention.scale is whole on every rank along the tp axis, but its gradient",
     "parts": "CaptureError: The loss is computed of what ranks along the tp axis have parts of, and differs",

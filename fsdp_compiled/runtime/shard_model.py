@@ -22,7 +22,7 @@ from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import to_state_device, wait_for_host_memory
 from fsdp_compiled.runtime.sharded_parameter import replace
 from fsdp_compiled.runtime.taken_model import TakenModel, holding
-from fsdp_compiled.runtime.tensor_parallel import local_part, own_part, tensor_parallel, whole_value
+from fsdp_compiled.runtime.tensor_parallel import local_part, part_of, tensor_parallel, whole_value
 
 Initializer = Callable[[nn.Module], Any]
 HALF = (
@@ -131,7 +131,7 @@ def take_over(
                 if value.shape != slot.leaf.shape:  # filled here, as the whole that it is a part of
                     yield f"{slot.name}, whole"
                     broadcast(value, mesh)
-                    value = own_part(value, slot.leaf, mesh)
+                    value = part_of(value, slot.leaf, mesh.tp, mesh.tp_rank)
                 write_slot(flat, slot, value)
             yield buffer.key
             broadcast(flat, mesh, parts=buffer.split)

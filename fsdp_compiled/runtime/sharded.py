@@ -481,11 +481,6 @@ class Sharded:
 
     def _trained(self, call: str, optimizer: bool = True) -> Trained:
         """What is saved and loaded. ``optimizer``: whether its state is."""
-        if self.plan.tp > 1:
-            raise ValueError(
-                f"{call} is not supported under tensor parallelism yet. full_state_dict() collects the weights, whole, "
-                "on rank 0; load weights before parallelize_module and compile_sharded."
-            )
         if self._eager is not None and optimizer:
             self._eager.refuse(call, "what its code keeps can have any form. Train with an optimizer that is traced.")
         self._taken.check()

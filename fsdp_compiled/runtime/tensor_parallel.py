@@ -59,10 +59,12 @@ def whole_value(parts: Sequence[torch.Tensor], leaf: Leaf) -> torch.Tensor:
     return torch.cat(list(parts), leaf.tp.dim) if leaf.split and leaf.tp is not None else parts[0]  # type: ignore[arg-type]
 
 
-def own_part(whole: torch.Tensor, leaf: Leaf, mesh: Mesh) -> torch.Tensor:
-    """What this rank has of the whole parameter."""
+def part_of(whole: torch.Tensor, leaf: Leaf, tp: int, index: int) -> torch.Tensor:
+    """What the rank at this place of ``tp`` ranks has of the whole parameter."""
+    if not leaf.split:
+        return whole
     assert leaf.tp is not None and leaf.tp.dim is not None
-    return whole.chunk(mesh.tp, leaf.tp.dim)[mesh.tp_rank]
+    return whole.chunk(tp, leaf.tp.dim)[index]
 
 
 def check_tensor_parallel(model: nn.Module, mesh: Mesh, leaves: Sequence[Leaf], policy: Policy) -> None:

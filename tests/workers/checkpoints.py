@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.runtime.checkpoint import data_file
-from fsdp_compiled.runtime.checkpoint.stretches import held
+from fsdp_compiled.runtime.checkpoint.stretches import Place, held
 
 WORDS, WIDTH, ROWS = 13, 5, 12  # odd sizes: nothing is a multiple of anything; rows are shared by 1 to 4 ranks
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -77,7 +77,7 @@ def by_name(sharded: Sharded) -> dict[str, list[float]]:
     state = sharded.state
     own = [
         (one.name, one.start, one.values.tolist())
-        for one in held(sharded.plan, rules, sharded._mesh.shard_rank, state.parameters, state.optimizer)
+        for one in held(sharded.plan, rules, Place(sharded._mesh.shard_rank), state.parameters, state.optimizer)
     ]
     every: list[Any] = [own]
     if WORLD > 1:

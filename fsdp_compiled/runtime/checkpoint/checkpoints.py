@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +21,7 @@ from fsdp_compiled.runtime.checkpoint.image import Image
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, match, refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.saving import Wish
+from fsdp_compiled.runtime.checkpoint.stretches import Place
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import decode, digest
 from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
@@ -177,17 +178,25 @@ class Checkpoints:
         wait_for_host_memory(trained.plan)
         chosen = loading.choose(folder, step) if mesh.rank == 0 else None
         yield "which checkpoint"
-        chosen = exchange(chosen, mesh)[0]
+        said = exchange((chosen, saving.row_of(mesh)), mesh)
+        chosen, rows = said[0][0], [row for _, row in said]
         if chosen is None:
             return None
         manifest = yield from loading.open_manifest(chosen, mesh)
-        found = match(manifest, trained.plan, trained.state, trained.optimizer, trained.rules, mesh.shard_rank)
+        found = match(
+            manifest,
+            trained.plan,
+            trained.state,
+            trained.optimizer,
+            trained.rules,
+            Place(mesh.shard_rank, mesh.tp_rank),
+        )
         found.differences += [
             f"extra[{name!r}] is not in the checkpoint" for name in extra if f"extra {name}" not in manifest.values
         ]
         if found.differences and strict:
             raise ValueError(refusal(chosen, found.differences))
-        values = self._values(manifest, found, extra)
+        values = self._values(manifest, found, extra, rows)
         staged = yield from loading.read(chosen, manifest, mesh, found.wanted, [tree for tree, _ in values.values()])
         _check_extra(manifest, values, extra)
         undo = _load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)
@@ -197,12 +206,14 @@ class Checkpoints:
             undo()
             raise
         loading.write(staged)
-        _write_values(values, staged.tensors, found, trained, mesh)
+        _write_values(values, staged.tensors, found, trained, f"{saving.row_of(mesh)} of {len(set(rows))}")
         if mesh.rank == 0:
             _report(chosen, manifest, found, extra)
         return manifest.step
 
-    def _values(self, manifest: Manifest, found: Match, extra: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
+    def _values(
+        self, manifest: Manifest, found: Match, extra: Mapping[str, Any], rows: Sequence[int]
+    ) -> dict[str, tuple[Any, bool]]:
         """The values that this rank takes, as JSON, each with whether it is its own."""
         fixed = ["updates", "scale", "random"]
         constants = [f"constant {name}" for name in found.constants]
@@ -211,7 +222,7 @@ class Checkpoints:
                 manifest.values[f"buffer {name}"] = value
         buffers = [f"buffer {name}" for name in found.buffers]
         wanted = [*fixed, *constants, *buffers, *(f"extra {name}" for name in extra)]
-        pairs = {name: loading.values_for(manifest, name, self._mesh.rank, self._mesh.world) for name in wanted}
+        pairs = {name: loading.values_for(manifest, name, self._mesh.rank, rows) for name in wanted}
         return {name: pair for name, pair in pairs.items() if pair is not None}
 
 
@@ -253,8 +264,9 @@ def _write_values(
     tensors: Mapping[str, torch.Tensor],
     found: Match,
     trained: Trained,
-    mesh: Mesh,
+    row: str,
 ) -> None:
+    """``row``: whose batches this rank has, of how many."""
     state = trained.state
     with torch.no_grad():
         for key, numbers in found.scalars.items():
@@ -282,7 +294,7 @@ def _write_values(
     if own:
         set_generators(decode(tree, tensors), state, trained.plan.device)
     else:
-        derive_generators(f"{digest(tree, tensors)} {mesh.rank} of {mesh.world}", state, trained.plan.device)
+        derive_generators(f"{digest(tree, tensors)} {row}", state, trained.plan.device)
 
 
 def _write_constant(name: str, value: torch.Tensor, state: State) -> None:

@@ -115,10 +115,30 @@ def write_parts(path: Path, parts: Iterable[memoryview]) -> list[str]:
 
 @dataclass(frozen=True)
 class Request:
-    """These bytes of the file are wanted in ``into``."""
+    """Bytes ``[start, stop)`` of the file are wanted: all of them, end to end in ``into``; or runs of them.
 
-    offset: int
+    ``runs``: where in the file each begins, where in ``into``, and its bytes; int64 ``[3, runs]``, in the file's order.
+    """
+
+    start: int
+    stop: int
     into: memoryview
+    runs: torch.Tensor | None = None
+
+    def take(self, held: memoryview, start: int) -> None:
+        """Takes what it wants of the file's bytes from ``start`` on."""
+        stop = start + len(held)
+        if self.runs is None:
+            begin, end = max(start, self.start), min(stop, self.stop)
+            if begin < end:
+                self.into[begin - self.start : end - self.start] = held[begin - start : end - start]
+            return
+        begins, _, sizes = self.runs
+        first = int(torch.searchsorted(begins + sizes, start, right=True))
+        last = int(torch.searchsorted(begins, stop))
+        for begin, place, size in self.runs[:, first:last].t().tolist():
+            low, high = max(start, begin), min(stop, begin + size)
+            self.into[place + low - begin : place + high - begin] = held[low - start : high - start]
 
 
 class Reader:
@@ -133,11 +153,11 @@ class Reader:
 
     def read(self, requests: Iterable[Request], blocks: Iterable[int] = ()) -> None:
         """Fills the requests, and verifies these blocks as well. Raises `Corrupt`, with the file and its tensors."""
-        waiting = sorted(requests, key=lambda request: request.offset)
+        waiting = sorted(requests, key=lambda request: request.start)
         wanted = set(blocks)
         for request in waiting:
-            if request.into:
-                wanted |= set(range(request.offset // BLOCK, (request.offset + len(request.into) - 1) // BLOCK + 1))
+            if request.start < request.stop:
+                wanted |= set(range(request.start // BLOCK, (request.stop - 1) // BLOCK + 1))
         if not wanted:
             return
         scratch = memory_of(torch.empty(min(BLOCK, self._size), dtype=torch.uint8))
@@ -165,14 +185,12 @@ class Reader:
                     )
                 self.verified.add(block)
                 stop = start + len(held)
-                while first < len(waiting) and waiting[first].offset + len(waiting[first].into) <= start:
+                while first < len(waiting) and waiting[first].stop <= start:
                     first += 1
                 for request in waiting[first:]:
-                    if request.offset >= stop:
+                    if request.start >= stop:
                         break
-                    begin, end = max(start, request.offset), min(stop, request.offset + len(request.into))
-                    if begin < end:
-                        request.into[begin - request.offset : end - request.offset] = held[begin - start : end - start]
+                    request.take(held, start)
 
     def _fill(self, file: object, start: int, into: memoryview) -> None:
         file.seek(start)  # type: ignore[attr-defined]

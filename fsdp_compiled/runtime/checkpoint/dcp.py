@@ -25,10 +25,11 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import contiguous_stride
 from fsdp_compiled.runtime.checkpoint.contents import names_of, options
+from fsdp_compiled.runtime.checkpoint.cuts import part_offsets, part_shape
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.rectangles import rectangles
-from fsdp_compiled.runtime.checkpoint.stretches import Stretch, held, per_element, tensors
+from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, per_element, tensors
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 
 Parts = list[tuple[tuple[int, ...], torch.Tensor]]  # offsets in the whole tensor, and a view
@@ -53,7 +54,8 @@ def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateD
     """What this rank holds, as views, and small things that are the same on all ranks, as copies."""
     plan, state, rules = trained.plan, trained.state, trained.rules
     whole = tensors(plan, rules, state.optimizer)
-    own = {one.name: one for one in held(plan, rules, mesh.shard_rank, state.parameters, state.optimizer)}
+    place = Place(mesh.shard_rank, mesh.tp_rank)
+    own = {one.name: one for one in held(plan, rules, place, state.parameters, state.optimizer)}
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     for buffer in plan.buffers:
@@ -93,22 +95,23 @@ def _tensor(
         return torch.empty(entry.shape, dtype=entry.dtype)
     if one is None:
         return None
-    parts = parts_of(entry, one.start, one.stop, one.values)
-    if not cut or ranks is None:
+    parts = parts_of(entry, one)
+    if ranks is None or not (cut or one.cut):
         return parts[0][1]
     meta = TensorMeta(torch.Size(entry.shape), contiguous_stride(entry.shape), entry.dtype)
     wrapper = LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts])
     return DTensor(wrapper, DTensorSpec(ranks, (Shard(0),), tensor_meta=meta), requires_grad=False)
 
 
-def parts_of(entry: Entry, start: int, stop: int, values: torch.Tensor) -> Parts:
-    """Elements ``[start, stop)`` in memory order as rectangles: views of ``values``, in the tensor's own dims."""
+def parts_of(entry: Entry, one: Stretch) -> Parts:
+    """A stretch as rectangles of the whole tensor: views of its values, in the tensor's own dims."""
     back = [entry.order.index(dim) for dim in range(len(entry.shape))]
+    shape, begin = part_shape(entry.shape, one.cut), part_offsets(entry.shape, one.cut)
     found = []
-    for offsets, sizes, first in rectangles([entry.shape[dim] for dim in entry.order], start, stop):
+    for offsets, sizes, first in rectangles([shape[dim] for dim in entry.order], one.start, one.stop):
         count = torch.Size(sizes).numel()
-        view = values[first - start : first - start + count].view(sizes).permute(back)
-        found.append((tuple(offsets[place] for place in back), view))
+        view = one.values[first - one.start : first - one.start + count].view(sizes).permute(back)
+        found.append((tuple(offsets[place] + begin[dim] for dim, place in enumerate(back)), view))
     return found
 
 
@@ -121,7 +124,8 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> C
     whole = tensors(plan, rules, state.optimizer)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     wrong: list[str] = []
-    for one in held(plan, rules, mesh.shard_rank, state.parameters, state.optimizer):
+    place = Place(mesh.shard_rank, mesh.tp_rank)
+    for one in held(plan, rules, place, state.parameters, state.optimizer):
         source = _given(given, one.name)
         if source is None:
             wrong.append(f"{one.name} is not given")
@@ -168,9 +172,12 @@ def _copies(one: Stretch, entry: Entry, source: Any, wrong: list[str]) -> list[t
         wrong.append(f"{one.name} has shape {list(source.shape)}, not {list(entry.shape)}")
         return []
     if not isinstance(source, DTensor):
-        return [(one.values, source.detach().permute(entry.order).reshape(-1)[one.start : one.stop])]
+        part = source.detach()
+        if one.cut is not None:
+            part = part.chunk(one.cut.parts, one.cut.dim)[one.cut.part]
+        return [(one.values, part.permute(entry.order).reshape(-1)[one.start : one.stop])]
     local = source.to_local()
-    here = dict(parts_of(entry, one.start, one.stop, one.values))
+    here = dict(parts_of(entry, one))
     if isinstance(local, LocalShardsWrapper):
         there = dict(zip(map(tuple, local.local_offsets()), local.local_shards(), strict=True))
         if {place: tensor.shape for place, tensor in here.items()} == {k: v.shape for k, v in there.items()}:

@@ -34,7 +34,7 @@ from fsdp_compiled.runtime.checkpoint.dcp import parts_of
 from fsdp_compiled.runtime.checkpoint.loading import Staged, Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
 from fsdp_compiled.runtime.checkpoint.memory import memory_of
-from fsdp_compiled.runtime.checkpoint.stretches import Holders, held, tensors
+from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, held, tensors
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.taken_model import holding
 
@@ -121,19 +121,19 @@ def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Gene
         if mesh.rank == 0:
             aside = _begin(folder, files)
         yield "the files"
-        said = exchange((aside, mesh.shard_rank), mesh)
+        own = Place(mesh.shard_rank, mesh.tp_rank)
+        said = exchange((aside, own), mesh)
         place = said[0][0]
-        ranks = [rank for rank, (_, shard) in enumerate(said) if shard == mesh.shard_rank]
-        holders = Holders(mesh.rank, mesh.world, ranks.index(mesh.rank), len(ranks))
+        holders = Holders(mesh.rank, [one for _, one in said])
         of: dict[str, list[str]] = {}
         for key, name in keys.parameters.items():
             of.setdefault(f"model.{name}", []).append(key)
         opened = {name: os.open(place / name, os.O_WRONLY) for name in files.layouts}
         try:
-            for one in held(trained.plan, (), mesh.shard_rank, state.parameters, {}, holders):
+            for one in held(trained.plan, (), own, state.parameters, {}, holders):
                 for key in of.get(one.name, ()):
                     file, offset = files.places[key]
-                    for offsets, view in parts_of(whole[one.name], one.start, one.stop, one.values):
+                    for offsets, view in parts_of(whole[one.name], one):
                         _write(opened[file], offset, whole[one.name].shape, offsets, view.detach().cpu())
             for key, name in keys.buffers.items() if mesh.rank == 0 else ():
                 file, offset = files.places[key]
@@ -293,8 +293,8 @@ def read(
             + "\nBuild that model, or pass strict=False, which loads what fits."
         )
     wanted = [
-        Wanted(places[one.name], one.start, one.stop, whole[one.name].order, one.values)
-        for one in held(trained.plan, (), mesh.shard_rank, trained.state.parameters, {})
+        Wanted(places[one.name], one.start, one.stop, whole[one.name].order, one.values, one.cut)
+        for one in held(trained.plan, (), Place(mesh.shard_rank, mesh.tp_rank), trained.state.parameters, {})
         if one.name in places
     ]
     trees = [{"$tensor": key} for _, key in buffers]

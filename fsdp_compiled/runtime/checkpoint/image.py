@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from fsdp_compiled.runtime.checkpoint.cuts import Cut
 from fsdp_compiled.runtime.checkpoint.data_file import Item, Layout, lay_out
 from fsdp_compiled.runtime.checkpoint.memory import memory_of
 
@@ -21,13 +22,14 @@ FILE = 4 << 30  # bytes: a file is closed when it has as many
 
 @dataclass(frozen=True)
 class Part:
-    """Elements ``[start, stop)`` of a tensor, under this key in a file."""
+    """Elements ``[start, stop)`` of a tensor, or of a part of it, under this key in a file."""
 
     tensor: str
     start: int
     stop: int
     key: str
     values: torch.Tensor
+    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,12 @@ class Arranged:
     parts: Sequence[Part]
 
 
-def part(tensor: str, start: int, values: torch.Tensor, shape: Sequence[int]) -> Part:
+def part(tensor: str, start: int, values: torch.Tensor, shape: Sequence[int], cut: Cut | None = None) -> Part:
     """Keyed by the tensor's name where it is whole, so that any reader of safetensors finds it."""
     stop = start + values.numel()
-    whole = start == 0 and stop == torch.Size(shape).numel()
-    return Part(tensor, start, stop, tensor if whole else f"{tensor}[{start}:{stop}]", values)
+    whole = cut is None and start == 0 and stop == torch.Size(shape).numel()
+    key = f"{tensor}, {cut}" if cut is not None else tensor
+    return Part(tensor, start, stop, tensor if whole else f"{key}[{start}:{stop}]", values, cut)
 
 
 def arrange(parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]], rank: int, world: int) -> list[Arranged]:
@@ -109,7 +112,7 @@ def described(files: Sequence[Arranged], checksums: Sequence[Sequence[str]]) -> 
             for file, found in zip(files, checksums, strict=True)
         ],
         "pieces": [
-            [one.tensor, one.start, one.stop, index, file.layout.offsets[one.key]]
+            [one.tensor, one.start, one.stop, index, file.layout.offsets[one.key], *(one.cut or ())]
             for index, file in enumerate(files)
             for one in file.parts
         ],

@@ -17,6 +17,7 @@ import torch
 from fsdp_compiled.distributed.mesh import Mesh, exchange
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
+from fsdp_compiled.runtime.checkpoint.cuts import Cut, common, part_shape, runs
 from fsdp_compiled.runtime.checkpoint.data_file import BLOCK, Reader, Request
 from fsdp_compiled.runtime.checkpoint.manifest import Entry, Manifest
 from fsdp_compiled.runtime.checkpoint.memory import memory_of
@@ -27,13 +28,17 @@ log = logging.getLogger("fsdp_compiled")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Elements ``[start, stop)`` of a saved tensor, in the memory order of ``order``, to be copied into ``into``."""
+    """Elements ``[start, stop)`` of a saved tensor, in the memory order of ``order``, to be copied into ``into``.
+
+    ``cut``: they are those of a part of it.
+    """
 
     tensor: str
     start: int
     stop: int
     order: tuple[int, ...]
     into: torch.Tensor
+    cut: Cut | None = None
 
 
 def choose(folder: Path, step: int | None) -> Path | None:
@@ -79,7 +84,7 @@ def read(
     tensors: Tensors = {}
     for name in dict.fromkeys(name for tree in trees for name in tensor_names(tree)):
         entry = manifest.tensors[name]
-        tensors[name] = _whole(entry, requests)
+        tensors[name] = _all_of(entry, None, requests)
     for name, reader in readers.items():
         reader.read(requests[name])
     yield "what they have read"
@@ -96,42 +101,56 @@ def read(
 
 
 def _request(entry: Entry, one: Wanted, requests: dict[str, list[Request]]) -> torch.Tensor:
-    """Fresh memory for it; all of the tensor, where its dims lie in another order."""
+    """Fresh memory for it; all of the tensor, or its part, where its dims lie in another order."""
     if one.order != entry.order:
-        return _whole(entry, requests)
+        return _all_of(entry, one.cut, requests)
     values = torch.empty(one.stop - one.start, dtype=entry.dtype)
-    _ask(entry, one.start, one.stop, values, requests)
+    _ask(entry, one.cut, one.start, one.stop, values, requests)
     return values
 
 
-def _whole(entry: Entry, requests: dict[str, list[Request]]) -> torch.Tensor:
-    """Room for all of it, in memory order."""
-    values = torch.empty(entry.shape, dtype=entry.dtype)
-    _ask(entry, 0, entry.numel, values, requests)
+def _all_of(entry: Entry, cut: Cut | None, requests: dict[str, list[Request]]) -> torch.Tensor:
+    """Room for all of it, or of a part, in memory order."""
+    values = torch.empty(part_shape(entry.shape, cut), dtype=entry.dtype)
+    _ask(entry, cut, 0, entry.part_numel(cut), values, requests)
     return values
 
 
-def _ask(entry: Entry, start: int, stop: int, values: torch.Tensor, requests: dict[str, list[Request]]) -> None:
+def _ask(
+    entry: Entry, cut: Cut | None, start: int, stop: int, values: torch.Tensor, requests: dict[str, list[Request]]
+) -> None:
     size = entry.dtype.itemsize
     memory = memory_of(values)
+    own = None
     for piece in entry.pieces:
-        first, last = max(start, piece.start), min(stop, piece.stop)
-        if first < last:
-            into = memory[(first - start) * size : (last - start) * size]
-            requests[piece.file].append(Request(piece.offset + (first - piece.start) * size, into))
+        if piece.cut == cut:
+            first, last = max(start, piece.start), min(stop, piece.stop)
+            if first < last:
+                begin, end = (piece.offset + (place - piece.start) * size for place in (first, last))
+                into = memory[(first - start) * size : (last - start) * size]
+                requests[piece.file].append(Request(begin, end, into))
+            continue
+        own = own or runs(entry.shape, entry.order, cut, start, stop)
+        here, there, length = common(own, runs(entry.shape, entry.order, piece.cut, piece.start, piece.stop))
+        if len(length):
+            places = torch.stack([piece.offset + (there - piece.start) * size, (here - start) * size, length * size])
+            begin, end = int(places[0, 0]), int(places[0, -1] + places[2, -1])
+            requests[piece.file].append(Request(begin, end, memory, places))
 
 
 def _finished(entry: Entry, one: Wanted, values: torch.Tensor) -> torch.Tensor:
     """The wanted elements, in the order in which they are wanted."""
     if one.order == entry.order:
         return values
-    return _in_dims(entry, values).permute(one.order).reshape(-1)[one.start : one.stop].clone()
+    return _in_dims(entry, values, one.cut).permute(one.order).reshape(-1)[one.start : one.stop].clone()
 
 
-def _in_dims(entry: Entry, values: torch.Tensor) -> torch.Tensor:
-    """The whole tensor in its own dims, of its elements in memory order."""
-    shape = [entry.shape[dim] for dim in entry.order]
-    return values.view(shape).permute([entry.order.index(dim) for dim in range(len(shape))])
+def _in_dims(entry: Entry, values: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
+    """The whole tensor, or a part, in its own dims, of its elements in memory order."""
+    shape = part_shape(entry.shape, cut)
+    return values.view([shape[dim] for dim in entry.order]).permute(
+        [entry.order.index(dim) for dim in range(len(shape))]
+    )
 
 
 def write(staged: Staged) -> None:
@@ -148,14 +167,23 @@ def open_manifest(path: Path, mesh: Mesh) -> Generator[str, None, Manifest]:
     return found
 
 
-def values_for(manifest: Manifest, name: str, rank: int, world: int) -> tuple[Any, bool] | None:
+def values_for(manifest: Manifest, name: str, rank: int, rows: Sequence[int]) -> tuple[Any, bool] | None:
     """The JSON of a value for this rank, and whether it is this rank's own or the same for all; None if none is saved.
 
-    Where ranks had different ones and were not as many, it is rank 0's, and not its own.
+    ``rows``: of all ranks, whose batches they have. Where as many ranks had batches of their own, a rank's own value is
+    that of the first with the same; of one that ranks along tp had apart, as on the same mesh. Else, where ranks had
+    different ones, it is rank 0's, and not its own.
     """
     found: Mapping[str, Any] | None = manifest.values.get(name)
     if found is None:
         return None
     if "same" in found:
         return found["same"], True
-    return (found["by_rank"][rank], True) if manifest.world == world else (found["by_rank"][0], False)
+    saved = list(manifest.rows)
+    if saved == list(rows):
+        return found["by_rank"][rank], True
+    of_row = [[tree for tree, row in zip(found["by_rank"], saved, strict=True) if row == one] for one in set(saved)]
+    alike = all(tree == trees[0] for trees in of_row for tree in trees)  # which were then written once
+    if set(saved) == set(rows) and alike:
+        return found["by_rank"][saved.index(rows[rank])], True
+    return found["by_rank"][0], False

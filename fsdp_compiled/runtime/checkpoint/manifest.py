@@ -17,22 +17,25 @@ from typing import Any
 
 import torch
 
+from fsdp_compiled.runtime.checkpoint.cuts import Cut, part_shape
 from fsdp_compiled.runtime.checkpoint.data_file import Corrupt
 
 NAME = "manifest.json"
-VERSION = 1
+VERSION = 2  # 2: pieces may be of parts that were cut along tp; ranks say whose batches they had
+READABLE = (1, 2)
 HEAD = re.compile(rb'\{"format": "fsdp_compiled checkpoint", "version": (\d+), "sha256": "([0-9a-f]{64})", "content": ')
 TAIL = b"}\n"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``[start, stop)`` of a tensor in memory order, from this byte of a file on."""
+    """Elements ``[start, stop)`` of a tensor, or of a part, in memory order, from this byte of a file on."""
 
     start: int
     stop: int
     file: str
     offset: int
+    cut: Cut | None = None
 
 
 @dataclass
@@ -48,6 +51,9 @@ class Entry:
     def numel(self) -> int:
         return int(torch.Size(self.shape).numel())
 
+    def part_numel(self, cut: Cut | None) -> int:
+        return int(torch.Size(part_shape(self.shape, cut)).numel())
+
 
 @dataclass(frozen=True)
 class DataFile:
@@ -59,7 +65,8 @@ class DataFile:
 @dataclass
 class Manifest:
     """``values``: by name, ``{"same": tree}`` or ``{"by_rank": [tree, ...]}``. ``aliases``: other names of tied
-    parameters, each with the first."""
+    parameters, each with the first. ``rows``: whose batches each rank had, its place among those with batches of their
+    own; ranks along tp have one in common."""
 
     step: int
     world: int
@@ -68,6 +75,7 @@ class Manifest:
     aliases: dict[str, str]
     files: dict[str, DataFile]
     written_by: Mapping[str, str]
+    rows: Sequence[int] = (0,)
 
     def holds(self, file: str, start: int, stop: int) -> str:
         """What stands between two offsets of a file, in words."""
@@ -86,28 +94,37 @@ class Manifest:
     def incomplete(self) -> str | None:
         """A tensor of which elements are missing or written twice."""
         for name, entry in self.tensors.items():
-            position = 0
-            for piece in sorted(entry.pieces, key=lambda piece: piece.start):
-                if piece.start != position:
-                    return f"{name}, element {min(position, piece.start)}"
-                position = piece.stop
-            if position != entry.numel:
-                return f"{name}, element {position}"
+            cuts = dict.fromkeys(piece.cut for piece in entry.pieces) or {None: None}
+            first = next(iter(cuts))
+            if first is not None:  # every other part as well, and nothing else
+                cuts = dict.fromkeys([*(first._replace(part=part) for part in range(first.parts)), *cuts])
+            for cut in cuts:
+                position = 0
+                where = name if cut is None else f"{name}, {cut}"
+                if (cut and cut._replace(part=0)) != (first and first._replace(part=0)):
+                    return f"{where}, element 0"
+                for piece in sorted((p for p in entry.pieces if p.cut == cut), key=lambda piece: piece.start):
+                    if piece.start != position:
+                        return f"{where}, element {min(position, piece.start)}"
+                    position = piece.stop
+                if position != entry.part_numel(cut):
+                    return f"{where}, element {position}"
         return None
 
 
 def to_bytes(manifest: Manifest) -> bytes:
-    files = list(manifest.files)
+    places = {file: place for place, file in enumerate(manifest.files)}
     content = {
         "step": manifest.step,
         "world": manifest.world,
+        "rows": list(manifest.rows),
         "written_by": dict(manifest.written_by),
         "tensors": {
             name: {
                 "shape": list(entry.shape),
                 "dtype": str(entry.dtype).removeprefix("torch."),
                 **({"order": list(entry.order)} if list(entry.order) != sorted(entry.order) else {}),
-                "pieces": [[p.start, p.stop, files.index(p.file), p.offset] for p in entry.pieces],
+                "pieces": [[p.start, p.stop, places[p.file], p.offset, *(p.cut or ())] for p in entry.pieces],
             }
             for name, entry in manifest.tensors.items()
         },
@@ -135,9 +152,9 @@ def read(folder: Path) -> Manifest:
     match = HEAD.match(text)
     if match is None:
         raise Corrupt(f"{path} does not begin as a manifest of this package does: it is foreign or damaged. {other}")
-    if (version := int(match[1])) != VERSION:
+    if (version := int(match[1])) not in READABLE:
         raise Corrupt(
-            f"{path} has version {version}, and this package reads version {VERSION}: it was written by a "
+            f"{path} has version {version}, and this package reads up to {VERSION}: it was written by a "
             f"{'newer' if version > VERSION else 'different'} one, or is damaged. Install the one that wrote it."
         )
     body = text[match.end() : -len(TAIL)]
@@ -153,11 +170,14 @@ def _parse(content: dict[str, Any]) -> Manifest:
             tuple(one["shape"]),
             getattr(torch, one["dtype"]),
             tuple(one.get("order", range(len(one["shape"])))),
-            [Piece(start, stop, files[file].name, offset) for start, stop, file, offset in one["pieces"]],
+            [
+                Piece(start, stop, files[file].name, offset, Cut(*cut) if cut else None)
+                for start, stop, file, offset, *cut in one["pieces"]
+            ],
         )
         for name, one in content["tensors"].items()
     }
     return Manifest(
         content["step"], content["world"], tensors, content["values"], content["aliases"],
-        {file.name: file for file in files}, content["written_by"],
+        {file.name: file for file in files}, content["written_by"], content.get("rows", range(content["world"])),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from fsdp_compiled.plan.plan import Buffer, Plan
 from fsdp_compiled.runtime.checkpoint.contents import class_name, plain
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.stretches import held, parameter_name, per_element, state_name
+from fsdp_compiled.runtime.checkpoint.stretches import Place, held, parameter_name, per_element, state_name
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.state import State
 
@@ -36,9 +36,12 @@ class Match:
 
 
 def match(
-    manifest: Manifest, plan: Plan, state: State, optimizer: Optimizer | None, rules: Sequence[Rule], shard_rank: int
+    manifest: Manifest, plan: Plan, state: State, optimizer: Optimizer | None, rules: Sequence[Rule], place: Place
 ) -> Match:
-    """What of the checkpoint fits this model and optimizer, and what does not, on each side."""
+    """What of the checkpoint fits this model and optimizer, and what does not, on each side.
+
+    ``wanted`` is what the rank at this place holds.
+    """
     found = Match()
     places = _parameters(manifest, plan, state.buffers, found)
     if optimizer is not None:
@@ -49,9 +52,9 @@ def match(
         for slot in buffer.slots
         for name in (parameter_name(slot), *(state_name(slot, one) for one in per_element(buffer, rules)))
     }
-    for one in held(plan, rules, shard_rank, state.parameters, state.optimizer):
+    for one in held(plan, rules, place, state.parameters, state.optimizer):
         if one.name in places:
-            found.wanted.append(Wanted(places[one.name], one.start, one.stop, orders[one.name], one.values))
+            found.wanted.append(Wanted(places[one.name], one.start, one.stop, orders[one.name], one.values, one.cut))
     _buffers(manifest, state, found)
     _constants(manifest, state, found)
     return found
@@ -74,14 +77,18 @@ def _parameters(manifest: Manifest, plan: Plan, buffers: Iterable[str], found: M
             found.differences.append(f"{slot.name} is not in the checkpoint")
         elif len(saved) > 1:
             found.differences.append(f"{' and '.join(sorted(saved))} are one parameter here, and two in the checkpoint")
-        elif (reason := _unlike(manifest, f"model.{next(iter(saved))}", slot.leaf.shape, slot.leaf.dtype)) is not None:
+        elif (reason := _unlike(manifest, _saved_as(saved), slot.leaf.whole_shape, slot.leaf.dtype)) is not None:
             found.differences.append(f"{slot.name} {reason}")
         else:
-            places[parameter_name(slot)] = f"model.{next(iter(saved))}"
+            places[parameter_name(slot)] = _saved_as(saved)
     saved_parameters = {name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")}
     saved_parameters -= used | set(buffers)  # other formats do not tell them apart
     found.differences += [f"{name} is not in the model" for name in sorted(saved_parameters)]
     return places
+
+
+def _saved_as(names: set[str]) -> str:
+    return f"model.{next(iter(names))}"
 
 
 def _unlike(manifest: Manifest, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
@@ -130,7 +137,7 @@ def _optimizer(
                 dtype = state.optimizer[f"{buffer.key}.{name}"].dtype
                 if saved_name not in manifest.tensors:
                     problems.append(f"the optimizer's {name} of {slot.name} is not in the checkpoint")
-                elif (reason := _unlike(manifest, saved_name, slot.leaf.shape, dtype)) is not None:
+                elif (reason := _unlike(manifest, saved_name, slot.leaf.whole_shape, dtype)) is not None:
                     problems.append(f"the optimizer's {name} of {slot.name} {reason}")
                 else:
                     fits[state_name(slot, name)] = saved_name

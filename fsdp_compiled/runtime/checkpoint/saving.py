@@ -7,7 +7,7 @@ rank 0       the folder aside         -+
 from __future__ import annotations
 
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.image import Image, Part, arrange, part
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
-from fsdp_compiled.runtime.checkpoint.stretches import Holders, aliases, held, tensors
+from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, aliases, held, tensors
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
 from fsdp_compiled.runtime.checkpoint.writing import Own, Save
 from fsdp_compiled.runtime.state import State
@@ -59,20 +59,21 @@ def prepare(
             aside = folders.begin(wish.folder, wish.step, wish.replace)
         digests = {name: digest(tree, found) for name, tree in values.items()}
         yield "what they save"
-        said = exchange((aside, mesh.shard_rank, digests), mesh)
-        writers = _writers([digests for _, _, digests in said])
-        ranks = [rank for rank, (_, place, _) in enumerate(said) if place == mesh.shard_rank]
-        holders = Holders(mesh.rank, mesh.world, ranks.index(mesh.rank), len(ranks))
+        place = Place(mesh.shard_rank, mesh.tp_rank)
+        said = exchange((aside, place, row_of(mesh), digests), mesh)
+        rows = [row for _, _, row, _ in said]
+        writers = _writers([digests for *_, digests in said], rows)
+        holders = Holders(mesh.rank, [place for _, place, *_ in said])
         described = tensors(plan, rules, state.optimizer)
-        stretches = list(held(plan, rules, mesh.shard_rank, state.parameters, state.optimizer, holders))
+        stretches = list(held(plan, rules, place, state.parameters, state.optimizer, holders))
         shapes = {name: entry.shape for name, entry in described.items() if list(entry.order) == sorted(entry.order)}
-        parts = [part(one.name, one.start, one.values, described[one.name].shape) for one in stretches]
+        parts = [part(one.name, one.start, one.values, described[one.name].shape, one.cut) for one in stretches]
         trees, extra, entries = _own_values(mesh.rank, writers, values, found)
         shapes |= {name: entry.shape for name, entry in entries.items()}
         files = arrange([*parts, *extra], shapes, mesh.rank, mesh.world)
         written_by = {"torch": str(torch.__version__), "shard": plan.policy.shard, "id": said[0][0].name}
         save = Save(
-            number, said[0][0], wish.step, wish.keep, mesh.world, described, aliases(plan), writers, written_by
+            number, said[0][0], wish.step, wish.keep, mesh.world, described, aliases(plan), writers, written_by, rows
         )  # fmt: skip
         own = Own(files, image.fill(files), trees, entries)
         yield "the copy"
@@ -83,8 +84,16 @@ def prepare(
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _writers(digests: list[dict[str, str]]) -> dict[str, list[int]]:
-    """Who writes each value: one rank, in turn, where all have the same; else every rank."""
+def row_of(mesh: Mesh) -> int:
+    """Whose batches this rank has: ranks along tp have the same."""
+    return mesh.row if mesh.tp > 1 else mesh.rank
+
+
+def _writers(digests: list[dict[str, str]], rows: Sequence[int]) -> dict[str, list[int]]:
+    """Who writes each value: one rank, in turn, where all have the same; else for each rank, which one.
+
+    That is the first with the same batches (``rows``), where those have the same, or each itself.
+    """
     names = list(dict.fromkeys(name for one in digests for name in one))
     found = {}
     for index, name in enumerate(names):
@@ -94,7 +103,12 @@ def _writers(digests: list[dict[str, str]]) -> dict[str, list[int]]:
             raise ValueError(f"rank {missing} has no {name}, and other ranks have. Give every rank the same to save.")
         if name in ALIKE and len(different) > 1:
             raise ValueError(f"{name} is not the same on all ranks, as it has to be while one trains.")
-        found[name] = [index % len(digests)] if len(different) == 1 else list(range(len(digests)))
+        if len(different) == 1:
+            found[name] = [index % len(digests)]
+            continue
+        firsts = [rows.index(row) for row in rows]
+        by_row = all(one[name] == digests[first][name] for one, first in zip(digests, firsts, strict=True))
+        found[name] = firsts if by_row else list(range(len(digests)))
     return found
 
 

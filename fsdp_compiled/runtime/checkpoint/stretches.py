@@ -4,8 +4,9 @@
         layers.0.weight at 0..48     ->  model.layers.0.weight [32, 48)
         layers.0.bias at 48..56      ->  model.layers.0.bias [0, 8)
 
-Elements count in the parameter's memory order. Names are ``model.<parameter>`` and
-``optimizer.state.<parameter>.<name>``, whatever unit, buffer and rank the elements lie in.
+Elements count in the parameter's memory order; of a parameter that is cut along the tp axis, in that of the part that
+this rank has. Names are ``model.<parameter>`` and ``optimizer.state.<parameter>.<name>``, shapes those of the whole,
+whatever unit, buffer and rank the elements lie in.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_compiled.optim.rule import Rule, rule_for
-from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot
+from fsdp_compiled.runtime.checkpoint.cuts import Cut
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 
 GRAIN = 64  # elements: replicas share a shard's elements in multiples of it
@@ -24,26 +26,49 @@ GRAIN = 64  # elements: replicas share a shard's elements in multiples of it
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements ``[start, stop)`` of a tensor; ``values`` are they, a flat view of the state."""
+    """Elements ``[start, stop)`` of a tensor, or of a part; ``values`` are they, a flat view of the state."""
 
     name: str
     start: int
     stop: int
     values: torch.Tensor
+    cut: Cut | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is along the axes that cut something."""
+
+    shard: int = 0
+    tp: int = 0
+
+    def cut(self, leaf: Leaf, plan: Plan) -> Cut | None:
+        """Which part of the parameter a rank here has."""
+        if not leaf.split:
+            return None
+        assert leaf.tp is not None and leaf.tp.dim is not None
+        return Cut(leaf.tp.dim, self.tp, plan.tp)
 
 
 @dataclass(frozen=True)
 class Holders:
-    """This rank's place among the ranks that hold the same elements."""
+    """This rank among all, of which some hold the same elements."""
 
     rank: int
-    world: int
-    replica: int
-    replicas: int
+    places: Sequence[Place]
 
-    def share(self, cut: bool) -> tuple[int, int]:
-        """Which part, of how many, of the elements that it holds are this rank's to write."""
-        return (self.replica, self.replicas) if cut else (self.rank, self.world)
+    def share(self, cut: bool, split: bool) -> tuple[int, int]:
+        """Which part, of how many, of the elements that it holds are this rank's to write.
+
+        ``cut``: each rank along the shard axis has others; ``split``: each along the tp axis.
+        """
+        own = self.places[self.rank]
+        same = [
+            rank
+            for rank, place in enumerate(self.places)
+            if (not cut or place.shard == own.shard) and (not split or place.tp == own.tp)
+        ]
+        return same.index(self.rank), len(same)
 
 
 def parameter_name(slot: Slot) -> str:
@@ -68,9 +93,10 @@ def tensors(plan: Plan, rules: Sequence[Rule], optimizer: Mapping[str, torch.Ten
     for buffer in plan.buffers:
         for slot in buffer.slots:
             leaf = slot.leaf
-            found[parameter_name(slot)] = Entry(leaf.shape, leaf.dtype, leaf.order)
+            found[parameter_name(slot)] = Entry(leaf.whole_shape, leaf.dtype, leaf.order)
             for name in per_element(buffer, rules):
-                found[state_name(slot, name)] = Entry(leaf.shape, optimizer[f"{buffer.key}.{name}"].dtype, leaf.order)
+                dtype = optimizer[f"{buffer.key}.{name}"].dtype
+                found[state_name(slot, name)] = Entry(leaf.whole_shape, dtype, leaf.order)
     return found
 
 
@@ -82,29 +108,39 @@ def aliases(plan: Plan) -> dict[str, str]:
 def held(
     plan: Plan,
     rules: Sequence[Rule],
-    shard_rank: int,
+    place: Place,
     parameters: Mapping[str, torch.Tensor],
     optimizer: Mapping[str, torch.Tensor],
     holders: Holders | None = None,
 ) -> Iterator[Stretch]:
-    """What this rank holds; with ``holders``, what of that it writes, so that all ranks write each element once."""
+    """What a rank here holds; with ``holders``, what of that it writes, so that all ranks write each element once."""
     placement = plan.placement
     for buffer in plan.buffers:
-        yield from _cut(buffer, None, parameters[buffer.key], shard_rank, placement.parameter, holders)
+        cuts = {slot.name: place.cut(slot.leaf, plan) for slot in buffer.slots}
+        which = place.shard if placement.parameter else None
+        yield from _of_buffer(buffer, None, parameters[buffer.key], which, cuts, holders)
+        which = place.shard if placement.state else None
         for name in per_element(buffer, rules):
-            yield from _cut(buffer, name, optimizer[f"{buffer.key}.{name}"], shard_rank, placement.state, holders)
+            yield from _of_buffer(buffer, name, optimizer[f"{buffer.key}.{name}"], which, cuts, holders)
 
 
-def _cut(
-    buffer: Buffer, name: str | None, values: torch.Tensor, shard_rank: int, cut: bool, holders: Holders | None
+def _of_buffer(
+    buffer: Buffer,
+    name: str | None,
+    values: torch.Tensor,
+    which: int | None,
+    cuts: Mapping[str, Cut | None],
+    holders: Holders | None,
 ) -> Iterator[Stretch]:
+    """``which``: the slice of the buffer that ``values`` are; None: all of it."""
     size = values.numel()
-    begin = shard_rank * size if cut else 0
-    part, parts = holders.share(cut) if holders is not None else (0, 1)
+    begin = (which or 0) * size
+    part, parts = holders.share(which is not None, buffer.split) if holders is not None else (0, 1)
     grains = -(-size // GRAIN)
     first, last = begin + grains * part // parts * GRAIN, begin + min(grains * (part + 1) // parts * GRAIN, size)
     for slot in buffer.slots:
         start, stop = slot.within(first, last)
         if start < stop:
             tensor = parameter_name(slot) if name is None else state_name(slot, name)
-            yield Stretch(tensor, start - slot.offset, stop - slot.offset, values[start - begin : stop - begin])
+            own = values[start - begin : stop - begin]
+            yield Stretch(tensor, start - slot.offset, stop - slot.offset, own, cuts[slot.name])

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_compiled.distributed.mesh import Mesh, broadcast, exchange, gather_shards
+from fsdp_compiled.distributed.mesh import Mesh, broadcast, exchange, gather_parts, gather_shards
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.checkpoint.contents import names_of, options
 from fsdp_compiled.runtime.checkpoint.huggingface import keys_of
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.shard_model import read_slot, write_slot
+from fsdp_compiled.runtime.tensor_parallel import part_of, whole_value
 
 Staged = list[tuple[torch.Tensor, torch.Tensor]]  # where to, and the values
 Stages = Generator[str, None, Staged]
@@ -42,12 +43,8 @@ def load_weights(given: Mapping[str, Any], model: nn.Module, trained: Trained, m
     yield "the weights"
     staged: Staged = []
     for buffer in plan.buffers:
-        flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
-        if mesh.rank == 0:
-            for slot in buffer.slots:
-                write_slot(flat, slot, by_name[slot.name].detach())
-        yield buffer.key
-        staged.append((state.parameters[buffer.key], _own(flat, mesh, plan.placement.parameter, plan.shard)))
+        own = yield from _spread(buffer, by_name, buffer.dtype, trained, mesh, plan.placement.parameter)
+        staged.append((state.parameters[buffer.key], own))
     for key, name in keys.buffers.items():
         value = given[key].to(state.buffers[name]) if mesh.rank == 0 else torch.empty_like(state.buffers[name])
         value = value.contiguous().clone()
@@ -58,7 +55,7 @@ def load_weights(given: Mapping[str, Any], model: nn.Module, trained: Trained, m
 
 
 def _shapes(parameters: Mapping[str, str], trained: Trained) -> dict[str, tuple[int, ...]]:
-    shapes = {slot.name: slot.leaf.shape for buffer in trained.plan.buffers for slot in buffer.slots}
+    shapes = {slot.name: slot.leaf.whole_shape for buffer in trained.plan.buffers for slot in buffer.slots}
     return {key: shapes[name] for key, name in parameters.items()}
 
 
@@ -76,12 +73,27 @@ def _check(given: Any, wanted: Mapping[str, tuple[int, ...]], tied: set[str]) ->
         raise ValueError("\n  ".join(["The weights are of another model, so nothing was loaded:", *wrong[:20]]))
 
 
-def _own(flat: torch.Tensor, mesh: Mesh, cut: bool, shard: int) -> torch.Tensor:
-    """This rank's slice of rank 0's buffer."""
-    broadcast(flat, mesh)
-    size = flat.numel() // shard if cut else flat.numel()
-    start = mesh.shard_rank * size if cut else 0
-    return flat[start : start + size].clone()
+def _spread(
+    buffer: Buffer, values: Mapping[str, torch.Tensor], dtype: torch.dtype, trained: Trained, mesh: Mesh, cut: bool
+) -> Generator[str, None, torch.Tensor]:
+    """This rank's slice (``cut``), or all, of a buffer of rank 0's values, which are whole, by parameter's name.
+
+    What is cut along the tp axis is sent a part at a time.
+    """
+    plan = trained.plan
+    found: list[torch.Tensor] = []
+    for index in range(plan.tp if buffer.split else 1):
+        flat = torch.zeros(buffer.numel, dtype=dtype, device=plan.device)
+        if mesh.rank == 0:
+            for slot in buffer.slots:
+                write_slot(flat, slot, part_of(values[slot.name].detach(), slot.leaf, plan.tp, index))
+        yield f"{buffer.key}, part {index}"
+        broadcast(flat, mesh)
+        size = flat.numel() // plan.shard if cut else flat.numel()
+        start = mesh.shard_rank * size if cut else 0
+        if not buffer.split or index == mesh.tp_rank:
+            found.append(flat[start : start + size].clone())
+    return found[0]
 
 
 def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Generator[str, None, dict[str, Any]]:
@@ -95,10 +107,14 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Generator[str, None, d
         own = trained.state.optimizer[f"{buffer.key}.{entry.name}"].to(trained.plan.device)
         yield f"{entry.name} of {buffer.key}"
         full = gather_shards(own, mesh) if trained.plan.placement.state else own
+        if buffer.split:
+            yield f"{entry.name} of {buffer.key}, over tp"
+        parts = gather_parts(full, mesh) if buffer.split else [full]
         if mesh.rank == 0:
             for slot in buffer.slots:
-                state.setdefault(indices[slot.name], {})[entry.name] = read_slot(full, slot).detach().cpu().clone()
-        del own, full
+                value = whole_value([read_slot(part, slot) for part in parts], slot.leaf)
+                state.setdefault(indices[slot.name], {})[entry.name] = value.detach().cpu().clone()
+        del own, full, parts
     if mesh.rank != 0:
         return {}
     groups = options(optimizer)
@@ -167,16 +183,14 @@ def load_optimizer(
     staged: Staged = [(to, torch.full_like(to, numbers[key])) for key, to in scalars.items()]
     for buffer, entry in _per_element(trained):
         to = trained.state.optimizer[f"{buffer.key}.{entry.name}"]
-        flat = torch.zeros(buffer.numel, dtype=to.dtype, device=plan.device)
-        if mesh.rank == 0:
-            for slot in buffer.slots:
-                kept = given["state"].get(indices[slot.name], {}).get(entry.name)
-                value = torch.full(slot.leaf.shape, entry.initial) if kept is None else kept
-                if tuple(value.shape) != slot.leaf.shape:
-                    raise ValueError(f"{entry.name} of {slot.name} has shape {list(value.shape)}.")
-                write_slot(flat, slot, value.detach())
-        yield f"{entry.name} of {buffer.key}"
-        staged.append((to, _own(flat, mesh, plan.placement.state, plan.shard)))
+        values = {}
+        for slot in buffer.slots if mesh.rank == 0 else ():
+            kept = given["state"].get(indices[slot.name], {}).get(entry.name)
+            value = values[slot.name] = torch.full(slot.leaf.whole_shape, entry.initial) if kept is None else kept
+            if tuple(value.shape) != slot.leaf.whole_shape:
+                raise ValueError(f"{entry.name} of {slot.name} has shape {list(value.shape)}.")
+        own = yield from _spread(buffer, values, to.dtype, trained, mesh, plan.placement.state)
+        staged.append((to, own))
     return staged, groups
 
 

@@ -26,6 +26,7 @@ import torch
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.call_store import Board
 from fsdp_compiled.runtime.checkpoint import data_file, folder, manifest
+from fsdp_compiled.runtime.checkpoint.cuts import Cut
 from fsdp_compiled.runtime.checkpoint.image import Arranged, described
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
 
@@ -50,8 +51,9 @@ class Save:
     world: int
     tensors: Mapping[str, Entry]
     aliases: Mapping[str, str]
-    values: Mapping[str, list[int]]  # who writes it: one rank for all, or every rank
+    values: Mapping[str, list[int]]  # who writes it: one rank for all, or for each rank, which
     written_by: Mapping[str, str]
+    rows: Sequence[int] = (0,)  # by rank
 
     @property
     def what(self) -> str:
@@ -267,15 +269,16 @@ def assemble(save: Save, parts: Sequence[Mapping[str, Any]]) -> Manifest:
     for part in parts:
         own = [DataFile(one["name"], one["size"], one["checksums"]) for one in part["files"]]
         files |= {file.name: file for file in own}
-        for name, start, stop, index, offset in part["pieces"]:
-            tensors[name].pieces.append(Piece(start, stop, own[index].name, offset))
+        for name, start, stop, index, offset, *cut in part["pieces"]:
+            piece = Piece(start, stop, own[index].name, offset, Cut(*cut) if cut else None)
+            tensors[name].pieces.append(piece)
     values = {
         name: {"same": parts[ranks[0]]["values"][name]}
         if len(ranks) == 1
         else {"by_rank": [parts[rank]["values"][name] for rank in ranks]}
         for name, ranks in save.values.items()
     }
-    made = Manifest(save.step, save.world, tensors, values, dict(save.aliases), files, save.written_by)
+    made = Manifest(save.step, save.world, tensors, values, dict(save.aliases), files, save.written_by, save.rows)
     if (missing := made.incomplete()) is not None:
         raise ValueError(f"{missing} would be missing or twice in the checkpoint")
     return made

@@ -1,0 +1,82 @@
+"""Parts of tensors that ranks along the tp axis have, and where their elements are in the whole.
+
+A 4 x 6 tensor cut in two along dim 1; elements [2, 8) of part 1, in memory order:
+
+    . . . . . a                    runs: part 2..3 at whole 5, part 3..6 at whole 9, part 6..8 at whole 15
+    . . . b b b
+    . . . c c .
+    . . . . . .
+
+No cut is the whole tensor, one run. Files hold elements of parts in the parts' own order, so that what a rank holds is
+one piece of a file whichever dim was cut; what is cut in another way is read run by run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Cut(NamedTuple):
+    """One of ``parts`` equal ones along ``dim``."""
+
+    dim: int
+    part: int
+    parts: int
+
+    def __str__(self) -> str:
+        return f"part {self.part + 1} of {self.parts} along dim {self.dim}"
+
+
+def part_shape(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
+    """The shape of a part, ``[4, 6]`` -> ``[4, 3]``."""
+    if cut is None:
+        return tuple(shape)
+    return tuple(size // cut.parts if dim == cut.dim else size for dim, size in enumerate(shape))
+
+
+def part_offsets(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
+    """Where in the whole a part begins, in each dim."""
+    begin = [0] * len(shape)
+    if cut is not None:
+        begin[cut.dim] = cut.part * (shape[cut.dim] // cut.parts)
+    return tuple(begin)
+
+
+class Runs(NamedTuple):
+    """Elements that follow each other both in the whole and in a part: where in each, and how many; all int64[runs]."""
+
+    whole: torch.Tensor
+    part: torch.Tensor
+    size: torch.Tensor
+
+
+def runs(shape: Sequence[int], order: Sequence[int], cut: Cut | None, start: int, stop: int) -> Runs:
+    """Elements ``[start, stop)`` of a part, in order; ``shape`` and ``order`` (slowest dim first) of the whole."""
+    if cut is None or start >= stop:
+        one = torch.tensor([[start], [start], [stop - start]])
+        return Runs(*(one if start < stop else one[:, :0]))
+    sizes = [shape[dim] for dim in order]
+    place = list(order).index(cut.dim)
+    stride = math.prod(sizes[place:])
+    width = stride // cut.parts
+    rows = torch.arange(start // width, (stop - 1) // width + 1)
+    begin, end = (rows * width).clamp(min=start), ((rows + 1) * width).clamp(max=stop)
+    return Runs(rows * (stride - width) + cut.part * width + begin, begin, end - begin)
+
+
+def common(first: Runs, other: Runs) -> Runs:
+    """What both have: places in the first's part, in the other's, and how many."""
+    ends, others = first.whole + first.size, other.whole + other.size
+    low = torch.searchsorted(others, first.whole, right=True)
+    met = (torch.searchsorted(other.whole, ends) - low).clamp(min=0)  # how many of the other's each run meets
+    mine = torch.repeat_interleave(torch.arange(len(met)), met)
+    theirs = torch.arange(len(mine)) - (met.cumsum(0) - met)[mine] + low[mine]
+    begin = torch.maximum(first.whole[mine], other.whole[theirs])
+    end = torch.minimum(ends[mine], others[theirs])
+    return Runs(
+        begin - first.whole[mine] + first.part[mine], begin - other.whole[theirs] + other.part[theirs], end - begin
+    )
