@@ -58,3 +58,13 @@ def test_an_attempt_that_ended_before_its_first_record_counts(tmp_path: Path) ->
     spent = read(tmp_path)
     assert spent is not None and spent.ends == ("failed: RankError", "complete")
     assert spent.parts["starting"] == pytest.approx(6, abs=0.2)
+
+
+def test_a_line_that_was_cut_off_does_not_take_the_next_attempt_with_it(tmp_path: Path) -> None:
+    line(tmp_path, began=100.0, world=2, step=0)
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"now": 104.0, "step": 2, "sec')
+    for _ in range(2):
+        Attempts(tmp_path, Clock(time.time()), 2, 2).close()
+    found = read(tmp_path)
+    assert found is not None and found.attempts == 3

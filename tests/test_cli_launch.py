@@ -80,6 +80,16 @@ def test_the_second_interrupt_kills(tmp_path: Path) -> None:
     assert time.monotonic() - began < 10
 
 
+def test_a_run_that_fails_while_it_stops_is_not_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    interrupt(tmp_path / "ready", number=signal.SIGTERM)
+    code = f"open({str(tmp_path / 'ready')!r}, 'w')\n{UNTIL_STOPPED.replace('130', '7')}"
+    options = TrainOptions(out=tmp_path / "run", nproc=1, max_restarts=3)
+    assert restarting([sys.executable, "-c", RANK + code], options) == 7
+    assert "starting again" not in capfd.readouterr().out
+
+
 def test_a_failure_after_the_interrupt_is_still_a_failure(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     interrupt(tmp_path / "ready")
     ready = f"open({str(tmp_path / 'ready')!r}, 'w')\n"

@@ -72,6 +72,7 @@ class Attempts:
         """``step``: after which this attempt goes on."""
         self._clock = clock
         self._file = (out / FILE).open("a")
+        print(file=self._file)  # ends a line that the attempt before, killed or out of room, did not
         self._write({"began": time.time() - sum(clock.seconds.values()), "world": world, "step": step})
 
     def add(self, step: int, ended: str | None = None) -> None:

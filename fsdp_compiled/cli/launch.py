@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -60,18 +60,22 @@ def start(options: TrainOptions, arguments: Sequence[str]) -> int:
 
 
 def restarting(command: Sequence[str], options: TrainOptions) -> int:
-    """`launch`, again and again as often as --max-restarts allows, unless the run ended as it should or was stopped."""
+    """`launch`, again and again as often as --max-restarts allows, unless the run ended as it should or was stopped,
+    be it that it failed in stopping."""
     assert options.out is not None and options.nproc is not None
     logs = options.out / "logs"
-    for restarts in count():
-        logs.mkdir(parents=True, exist_ok=True)
-        code = launch(command, options.nproc, logs, {"TORCHELASTIC_RESTART_COUNT": str(restarts)})
-        if code in (0, USAGE) or code > 128 or restarts == options.max_restarts:
-            return code
-        logs.rename(_unused(logs))
-        print(
-            f"starting again from the newest checkpoint (restart {restarts + 1} of {options.max_restarts})", flush=True
-        )
+    with _signals() as received:
+        for restarts in count():
+            logs.mkdir(parents=True, exist_ok=True)
+            environment = {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
+            code = launch(command, options.nproc, logs, environment, received=received)
+            if code in (0, USAGE) or code > 128 or received or restarts == options.max_restarts:
+                return code
+            logs.rename(_unused(logs))
+            print(
+                f"starting again from the newest checkpoint (restart {restarts + 1} of {options.max_restarts})",
+                flush=True,
+            )
     raise AssertionError("count() has no end")
 
 
@@ -166,13 +170,18 @@ def _resolve_together(options: TrainOptions, here: RankInfo) -> TrainOptions:
 
 
 def launch(
-    command: Sequence[str], world: int, logs: Path, environment: Mapping[str, str] | None = None, name: str = "train"
+    command: Sequence[str],
+    world: int,
+    logs: Path,
+    environment: Mapping[str, str] | None = None,
+    name: str = "train",
+    received: list[int] | None = None,
 ) -> int:
     """Runs `command` as `world` ranks. Rank 0 speaks on our standard output; the rest goes to `logs`.
 
-    `environment` is added to this process's own; `name` is the command that a failure is told of. Returns 0,
-    the code of a rank that failed (its reason is printed once, on standard error), or 128 and the signal's
-    number if a signal stopped the run.
+    `environment` is added to this process's own; `name` is the command that a failure is told of; `received` is
+    where the caller collects signals, if it does. Returns 0, the code of a rank that failed (its reason is printed
+    once, on standard error), or 128 and the signal's number if a signal stopped the run.
     """
     failure = logs / "failure.txt"
     failure.unlink(missing_ok=True)
@@ -192,7 +201,7 @@ def launch(
     shared |= environment or {}
     shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
     ranks: list[subprocess.Popen[bytes]] = []
-    with _signals() as received:
+    with nullcontext(received) if received is not None else _signals() as received:
         try:
             for rank in range(world):
                 with (logs / f"rank{rank}.txt").open("wb") as log:

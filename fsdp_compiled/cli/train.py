@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -362,10 +362,12 @@ def train(options: TrainOptions, here: RankInfo) -> int:
         stopped = job.run()
         job.finish(stopped)
     except BaseException as error:
-        job.tell("failed: " + type(error).__name__)
+        with suppress(OSError):  # the disk is full, which is why it failed
+            job.tell("failed: " + type(error).__name__)
         raise
     finally:
-        job.close()
+        with suppress(OSError):
+            job.close()
     return STOPPED[signal.Signals(stopped)] if stopped else 0
 
 
