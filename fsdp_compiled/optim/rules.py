@@ -243,7 +243,7 @@ def _verdict(
 def _key(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, float], dtype: torch.dtype) -> Any:
     """What a verdict depends on; None where that cannot be said."""
     options = {name: value for name, value in options_of(group).items() if name not in values}
-    attributes = {name: value for name, value in attributes_of(optimizer).items() if not name.startswith("_")}
+    attributes = attributes_of(optimizer)
     if not _is_plain((options, attributes)):
         return None
     zeros = tuple((name, value == 0) for name, value in values.items())

@@ -1,0 +1,39 @@
+"""Options that an optimizer keeps in private attributes decide what it does, and so whether it is believed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import Policy, compile_sharded
+
+
+class Mine(torch.optim.Optimizer):
+    """Where ``normed``, each parameter's gradient is divided by its norm, which no shard knows."""
+
+    def __init__(self, parameters: Any, normed: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self._normed = normed
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad / parameter.grad.norm() if self._normed else parameter.grad
+                parameter.add_(gradient, alpha=-group["lr"])
+
+
+def test_one_that_was_believed_says_nothing_of_another() -> None:
+    for normed in (False, True):
+        model = nn.Linear(4, 4)
+        optimizer = Mine(model.parameters(), normed)
+        if not normed:
+            compile_sharded(model, optimizer, loss=nn.Module.__call__, policy=Policy(lower="eager"))
+            continue
+        weight = model.weight
+        with pytest.raises(ValueError, match="Mine is not supported: its step calls norm"):
+            compile_sharded(model, optimizer, loss=nn.Module.__call__, policy=Policy(lower="eager"))
+        assert model.weight is weight and not weight.is_meta  # it was not taken over
