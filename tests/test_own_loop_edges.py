@@ -171,9 +171,10 @@ class Cached(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(()))
 
     def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
-        y = self.linear(x)
+        y = self.linear(x) * self.scale
         if cache is not None:
             cache.seen.append(y)
             y = torch.stack(cache.seen).sum(0)
@@ -196,7 +197,9 @@ def test_a_cache_and_many_lengths_run_without_gradients() -> None:
         for _ in range(2):
             assert torch.equal(model(X, cache=caches[0]), plain(X, cache=caches[1]))
         for rows in range(2, 13):
+            model.scale = plain.scale = torch.tensor(float(rows))
             assert torch.equal(model(torch.ones(rows, 4)), plain(torch.ones(rows, 4)))
+        assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))  # a buffer replaced in an eager call
     call = model._fsdp_compiled.calls["forward"]
     assert sum(one.kind == "forward" for one in call.programs.cached) == 8
     with pytest.raises(ValueError, match=r"holds a .*Cache"):

@@ -40,7 +40,7 @@ from fsdp_compiled.runtime.compile import Compiled
 from fsdp_compiled.runtime.gradients import Held, leave, parts, reduced
 from fsdp_compiled.runtime.module_state import ModuleState, state_of, traced
 from fsdp_compiled.runtime.parameter_group import Entry, ParameterGroup
-from fsdp_compiled.runtime.program_cache import Programs
+from fsdp_compiled.runtime.program_cache import Programs, Request
 from fsdp_compiled.runtime.taken_model import holding, ordinary
 
 # Eager kernels, as FSDP2 runs them, bit for bit, unless the user asks for more.
@@ -118,16 +118,14 @@ class ModuleCall:
             given = [leaf for leaf in leaves if leaf.requires_grad]
             gradient = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
             trains = gradient and bool(self._trained or given)
-            whole = not trains and self._is_eager(args, named)
-            if whole and any(group.unsharded for group in self._groups):
-                raise ValueError("A module inside is unsharded. Call reshard() on it before the model is called.")
-        if whole:
+            request = None
+            if trains or not _holds_objects(args, named):
+                request = self._programs.find("training" if trains else "forward", args, named)
+                for name, tensor in request.buffers.items():
+                    self._lent.buffers.pop(name, None) if tensor is None else self._lent.buffers.update({name: tensor})
+        if request is None or (not trains and self._is_one_more(request)):
             return self._eagerly(args, named)
-        with self._refusing():
-            request = self._programs.find("training" if trains else "forward", args, named)
         with outside_modes(watched=True):
-            for name, tensor in request.buffers.items():
-                self._lent.buffers.pop(name, None) if tensor is None else self._lent.buffers.update({name: tensor})
             compiled = self._programs.get(request, self._lent.buffers)
             self._programs.read_closed(compiled, request, self._lent)
             inputs = compiled.input_binding.inputs(request.leaves, self._lent, lambda: self._holders(compiled))
@@ -141,23 +139,22 @@ class ModuleCall:
             outputs = _Run.apply(run, token, *self._trained, *others)
             return compiled.capture.rebuild(dict(zip(run.results, outputs, strict=True)))
 
-    def _is_eager(self, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        """Whether this call without gradients runs as it is: for objects that a program cannot take (a cache), and in
-        the place of one more program where there are many, as lengths that grow make them."""
-        if any(not isinstance(leaf, torch.Tensor | PLAIN) for leaf in pytree.tree_leaves((args, named))):
-            return True
+    def _is_one_more(self, request: Request) -> bool:
+        """Whether this call without gradients runs eagerly, in the place of one more program where there are many, as
+        lengths that grow make them."""
+        if request.compiled is not None:
+            return False
         made = [one for one in self._programs.cached if one.kind == "forward"]
         if len(made) < self._plan.policy.programs // 2:
             return False
-        found = self._programs.find("forward", args, named).compiled is None
-        if found and not self._said and self._mesh.rank == 0:
+        if not self._said and self._mesh.rank == 0:
             log.warning(
                 "%s was called without gradients on %d kinds of inputs: on others it runs eagerly, with all of its "
                 "parameters gathered. Policy(programs=...) says how many programs are kept.",
                 type(self.module).__name__, len(made),
             )  # fmt: skip
-        self._said = self._said or found
-        return found
+        self._said = True
+        return True
 
     def _eagerly(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """The model's own code, with all parameters gathered. Collective."""
@@ -520,6 +517,11 @@ def _laid_out(tangent: torch.Tensor | None, traced: torch.Tensor, sizes: Sequenc
         return tangent
     made = torch.empty_strided(tangent.shape, traced.stride(), dtype=tangent.dtype, device=tangent.device)
     return made.copy_(tangent)
+
+
+def _holds_objects(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether there is something among the inputs that a program cannot take, as a cache."""
+    return any(not isinstance(leaf, torch.Tensor | PLAIN) for leaf in pytree.tree_leaves((args, named)))
 
 
 def _policy(states: Sequence[ModuleState]) -> Policy:
