@@ -206,6 +206,17 @@ def test_a_cache_and_many_lengths_run_without_gradients() -> None:
         model(X, cache=Cache())
 
 
+def test_a_parameter_of_nobodys_that_is_replaced_is_read_and_trained() -> None:
+    model, plain = net(), net()
+    fully_shard(model, ignored_params={model[2].bias})
+    for value in (1.0, 2.0):
+        for one in (model, plain):
+            one[2].bias = nn.Parameter(torch.full((2,), value))
+            loss_of(one).backward()
+        assert torch.equal(loss_of(model), loss_of(plain))
+        assert torch.equal(model[2].bias.grad, plain[2].bias.grad)
+
+
 @pytest.mark.parametrize(
     ("what", "named"),
     [

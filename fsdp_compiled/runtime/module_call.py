@@ -216,6 +216,7 @@ class ModuleCall:
         if signature != self._signature:
             self._signature = signature
             self._make()
+        self._lent.plain.update(self._plain)
 
     def _unchanged(self) -> bool:
         """Whether tables, parameters and what is trained are as they were at the last call."""
@@ -252,7 +253,11 @@ class ModuleCall:
 
     def _now(self) -> tuple[Any, ...]:
         """What a plan depends on."""
-        plain = [(name, tuple(one.shape), one.dtype) for name, one in self._plain.items()]
+        first: dict[int, int] = {}
+        plain = [
+            (name, tuple(one.shape), one.stride(), one.dtype, one.device, first.setdefault(id(one), place))
+            for place, (name, one) in enumerate(self._plain.items())
+        ]
         return tuple(map(id, self._groups)), tuple(self._versions), tuple(self._trainable), tuple(plain)
 
     def _make(self) -> None:
@@ -293,10 +298,6 @@ class ModuleCall:
             for buffer in self._plan.buffers
             for slot, entry in zip(buffer.slots, self._flats[buffer.key].entries, strict=True)
         }
-        self._programs = Programs(
-            Opened(self.module), self._function, self._plan, mesh, (), self._calls, UsersGenerator(), loop=True,
-        )  # fmt: skip
-        self._programs.plain = self._plain
         self._lent = Lent(
             shards={key: flat.tensor for key, flat in self._flats.items()},
             buffers={
@@ -307,6 +308,10 @@ class ModuleCall:
             },
             plain=dict(self._plain),
         )
+        self._programs = Programs(
+            Opened(self.module), self._function, self._plan, mesh, (), self._calls, UsersGenerator(), loop=True,
+            plain=self._lent.plain,
+        )  # fmt: skip
         self._whole: dict[int, Runner] = {}
         sizes = [(buffer.key, buffer.numel) for buffer in self._plan.buffers]
         self._gathers = hashlib.sha256(repr(sizes).encode()).hexdigest()[:8]

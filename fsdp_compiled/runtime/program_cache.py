@@ -127,15 +127,16 @@ class Programs:
         random: Draws,
         loop: bool = False,
         replays: Replays | None = None,
+        plain: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
-        """``replays``: the graphs, in the place of those of the plan's device."""
+        """``replays``: the graphs, in the place of those of the plan's device. ``plain``: parameters of the model that
+        the plan does not have, by name."""
         self.rules = tuple(rules)  # of the optimizer
         self.captures = 0
-        self.plain: Mapping[str, torch.Tensor] = {}  # parameters of the model that the plan does not have
         graphs = plan.policy.cuda_graph if not plan.policy.offload else False
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
         self._taken, self._loss, self._plan, self._mesh, self._calls = taken, loss, plan, mesh, calls
-        self._random, self._loop = random, loop
+        self._random, self._loop, self._plain = random, loop, plain or {}
         self._buffers = ModuleBuffers(taken.model, plan.device)
         self._cached: dict[int, Compiled] = {}  # by number; the last is the one used last
         self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
@@ -378,7 +379,7 @@ class Programs:
         return Job(
             request.kind, self._loss, self._plan, self.rules, buffers, batch=request.batch, named=request.named,
             label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
-            backends=decided(hosts, backends(self._mesh)), loop=self._loop, plain=self.plain,
+            backends=decided(hosts, backends(self._mesh)), loop=self._loop, plain=self._plain,
             tp_mesh=self._mesh.tp_mesh,
         )  # fmt: skip
 
