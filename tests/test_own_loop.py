@@ -16,7 +16,8 @@ ROUNDED = {"several_forwards", "adversarial", "methods"}
 CASES = (
     "adamw", "sgd_groups", "fused", "accumulate", "evaluation", "checkpointed", "several_forwards", "frozen",
     "adapters", "structured", "adversarial", "autocast", "mixed_precision", "scaler", "nested", "uneven", "meta",
-    "saved", "assigned", "written", "hooks", "methods", "ignored", "unsharded", "hybrid", "around",
+    "saved", "assigned", "written", "hooks", "methods", "held_by_methods",
+    "ignored", "unsharded", "hybrid", "around",
 )  # fmt: skip
 
 

@@ -206,6 +206,23 @@ def test_a_cache_and_many_lengths_run_without_gradients() -> None:
         model(X, cache=Cache())
 
 
+def test_what_is_frozen_or_thawed_between_forward_and_backward() -> None:
+    model, plain = net(), net()
+    fully_shard(model)
+    for frozen in (True, False):
+        grads = []
+        for one in (model, plain):
+            one[0].requires_grad_(frozen)
+            loss = loss_of(one)
+            one[0].requires_grad_(not frozen)
+            one(X).sum()  # a program for what is trained now comes between
+            loss.backward()
+            grads.append([parameter.grad for parameter in one.parameters()])
+            one.zero_grad()
+        assert [one is None for one in grads[0]] == [one is None for one in grads[1]]
+        assert all(one is None or torch.equal(one.full_tensor(), other) for one, other in zip(*grads, strict=True))
+
+
 def test_a_parameter_of_nobodys_that_is_replaced_is_read_and_trained() -> None:
     model, plain = net(), net()
     fully_shard(model, ignored_params={model[2].bias})

@@ -15,8 +15,8 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -122,6 +122,37 @@ class Calls:
             self.meet(REFUSED + reason)
         finally:
             self.returned()
+
+    def refusal(self, error: Exception) -> str:
+        """What the others are told of a call that this rank refuses; raises `RankError` where that ranks called with
+        different programs is what made it fail."""
+        if (lost := self.parting(error)) is not None:
+            raise RankError(lost) from error
+        return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What this rank refuses is an error on every rank: the others may be on their way into a collective."""
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            self.refuse(self.refusal(error))
+            raise
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Where what ranks do together fails because one is gone, or does something else: an error that names it."""
+        try:
+            yield
+        except BaseException as error:
+            self.returned()
+            if isinstance(error, RankError) or not isinstance(error, RuntimeError):
+                raise
+            if (reason := self.reason(error)) is None:
+                raise
+            raise RankError(reason) from error
 
     def tell(self, error: str) -> None:
         """Tells the others that this call failed here; `told` is what they hear."""

@@ -173,12 +173,19 @@ def whole_gradients(backward: Program) -> Program:
     result depends on have none.
     """
     edit = Edit(backward)
-    for port, node in list(edit.outputs.items()):
-        if port.kind == "gradient" and node is not None:
+    for key, flat in flat_gradients(edit).items():
+        edit.set_output(Port("out", "whole gradient", key), flat)
+    for port in list(edit.outputs):
+        if port.kind == "gradient":
             edit.remove_output(port)
-            if (flat := _flat(node)).all_input_nodes:
-                edit.set_output(Port("out", "whole gradient", port.name), flat)
     return edit.done("whole_gradients")
+
+
+def flat_gradients(backward: Program | Edit) -> dict[str, fx.Node]:
+    """By the buffer's key, what is reduced; of buffers that no result depends on there is nothing."""
+    gradients = {port.name: node for port, node in backward.outputs.items() if port.kind == "gradient"}
+    flats = {key: _flat(node) for key, node in gradients.items() if node is not None}
+    return {key: flat for key, flat in flats.items() if flat.all_input_nodes}
 
 
 def _flat(node: fx.Node) -> fx.Node:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -33,6 +33,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime import memory_budget
 from fsdp_compiled.runtime.input_binding import InputBinding
 from fsdp_compiled.runtime.shared_memory import shared
+from fsdp_compiled.runtime.training import Backward, Training, training_of
 
 # "accumulate" is a microbatch that is not the last, "last" the one that ends a row and updates.
 # "training" is a forward whose results are differentiated outside, in a loop of the user's.
@@ -75,7 +76,14 @@ class Compiled:
     halves: Halves | None = None  # of a "training" program, whose runner is the forward one
     reached: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by parameter or input: the results it moves
     backward: Runner = lambda *_: ()  # until it is lowered
+    whole: Backward | None = None  # backward without communication, once it was asked for
     fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
+
+    @cached_property
+    def training(self) -> Training:
+        """Of a program that is lowered."""
+        assert self.halves is not None
+        return training_of(self.halves, self.inputs, self.outputs, self.reached, self.backward)
 
     @property
     def updates(self) -> bool:

@@ -2,40 +2,20 @@
 
 A parameter that no result depends on keeps the ``grad`` it has, None at first. Gradients of further backwards are
 added, as autograd does. Without synchronisation (`set_requires_gradient_sync(False)`) a rank's own flat gradients are
-added up and held back, whole, until a backward with it; then their sum is reduced.
+added up and held back, whole, with the flat shard (`FlatShard.hold`), until a backward with it; then their sum is
+reduced, whichever methods they came from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import Buffer, Plan
-from fsdp_compiled.runtime.parameter_group import Entry, FlatShard
-
-
-class Held:
-    """What was not reduced yet: whole flat gradients by buffer, and which parameters they are of."""
-
-    def __init__(self) -> None:
-        self.flats: dict[str, torch.Tensor] = {}
-        self.names: set[str] = set()
-
-    def add(self, flats: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
-        self.names.update(names)
-        for key, flat in flats.items():
-            if key in self.flats:
-                self.flats[key].add_(flat)
-            else:
-                self.flats[key] = flat
-
-    def take(self) -> tuple[dict[str, torch.Tensor], set[str]]:
-        found = self.flats, self.names
-        self.flats, self.names = {}, set()
-        return found
+from fsdp_compiled.runtime.parameter_group import Entry
 
 
 def reduced(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch.Tensor:
@@ -55,15 +35,15 @@ def reduced(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch
     return flat.to(buffer.dtype)
 
 
-def parts(flat: torch.Tensor, shard: FlatShard) -> dict[Entry, DTensor]:
-    """Each parameter's gradient, a DTensor like the parameter over a slice of the flat gradient."""
+def parts(flat: torch.Tensor, entries: Iterable[Entry]) -> dict[Entry, DTensor]:
+    """These parameters' gradients, each a DTensor like the parameter over a slice of the flat gradient."""
     return {
         entry: DTensor(
             flat[entry.first : entry.last].view(entry.local.shape),  # type: ignore[union-attr]
             entry.spec,
             requires_grad=False,
         )
-        for entry in shard.entries
+        for entry in entries
     }
 
 

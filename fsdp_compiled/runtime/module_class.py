@@ -103,8 +103,9 @@ class FSDPModule(TorchFSDPModule):
 
     def reset_iter_state(self) -> None:
         """Drops gradients that were held back; a forward that failed leaves nothing else."""
-        for call in _state(self).calls.values():
-            call.drop_held()
+        for state in _states(self, recurse=True):
+            for flat in state.group.flats:
+                flat.drop()
 
     set_custom_all_gather = _refusing("set_custom_all_gather", "Leave it out: programs make their own collectives.")
     set_custom_reduce_scatter = _refusing(

@@ -12,8 +12,8 @@ what writes to a parameter writes to what is gathered. Whoever puts other tensor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,11 +61,31 @@ class FlatShard:
     tensor: torch.Tensor
     buffer: Buffer
     entries: list[Entry]
+    current: bool = True  # until others take its place
+    held: torch.Tensor | None = None  # this rank's gradient that was not reduced yet, ``[shard * n]``
+    _held_of: dict[Entry, None] = field(default_factory=dict)  # whose parts of it were reached
 
     @property
     def written(self) -> tuple[int, ...]:
         """Another one after each write, to a parameter or past it to its local tensor."""
         return (self.tensor._version, *(entry.parameter._version for entry in self.entries))
+
+    def hold(self, gradient: torch.Tensor, entries: Iterable[Entry]) -> None:
+        """Adds a whole flat gradient, of which these parameters' parts count, to what is held back."""
+        self.held = gradient if self.held is None else self.held.add_(gradient)
+        self._held_of.update(dict.fromkeys(entries))
+
+    def release(self) -> tuple[torch.Tensor, list[Entry]]:
+        """What was held back, and of which parameters; nothing is any more."""
+        held, entries = self.held, list(self._held_of)
+        assert held is not None
+        self.drop()
+        return held, entries
+
+    def drop(self) -> None:
+        """Drops what was held back."""
+        self.held = None
+        self._held_of.clear()
 
 
 class ParameterGroup:
@@ -162,25 +182,36 @@ class ParameterGroup:
 
     @torch.no_grad()
     def _lay_out(self, entries: Sequence[Entry]) -> None:
-        """New flat shards of these parameters, whose local tensors become views of them."""
+        """New flat shards of these parameters, whose local tensors become views of them.
+
+        Raises ``ValueError`` where gradients were held back of the old ones.
+        """
+        if any(flat.held is not None for flat in self.flats):
+            raise ValueError(
+                f"Parameters of {', '.join(type(one).__name__ for one in self.modules)} were replaced or moved while "
+                "gradients are held back (set_requires_gradient_sync(False)). Run a backward that synchronises first, "
+                "or drop them: model.reset_iter_state()."
+            )
         kinds: dict[tuple[torch.dtype, bool, torch.device], list[Entry]] = {}
         for entry in entries:
             local = entry.parameter._local_tensor  # type: ignore[attr-defined]
             kinds.setdefault((local.dtype, entry.parameter.requires_grad, local.device), []).append(entry)
+        for flat in self.flats:
+            flat.current = False
         self.flats = []
         self.version += 1
         for (dtype, _, device), members in kinds.items():
             buffer = lay_out_by_rows("", "", [entry.leaf for entry in members], self.mesh.shard)
-            flat = torch.zeros(buffer.numel // self.mesh.shard, dtype=dtype, device=device)
+            tensor = torch.zeros(buffer.numel // self.mesh.shard, dtype=dtype, device=device)
             for entry, slot in zip(members, buffer.slots, strict=True):
                 entry.spec = self._spec(entry.parameter)
                 old = entry.parameter._local_tensor  # type: ignore[attr-defined]
                 entry.first, entry.last = slot.offset, slot.offset + old.numel()
-                entry.local = flat[entry.first : entry.last].view(old.shape)
-                if not flat.is_meta:
+                entry.local = tensor[entry.first : entry.last].view(old.shape)
+                if not tensor.is_meta:
                     entry.local.copy_(old)
                 entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
-            self.flats.append(FlatShard(flat, buffer, members))
+            self.flats.append(FlatShard(tensor, buffer, members))
 
     # What a person may ask for between calls.
 

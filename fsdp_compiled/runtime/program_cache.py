@@ -38,6 +38,7 @@ from fsdp_compiled.lower.backends import decided, this_host
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.cuda_device import environment
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
+from fsdp_compiled.lower.halves import whole_gradients
 from fsdp_compiled.lower.inductor import cache_place, compile_all, divide
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
 from fsdp_compiled.lower.lowering import Lowering, Runner
@@ -62,6 +63,7 @@ from fsdp_compiled.runtime.compile import (
 )  # fmt: skip
 from fsdp_compiled.runtime.input_binding import flatten, replaced, same_tensors
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
+from fsdp_compiled.runtime.training import Backward, backward_of
 
 T = TypeVar("T")
 # What a person called, for messages.
@@ -388,12 +390,16 @@ class Programs:
         pieces = self._compile_pieces(lowering)
         return lowering.runner(pieces), lowering.text(pieces)
 
-    def lower(self, program: Program, label: str) -> Runner:
-        """One more program, made of one that is kept. Collective."""
-        self.meet(label)
-        with _no_collection(), ambient.outside_modes():
-            self._together(lambda: None, lambda _: program.text())
-            return self._lower(program)[0]
+    def whole(self, compiled: Compiled) -> Backward:
+        """Its backward without communication, made where it is asked for first. Collective."""
+        if compiled.whole is None:
+            assert compiled.halves is not None
+            self.meet(f"backward of {compiled.label} without synchronisation, compiled")
+            program = whole_gradients(compiled.halves.backward)
+            with _no_collection(), ambient.outside_modes():
+                self._together(lambda: None, lambda _: program.text())
+                compiled.whole = backward_of(program, self._lower(program)[0])
+        return compiled.whole
 
     def _partition(self, program: Program) -> Lowering:
         groups, how = self._mesh.groups, self._plan.policy.lower

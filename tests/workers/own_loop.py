@@ -504,6 +504,20 @@ def methods(api: Any) -> Any:
     return [*found, *train(plain, optimizer, 2)]
 
 
+def held_by_methods(api: Any) -> Any:
+    """One method runs without synchronisation, another with it; what is held back is a parameter's."""
+    torch.manual_seed(0)
+    model = api.fully_shard(Coder())
+    api.register_fsdp_forward_method(model, "encode")
+    x, y = batch(0, "rows")
+    model.set_requires_gradient_sync(False)
+    model.encode(x).square().sum().backward()
+    found = gradients(model)
+    model.set_requires_gradient_sync(True)
+    F.mse_loss(model(x), y).backward()
+    return [*found, *gradients(model)]
+
+
 def ignored(api: Any) -> Any:
     torch.manual_seed(0)
     model = GPT()
@@ -557,7 +571,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     for case in (
         adamw, sgd_groups, fused, accumulate, evaluation, checkpointed, several_forwards, frozen, adapters, structured,
         adversarial, autocast, mixed_precision, scaler, nested, uneven, meta, saved, assigned, written, hooks, methods,
-        ignored, unsharded, hybrid, around,
+        held_by_methods, ignored, unsharded, hybrid, around,
     )
 }  # fmt: skip
 

@@ -1,0 +1,153 @@
+"""What is made of a module's parameters as they are: a plan, and the programs that are for it.
+
+The units are those that the user marked with `fully_shard`; the flat shards are there already, and the plan describes
+them. It holds as long as the parameters are these ones and the same of them are trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.plan.hardware import machine_of
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot, Unit
+from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.compile import Compiled
+from fsdp_compiled.runtime.module_state import traced
+from fsdp_compiled.runtime.parameter_group import Entry, FlatShard, ParameterGroup
+from fsdp_compiled.runtime.program_cache import Programs
+from fsdp_compiled.runtime.taken_model import holding, ordinary
+
+
+class UsersGenerator:
+    """Random operators draw from PyTorch's default generator, as eager PyTorch's do."""
+
+    @staticmethod
+    def bound(operator: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
+        return operator
+
+
+class Opened:
+    """The model as it is traced: with ordinary parameters on the meta device."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @contextmanager
+    def open(self) -> Iterator[nn.Module]:
+        sharded = {id(one): ordinary(one) for one in self.model.parameters() if isinstance(one, DTensor)}
+        with traced(), holding(self.model, sharded):
+            yield self.model
+
+
+@dataclass
+class Lent:
+    """What programs read besides the batch; the same dictionaries as long as the programs live."""
+
+    shards: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    plain: dict[str, torch.Tensor]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)  # that programs write
+
+    def holders(self, compiled: Compiled) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Who holds a program's inputs, by kind, but for the batch."""
+        return {"shard": self.shards, "buffer": self.buffers, "plain": self.plain,
+                "constant": compiled.constants(self)}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Made:
+    """``flats``: by the buffer's key; ``entries``: by the parameter's name; ``gathers``: stands for the collectives
+    that gather all of it."""
+
+    plan: Plan
+    programs: Programs
+    lent: Lent
+    flats: Mapping[str, FlatShard]
+    entries: Mapping[str, Entry]
+    gathers: str
+
+    @cached_property
+    def buffers(self) -> dict[str, Buffer]:
+        return {buffer.key: buffer for buffer in self.plan.buffers}
+
+
+def make(
+    module: nn.Module,
+    function: Callable[..., Any],
+    groups: Sequence[ParameterGroup],
+    policy: Policy,
+    plain: Mapping[str, torch.Tensor],
+    calls: Calls,
+) -> Made:
+    """A plan of these parameters, and programs for it: none yet. ``function``: calls the model, in the trace.
+
+    Raises ``ValueError`` for parameters on the meta device.
+    """
+    mesh, first = groups[0].mesh, groups[0]
+    flats: dict[str, FlatShard] = {}
+    units = _units(module, groups, flats)
+    precision = MixedPrecisionPolicy(first.precision.param_dtype, first.precision.reduce_dtype,
+                                     cast_forward_inputs=False)  # fmt: skip
+    policy = replace(policy, precision=precision)
+    machine = machine_of(mesh.device, mesh.world, policy.bandwidth_gbps)
+    plan = Plan(tuple(units), policy, mesh.device, mesh.shard, mesh.replicate, machine)
+    lent = Lent({key: flat.tensor for key, flat in flats.items()}, _buffers(module), dict(plain))
+    entries = {
+        slot.name: entry
+        for buffer in plan.buffers
+        for slot, entry in zip(buffer.slots, flats[buffer.key].entries, strict=True)
+    }
+    programs = Programs(
+        Opened(module), function, plan, mesh, (), calls, UsersGenerator(), loop=True, plain=lent.plain
+    )  # fmt: skip
+    sizes = [(buffer.key, buffer.numel) for buffer in plan.buffers]
+    gathers = hashlib.sha256(repr(sizes).encode()).hexdigest()[:8]
+    return Made(plan, programs, lent, flats, entries, gathers)
+
+
+def _units(module: nn.Module, groups: Sequence[ParameterGroup], flats: dict[str, FlatShard]) -> Iterator[Unit]:
+    """The units, in the order of the groups; ``flats`` is filled, by the buffer's key."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    paths = {id(one): path for path, one in module.named_modules()}
+    for number, group in enumerate(groups):
+        path = next((paths[id(one)] for one in group.modules if id(one) in paths), f"unit {number}") or "root"
+        buffers = []
+        for index, flat in enumerate(group.flats):
+            if flat.tensor.is_meta:
+                raise ValueError(
+                    f"The parameters of {path} are on the meta device. Give them memory and values before the "
+                    "first call: model.to_empty(device=...), then reset_parameters() or load_state_dict()."
+                )
+            key = path if len(group.flats) == 1 else f"{path}#{index}"
+            slots = []
+            for place, (entry, slot) in enumerate(zip(flat.entries, flat.buffer.slots, strict=True)):
+                own = tuple(names.get(id(entry.parameter), [f"({key}, {place}, outside)"]))
+                leaf = replace(slot.leaf, names=own, block=path, trainable=entry.parameter.requires_grad)
+                slots.append(Slot(leaf, slot.offset))
+            trainable = any(slot.leaf.trainable for slot in slots)
+            buffers.append(replace(flat.buffer, key=key, unit=path, slots=tuple(slots), trainable=trainable))
+            flats[key] = flat
+        if buffers:
+            yield Unit(path, tuple(buffers), group.reshard_after_forward is not False)
+
+
+def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{path}.{name}".lstrip("."): tensor
+        for path, one in module.named_modules(remove_duplicate=False)
+        for name, tensor in one._buffers.items()
+        if tensor is not None
+    }

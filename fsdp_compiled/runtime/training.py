@@ -1,0 +1,96 @@
+"""What the forwards and backwards of a training program look up, found once: places instead of ports.
+
+A run in a loop of the user's is two calls with Python between them, whose time is the host's alone: nothing here is
+asked of the graphs again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.lower.halves import Halves, flat_gradients
+from fsdp_compiled.lower.lowering import Runner
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward that can run. Places among its outputs: ``gradients``, of flat buffers by key, reduced or whole, and
+    ``others``, of inputs by name."""
+
+    runner: Runner
+    gradients: Mapping[str, int]
+    others: Mapping[str, int]
+    wire: str
+
+
+def backward_of(program: Program, runner: Runner) -> Backward:
+    places = dict(zip((port for port in program.ports if port.side == "out"), range(len(program.ports))))
+    return Backward(
+        runner,
+        {port.name: place for port, place in places.items() if port.kind in ("gradient", "whole gradient")},
+        {port.name: place for port, place in places.items() if port.kind == "input gradient"},
+        program.wire,
+    )
+
+
+@dataclass(frozen=True)
+class Training:
+    """``sources``: of each thing saved, its place among inputs and outputs together; ``shards``: of these, the ones
+    that are shards; ``tangents``: the place among results of each derivative that backward reads, and how it was
+    traced; ``constant``: the places of the other results; ``others``: inputs that have gradients beside the sharded
+    parameters, by name, and their places; ``units``: those of whose parameters this gives gradients; ``read``: the
+    shards, by key, whose parameters backward reads.
+    """
+
+    backward: Backward
+    results: tuple[Port, ...]
+    sources: tuple[int, ...]
+    shards: frozenset[int]
+    tangents: tuple[tuple[int, torch.Tensor], ...]
+    constant: tuple[int, ...]
+    others: tuple[tuple[str, int], ...]
+    units: frozenset[str]
+    read: frozenset[str]
+    _by_name: Mapping[str, frozenset[str]]
+    _reached: dict[frozenset[int], frozenset[str]] = field(default_factory=dict)
+
+    def reached(self, differentiated: frozenset[int]) -> frozenset[str]:
+        """The parameters and inputs that have gradients, where the results in these places have derivatives."""
+        if differentiated not in self._reached:
+            keys = {self.results[place].key for place in differentiated}
+            self._reached[differentiated] = frozenset(name for name, moved in self._by_name.items() if moved & keys)
+        return self._reached[differentiated]
+
+
+def training_of(
+    halves: Halves,
+    inputs: tuple[Port, ...],
+    outputs: tuple[Port, ...],
+    reached: Mapping[str, frozenset[str]],
+    runner: Runner,
+) -> Training:
+    """``inputs``, ``outputs``: of the forward program; ``runner``: the backward one."""
+    places = {port: place for place, port in enumerate(inputs)}
+    places |= {port: len(inputs) + place for place, port in enumerate(outputs)}
+    results = tuple(port for port in outputs if port.kind == "result")
+    index = {port.key: place for place, port in enumerate(results)}
+    traced = {port: node.meta["val"] for port, node in halves.backward.inputs.items() if port.kind == "tangent"}
+    tangents = tuple((index[port.key], value) for port, value in traced.items())
+    backward = backward_of(halves.backward, runner)
+    named = {port.name: place for place, port in enumerate(inputs) if port.kind in ("batch", "plain")}
+    return Training(
+        backward,
+        results,
+        sources=tuple(places[port] for port in halves.saved),
+        shards=frozenset(places[port] for port in halves.saved if port.kind == "shard"),
+        tangents=tangents,
+        constant=tuple(set(range(len(results))) - {place for place, _ in tangents}),
+        others=tuple((name, named[name]) for name in backward.others),
+        units=frozenset(node.meta["mark"].unit for node in flat_gradients(halves.backward).values()),
+        read=halves.read,
+        _by_name=reached,
+    )
