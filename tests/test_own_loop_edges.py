@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard
 from tests.launch import ROOT
@@ -63,6 +65,41 @@ def test_an_optimizer_that_was_made_before_is_given_the_sharded_parameters() -> 
             optimizer.step()
             optimizer.zero_grad()
     assert same(full(model.parameters()), plain.parameters())
+
+
+def test_an_optimizer_with_state_is_refused_each_time_and_nothing_changes() -> None:
+    model = net()
+    fresh, used = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    used.step()
+    before = list(model.parameters())
+    fully_shard(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Adam has state of parameters"):
+            model(X)
+    assert all(one is other for one, other in zip(fresh.param_groups[0]["params"], before, strict=True))
+    del used
+    gc.collect()
+    loss_of(model).backward()
+    fresh.step()
+    assert all(one is other for one, other in zip(fresh.param_groups[0]["params"], model.parameters(), strict=True))
+
+
+def test_what_is_sharded_later_inside_is_checked_and_taken_in() -> None:
+    model = nn.Sequential(net(), nn.Linear(2, 2))
+    fully_shard(model)
+    model(X)
+    late = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(late.parameters(), lr=0.1)
+    model.append(fully_shard(late))
+    model(X).sum().backward()
+    before = late.weight.full_tensor().clone()
+    optimizer.step()
+    assert not torch.equal(late.weight.full_tensor(), before)
+    model.append(fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(torch.bfloat16)))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="different mp_policy"):
+            model(X)
 
 
 def test_compile_sharded_is_there_beside_it() -> None:

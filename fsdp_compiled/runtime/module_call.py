@@ -30,7 +30,7 @@ from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_inner_hooks
 from fsdp_compiled.runtime.module_plan import make
 from fsdp_compiled.runtime.module_run import Run, run_program
-from fsdp_compiled.runtime.module_state import ModuleState, state_of, traced
+from fsdp_compiled.runtime.module_state import ModuleState, states_in, traced
 from fsdp_compiled.runtime.parameter_group import ParameterGroup
 from fsdp_compiled.runtime.program_cache import Programs, Request
 
@@ -61,14 +61,15 @@ class ModuleCall:
         self._function = function  # called with the model, in the trace
         self._tables: list[Any] = []
         self._before: list[Any] = []
+        self._states: list[ModuleState] = []
         self._groups: list[ParameterGroup] = []
         self._signature: tuple[Any, ...] = ()
+        self._mesh = states_in(module)[0].group.mesh
         self._said = False  # that further kinds of inputs run eagerly
 
     @untraced
     def __call__(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if not self._groups:
-            self._begin()
+        self._calls = shared_calls(self._mesh)  # another where the process group is another
         self._calls.check_open()
         with self._calls.refusing():
             self._follow()
@@ -136,44 +137,29 @@ class ModuleCall:
 
     # Before a call.
 
-    def _begin(self) -> None:
-        states = [state for module in self.module.modules() if (state := state_of(module)) is not None]
-        groups = list(dict.fromkeys(state.group for state in states))
-        mesh = groups[0].mesh
-        self._mesh, self._calls = mesh, shared_calls(mesh)
-        with self._calls.refusing():
-            self._policy = _policy(states)
-            if odd := next((one for one in groups if one.device_mesh != groups[0].device_mesh), None):
-                raise ValueError(
-                    f"fully_shard was called with different meshes inside one {type(self.module).__name__}: "
-                    f"{groups[0].device_mesh} and {odd.device_mesh}. Give all of them the same."
-                )
-            dtypes = [(one.precision.param_dtype, one.precision.reduce_dtype) for one in groups]
-            if len(set(dtypes)) > 1:
-                raise ValueError(
-                    "fully_shard was called with different mp_policy inside one "
-                    f"{type(self.module).__name__}: (param_dtype, reduce_dtype) are {sorted(set(map(str, dtypes)))}. "
-                    "Give all of them the same."
-                )
-            _adopt_optimizers(groups)
-
     def _follow(self) -> None:
         """Looks for parameters that are others now; programs are for a plan, and that is for these parameters."""
         if self._unchanged():
             return
-        states = [state for module in self.module.modules() if (state := state_of(module)) is not None]
-        self._states = states
-        self._groups = list(dict.fromkeys(state.group for state in states))
-        for group in self._groups:
+        self._before = []  # until all is found good
+        states = states_in(self.module)
+        groups = list(dict.fromkeys(state.group for state in states))
+        if states != self._states:
+            self._policy = _policy(states)
+            _check_same(groups, type(self.module).__name__)
+            _adopt_optimizers(groups)
+        for group in groups:
             group.reshard()
             group.follow()
-        self._remember()
+        self._states, self._groups = states, groups
+        self._look()
         check_inner_hooks(self.module)
         signature = self._now()
         if signature != self._signature:
-            self._made = make(self.module, self._function, self._groups, self._policy, self._plain, self._calls)
+            self._made = make(self.module, self._function, groups, self._policy, self._plain, self._calls)
             self._signature = signature
         self._made.lent.plain.update(self._plain)
+        self._before = [dict(table) for table in self._tables]
 
     def _unchanged(self) -> bool:
         """Whether tables, parameters and what is trained are as they were at the last call."""
@@ -189,10 +175,10 @@ class ModuleCall:
             and [(group.version, group.reshard_after_forward) for group in self._groups] == self._versions
         )
 
-    def _remember(self) -> None:
+    def _look(self) -> None:
+        """Which parameters there are. Raises ``ValueError`` for DTensors of others."""
         modules = list(self.module.modules())
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
-        self._before = [dict(table) for table in self._tables]
         entries = [entry for group in self._groups for entry in group.entries]
         known = {id(entry.parameter) for entry in entries}
         self._plain = {
@@ -239,24 +225,38 @@ def _policy(states: Sequence[ModuleState]) -> Policy:
     return given[0] if given else DEFAULT
 
 
+def _check_same(groups: Sequence[ParameterGroup], name: str) -> None:
+    """Raises ``ValueError`` for calls of `fully_shard` that do not go together in one model."""
+    if odd := next((one for one in groups if one.device_mesh != groups[0].device_mesh), None):
+        raise ValueError(
+            f"fully_shard was called with different meshes inside one {name}: "
+            f"{groups[0].device_mesh} and {odd.device_mesh}. Give all of them the same."
+        )
+    dtypes = {str((one.precision.param_dtype, one.precision.reduce_dtype)) for one in groups}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"fully_shard was called with different mp_policy inside one {name}: (param_dtype, reduce_dtype) are "
+            f"{sorted(dtypes)}. Give all of them the same."
+        )
+
+
 def _adopt_optimizers(groups: Sequence[ParameterGroup]) -> None:
     """An optimizer that was made before `fully_shard` holds the plain parameters: it gets those that took their places.
 
-    Raises ``ValueError`` for one that holds state of theirs, which would be of other shapes.
+    Raises ``ValueError``, with nothing changed, for one that holds state of theirs, which would be of other shapes.
     """
     new = {id(old): made for group in groups for ref, made in group.replaced if (old := ref()) is not None}
+    found = []
+    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)] if new else []:
+        holding = [held for held in optimizer.param_groups if any(id(one) in new for one in held["params"])]
+        if any(optimizer.state.get(one) for held in holding for one in held["params"] if id(one) in new):
+            raise ValueError(
+                f"{type(optimizer).__name__} has state of parameters that fully_shard has sharded since. Make the "
+                "optimizer after fully_shard, and load its state then: "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+            )
+        found += holding
+    for held in found:
+        held["params"] = [new.get(id(one), one) for one in held["params"]]
     for group in groups:
         group.replaced.clear()
-    if not new:
-        return
-    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]:
-        for group_of in optimizer.param_groups:
-            if not any(id(one) in new for one in group_of["params"]):
-                continue
-            if any(optimizer.state.get(one) for one in group_of["params"] if id(one) in new):
-                raise ValueError(
-                    f"{type(optimizer).__name__} has state of parameters that fully_shard has sharded since. Make the "
-                    "optimizer after fully_shard, and load its state then: "
-                    "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
-                )
-            group_of["params"] = [new.get(id(one), one) for one in group_of["params"]]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.runtime.module_call import ModuleCall
-from fsdp_compiled.runtime.module_state import ModuleState, state_of, tracing
+from fsdp_compiled.runtime.module_state import ModuleState, state_of, states_in, tracing
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -103,7 +103,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reset_iter_state(self) -> None:
         """Drops gradients that were held back; a forward that failed leaves nothing else."""
-        for state in _states(self, recurse=True):
+        for state in states_in(self):
             for flat in state.group.flats:
                 flat.drop()
 
@@ -151,8 +151,7 @@ def _state(module: Any) -> ModuleState:
 
 
 def _states(module: Any, recurse: bool) -> list[ModuleState]:
-    modules = module.modules() if recurse else [module]
-    return [state for one in modules if (state := state_of(one)) is not None]
+    return states_in(module) if recurse else [_state(module)]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

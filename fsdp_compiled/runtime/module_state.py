@@ -35,6 +35,11 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(STATE)
 
 
+def states_in(module: nn.Module) -> list[ModuleState]:
+    """Of the module and those inside that `fully_shard` was called on, in their order."""
+    return [state for one in module.modules() if (state := state_of(one)) is not None]
+
+
 @torch.compiler.assume_constant_result
 def tracing() -> bool:
     """Whether a model is being traced by this package; a constant for the trace, and no guard of it."""
