@@ -202,6 +202,17 @@ def test_inductor() -> None:
         torch.testing.assert_close(one.grad.full_tensor(), expected)
 
 
+def test_lengths_that_move_without_synchronisation() -> None:
+    model, plain = net(), net()
+    fully_shard(model, policy=Policy(lower="eager", dynamic=True))
+    for rows in (2, 3, 5, 4):
+        model.set_requires_gradient_sync(rows == 4)
+        for one in (model, plain):
+            one(torch.ones(rows, 4)).square().mean().backward()
+    assert same(full(one.grad for one in model.parameters()), [one.grad for one in plain.parameters()])
+    assert len(model._fsdp_compiled.calls["forward"].programs.cached) == 1
+
+
 class Cached(nn.Module):
     """Keeps what it has seen in an object that it is given, as language models do while they generate."""
 

@@ -15,7 +15,7 @@ reads and forward writes (a buffer) is kept as it was.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 
 import torch
@@ -69,7 +69,7 @@ def cut(program: Program) -> Halves:
         changed,
     )
     order = {port: node for node, port in [*inputs.items(), *ports.items()]}
-    given = [(order[port], Port("in", port.kind, port.name)) for port in saved]
+    given = [(order[port], replace(port, side="in")) for port in saved]
     given += [(node, port) for node, port in inputs.items() if port.kind == "tangent"]
     backward = _part(program, [node for node in nodes if node in behind], given, [(n, p) for p, n in late.items()])
     return Halves(forward, backward, saved, _read(program, crossing, inputs))
