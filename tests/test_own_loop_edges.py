@@ -204,11 +204,11 @@ def test_inductor() -> None:
 
 def test_lengths_that_move_without_synchronisation() -> None:
     model, plain = net(), net()
-    fully_shard(model, policy=Policy(lower="eager", dynamic=True))
-    for rows in (2, 3, 5, 4):
-        model.set_requires_gradient_sync(rows == 4)
+    fully_shard(model, policy=Policy(lower="eager", dynamic=(0, 1)))
+    for sizes in ((2, 3), (3, 5), (5, 7), (4, 6)):
+        model.set_requires_gradient_sync(sizes == (4, 6))
         for one in (model, plain):
-            one(torch.ones(rows, 4)).square().mean().backward()
+            one(torch.ones(*sizes, 4)).square().mean().backward()
     assert same(full(one.grad for one in model.parameters()), [one.grad for one in plain.parameters()])
     assert len(model._fsdp_compiled.calls["forward"].programs.cached) == 1
 
@@ -269,6 +269,24 @@ def test_what_is_frozen_or_thawed_between_forward_and_backward() -> None:
             one.zero_grad()
         assert [one is None for one in grads[0]] == [one is None for one in grads[1]]
         assert all(one is None or torch.equal(one.full_tensor(), other) for one, other in zip(*grads, strict=True))
+
+
+def test_programs_are_kept_where_parameters_are_frozen_and_thawed() -> None:
+    maker, judge = net(), nn.Linear(2, 1)
+    fully_shard(maker)
+    fully_shard(judge)
+    for _ in range(3):
+        for judging in (True, False):
+            judge.requires_grad_(judging)
+            judge(maker(X)).sum().backward()
+            assert all((one.grad is not None) == judging for one in judge.parameters())
+            assert all(one.grad is not None for one in maker.parameters())
+            judge.zero_grad()
+            maker.zero_grad()
+    call = judge._fsdp_compiled.calls["forward"]
+    assert sorted(made.programs.captures for made in call._known.values()) == [1, 1]
+    labels = [label for made in call._known.values() for label in made.programs.labels]
+    assert sum("0 of 2 trained" in label for label in labels) == 1
 
 
 def test_a_parameter_of_nobodys_that_is_replaced_is_read_and_trained() -> None:

@@ -28,7 +28,7 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_inner_hooks
-from fsdp_compiled.runtime.module_plan import make
+from fsdp_compiled.runtime.module_plan import Made, make
 from fsdp_compiled.runtime.module_run import Run, run_program
 from fsdp_compiled.runtime.module_state import ModuleState, states_in, traced
 from fsdp_compiled.runtime.parameter_group import ParameterGroup
@@ -63,6 +63,7 @@ class ModuleCall:
         self._before: list[Any] = []
         self._states: list[ModuleState] = []
         self._groups: list[ParameterGroup] = []
+        self._known: dict[tuple[Any, ...], Made] = {}  # by what it was made of; the last, used last
         self._signature: tuple[Any, ...] = ()
         self._mesh = states_in(module)[0].group.mesh
         self._said = False  # that further kinds of inputs run eagerly
@@ -156,10 +157,23 @@ class ModuleCall:
         check_inner_hooks(self.module)
         signature = self._now()
         if signature != self._signature:
-            self._made = make(self.module, self._function, groups, self._policy, self._plain, self._calls)
-            self._signature = signature
+            self._switch(signature)
         self._made.lent.plain.update(self._plain)
         self._before = [dict(table) for table in self._tables]
+
+    def _switch(self, signature: tuple[Any, ...]) -> None:
+        """To the programs for these parameters, which are kept where a loop goes back and forth. All ranks do it."""
+        self._signature = ()  # until all is found good
+        made = self._known.pop(signature, None)
+        if made is None:
+            made = make(self.module, self._function, self._groups, self._policy, self._plain, self._calls)
+        made.programs.meet(f"parameters of {made.trained}")
+        self._calls.returned()
+        self._known = {key: one for key, one in self._known.items() if one.current}
+        self._known[signature] = self._made = made
+        if len(self._known) > made.plan.policy.programs:
+            del self._known[next(iter(self._known))]
+        self._signature = signature
 
     def _unchanged(self) -> bool:
         """Whether tables, parameters and what is trained are as they were at the last call."""
@@ -201,7 +215,7 @@ class ModuleCall:
             (name, tuple(one.shape), one.stride(), one.dtype, one.device, first.setdefault(id(one), place))
             for place, (name, one) in enumerate(self._plain.items())
         ]
-        return tuple(map(id, self._groups)), tuple(self._versions), tuple(self._trainable), tuple(plain)
+        return tuple(self._groups), tuple(self._versions), tuple(self._trainable), tuple(plain)
 
     def _moved(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The batch on the device, as FSDP2 moves it."""

@@ -68,7 +68,7 @@ class Lent:
 @dataclass(eq=False)
 class Made:
     """``flats``: by the buffer's key; ``entries``: by the parameter's name; ``gathers``: stands for the collectives
-    that gather all of it."""
+    that gather all of it; ``trained``: what is trained of which model, equal on ranks where that is."""
 
     plan: Plan
     programs: Programs
@@ -76,6 +76,12 @@ class Made:
     flats: Mapping[str, FlatShard]
     entries: Mapping[str, Entry]
     gathers: str
+    trained: str
+
+    @property
+    def current(self) -> bool:
+        """Whether the parameters are in these flat shards still."""
+        return all(flat.current for flat in self.flats.values())
 
     @cached_property
     def buffers(self) -> dict[str, Buffer]:
@@ -108,12 +114,31 @@ def make(
         for buffer in plan.buffers
         for slot, entry in zip(buffer.slots, flats[buffer.key].entries, strict=True)
     }
+    said, note = _trained(plan, plain)
     programs = Programs(
-        Opened(module), function, plan, mesh, (), calls, UsersGenerator(), loop=True, plain=lent.plain
+        Opened(module), function, plan, mesh, (), calls, UsersGenerator(), loop=True, plain=lent.plain, note=note
     )  # fmt: skip
-    sizes = [(buffer.key, buffer.numel) for buffer in plan.buffers]
-    gathers = hashlib.sha256(repr(sizes).encode()).hexdigest()[:8]
-    return Made(plan, programs, lent, flats, entries, gathers)
+    gathers = _digest([(buffer.key, buffer.numel) for buffer in plan.buffers])
+    return Made(plan, programs, lent, flats, entries, gathers, f"{type(module).__name__}, {said}")
+
+
+def _trained(plan: Plan, plain: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+    """How many parameters are trained, with what stands for all that a plan depends on; and the first, if not all are.
+
+    Ranks compare it: where other parameters are trained, the collectives may be the same, and the sums wrong.
+    """
+    slots = {slot.name: (slot.leaf.trainable, slot.leaf.shape) for buffer in plan.buffers for slot in buffer.slots}
+    slots |= {name: (one.requires_grad, tuple(one.shape)) for name, one in plain.items()}
+    count = sum(trained for trained, _ in slots.values())
+    units = [(unit.reshard, [buffer.key for buffer in unit.buffers]) for unit in plan.units]
+    names = [name for name, (trained, _) in slots.items() if trained]
+    said = f"{count} of {len(slots)} trained"
+    note = "" if count == len(slots) else f", {said} ({_digest(names)})"
+    return f"{said} ({_digest([slots, units, plan.policy])})", note
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
 def _units(module: nn.Module, groups: Sequence[ParameterGroup], flats: dict[str, FlatShard]) -> Iterator[Unit]:

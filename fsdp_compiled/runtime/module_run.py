@@ -64,6 +64,7 @@ class Run:
     ) -> None:
         self.made, self.compiled, self.calls, self.states = made, compiled, calls, states
         self.training = compiled.training
+        self._trained = trained  # by whose ids they are found
         self.inputs = inputs
         # Inputs that have gradients beside the sharded parameters; some of them are parameters that are not sharded.
         self.place = {id(one): place for place, one in enumerate(trained)}
@@ -187,7 +188,7 @@ class _Function(torch.autograd.Function):
         saved = iter(ctx.saved_tensors)
         kept = [value if apart else next(saved) for value, apart in ctx.others]
         reached = training.reached(frozenset(place for place, one in enumerate(tangents) if one is not None))
-        kept += [_laid_out(tangents[place], traced, ctx.shapes[place]) for place, traced in training.tangents]
+        kept += [one.laid_out(tangents[one.place], ctx.shapes[one.place]) for one in training.tangents]
         # A plain backward() reaches the token. One that asks for some gradients alone, as torch.autograd.grad does, is
         # answered by autograd, and so are hooks.
         everything = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
@@ -209,13 +210,3 @@ class _Function(torch.autograd.Function):
                 before = gradients[place]
                 gradients[place] = others[name] if before is None else before + others[name]
         return None, None, *gradients
-
-
-def _laid_out(tangent: torch.Tensor | None, traced: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The derivative with the strides that backward was traced for; zeros where there is none."""
-    if tangent is None:
-        return torch.zeros(tuple(sizes), dtype=traced.dtype, device=traced.device)
-    if tangent.stride() == traced.stride() and not tangent.is_neg() and not tangent.is_conj():
-        return tangent
-    made = torch.empty_strided(tangent.shape, traced.stride(), dtype=tangent.dtype, device=tangent.device)
-    return made.copy_(tangent)

@@ -130,15 +130,16 @@ class Programs:
         loop: bool = False,
         replays: Replays | None = None,
         plain: Mapping[str, torch.Tensor] | None = None,
+        note: str = "",
     ) -> None:
         """``replays``: the graphs, in the place of those of the plan's device. ``plain``: parameters of the model that
-        the plan does not have, by name."""
+        the plan does not have, by name. ``note``: what labels say besides."""
         self.rules = tuple(rules)  # of the optimizer
         self.captures = 0
         graphs = plan.policy.cuda_graph if not plan.policy.offload else False
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
         self._taken, self._loss, self._plan, self._mesh, self._calls = taken, loss, plan, mesh, calls
-        self._random, self._loop, self._plain = random, loop, plain or {}
+        self._random, self._loop, self._plain, self._note = random, loop, plain or {}, note
         self._buffers = ModuleBuffers(taken.model, plan.device)
         self._cached: dict[int, Compiled] = {}  # by number; the last is the one used last
         self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
@@ -293,7 +294,7 @@ class Programs:
         changed: Sequence[Changed],
         around: Ambient,
     ) -> str:
-        label = label_of(kind, batch, named, sizes) + self._version(batch, named) + str(around)
+        label = label_of(kind, batch, named, sizes) + self._version(batch, named) + str(around) + self._note
         if self._loop:
             label = f"{kind} {type(self._taken.model).__name__} {label.removeprefix(kind).strip()}"
         label += "".join(dict.fromkeys(change.label for change in changed))

@@ -6,7 +6,7 @@ asked of the graphs again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,19 +38,55 @@ def backward_of(program: Program, runner: Runner) -> Backward:
 
 
 @dataclass(frozen=True)
+class Tangent:
+    """A derivative that backward reads: of the result in this ``place``, in the layout that it was traced in.
+
+    ``stride``: as traced; None where sizes move, and then ``order``: the dims from slowest to fastest.
+    """
+
+    place: int
+    dtype: torch.dtype
+    device: torch.device
+    stride: tuple[int, ...] | None
+    order: tuple[int, ...]
+
+    def laid_out(self, given: torch.Tensor | None, sizes: Sequence[int]) -> torch.Tensor:
+        """This derivative in that layout; zeros where there is none."""
+        if given is None:
+            return torch.zeros(tuple(sizes), dtype=self.dtype, device=self.device)
+        stride = self.stride
+        if stride is None:
+            steps, size = dict.fromkeys(self.order, 0), 1
+            for dim in reversed(self.order):
+                steps[dim], size = size, size * max(sizes[dim], 1)
+            stride = tuple(steps[dim] for dim in range(len(sizes)))
+        if given.stride() == stride and not given.is_neg() and not given.is_conj():
+            return given
+        return torch.empty_strided(given.shape, stride, dtype=given.dtype, device=given.device).copy_(given)
+
+
+def _tangent(place: int, traced: torch.Tensor) -> Tangent:
+    # Symbols are looked at, not asked: a comparison would make the program be for these sizes alone.
+    sizes = [one.node.hint if isinstance(one, torch.SymInt) else one for one in (*traced.shape, *traced.stride())]
+    moves = any(isinstance(one, torch.SymInt) for one in (*traced.shape, *traced.stride()))
+    strides = sizes[traced.dim() :]
+    order = tuple(sorted(range(traced.dim()), key=lambda dim: -strides[dim]))
+    return Tangent(place, traced.dtype, traced.device, None if moves else tuple(strides), order)
+
+
+@dataclass(frozen=True)
 class Training:
     """``sources``: of each thing saved, its place among inputs and outputs together; ``shards``: of these, the ones
-    that are shards; ``tangents``: the place among results of each derivative that backward reads, and how it was
-    traced; ``constant``: the places of the other results; ``others``: inputs that have gradients beside the sharded
-    parameters, by name, and their places; ``units``: those of whose parameters this gives gradients; ``read``: the
-    shards, by key, whose parameters backward reads.
+    that are shards; ``tangents``: the derivatives that backward reads; ``constant``: the places of the other results;
+    ``others``: inputs that have gradients beside the sharded parameters, by name, and their places; ``units``: those
+    of whose parameters this gives gradients; ``read``: the shards, by key, whose parameters backward reads.
     """
 
     backward: Backward
     results: tuple[Port, ...]
     sources: tuple[int, ...]
     shards: frozenset[int]
-    tangents: tuple[tuple[int, torch.Tensor], ...]
+    tangents: tuple[Tangent, ...]
     constant: tuple[int, ...]
     others: tuple[tuple[str, int], ...]
     units: frozenset[str]
@@ -79,7 +115,7 @@ def training_of(
     results = tuple(port for port in outputs if port.kind == "result")
     index = {port.key: place for place, port in enumerate(results)}
     traced = {port: node.meta["val"] for port, node in halves.backward.inputs.items() if port.kind == "tangent"}
-    tangents = tuple((index[port.key], value) for port, value in traced.items())
+    tangents = tuple(_tangent(index[port.key], value) for port, value in traced.items())
     backward = backward_of(halves.backward, runner)
     named = {port.name: place for place, port in enumerate(inputs) if port.kind in ("batch", "plain")}
     return Training(
@@ -88,7 +124,7 @@ def training_of(
         sources=tuple(places[port] for port in halves.saved),
         shards=frozenset(places[port] for port in halves.saved if port.kind == "shard"),
         tangents=tangents,
-        constant=tuple(set(range(len(results))) - {place for place, _ in tangents}),
+        constant=tuple(set(range(len(results))) - {one.place for one in tangents}),
         others=tuple((name, named[name]) for name in backward.others),
         units=frozenset(node.meta["mark"].unit for node in flat_gradients(halves.backward).values()),
         read=halves.read,
