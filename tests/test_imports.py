@@ -31,7 +31,7 @@ PRIVATE = {
     "torch.distributed.tensor.parallel.loss": {"capture.loss_parallel"},
     "torch._C": {
         "capture.ambient", "capture.cache_key", "capture.dynamo", "cli.bench.network", "lower.cuda_device",
-        "lower.lowering", "runtime.module_call",
+        "lower.lowering", "runtime.module_run",
     },
     "torch.distributed.tensor._dtensor_spec": {"runtime.parameter_group", "runtime.checkpoint.dcp"},
 }  # fmt: skip
