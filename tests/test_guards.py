@@ -328,6 +328,15 @@ def test_a_replaced_module_with_parameters_is_refused() -> None:
         sharded.step(*batch())
 
 
+def test_no_guard_looks_at_what_is_compared_anyway() -> None:
+    """Tables of parameters, by `TakenModel`: their guards would be half of all."""
+    sharded, _ = pair()
+    sharded.step(*batch())
+    text = str(sharded._programs.newest.capture.guards._manager)
+    assert "_modules['head']" in text and "_modules['head']._parameters" not in text
+    assert ".teacher[0]._parameters" in text  # which is no part of the model
+
+
 def test_no_modules_are_walked_to_find_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     sharded, _ = pair()
     sharded.step(*batch())

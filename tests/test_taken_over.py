@@ -213,6 +213,9 @@ NOTICED: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "weights untied": (lambda c: setattr(c.model.head, "weight", nn.Parameter(torch.ones(4, 4))), r"head\.weight was"),
     "functional_call's tables": (lambda c: c.model.layers[0]._parameters.clear(), r"layers\.0\.weight was removed"),
+    "an empty entry filled with nothing": (
+        lambda c: c.model.norm.register_parameter("scale", None), r"norm\.scale was added"
+    ),
     "a backward hook": (lambda c: c.model.head.register_full_backward_hook(lambda *_: None), "head .* has a backw"),
     "a backward-pre hook": (lambda c: c.model.register_full_backward_pre_hook(lambda *_: None), "The model .* has a"),
     "a group's parameters": (

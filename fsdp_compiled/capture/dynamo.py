@@ -190,7 +190,7 @@ def capture(
         fresh = types.FunctionType(
             function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
         )
-        recorder = Recorder(objective.model, wrapped)
+        recorder = Recorder(objective.model, wrapped, taken=not results)
         options = {"guard_filter_fn": recorder.select}
         compiled = torch.compile(fresh, backend=made.backend, fullgraph=True, dynamic=False, options=options)
         named = {f"model.{name}": made.tensors[name] for name in _places(objective.model) if name in made.tensors}

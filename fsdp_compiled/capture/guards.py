@@ -18,6 +18,8 @@ are kept, less those that this package answers for in another way:
   the key.
 - *Empty dictionaries of hooks* (EMPTY_NN_MODULE_HOOKS_DICT): six a module, which would take longer than all the rest.
   `Hooks` looks at them when PyTorch has counted a new hook, and not before.
+- *Tables of parameters* (``module._parameters``) of a model that was taken over: `runtime.taken_model` compares all of
+  them at every call, entry by entry, and refuses any other. Half of all guards are theirs.
 - *Functions of this package*, which the trace passes through, and *modules of Python's and PyTorch's own library* that
   are one and the same under two names (DUPLICATE_INPUT): neither is the user's to change.
 
@@ -59,17 +61,20 @@ GLOBAL_HOOKS = (
     "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
 )  # fmt: skip
 LONG = 60  # characters of a value, as a message shows it
+# ``module._parameters`` of the model, and what is in it, as Dynamo names them.
+PARAMETERS = re.compile(r"L\['objective'\]\._modules\['model'\](\._modules\['[^']+'\])*\._parameters(\['[^']+'\])?$")
 
 
 class Recorder:
     """Takes Dynamo's guards while it traces, and makes `Guards` of them.
 
     ``root``: the model, whose own hooks are taken off while it is traced. ``wrapped``: whether parts of it are under
-    `torch.compile`, for which those inside stand while it is traced.
+    `torch.compile`, for which those inside stand while it is traced. ``taken``: whether it was taken over, so that no
+    table of parameters changes.
     """
 
-    def __init__(self, root: nn.Module, wrapped: bool = False) -> None:
-        self.root, self.wrapped = root, wrapped
+    def __init__(self, root: nn.Module, wrapped: bool = False, taken: bool = False) -> None:
+        self.root, self.wrapped, self.taken = root, wrapped, taken
         self.values: dict[str, Any] = {}  # what guards look at, by Dynamo's name
         self.empty: list[dict[Any, Any]] = []
         self.code: set[types.CodeType] = set()  # that was traced, functions of functions too
@@ -93,6 +98,8 @@ class Recorder:
             return False
         if entry.guard_type == "DUPLICATE_INPUT" and isinstance(entry.value, types.ModuleType | torch.Tensor):
             return not _library(entry.value) if isinstance(entry.value, types.ModuleType) else False
+        if self.taken and PARAMETERS.match(name):
+            return False
         if "_hooks_with_kwargs" in name:
             return False  # how a hook is called; fixed when it is registered
         source = entry.orig_guard.originating_source

@@ -50,6 +50,8 @@ def check_step_hooks(optimizer: Optimizer) -> None:
     """Raises ``ValueError`` for step hooks, of this optimizer or of all: the update is inside the program."""
     own = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     every = [module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks]
+    if not any(own) and not any(every):
+        return
     for kind, hooks in zip(("pre", "post"), zip(own, every, strict=True), strict=True):
         # Our own, which counts what a loop of the user's updates, has nothing to see here either.
         users = (one for row in hooks for one in row.values() if not _is_ours(one))

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_compiled.runtime.autograd_hooks import backward_hooks, check_hooks
 from fsdp_compiled.runtime.sharded_parameter import ShardedParameter
@@ -26,6 +27,7 @@ REBUILD = (
     "Put back what was there; or build the changed model anew, load sharded.full_state_dict() into it, and call "
     "compile_sharded on that."
 )
+MISSING = object()
 
 
 def is_taken_over(model: nn.Module) -> bool:
@@ -60,37 +62,51 @@ class TakenModel:
             if (reason := self._changed()) is not None:
                 raise ValueError(reason)
             self._remember()  # modules without parameters were exchanged: that is for the guards of programs
-        if any(self._hooks):
-            check_hooks(self.model)
+        if self._hooked != RemovableHandle.next_id:  # which PyTorch counts up for each hook of the process
+            if any(self._hooks):
+                check_hooks(self.model)
+            self._hooked = RemovableHandle.next_id
         if self._optimizer is not None:
             self._optimizer.check()
 
     def _remember(self) -> None:
         modules = list(self.model.modules())
-        self._tables = [table for module in modules for table in (module._parameters, module._modules)]
+        tables = [table for module in modules for table in (module._parameters, module._modules)]
+        self._tables, self._empty = [one for one in tables if one], [one for one in tables if not one]
         self._before: list[dict[str, Any]] = [dict(table) for table in self._tables]
-        self._parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        self._parameters = _entries(self.model)
         self._hooks = backward_hooks(self.model)
+        self._hooked = -1
 
     def _same(self) -> bool:
         """Compares tables in C, and in these by identity: a parameter that is asked for its values refuses."""
         try:
-            return self._tables == self._before
+            return self._tables == self._before and not any(self._empty)
         except Exception:
             return False
 
     def _changed(self) -> str | None:
         """Which parameter is not the one that was taken over."""
-        now = dict(self.model.named_parameters(remove_duplicate=False))
+        now = _entries(self.model)
         for name in {**self._parameters, **now}:
-            old, new = self._parameters.get(name), now.get(name)
+            old, new = self._parameters.get(name, MISSING), now.get(name, MISSING)
             if old is not new:
-                how = "added" if old is None else "removed" if new is None else "replaced"
+                how = "added" if old is MISSING else "removed" if new is None or new is MISSING else "replaced"
                 return (
                     f"{name} was {how} after compile_sharded, which laid out shards for the parameters that there "
                     f"were. {REBUILD}"
                 )
         return None
+
+
+def _entries(model: nn.Module) -> dict[str, nn.Parameter | None]:
+    """What the tables of parameters of a model's modules hold, None too, by name; modules that hold none apart."""
+    return {
+        f"{path}.{name}".lstrip("."): parameter
+        for path, module in model.named_modules(remove_duplicate=False)
+        if any(one is not None for one in module._parameters.values())
+        for name, parameter in module._parameters.items()
+    }
 
 
 @contextmanager
