@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+import fsdp_compiled
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.bench.presets import Preset
 from fsdp_compiled.cli.rank import RankInfo
@@ -110,6 +111,20 @@ def ours(lower: str, **policy: Any) -> Callable[[Setting], Step]:
     return build
 
 
+def own_loop(lower: str) -> Callable[[Setting], Step]:
+    """The script of `fsdp2`, with one import changed."""
+
+    def build(setting: Setting) -> Step:
+        model = setting.model()
+        mesh = init_device_mesh(setting.here.device.type, (dist.get_world_size(),))
+        for block in setting.preset.blocks(model):
+            fsdp_compiled.fully_shard(block, mesh=mesh)
+        fsdp_compiled.fully_shard(model, mesh=mesh, policy=Policy(lower=lower))
+        return _eager_step(setting, model, model)
+
+    return build
+
+
 REFERENCE = "ours-eager"  # whose losses every rival must have
 
 RIVALS = {
@@ -130,6 +145,8 @@ RIVALS = {
             compiles=True,
             ours=True,
         ),
+        Rival("ours-loop-eager", "this package, the user's loop, eager", own_loop("eager"), ours=True),
+        Rival("ours-loop", "this package, the user's loop, inductor", own_loop("inductor"), compiles=True, ours=True),
         Rival(
             "ours-blas",  # what sharding as a compiler gains by itself
             "this package, inductor, BLAS only",
