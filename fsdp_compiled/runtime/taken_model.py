@@ -37,6 +37,8 @@ def is_taken_over(model: nn.Module) -> bool:
 class TakenModel:
     """A model whose parameters live in shards, and its optimizer."""
 
+    _hooked: int  # PyTorch's count of hooks when they were looked at
+
     def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self.model = model
         self._call = model.register_forward_pre_hook(_refuse_call)
