@@ -23,8 +23,9 @@ check: ## try this machine: kernels, lowerings, graphs, collectives, a step agai
 	@sh .ci/setup train
 	@.venv/bin/fsdp-compiled check $(ARGS)
 
-# Two at a time, a file each; a thread for each, or they and the ranks that they start contend for the cores.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -q --numprocesses 2 --dist loadfile --durations=10
+# Two at a time, a file each, in the order of tests/conftest.py; a thread for each, or they and the ranks that they
+# start contend for the cores.
+PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=10
 
 test: lint ## lint, then run the tests (PYTEST_ARGS="-k plan -x")
 	$(PYTEST) $(PYTEST_ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 from fsdp_compiled import Plan, Policy, Program
@@ -24,6 +25,7 @@ def built(what: Recipe, kind: str = "step", place: int = 0) -> tuple[tuple[Progr
     return stages(
         model, optimizer, models.loss, models.batches(what, 1)[0][place], what.policy,
         shard=what.shard, replicate=what.replicate, units=models.units(what), kind=kind, place=place,
+        traced_as=None if place else _traced_as(what),
     )  # fmt: skip
 
 
@@ -36,5 +38,15 @@ def trained(what: Recipe, steps: int = 2, microbatches: int = 1, **how: Any) -> 
     model, optimizer = models.build(what)
     return simulate(
         model, optimizer, models.loss, models.batches(what, steps * microbatches), what.policy,
-        shard=what.shard, replicate=what.replicate, units=models.units(what), microbatches=microbatches, **how,
+        shard=what.shard, replicate=what.replicate, units=models.units(what), microbatches=microbatches,
+        traced_as=_traced_as(what), **how,
+    )  # fmt: skip
+
+
+def _traced_as(what: Recipe) -> Recipe:
+    """The recipe without what takes no part in a trace, but for what the plan says."""
+    plain = Recipe(())
+    return replace(
+        what, units=plain.units, groups=plain.groups, optimizer=plain.optimizer, policy=plain.policy,
+        shard=plain.shard, replicate=plain.replicate,
     )  # fmt: skip

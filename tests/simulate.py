@@ -9,7 +9,7 @@ the program (broadcast, agreement) are not simulated; each rank starts from the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_compiled.capture.dynamo import batch_tensors, capture_on
+from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
 from fsdp_compiled.distributed.mesh import Mesh, connect
 from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, STEP, Port, Program
 from fsdp_compiled.lower.backends import Backends
@@ -141,13 +141,37 @@ def noise(rank: int) -> torch.Tensor:
     return generator.get_state()
 
 
-def captured(rank: Rank, loss: Loss | None, batch: Batch, kind: str = "step") -> Program:
-    """The program before any pass; tensors that it closes over join the rank's values."""
-    with rank.taken.open() as model:
-        found = capture_on(model, loss, rank.plan, rank.named("buffer"), batch, {}, gradient=kind != "forward")
+def captured(rank: Rank, loss: Loss | None, batch: Batch, kind: str = "step", traced_as: Hashable = None) -> Program:
+    """The program before any pass; tensors that it closes over join the rank's values.
+
+    ``traced_as`` names model, loss and sizes of the batch: where they, and what a capture reads of the plan, are those
+    of an earlier call, its capture is taken. Tracing takes most of the time of a test that looks at a program.
+    """
+    key = (traced_as, kind != "forward", _traced_of(rank.plan)) if traced_as is not None else None
+    found = _CAPTURES.pop(key, None) if key is not None else None
+    if found is None:
+        with rank.taken.open() as model:
+            found = capture_on(model, loss, rank.plan, rank.named("buffer"), batch, {}, gradient=kind != "forward")
+    if key is not None:
+        _CAPTURES[key] = found  # the last that is thrown away
+        if len(_CAPTURES) > 32:
+            del _CAPTURES[next(iter(_CAPTURES))]
     for name, tensor in found.constants.items():
         rank.values.setdefault(Port("in", "constant", name), tensor.detach().clone())
     return found.program
+
+
+_CAPTURES: dict[Hashable, Capture] = {}
+
+
+def _traced_of(plan: Plan) -> Hashable:
+    """What of a plan decides of the captured graph: parameters in their order, as they are computed with."""
+    parameters = tuple(
+        (slot.leaf.names, tuple(slot.leaf.shape), slot.leaf.stride, slot.leaf.trainable, plan.compute_dtype(buffer))
+        for buffer in plan.buffers
+        for slot in buffer.slots
+    )
+    return parameters, plan.policy.precision, plan.axes, plan.device
 
 
 def passes(rank: Rank, kind: str = "step") -> tuple[Pass, ...]:
@@ -175,12 +199,16 @@ def stages(
     units: Choice | None = None,
     kind: str = "step",
     place: int = 0,
+    traced_as: Hashable = None,
 ) -> tuple[tuple[Program, ...], Plan]:
-    """The program after each pass, from the captured one on, as the rank at this place builds it; nothing is run."""
+    """The program after each pass, from the captured one on, as the rank at this place builds it; nothing is run.
+
+    ``traced_as``: see `captured`.
+    """
     with ranks(shard, replicate) as places:
         rank = enlist(model, optimizer, policy, places[place], units)
         found: list[Program] = []
-        run(captured(rank, loss, batch, kind), rank.plan, passes(rank, kind), found.append)
+        run(captured(rank, loss, batch, kind, traced_as), rank.plan, passes(rank, kind), found.append)
     return tuple(found), rank.plan
 
 
@@ -264,18 +292,21 @@ def simulate(
     microbatches: int = 1,
     weights: Sequence[Sequence[float]] = (),
     damage: Rewrite | None = None,
+    traced_as: Hashable = None,
 ) -> Simulation:
     """Runs ``kind``'s program on ``batches[step][rank]``; so many of them in a row are the microbatches of one step.
 
     ``weights[step][rank]`` take the place of the batches' rows in programs that weigh ranks.
     ``damage`` rewrites the last program, unchecked, before it runs: a control that a comparison must notice.
+    ``traced_as``: see `captured`.
     """
     if microbatches > 1:
         kind = "last microbatch"
     with ranks(shard, replicate) as places:
         crew = [enlist(model, optimizer, policy, place, units) for place in places]
         found: list[Program] = []
-        run(captured(crew[0], loss, batches[0][0], kind), crew[0].plan, passes(crew[0], kind), found.append)
+        program = captured(crew[0], loss, batches[0][0], kind, traced_as)
+        run(program, crew[0].plan, passes(crew[0], kind), found.append)
         for rank in crew[1:]:
             for port, tensor in crew[0].values.items():
                 if port.kind == "constant":
