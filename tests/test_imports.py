@@ -14,8 +14,9 @@ import fsdp_compiled
 ROOT = Path(fsdp_compiled.__file__).parent
 PACKAGE = ROOT.name
 
-# Surfaces of PyTorch that move from release to release, and the one file that moves with each.
+# Surfaces of PyTorch, and of what is adapted, that move from release to release, and the one file that moves with each.
 PRIVATE = {
+    "accelerate": {"integrations.accelerate"},
     "torch._dynamo": {
         "capture.dynamo", "capture.aot", "capture.guards", "capture.mutations", "capture.random_calls",
         "capture.source_lines",
@@ -40,7 +41,7 @@ PRIVATE = {
 ROOMS = (
     "policy", "plan", "ir", "kernels", "distributed", "optim", "analysis", "capture", "passes", "lower", "runtime",
 )  # fmt: skip
-FACE = ("__init__", "__main__", "api", "cli", "fully_shard")
+FACE = ("__init__", "__main__", "api", "cli", "fully_shard", "integrations")
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -111,6 +112,8 @@ def problems(name: str, tree: ast.Module) -> list[str]:
     if room == "passes" and name != "passes.__init__":
         found += [f"{name} imports {other}" for other in sorted(mine) if other.startswith("passes")]
         found += [f"{name} imports {other}" for other in sorted(mine) if other.split(".")[0] == "distributed"]
+    if room != "integrations":  # whose frameworks are not everybody's
+        found += [f"{name} imports {other}" for other in sorted(mine) if other.split(".")[0] == "integrations"]
     used = everything | set(dotted(tree))
     for surface, allowed in PRIVATE.items():
         if name not in allowed:
@@ -156,6 +159,8 @@ def test_every_private_surface_is_used_where_it_is_allowed() -> None:
         ("lower.lowering", "import torch\ntorch._inductor.standalone_compile"),
         ("runtime.sharded", "import torch\nwith torch.cuda.graph(made): pass"),
         ("runtime.rng", "from torch.cuda import CUDAGraph"),
+        ("cli.train", "from fsdp_compiled.integrations.accelerate import use_fully_shard"),
+        ("runtime.module_class", "import accelerate"),
     ],
 )
 def test_a_forbidden_import_is_noticed(name: str, code: str) -> None:

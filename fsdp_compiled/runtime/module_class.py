@@ -36,6 +36,26 @@ def _refusing(what: str, cure: str) -> Callable[..., NoReturn]:
     return method
 
 
+class _NothingAround:
+    """What ``torch.distributed.fsdp.register_fsdp_forward_method`` asks for, as the Trainer of transformers calls it.
+
+    Nothing is gathered around the method: a method like ``generate`` calls forward, which gathers by itself. One that
+    computes with parameters of its own fails, since they are DTensors and its inputs are not; ours compiles it.
+    """
+
+    def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        return args, kwargs
+
+    def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
+        return output
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotImplementedError(
+            f"FSDP2's own state ({name}) is not there on modules that fsdp_compiled.fully_shard sharded. Take the "
+            "function that asks for it from fsdp_compiled, as fully_shard."
+        )
+
+
 class FSDPModule(TorchFSDPModule):
     """What `fully_shard` makes of a module, beside its own class."""
 
@@ -124,9 +144,9 @@ class FSDPModule(TorchFSDPModule):
     set_reduce_scatter_unused_params = _refusing(
         "set_reduce_scatter_unused_params", "Leave it out: ranks run one program, with one set of gradients."
     )
-    _get_fsdp_state = _refusing(
-        "FSDP2's own state", "Import register_fsdp_forward_method and what else works on it from fsdp_compiled."
-    )
+
+    def _get_fsdp_state(self) -> Any:
+        return _NothingAround()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``to_empty``, ``half`` and their kin, of sharded parameters."""
@@ -213,7 +233,8 @@ def give_class(module: nn.Module, state: ModuleState) -> None:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of the module a program of its own, as ``forward`` is: its parameters are gathered for it.
 
-    A module that `fully_shard` was not called on is left as it is. Raises ``ValueError`` where there is no such method.
+    A module that `fully_shard` was not called on is left as it is, and so is the ``generate`` of transformers, which
+    calls forward for each token. Raises ``ValueError`` where there is no such method.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -225,8 +246,14 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"{type(module).__name__}.{method_name} is not a method of the class, so it cannot be compiled: define it "
             "in the class."
         )
+    if method_name == "generate" and _is_of_transformers(original):
+        return
     method = _compiled(method_name, original)
     object.__setattr__(module, method_name, method.__get__(module, type(module)))
+
+
+def _is_of_transformers(function: Callable[..., Any]) -> bool:
+    return inspect.unwrap(function).__module__.partition(".")[0] == "transformers"
 
 
 __all__ = ["FSDPModule", "give_class", "register_fsdp_forward_method"]

@@ -1,0 +1,79 @@
+"""`generate` of transformers on a model that `fully_shard` took, with and without registering it as a method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fsdp_compiled as ours
+
+TOKENS = torch.tensor([[1, 4, 5]])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def language_model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def generated(model: Any) -> list[list[int]]:
+    return model.generate(TOKENS, max_new_tokens=4, min_new_tokens=4, do_sample=False).tolist()
+
+
+@pytest.mark.parametrize(
+    "register",
+    [lambda *_: None, ours.register_fsdp_forward_method, theirs.register_fsdp_forward_method],
+    ids=["as it is", "ours", "FSDP2's"],
+)
+def test_generate_gives_what_it_gives_unsharded(register: Callable[..., None]) -> None:
+    expected = generated(language_model())
+    model = ours.fully_shard(language_model())
+    register(model, "generate")
+    assert generated(model) == expected
+
+
+class Coder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(4, 2)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.into(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode(x)
+
+
+def test_a_method_that_computes_with_parameters_needs_ours() -> None:
+    model = ours.fully_shard(Coder())
+    x = torch.ones(1, 4)
+    expected = model(x)
+    theirs.register_fsdp_forward_method(model, "encode")
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        model.encode(x)
+    del model.encode
+    ours.register_fsdp_forward_method(model, "encode")
+    assert torch.equal(model.encode(x), expected)
+
+
+def test_what_else_asks_for_the_state_of_fsdp2_is_refused_by_name() -> None:
+    model = ours.fully_shard(Coder())
+    with pytest.raises(NotImplementedError, match="not there on modules that"):
+        theirs.share_comm_ctx([model])
