@@ -87,7 +87,7 @@ def switch(face: str, user: Any, **options: Any) -> None:
 
 
 def accelerated(face: str, lr: float = 1e-2, precision: str = "no", **options: Any) -> list[Any]:
-    """Accumulation, clipping, a schedule; `save_state`, `load_state`, `unwrap_model`, `get_state_dict`, `save_model`."""
+    """Accumulation, clipping, schedule; `save_state`, `load_state`, `unwrap_model`, `get_state_dict`, `save_model`."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from torch.utils.data import DataLoader
 
