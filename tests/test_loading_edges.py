@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -68,3 +69,35 @@ def test_a_parameter_that_has_become_a_buffer_is_not_turned(tmp_path: Path) -> N
     first.save(tmp_path, step=1, wait=True)
     assert second.load(tmp_path, strict=False) == 1
     assert torch.equal(second.full_state_dict()["turned"], torch.arange(6.0).view(2, 3).t())
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(x))
+
+
+def test_weights_that_differ_are_not_taken_for_one_tied_parameter(tmp_path: Path) -> None:
+    model = Tied()
+    sharded = compile_sharded(model, loss=lambda m, x: m(x).mean(), policy=EAGER)
+    sharded.export(tmp_path / "exported")
+    file = tmp_path / "exported" / "model.safetensors"
+    given = load_file(file)
+    save_file({name: value + 1 for name, value in given.items()}, file)
+    sharded.import_weights(file.parent)
+    expected = sharded.full_state_dict()["head.weight"]
+    assert torch.equal(expected, given["head.weight"] + 1)
+    save_file({"embed.weight": expected + 1, "head.weight": expected + 2}, file)
+    for strict in (True, False):
+        with pytest.raises(ValueError, match=r"embed.weight and head.weight are one parameter here, and differ in"):
+            sharded.import_weights(file.parent, strict=strict)
+    data = bytearray(file.read_bytes())
+    data[20] = 255
+    file.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{file.name} is no safetensors file, or damaged"):
+        sharded.import_weights(file.parent)
+    assert torch.equal(sharded.full_state_dict()["head.weight"], expected)

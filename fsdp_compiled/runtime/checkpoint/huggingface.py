@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,10 +166,14 @@ def _begin(folder: Path, files: Plan) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     aside.mkdir()
-    for name, layout in files.layouts.items():
-        with (aside / name).open("wb") as file:
-            file.write(layout.header)
-            file.truncate(layout.size)
+    try:
+        for name, layout in files.layouts.items():
+            with (aside / name).open("wb") as file:
+                file.write(layout.header)
+                file.truncate(layout.size)
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     return aside
 
 
@@ -239,7 +243,10 @@ def _read_header(path: Path, found: Manifest) -> None:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= size - 8:
             raise ValueError(f"{path} is no safetensors file: its header would be {length} bytes long, of {size}.")
-        header = json.loads(file.read(length))
+        try:
+            header = dict(json.loads(file.read(length)))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is no safetensors file, or damaged: its header is no JSON ({error}).") from error
     found.files[path.name] = DataFile(path.name, size, None)
     header.pop("__metadata__", None)
     for key, entry in header.items():
@@ -260,7 +267,7 @@ def read(
     yield "which files"
     keys = keys_of(model, trained)
     wrong: list[str] = []
-    places: dict[str, str] = {}
+    places: dict[str, list[str]] = {}  # of a tied parameter there may be several
     buffers: list[tuple[torch.Tensor, str]] = []
     prefix = _prefix(model, manifest, keys)
     used: set[str] = set()
@@ -274,11 +281,11 @@ def read(
         used |= set(there)
         if not there:
             wrong.append(f"{name} is not there")
-        elif manifest.tensors[there[0]].shape != whole[f"model.{name}"].shape:
-            shape = list(manifest.tensors[there[0]].shape)
+        elif odd := [key for key in there if manifest.tensors[key].shape != whole[f"model.{name}"].shape]:
+            shape = list(manifest.tensors[odd[0]].shape)
             wrong.append(f"{name} has shape {list(whole[f'model.{name}'].shape)} here, and {shape} there")
         else:
-            places[f"model.{name}"] = there[0]
+            places[f"model.{name}"] = there
     for key, name in keys.buffers.items():
         used.add(prefix(key))
         entry = manifest.tensors.get(prefix(key))
@@ -293,13 +300,27 @@ def read(
             + "\nBuild that model, or pass strict=False, which loads what fits."
         )
     wanted = [
-        Wanted(places[one.name], one.start, one.stop, whole[one.name].order, one.values, one.cut)
+        Wanted(key, one.start, one.stop, whole[one.name].order, one.values, one.cut)
         for one in held(trained.plan, (), Place(mesh.shard_rank, mesh.tp_rank), trained.state.parameters, {})
-        if one.name in places
+        for key in places.get(one.name, ())
     ]
     trees = [{"$tensor": key} for _, key in buffers]
     staged = yield from loading.read(folder, manifest, mesh, wanted, trees)
-    return staged, buffers, wrong
+    return Staged(_once(staged.pairs, folder), staged.tensors), buffers, wrong
+
+
+def _once(pairs: Sequence[tuple[Wanted, torch.Tensor]], folder: Path) -> list[tuple[Wanted, torch.Tensor]]:
+    """Each place with one tensor. Raises ``ValueError`` where a tied parameter's are not equal."""
+    found: list[tuple[Wanted, torch.Tensor]] = []
+    for one, values in pairs:
+        if not found or found[-1][0].into is not one.into:
+            found.append((one, values))
+        elif not torch.equal(found[-1][1], values):
+            raise ValueError(
+                f"{found[-1][0].tensor} and {one.tensor} are one parameter here, and differ in {folder}, so nothing "
+                "was loaded. Build the model without the tie, or remove the one that is not meant."
+            )
+    return found
 
 
 def _prefix(model: Any, manifest: Manifest, keys: Keys) -> Any:
