@@ -6,12 +6,14 @@ import gc
 
 import pytest
 
-# More than half a minute of processor time each, the longest first.
+# More than half a minute of processor time each: first those that start ranks, the longest first.
 LONG = (
-    "test_memory", "test_parity", "test_meaning", "test_cli_train", "test_ranks", "test_aot_cache", "test_fuzz",
-    "test_failed_calls", "test_lowering", "test_shape", "test_compute_copies", "test_third_party_optimizers",
-    "test_api", "test_transformers", "test_guards", "test_direct_gradients", "test_modes", "test_combinations",
-    "test_loss_scale", "test_cuda_graph", "test_examples", "test_cli_bench", "test_kernels_interpreted",
+    "test_parity", "test_tensor_parallel", "test_failed_calls", "test_own_loop", "test_ranks", "test_memory",
+    "test_random", "test_guards", "test_fuzz", "test_aot_cache", "test_third_party_optimizers", "test_meaning",
+    "test_cli_train", "test_cli_bench", "test_vanishing", "test_combinations", "test_lowering", "test_precision",
+    "test_checkpoint_ranks", "test_tensor_parallel_checkpoints", "test_architectures_ranks", "test_taken_over",
+    "test_compute_copies", "test_shape", "test_api", "test_transformers", "test_direct_gradients", "test_modes",
+    "test_schedule", "test_loss_scale", "test_rematerialize", "test_cuda_graph", "test_kernels_interpreted",
     "test_partition",
 )  # fmt: skip
 

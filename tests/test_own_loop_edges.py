@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard
-from tests.launch import ROOT
+from tests.launch import ROOT, launch
 
 X, Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 2)
 
@@ -318,34 +314,7 @@ def test_what_is_not_supported_is_refused_by_name(what: Callable[[], Any], named
         what()
 
 
-SKIPS = """
-import os, pathlib, sys, torch, torch.distributed as dist
-from torch import nn
-from fsdp_compiled import fully_shard
-from fsdp_compiled.distributed import watchdog
-watchdog.PATIENCE = 1.0
-dist.init_process_group("gloo")
-model = fully_shard(nn.Linear(4, 2))
-for _ in range(2):
-    model(torch.ones(3, 4)).sum().backward()
-try:
-    loss = model(torch.ones(3, 4)).sum()
-    if os.environ["RANK"] == "0":
-        loss.backward()
-    model(torch.ones(3, 4))
-except RuntimeError as error:
-    pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(f"{type(error).__name__}: {error}")
-"""
-
-
-def test_a_rank_that_skips_a_backward_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    script = tmp_path / "skips.py"
-    script.write_text(SKIPS)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), tmp_path],
-        capture_output=True, text=True, timeout=200, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    for rank in "01":  # a file each: what two processes print into one pipe may come mixed
-        said = tmp_path / rank
-        assert said.exists(), done.stdout + done.stderr
-        assert said.read_text().startswith("RankError: ") and "different calls" in said.read_text()
+def test_a_rank_that_skips_a_backward_is_an_error_on_every_rank() -> None:
+    said = launch(ROOT / "tests" / "workers" / "skipped_backward.py", 2)
+    assert len(said) == 2
+    assert all(one.startswith("RankError: ") and "different calls" in one for one in said), said
