@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_compiled as ours
@@ -47,6 +48,47 @@ def test_generate_gives_what_it_gives_unsharded(register: Callable[..., None]) -
     model = ours.fully_shard(language_model())
     register(model, "generate")
     assert generated(model) == expected
+
+
+class Around(nn.Module):
+    """As peft's: what it generates with does not go through its forward."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def generate(self, *args: Any, **named: Any) -> Any:
+        return self.inner.generate(*args, **named)
+
+    def forward(self, **named: Any) -> Any:
+        return self.inner(**named)
+
+
+def test_generate_of_a_model_around_another_is_gathered_for() -> None:
+    expected = generated(language_model())
+    model = Around(language_model())
+    ours.fully_shard(model.inner.model.layers[0])
+    ours.fully_shard(model)
+    theirs.register_fsdp_forward_method(model, "generate")
+    with torch.no_grad():
+        assert generated(model) == expected
+        assert generated(model) == expected
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        generated(model)
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    assert model.inner.lm_head.weight.grad is not None
+
+
+def test_a_registered_generate_gathers_once_and_posts_one_call() -> None:
+    model = ours.fully_shard(language_model())
+    ours.register_fsdp_forward_method(model, "generate")
+    gathered = []
+    group = model.__dict__["_fsdp_compiled"].group
+    unshard = group.unshard
+    group.unshard = lambda: (gathered.append(1), unshard())
+    generated(model)
+    assert len(gathered) == 1
+    assert model.training is False and isinstance(model.lm_head.weight, DTensor)
 
 
 class Coder(nn.Module):

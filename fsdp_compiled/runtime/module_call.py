@@ -98,6 +98,16 @@ class ModuleCall:
             outputs = run.apply()
             return compiled.capture.rebuild(dict(zip(run.training.results, outputs, strict=True)))
 
+    @untraced
+    def eagerly(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Without gradients, by the method's own code, for all of which parameters are gathered once. Collective."""
+        self._calls = shared_calls(self._mesh)
+        self._calls.check_open()
+        with self._calls.refusing():
+            self._follow()
+        with torch.no_grad():
+            return self._eagerly(args, named)
+
     def _is_one_more(self, request: Request) -> bool:
         """Whether this call without gradients runs eagerly, in the place of one more program where there are many, as
         lengths that grow make them."""

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.runtime.module_call import ModuleCall
 from fsdp_compiled.runtime.module_state import ModuleState, state_of, states_in, tracing
+from fsdp_compiled.runtime.parameter_group import ParameterGroup
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -36,17 +37,24 @@ def _refusing(what: str, cure: str) -> Callable[..., NoReturn]:
     return method
 
 
-class _NothingAround:
+class _OwnGathered:
     """What ``torch.distributed.fsdp.register_fsdp_forward_method`` asks for, as the Trainer of transformers calls it.
 
-    Nothing is gathered around the method: a method like ``generate`` calls forward, which gathers by itself. One that
-    computes with parameters of its own fails, since they are DTensors and its inputs are not; ours compiles it.
+    Around a method that runs without gradients, the parameters of its own module are gathered; modules inside, which it
+    calls as ``generate`` does, gather theirs. One that computes with gradients and parameters fails, since those are
+    DTensors and its inputs are not: ours compiles it.
     """
 
+    def __init__(self, group: ParameterGroup) -> None:
+        self._group = group
+
     def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            self._group.unshard()
         return args, kwargs
 
     def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
+        self._group.reshard()
         return output
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -146,7 +154,7 @@ class FSDPModule(TorchFSDPModule):
     )
 
     def _get_fsdp_state(self) -> Any:
-        return _NothingAround()
+        return _OwnGathered(_state(self).group)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``to_empty``, ``half`` and their kin, of sharded parameters."""
@@ -199,6 +207,16 @@ def _compiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
+def _gathered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs this function of the model as it is, without gradients and with all parameters gathered."""
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **named: Any) -> Any:
+        return function(self, *args, **named) if tracing() else _call(self, name, function).eagerly(args, named)
+
+    return method
+
+
 def _call(module: Any, name: str, function: Callable[..., Any]) -> ModuleCall:
     calls = _state(module).calls
     if name not in calls:
@@ -233,8 +251,8 @@ def give_class(module: nn.Module, state: ModuleState) -> None:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method of the module a program of its own, as ``forward`` is: its parameters are gathered for it.
 
-    A module that `fully_shard` was not called on is left as it is, and so is the ``generate`` of transformers, which
-    calls forward for each token. Raises ``ValueError`` where there is no such method.
+    A module that `fully_shard` was not called on is left as it is. ``generate`` of transformers and peft cannot be one
+    program: it runs as it is, with all parameters gathered once. Raises ``ValueError`` where there is no such method.
     """
     if not isinstance(module, FSDPModule):
         return
@@ -246,14 +264,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"{type(module).__name__}.{method_name} is not a method of the class, so it cannot be compiled: define it "
             "in the class."
         )
-    if method_name == "generate" and _is_of_transformers(original):
-        return
-    method = _compiled(method_name, original)
+    wrapped = _gathered if method_name == "generate" and _is_of_transformers(original) else _compiled
+    method = wrapped(method_name, original)
     object.__setattr__(module, method_name, method.__get__(module, type(module)))
 
 
 def _is_of_transformers(function: Callable[..., Any]) -> bool:
-    return inspect.unwrap(function).__module__.partition(".")[0] == "transformers"
+    return inspect.unwrap(function).__module__.partition(".")[0] in ("transformers", "peft")
 
 
 __all__ = ["FSDPModule", "give_class", "register_fsdp_forward_method"]
