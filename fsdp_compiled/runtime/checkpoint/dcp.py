@@ -138,12 +138,18 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> C
         else:
             copies.append((tensor, source))
     scalars = _scalars(given, trained, wrong)
+    groups = _groups(given, trained, wrong)
     if wrong:
         raise ValueError(refusal("What load_state_dict was given", wrong))
-    return partial(_write, given, trained, [*copies, *scalars])
+    return partial(_write, given, trained, [*copies, *scalars], groups)
 
 
-def _write(given: Mapping[str, Any], trained: Trained, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _write(
+    given: Mapping[str, Any],
+    trained: Trained,
+    copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
     state = trained.state
     with torch.no_grad():
         for to, source in copies:
@@ -155,8 +161,7 @@ def _write(given: Mapping[str, Any], trained: Trained, copies: Sequence[tuple[to
                 tensor.copy_(torch.as_tensor(given["loss_scale"][name]))
         for total in state.sums.values():
             total.zero_()
-    groups = given.get("optim", {}).get("param_groups", [])
-    if trained.optimizer is not None and len(groups) == len(trained.optimizer.param_groups):
+    if trained.optimizer is not None:
         write_groups(trained.optimizer, groups)
 
 
@@ -184,6 +189,19 @@ def _copies(one: Stretch, entry: Entry, source: Any, wrong: list[str]) -> list[t
             return [(tensor, there[place]) for place, tensor in here.items()]
     wrong.append(f"{one.name} is cut in another way: give what state_dict() returned here, or whole tensors")
     return []
+
+
+def _groups(given: Mapping[str, Any], trained: Trained, wrong: list[str]) -> Sequence[Mapping[str, Any]]:
+    """What is given of the groups, if they are of the same parameters; their rates would go to others."""
+    if trained.optimizer is None:
+        return []
+    groups = given.get("optim", {}).get("param_groups", [])
+    here = [[parameter._sharded_name for parameter in group["params"]] for group in trained.optimizer.param_groups]
+    there = [list(group.get("params", ())) for group in groups]
+    if there != here:
+        sizes = " and ".join(str([len(row) for row in rows]) for rows in (here, there))
+        wrong.append(f"the optimizer's groups are of other parameters: they have {sizes} here and there, in this order")
+    return groups
 
 
 def _scalars(given: Mapping[str, Any], trained: Trained, wrong: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
