@@ -12,6 +12,8 @@ import pytest
 from fsdp_compiled.cli.launch import launch, restarting
 from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.rank import FAILURE, STOP, tell_failure
+from fsdp_compiled.distributed.mesh import RankError
+from fsdp_compiled.runtime.checkpoint.writing import SaveError
 
 RANK = "import os, select, sys, time; rank = int(os.environ['RANK'])\n"
 UNTIL_STOPPED = f"select.select([int(os.environ['{STOP}'])], [], [], 30); sys.exit(130)"
@@ -148,6 +150,21 @@ def test_only_the_first_failure_is_written(tmp_path: Path, monkeypatch: pytest.M
     tell_failure(1, ValueError("a smaller --lr"))
     tell_failure(0, RuntimeError("lost a peer"))
     assert (tmp_path / "failure.txt").read_text() == "rank 1 failed: a smaller --lr\n"
+
+
+def test_what_says_all_by_itself_is_told_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, kind in enumerate((ValueError, RankError, SaveError)):
+        monkeypatch.setenv(FAILURE, str(tmp_path / f"{number}.txt"))
+        try:
+            raise kind("no room")
+        except kind as error:
+            tell_failure(1, error)
+        assert (tmp_path / f"{number}.txt").read_text() == "rank 1 failed: no room\n"
+
+
+def test_where_there_is_no_room_to_say_why_that_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ranks(f"open(os.environ['{FAILURE}'], 'w'); sys.exit(3)", tmp_path) == 3
+    assert f"exit code 3, and why could not be written: is the disk of {tmp_path} full?" in capfd.readouterr().err
 
 
 def test_an_unexpected_failure_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

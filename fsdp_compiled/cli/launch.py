@@ -268,11 +268,11 @@ def _reason(codes: list[int | None], logs: Path) -> str:
             reason = f"rank {rank} was ended by {name}{hint}\n{_tail(logs / f'rank{rank}.txt')}"
             break
     else:
-        if failure.exists():
-            reason = failure.read_text()
-        else:
+        reason = failure.read_text() if failure.exists() else ""
+        if not reason:
             rank = next(rank for rank, code in enumerate(codes) if code)
-            reason = f"rank {rank} failed with exit code {codes[rank]}\n{_tail(logs / f'rank{rank}.txt')}"
+            why = f", and why could not be written: is the disk of {logs} full?" if failure.exists() else ""
+            reason = f"rank {rank} failed with exit code {codes[rank]}{why}\n{_tail(logs / f'rank{rank}.txt')}"
     return f"{reason.rstrip()}\nevery rank's own log is in {logs}"
 
 

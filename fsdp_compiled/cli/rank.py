@@ -16,7 +16,7 @@ import termios
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_compiled.distributed.mesh import RankError
+from fsdp_compiled.runtime.checkpoint.writing import SaveError
 
 T = TypeVar("T")
 
@@ -170,11 +171,9 @@ def tell_failure(rank: int, error: BaseException) -> None:
     """Writes why this rank failed, unless another rank failed before it."""
     if FAILURE not in os.environ:
         return
-    # A ValueError is the user's mistake and says what to do; anything else needs the place it came from.
-    reason = str(error) if isinstance(error, ValueError) else "".join(traceback.format_exception(error)).rstrip()
-    separator = ": " if isinstance(error, ValueError) else ":\n"
-    try:
-        with Path(os.environ[FAILURE]).open("x") as file:
-            file.write(f"rank {rank} failed{separator}{reason}\n")
-    except FileExistsError:
-        pass
+    # These say all, and what to do; anything else needs the place it came from.
+    plain = isinstance(error, ValueError | RankError | SaveError)
+    reason = f": {error}" if plain else ":\n" + "".join(traceback.format_exception(error)).rstrip()
+    # It exists, or the disk is full, which must not hide the error.
+    with suppress(OSError), Path(os.environ[FAILURE]).open("x") as file:
+        file.write(f"rank {rank} failed{reason}\n")
