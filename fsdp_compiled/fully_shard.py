@@ -25,11 +25,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp_compiled.capture.side_effects import inside
-from fsdp_compiled.distributed.mesh import device_mesh_of_all, place_in
+from fsdp_compiled.distributed.mesh import Mesh, device_mesh_of_all, place_in, tp_beside
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.module_class import FSDPModule, give_class, register_fsdp_forward_method
 from fsdp_compiled.runtime.module_state import ModuleState, state_of
 from fsdp_compiled.runtime.parameter_group import Home, ParameterGroup
+from fsdp_compiled.runtime.tensor_parallel import tensor_parallel
 
 # What a loop of the user's decides by itself, by field of `Policy`, with where.
 ELSEWHERE = {
@@ -63,8 +64,9 @@ def fully_shard(
         blocks of a model and then on the model. Parameters become DTensors, ``Shard(0)`` on the mesh, of this rank's
         values; the module stays the same object, of its own class and `FSDPModule`.
     mesh
-        A ``DeviceMesh`` of all ranks: one axis, which shards, or two: the first replicates, the second shards. Left
-        out: all ranks that there are; without ``torchrun``, a world of one.
+        A ``DeviceMesh`` of all ranks: one axis, which shards, or two: the first replicates, the second shards. Of a
+        model that ``parallelize_module`` cut along ``mesh["tp"]``, the other axes of that mesh. Left out: all ranks
+        that there are; without ``torchrun``, a world of one.
     reshard_after_forward
         True, or None: parameters are freed after forward and gathered again for backward, but for the unit that
         backward needs first. False: they are kept.
@@ -86,11 +88,12 @@ def fully_shard(
     _check_options(shard_placement_fn, dp_mesh_dims, policy)
     _check_precision(mp_policy)
     device_mesh = mesh if mesh is not None else device_mesh_of_all()
-    place = place_in(device_mesh)
-    _check_offload(offload_policy, place.device)
     homes = list(_homes(modules, ignored_params or set()))
     for places in homes:
         _check_parameter(places)
+    place = place_in(device_mesh, _tp_axis(device_mesh, homes))
+    _check_tp(place, policy, modules)
+    _check_offload(offload_policy, place.device)
     reshard = _reshard(reshard_after_forward, place.shard)
     _move_buffers(modules, place.device)
     group = ParameterGroup(modules, homes, device_mesh, place, mp_policy, reshard)
@@ -147,6 +150,39 @@ def _check_options(placement: Any, dims: Any, policy: Policy | None) -> None:
     for name in ("kernels", "copies", "cuda_graph"):
         if getattr(policy, name) is True:
             raise ValueError(f"Policy.{name}=True is not supported with fully_shard yet. Leave it out.")
+
+
+def _tp_axis(mesh: DeviceMesh, homes: Sequence[Sequence[Home]]) -> DeviceMesh | None:
+    """The axis along which `parallelize_module` cut the model, if it did: that of parameters that are DTensors, or the
+    one named "tp" of the mesh that ``mesh`` is a part of. Raises ``ValueError`` for DTensors over several."""
+    found = tp_beside(mesh)
+    for module, name in (places[0] for places in homes):
+        parameter = module._parameters[name]
+        if isinstance(parameter, DTensor):
+            axis = parameter.device_mesh
+            if found is not None and axis != found:
+                raise ValueError(
+                    f"{type(module).__name__}.{name} is a DTensor over ranks {axis.mesh.tolist()}, and the tp axis is "
+                    f'{found.mesh.tolist()} here. Cut all of the model with parallelize_module(model, mesh["tp"], '
+                    'plan), and give fully_shard mesh=mesh["dp"] of the same mesh.'
+                )
+            found = axis
+    return found
+
+
+def _check_tp(place: Mesh, policy: Policy | None, modules: Sequence[nn.Module]) -> None:
+    """Raises ``ValueError`` for what does not go together with tensor parallelism."""
+    if place.tp == 1:
+        return
+    if policy is not None and policy.moving:
+        raise ValueError("Policy.dynamic is not supported under tensor parallelism yet. Leave it out.")
+    for module in modules:
+        for name, buffer in module.named_buffers():
+            if isinstance(buffer, DTensor):
+                raise ValueError(
+                    f"The buffer {name} is a DTensor, which is not supported yet: leave its module out of the plan, or "
+                    "register its local part, buffer.to_local()."
+                )
 
 
 def _check_precision(precision: MixedPrecisionPolicy) -> None:
@@ -223,11 +259,8 @@ def _check_parameter(homes: Sequence[Home]) -> None:
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"{where} has no shape yet: call the model once on an example batch, then fully_shard.")
     assert parameter is not None
-    if isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"{where} is a DTensor already. fsdp_compiled.fully_shard does not combine with other kinds of parallelism "
-            "yet: call it on plain parameters."
-        )
+    if isinstance(parameter, DTensor) and parameter.dim():
+        tensor_parallel(where, parameter)  # refuses what is neither cut evenly nor whole
     if parameter.dim() == 0:
         raise ValueError(f"fully_shard doesn't support scalar parameters. Make {where} a 1D tensor with 1 element.")
     if not parameter.is_contiguous():

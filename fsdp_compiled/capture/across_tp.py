@@ -24,7 +24,7 @@ from torch import fx
 
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.ir.nodes import Bare, is_collective, is_random
-from fsdp_compiled.ir.program import LOSS, Program
+from fsdp_compiled.ir.program import LOSS, Port, Program
 from fsdp_compiled.plan.plan import Plan
 
 c10d = torch.ops._c10d_functional
@@ -64,10 +64,21 @@ def digests(program: Program, constants: Mapping[str, torch.Tensor]) -> list[byt
 
 
 def differing(program: Program, plan: Plan, found: Sequence[Sequence[bytes]]) -> set[fx.Node]:
-    """The nodes whose values differ between ranks along tp; ``found``: the digests of each of these ranks."""
+    """The nodes whose values differ between ranks along tp; ``found``: the digests of each of these ranks.
+
+    The derivative by a result differs where that does.
+    """
     parts = {slot.name for buffer in plan.buffers if buffer.split for slot in buffer.slots}
     own = {node for node, said in zip(program.graph.nodes, zip(*found, strict=True), strict=True) if len(set(said)) > 1}
     own |= {node for port, node in program.inputs.items() if port.kind == "parameter" and port.name in parts}
+    different = _spread(program, own)
+    results = {port.key for port, node in program.outputs.items() if port.kind == "result" and node in different}
+    tangents = {node for port, node in program.inputs.items() if port.kind == "tangent" and port.key in results}
+    return _spread(program, own | tangents) if tangents else different
+
+
+def _spread(program: Program, own: Collection[fx.Node]) -> set[fx.Node]:
+    """The nodes that differ where these do."""
     different: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op == "call_function" and is_collective(node) and node.args[-1] == "tp":
@@ -78,14 +89,23 @@ def differing(program: Program, plan: Plan, found: Sequence[Sequence[bytes]]) ->
     return different
 
 
-def check_same(program: Program, plan: Plan, different: Collection[fx.Node]) -> None:
-    """Raises `CaptureError` where ranks along tp would part."""
+def check_same(
+    program: Program, plan: Plan, different: Collection[fx.Node], parts: Collection[Port] = (), loop: bool = False
+) -> None:
+    """Raises `CaptureError` where ranks along tp would part.
+
+    ``parts``: the results that are parts of DTensors. ``loop``: the program is differentiated in a loop of the user's.
+    """
     cut = {slot.name for buffer in plan.buffers if buffer.split for slot in buffer.slots}
     outputs = {port: node for port, node in program.outputs.items() if node is not None and node in different}
     if LOSS in outputs:
         raise CaptureError(
             f"The loss is computed of what ranks along the tp axis have parts of, and differs between them. {CURE}"
         )
+    if loop:
+        trained = any(port.kind == "parameter gradient" for port in program.outputs)
+        apart = [port for port in outputs if port.kind == "result" and port not in parts]
+        _check_loop(program, apart if trained else [])
     if odd := [port.name for port in outputs if port.kind == "parameter gradient" and port.name not in cut]:
         raise CaptureError(
             f"{_some(odd)} {'are' if len(odd) > 1 else 'is'} whole on every rank along the tp axis, but "
@@ -96,6 +116,22 @@ def check_same(program: Program, plan: Plan, different: Collection[fx.Node]) -> 
         raise CaptureError(
             f"Forward writes to {_some(odd)} what differs between ranks along the tp axis, which have it in common. "
             f"{CURE}"
+        )
+
+
+def _check_loop(program: Program, apart: Sequence[Port]) -> None:
+    """``apart``: the results, plain tensors, that differ between ranks along tp and are differentiated."""
+    if apart:
+        raise CaptureError(
+            f"What the model returns ({apart[0].key}) is a plain tensor of what this rank along the tp axis has a part "
+            "of: a loss of it would be another on each rank. Gather it, output_layouts=Replicate(), or return it as a "
+            "DTensor, use_local_output=False, for loss_parallel."
+        )
+    if any(node.op == "call_function" and is_random(node) for node in program.graph.nodes):
+        raise CaptureError(
+            "The model draws random numbers (dropout), which is not supported under tensor parallelism in a loop of "
+            "your own yet: masks would have to be the same along the tp axis on what all ranks have. Set dropout to 0, "
+            "or use compile_sharded."
         )
 
 

@@ -27,6 +27,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -44,7 +45,17 @@ from fsdp_compiled.capture.random_calls import refused, seeding
 from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects, inside, speech, unwrapped
 from fsdp_compiled.capture.source_lines import cure, explanation, reason, user_line
 from fsdp_compiled.capture.sync_batchnorm import synchronised
-from fsdp_compiled.capture.tensor_parallel import Parts, is_mesh, name_axes, parts_of, whole
+from fsdp_compiled.capture.tensor_parallel import (
+    Layout,
+    Parts,
+    is_mesh,
+    layout_of,
+    layouts,
+    name_axes,
+    own_part,
+    parts_of,
+    whole,
+)
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.ir.program import LOSS, Port, PortKind, Program
 from fsdp_compiled.plan.plan import Plan, contiguous_stride
@@ -73,6 +84,7 @@ class Capture:
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]  # a `Port` for each tensor that the function returned, other values as they are
     guards: Guards
+    layouts: Mapping[Port, Layout] = field(default_factory=dict)  # of results that are DTensors
 
     @property
     def written_constants(self) -> tuple[str, ...]:
@@ -85,6 +97,11 @@ class Capture:
             outputs[leaf] if isinstance(leaf, Port) else leaf.filled(outputs) if isinstance(leaf, Opaque) else leaf
             for leaf in self.leaves
         ]
+        if self.layouts:
+            filled = [
+                self.layouts[leaf].filled(value) if isinstance(leaf, Port) and leaf in self.layouts else value
+                for leaf, value in zip(self.leaves, filled, strict=True)
+            ]
         return pytree.tree_unflatten(filled, self.spec)
 
 
@@ -117,8 +134,8 @@ def _own(value: Any) -> Any:
 
 
 def _apart_from_others(value: Any) -> Any:
-    """The same without `detach`: what is made of it is differentiated outside."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.clone(), value)
+    """The same without `detach`: what is made of it is differentiated outside. Of a DTensor, this rank's part."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: own_part(tensor).clone(), value)
 
 
 def _apart(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -173,15 +190,16 @@ def capture(
         before = dict(now)
         result = torch.func.functional_call(objective, now, *_apart(args, kwargs), tie_weights=False)
         replaced = {name: _own(now[name]) for name in named if now[name] is not before[name]}
+        said = [layout_of(leaf) for leaf in pytree.tree_leaves(result)] if results and parts.mesh is not None else []
         if not gradient:
-            return _own(result), None, False, replaced
+            return _own(_apart_from_others(result) if results else result), None, False, replaced, said
         if results:
-            return _apart_from_others(result), None, False, replaced
+            return _apart_from_others(result), None, False, replaced, said
         pair = loss is not None and isinstance(result, tuple) and len(result) == 2
         value, aux = result if pair else (_find_loss(result, first=loss is None), None)
         if isinstance(value, torch.Tensor):
             value = whole(value).clone().detach()  # `_Trace.program` differentiates what is detached here
-        return value, _own(aux), pair, replaced
+        return value, _own(aux), pair, replaced, said
 
     def trace(symbolic: Collection[str] = ()) -> _Trace:
         """One run of Dynamo, with these sources of integers as unknowns. What it changed is not undone yet."""
@@ -196,12 +214,13 @@ def capture(
         named = {f"model.{name}": made.tensors[name] for name in _places(objective.model) if name in made.tensors}
         try:
             with torch.compiler.config.patch(unbacked_sources=",".join(symbolic)):
-                value, aux, pair, replaced = compiled(named, args, dict(kwargs))
+                value, aux, pair, replaced, said = compiled(named, args, dict(kwargs))
             scope = dict(zip(fresh.__code__.co_freevars, (cell.cell_contents for cell in fresh.__closure__ or ())))
             recorder.code = made.code
             made.guards = recorder.guards(fresh.__code__, scope, made.sources)
             made.side_effects = SideEffects(made.mutations, made.closed, {id(result) for result in made.results})
             made.flat, made.spec = pytree.tree_flatten((value, aux) if gradient and pair else value)
+            made.layouts = layouts(said, parts.mesh)
             made.outputs = _output_ports(
                 made, named, value, made.flat, replaced, made.side_effects.state, scalar, results
             )
@@ -237,7 +256,8 @@ def capture(
         name_axes(program, parts.mesh)
     leaves = tuple(made.outputs.get(id(leaf)) or _closed(leaf, made) for leaf in made.flat)
     made.results.clear()  # Dynamo's code, which the guards keep, holds the function that returned them
-    return Capture(program, made.constants, made.spec, leaves, made.guards)
+    lain = {leaf: one for leaf, one in zip(leaves, made.layouts) if one is not None and isinstance(leaf, Port)}
+    return Capture(program, made.constants, made.spec, leaves, made.guards, lain)
 
 
 def _check_next(made: _Trace, trace: Callable[[Collection[str]], _Trace]) -> None:
@@ -359,6 +379,7 @@ class _Trace:
     flat: list[Any]  # what the function returned, and its structure
     spec: pytree.TreeSpec
     outputs: dict[int, Port]  # what of it is which result, by identity
+    layouts: list[Layout | None]  # of each of it, how it lies along tp
 
     def __init__(self, tensors: Tensors, batch: Mapping[str, torch.Tensor], symbolic: Collection[str] = ()) -> None:
         self.symbolic = symbolic
@@ -599,6 +620,11 @@ def capture_on(
         whole[name] = fake if known else nn.Parameter(fake, requires_grad=gradient and parameter.requires_grad)
         seen[id(parameter)] = whole[name]
     for place, tensor in {**batch_tensors(args, kwargs), **buffers}.items():
+        if isinstance(tensor, DTensor):
+            raise CaptureError(
+                f"{'batch' if place.startswith('[') else 'buffer '}{place} is a DTensor. Pass a plain tensor, which "
+                "all ranks along the tp axis have: tensor.full_tensor()."
+            )
         if tensor.layout != torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             raise CaptureError(

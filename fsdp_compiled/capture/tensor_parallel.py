@@ -8,14 +8,15 @@
 
 Parts go in as plain tensors, so that their gradients are plain too, and ``from_local``'s backward sums what each rank
 made of a weight that all have whole: given DTensors, AOTAutograd leaves such gradients partial and does not say so. The
-names of process groups differ from rank to rank, and become the axis. What is returned as a DTensor becomes the whole.
+names of process groups differ from rank to rank, and become the axis. What is returned as a DTensor becomes the whole;
+in a loop of the user's it stays one, whose part is the program's result (`Layout`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,52 @@ class Parts:
 def whole(value: torch.Tensor) -> torch.Tensor:
     """A plain tensor of what a DTensor holds on all ranks; traced."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+class Layout(NamedTuple):
+    """How a result lies along the tp axis: ``dim`` is cut, or, with None, each rank has the whole; and its whole shape.
+
+    It is given back as the DTensor that the model returned.
+    """
+
+    mesh: DeviceMesh
+    dim: int | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def filled(self, part: torch.Tensor) -> DTensor:
+        """The DTensor whose part this is; its derivative goes to the part."""
+        placement = Replicate() if self.dim is None else Shard(self.dim)
+        return DTensor.from_local(
+            part, self.mesh, (placement,), run_check=False, shape=torch.Size(self.shape), stride=self.stride
+        )
+
+
+def layout_of(value: Any) -> Any:
+    """What `Layout` says of a DTensor, as plain numbers, since that is what a traced function can return; or None."""
+    if not isinstance(value, DTensor):
+        return None
+    (placement,) = value.placements
+    dim = -2 if placement.is_partial() else -1 if placement.is_replicate() else placement.dim
+    return dim, tuple(value.shape), tuple(value.stride())
+
+
+def layouts(found: Sequence[Any], mesh: DeviceMesh | None) -> list[Layout | None]:
+    """Raises `CaptureError` for a result that no rank has whole or a part of."""
+    made: list[Layout | None] = []
+    for one in found:
+        if one is not None and one[0] == -2:
+            raise CaptureError(
+                "The model returns a DTensor that is Partial: each rank along the tp axis has a summand of it. Give "
+                "the module that makes it output_layouts=Replicate() or Shard(dim) in the plan."
+            )
+        made.append(None if one is None or mesh is None else Layout(mesh, None if one[0] == -1 else one[0], *one[1:]))
+    return made
+
+
+def own_part(value: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a DTensor, with the derivative that belongs to it; traced."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def parts_of(plan: Plan, mesh: DeviceMesh | None) -> Parts:

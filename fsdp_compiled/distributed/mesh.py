@@ -251,8 +251,27 @@ def device_mesh_of_all() -> DeviceMesh:
     return init_device_mesh(place.device.type, (dist.get_world_size(),))
 
 
-def place_in(mesh: DeviceMesh) -> Mesh:
-    """This rank's place in a mesh whose only axis shards, or whose first replicates and second shards, by any name."""
+def tp_beside(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The axis named "tp" of the mesh that this one is a part of, if it has one besides.
+
+    Relies, in torch 2.11 to 2.14, on ``DeviceMesh._get_root_mesh``.
+    """
+    root = mesh._get_root_mesh()
+    if root is mesh or "tp" not in (root.mesh_dim_names or ()) or "tp" in (mesh.mesh_dim_names or ()):
+        return None
+    return root["tp"]
+
+
+def beside(mesh: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
+    """The axes of both, those of ``mesh`` first; as FSDP2 has it, by ``DeviceMesh._concatenate``."""
+    return DeviceMesh._concatenate([mesh, tp])
+
+
+def place_in(mesh: DeviceMesh, tp: DeviceMesh | None = None) -> Mesh:
+    """This rank's place in a mesh whose only axis shards, or whose first replicates and second shards, by any name.
+
+    ``tp``: an axis beside it.
+    """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
             f"mesh is a {type(mesh).__name__}; expected a DeviceMesh from "
@@ -260,10 +279,16 @@ def place_in(mesh: DeviceMesh) -> Mesh:
         )
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
-    if mesh.size() != dist.get_world_size():
+    if mesh.size() * (tp.size() if tp is not None else 1) != dist.get_world_size():
         raise NotImplementedError(
-            f"mesh holds {mesh.size()} ranks, but the world has {dist.get_world_size()}; "
-            "fsdp_compiled.fully_shard needs every rank in the mesh. Start as many processes as the mesh holds."
+            f"mesh holds {mesh.size()} ranks{f', beside {tp.size()} along tp' if tp is not None else ''}, but the "
+            f"world has {dist.get_world_size()}; fsdp_compiled.fully_shard needs every rank in the mesh, or in it and "
+            'a tp axis: mesh["dp"] and mesh["tp"] of one mesh. Start as many processes as that holds.'
+        )
+    if tp is not None and set(mesh.mesh.flatten().tolist()) & set(tp.mesh.tolist()) != {dist.get_rank()}:
+        raise ValueError(
+            f"mesh holds ranks {mesh.mesh.flatten().tolist()} here and the tp axis {tp.mesh.tolist()}: expected two "
+            'axes of one mesh, mesh["dp"] for fully_shard and mesh["tp"] for parallelize_module.'
         )
     _without_registration()
     axes = {"shard": mesh.ndim - 1} | ({"replicate": 0} if mesh.ndim == 2 else {})
@@ -274,7 +299,14 @@ def place_in(mesh: DeviceMesh) -> Mesh:
         device = _default_device()
         torch.cuda.set_device(device)
     rank = mesh.get_local_rank(axes["shard"])
-    return Mesh(device, sizes["shard"], sizes.get("replicate", 1), rank, dist.get_rank(), groups)
+    if tp is None:
+        return Mesh(device, sizes["shard"], sizes.get("replicate", 1), rank, dist.get_rank(), groups)
+    groups["tp"] = tp.get_group().group_name
+    replica = mesh.get_local_rank(axes["replicate"]) if "replicate" in axes else 0
+    return Mesh(
+        device, sizes["shard"], sizes.get("replicate", 1), rank, dist.get_rank(), groups, tp.size(),
+        tp.get_local_rank(), replica, tp,
+    )  # fmt: skip
 
 
 def _axes_of(mesh: DeviceMesh) -> dict[str, int]:

@@ -50,7 +50,8 @@ DIFFERENTIATION: tuple[Pass, ...] = (scale, gather, reduce, rematerialize, recom
 REPORTING: tuple[Pass, ...] = (unscale, report, unweigh)
 GRADIENT: tuple[Pass, ...] = (*DIFFERENTIATION, *REPORTING, *CLOSING)
 MICROBATCH: tuple[Pass, ...] = (*DIFFERENTIATION, add_up, *CLOSING)
-OUTPUTS: tuple[Pass, ...] = (*DIFFERENTIATION, *CLOSING)  # whose derivative by its results comes from outside
+# Whose derivative by its results comes from outside.
+OUTPUTS: tuple[Pass, ...] = (*DIFFERENTIATION, compare_batches, *CLOSING)
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:

@@ -32,11 +32,14 @@ def own_rows(leaf: Leaf, world: int, rank: int) -> tuple[int, int]:
 
 
 def lay_out_by_rows(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
-    """A buffer of parameters that share dtype and trainability, each in its chunk of every rank's shard."""
+    """A buffer of parameters that share dtype and trainability, each in its chunk of every rank's shard.
+
+    Along tp all of them are cut, or none is.
+    """
     slots, offset = [], 0
     for leaf in leaves:
         slots.append(Slot(leaf, offset))
         offset += chunk(leaf, world)
     first = leaves[0]
     numel = world * max(offset, 1)  # nothing is a collective of nothing
-    return Buffer(key, unit, first.dtype, first.trainable, None, tuple(slots), numel, by_rows=True)
+    return Buffer(key, unit, first.dtype, first.trainable, None, tuple(slots), numel, by_rows=True, split=first.split)

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.hardware import machine_of
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot, Unit
 from fsdp_compiled.policy import Policy
@@ -71,6 +72,7 @@ class Made:
     that gather all of it; ``trained``: what is trained of which model, equal on ranks where that is."""
 
     plan: Plan
+    mesh: Mesh
     programs: Programs
     lent: Lent
     flats: Mapping[str, FlatShard]
@@ -107,7 +109,7 @@ def make(
                                      cast_forward_inputs=False)  # fmt: skip
     policy = replace(policy, precision=precision)
     machine = machine_of(mesh.device, mesh.world, policy.bandwidth_gbps)
-    plan = Plan(tuple(units), policy, mesh.device, mesh.shard, mesh.replicate, machine)
+    plan = Plan(tuple(units), policy, mesh.device, mesh.shard, mesh.replicate, machine, tp=mesh.tp)
     lent = Lent({key: flat.tensor for key, flat in flats.items()}, _buffers(module), dict(plain))
     entries = {
         slot.name: entry
@@ -119,7 +121,7 @@ def make(
         Opened(module), function, plan, mesh, (), calls, UsersGenerator(), loop=True, plain=lent.plain, note=note
     )  # fmt: skip
     gathers = _digest([(buffer.key, buffer.numel) for buffer in plan.buffers])
-    return Made(plan, programs, lent, flats, entries, gathers, f"{type(module).__name__}, {said}")
+    return Made(plan, mesh, programs, lent, flats, entries, gathers, f"{type(module).__name__}, {said}")
 
 
 def _trained(plan: Plan, plain: Mapping[str, torch.Tensor]) -> tuple[str, str]:

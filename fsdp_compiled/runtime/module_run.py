@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor
 from fsdp_compiled.capture.ambient import outside_modes
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import RankError
+from fsdp_compiled.ir.nodes import OTHER_BATCHES
 from fsdp_compiled.lower.lowering import Runner, below_autograd
 from fsdp_compiled.runtime.compile import Compiled
+from fsdp_compiled.runtime.failed_calls import SAME_BATCHES
 from fsdp_compiled.runtime.gradients import leave, parts, reduced
 from fsdp_compiled.runtime.module_plan import Made
 from fsdp_compiled.runtime.module_state import ModuleState
@@ -37,6 +39,8 @@ def run_program(runner: Runner, inputs: Sequence[Any], calls: Calls) -> Sequence
             raise
         if (lost := calls.parting(error)) is not None:
             raise RankError(lost) from error
+        if isinstance(error, RuntimeError) and OTHER_BATCHES in str(error):  # every rank raises it
+            raise RankError(f"In a forward, {OTHER_BATCHES}. {SAME_BATCHES}") from error
         if isinstance(error, RuntimeError) and (other := calls.reason(error)) is not None:
             raise RankError(other) from error
         if calls.mesh.world > 1:
@@ -124,7 +128,7 @@ class Run:
         found = {}
         for buffer in buffers:
             flat, entries = made.flats[buffer.key].release()
-            shard = reduced(flat, buffer, made.plan, self.calls.mesh)
+            shard = reduced(flat, buffer, made.plan, made.mesh)
             found |= parts(shard, [entry for entry in entries if entry.parameter.requires_grad])
         return found, {name: outputs[place] for name, place in whole.others.items()}
 

@@ -23,12 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_compiled.distributed.mesh import Mesh, gather_shards
-from fsdp_compiled.plan.plan import Buffer, Leaf, contiguous_stride
+from fsdp_compiled.distributed.mesh import Mesh, beside, gather_shards
+from fsdp_compiled.plan.plan import Buffer, Leaf, TensorParallel, contiguous_stride
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows
+from fsdp_compiled.runtime.tensor_parallel import local_part, tensor_parallel
 
 OURS = "_fsdp_compiled_sharded"  # on parameters that stand here
 _counting: list[Any] = []  # the hook of all optimizers, once it is there
@@ -42,16 +44,20 @@ class Entry:
     parameter: nn.Parameter
     homes: list[Home]
     spec: DTensorSpec
+    tp: TensorParallel | None = None  # of one that `parallelize_module` cut, or made whole on each rank
     first: int = 0
     last: int = 0
     local: torch.Tensor | None = None
 
     @property
     def leaf(self) -> Leaf:
-        """Without names, which depend on the model that is called."""
+        """Without names, which depend on the model that is called. Along tp, of this rank's part."""
         shape = tuple(self.parameter.shape)
+        if self.tp is not None and self.tp.dim is not None:
+            parts = self.spec.mesh.size(-1)
+            shape = tuple(size // parts if dim == self.tp.dim else size for dim, size in enumerate(shape))
         return Leaf((self.homes[0][1],), shape, contiguous_stride(shape), self.parameter.dtype,
-                    self.parameter.requires_grad, None, "")  # fmt: skip
+                    self.parameter.requires_grad, None, "", tp=self.tp)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -101,6 +107,7 @@ class ParameterGroup:
         reshard: bool | None,
     ) -> None:
         self.modules, self.device_mesh, self.mesh = tuple(modules), device_mesh, mesh
+        self.all_axes = beside(device_mesh, mesh.tp_mesh) if mesh.tp_mesh is not None else device_mesh
         self.precision, self.reshard_after_forward = precision, reshard
         self.version = 0  # of the flat shards
         self.flats: list[FlatShard] = []
@@ -143,32 +150,42 @@ class ParameterGroup:
                     f"{where} was replaced by a plain tensor after fully_shard. Give it a DTensor: "
                     "nn.Parameter(distribute_tensor(tensor, old.device_mesh, old.placements)); or copy_ into the old."
                 )
-            if now.device_mesh != self.device_mesh or now.placements != entry.spec.placements:
+            if now.device_mesh != self.all_axes or now.placements != entry.spec.placements:
                 raise ValueError(
                     f"{where} was replaced by a DTensor with placements {now.placements}, where fully_shard has "
                     f"{entry.spec.placements}. Redistribute it: tensor.redistribute(placements=old.placements)."
                 )
             entry.parameter, changed = now, True
             now.__dict__[OURS] = True
-            entry.spec = self._spec(now)
+            entry.spec = self._spec(now, entry.tp)
             for module, name in entry.homes:
                 module._parameters[name] = now
         if changed:
             self._lay_out(list(self.entries))
 
-    def _spec(self, parameter: torch.Tensor) -> DTensorSpec:
+    def _spec(self, parameter: torch.Tensor, tp: TensorParallel | None) -> DTensorSpec:
+        """As FSDP2 says it, but that what no plan named is ``Replicate`` along tp, which it is; FSDP2 leaves the axis
+        out, and norms and foreach updates of both kinds together fail there."""
         shape = parameter.shape
         meta = TensorMeta(shape, contiguous_stride(shape), parameter.dtype)
-        placements = (Shard(0),) if self.device_mesh.ndim == 1 else (Replicate(), Shard(0))
-        return DTensorSpec(self.device_mesh, placements, tensor_meta=meta)
+        rows = Shard(0)
+        beyond: tuple[Placement, ...] = ()
+        if self.mesh.tp_mesh is not None:
+            dim = tp.dim if tp is not None else None
+            beyond = (Replicate() if dim is None else Shard(dim),)
+            if dim == 0 and self.mesh.tp > 1:  # rows of a part of the rows
+                rows = _StridedShard(0, split_factor=self.mesh.tp)
+        first = () if self.device_mesh.ndim == 1 else (Replicate(),)
+        return DTensorSpec(self.all_axes, (*first, rows, *beyond), tensor_meta=meta)
 
     def _shard(self, plain: nn.Parameter, homes: list[Home]) -> Entry:
         """This rank's rows, as a DTensor, in the parameter's place."""
-        spec = self._spec(plain)
-        entry = Entry(plain, homes, spec)
+        tp = tensor_parallel(homes[0][1], plain)
+        spec = self._spec(plain, tp)
+        entry = Entry(plain, homes, spec, tp)
         first, last = own_rows(entry.leaf, self.mesh.shard, self.mesh.shard_rank)
         with torch.no_grad():
-            local = plain.detach()[first:last]
+            local = local_part(plain)[first:last]
             if not plain.is_meta:
                 local = local.to(self.mesh.device)
         made = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=plain.requires_grad)
@@ -192,19 +209,20 @@ class ParameterGroup:
                 "gradients are held back (set_requires_gradient_sync(False)). Run a backward that synchronises first, "
                 "or drop them: model.reset_iter_state()."
             )
-        kinds: dict[tuple[torch.dtype, bool, torch.device], list[Entry]] = {}
+        kinds: dict[tuple[torch.dtype, bool, torch.device, bool], list[Entry]] = {}
         for entry in entries:
             local = entry.parameter._local_tensor  # type: ignore[attr-defined]
-            kinds.setdefault((local.dtype, entry.parameter.requires_grad, local.device), []).append(entry)
+            kind = (local.dtype, entry.parameter.requires_grad, local.device, entry.leaf.split)
+            kinds.setdefault(kind, []).append(entry)
         for flat in self.flats:
             flat.current = False
         self.flats = []
         self.version += 1
-        for (dtype, _, device), members in kinds.items():
+        for (dtype, _, device, _), members in kinds.items():
             buffer = lay_out_by_rows("", "", [entry.leaf for entry in members], self.mesh.shard)
             tensor = torch.zeros(buffer.numel // self.mesh.shard, dtype=dtype, device=device)
             for entry, slot in zip(members, buffer.slots, strict=True):
-                entry.spec = self._spec(entry.parameter)
+                entry.spec = self._spec(entry.parameter, entry.tp)
                 old = entry.parameter._local_tensor  # type: ignore[attr-defined]
                 entry.first, entry.last = slot.offset, slot.offset + old.numel()
                 entry.local = tensor[entry.first : entry.last].view(old.shape)
@@ -228,7 +246,11 @@ class ParameterGroup:
             for entry, slot in zip(flat.entries, flat.buffer.slots, strict=True):
                 size = -(-slot.leaf.numel // max(slot.leaf.shape[0], 1)) * -(-slot.leaf.shape[0] // world)
                 rows = full[:, slot.offset : slot.offset + size].reshape(-1)[: slot.leaf.numel]
-                whole = nn.Parameter(rows.view(slot.leaf.shape).clone(), entry.parameter.requires_grad)
+                values = rows.view(slot.leaf.shape).clone()
+                if entry.tp is not None and self.mesh.tp_mesh is not None:  # gathered, it is what a plan made of it
+                    placement = Replicate() if entry.tp.dim is None else Shard(entry.tp.dim)
+                    values = DTensor.from_local(values, self.mesh.tp_mesh, (placement,), run_check=False)
+                whole = nn.Parameter(values, entry.parameter.requires_grad)
                 for module, name in entry.homes:
                     module._parameters[name] = whole
                 self.unsharded.append((whole, whole._version))

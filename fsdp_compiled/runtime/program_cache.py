@@ -369,7 +369,7 @@ class Programs:
 
         def check() -> None:
             different = differing(program, plan, found)
-            check_same(program, plan, different)
+            check_same(program, plan, different, captured.layouts, self._loop)
             mark_random(program, plan, different)
 
         self._together(check)

@@ -1,0 +1,64 @@
+"""`fully_shard` after `parallelize_module` beside FSDP2 with the same plan, on 2 x 2 ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import launch
+
+WORKER = Path(__file__).parent / "workers" / "tensor_parallel_loop.py"
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return launch(WORKER, 4, timeout=400)
+
+
+def answers(results: dict[str, Any], case: str) -> list[dict[str, Any]]:
+    assert case in results, next(one["failed"] for found in results.values() for one in found if "failed" in one)
+    found = results[case]
+    assert not any("failed" in one for one in found), next(one["failed"] for one in found if "failed" in one)
+    return found
+
+
+def test_with_sequence_parallelism_and_clipping_it_is_fsdp2_to_the_bit(results: dict[str, Any]) -> None:
+    for found in answers(results, "sequence"):
+        assert found["odd"] == []
+        assert found["specs"]  # parameters are the same DTensors
+        assert found["losses"][0] != found["losses"][1]
+        assert found["unsharded"] == [True, "(Shard(dim=0),)"]
+
+
+def test_half_precision_on_replicas_with_microbatches_is_fsdp2_to_the_bit(results: dict[str, Any]) -> None:
+    assert [found["odd"] for found in answers(results, "half")] == [[]] * 4
+
+
+def test_loss_parallel_and_the_norm_of_what_is_cut_and_what_is_not(results: dict[str, Any]) -> None:
+    for found in answers(results, "classes"):
+        assert found["losses"] < 1e-5 and found["norms"] < 1e-5
+        assert abs(found["twice"] / found["first"] - 1) > 1e-3
+        assert found["placements"]["tokens.weight"] == "(Shard(dim=0), Replicate())"  # which no plan names
+
+
+REFUSED = {
+    "other batches": "RankError: In a forward, ranks along the tp axis were given different batches",
+    "dropout": "CaptureError: The model draws random numbers (dropout), which is not supported under tensor",
+    "parts": "CaptureError: What the model returns (0) is a plain tensor of what this rank along",
+    "input": "CaptureError: batch[0] is a DTensor. Pass a plain tensor",
+    "no mesh": "mesh holds 4 ranks, beside 2 along tp, but the world has 4",
+    "other mesh": "is a DTensor over ranks [0, 1, 2, 3], and the tp axis is [",
+    "partial": "is a DTensor with placement P(sum); a parameter is cut along one dim",
+    "uneven": "is cut along dim 0 over 2 ranks, which do not divide 17",
+    "buffer": "ValueError: The buffer table is a DTensor",
+    "dynamic": "ValueError: Policy.dynamic is not supported under tensor parallelism",
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_right_is_refused_on_every_rank(results: dict[str, Any], case: str) -> None:
+    for found in answers(results, "refusals"):
+        assert REFUSED[case] in found[case]
+        assert found["unchanged"] and found["as it was"]
