@@ -26,4 +26,3 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection of garbage needs to look through it, half a second each."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000, 10, 20)

@@ -48,7 +48,7 @@ def test_a_failure_ends_the_others_and_is_told_once(tmp_path: Path, capfd: pytes
     code = f"if rank == 1: open(os.environ['{FAILURE}'], 'w').write('rank 1 failed: no luck'); sys.exit(3)\n"
     began = time.monotonic()
     assert ranks(code + "time.sleep(60)", tmp_path) == 3
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40  # the other sleeps for 60
     assert capfd.readouterr().err.count("rank 1 failed: no luck") == 1
 
 
@@ -79,7 +79,7 @@ def test_the_second_interrupt_kills(tmp_path: Path) -> None:
     interrupt(tmp_path / "ready", times=2)
     began = time.monotonic()
     assert ranks(f"open({str(tmp_path / 'ready')!r}, 'w')\ntime.sleep(60)", tmp_path) == 130
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40  # the other sleeps for 60
 
 
 def test_a_run_that_fails_while_it_stops_is_not_started_again(
