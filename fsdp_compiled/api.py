@@ -40,7 +40,8 @@ from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.shared_memory import check_shared_memory
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import TakenModel, is_taken_over
-from fsdp_compiled.runtime.tensor_parallel import check_tensor_parallel
+from fsdp_compiled.runtime.tensor_parallel import check_policy, check_tensor_parallel
+from fsdp_compiled.runtime.tp_plan import apply_cuts, find_cuts
 
 log = logging.getLogger("fsdp_compiled")
 
@@ -93,12 +94,21 @@ def compile_sharded(
         failure = error
     place = _connect_or_raise(mesh, model, failure)
     plan = None
+    notes: tuple[str, ...] = ()
+    if checked is not None and checked[2].tp is not None:
+        # A rank that does not come here has failed, or has another policy: it is in the exchange below meanwhile.
+        notes = _cut(model, optimizer, checked, place)
+        try:
+            checked = _check(model, optimizer, loss, units, policy, init)
+        except Exception as error:
+            checked, failure = None, error
     if checked is not None:
         leaves, rules, policy = checked
         failure = _device_refusal(policy, place.device) or _eager_refusal(policy, rules, place)
         try:
             check_tensor_parallel(model, place, leaves, policy)
             plan = make_plan(leaves, policy, place.device, place.shard, place.replicate, place.tp)
+            plan = replace(plan, notes=(*plan.notes, *notes))
             text = _fingerprint(model, plan, rules, optimizer)
         except Exception as error:
             failure = failure or error
@@ -108,6 +118,34 @@ def compile_sharded(
         begin = _begin(model, optimizer, plan, place, init, checked[1])
         taken, state, random, eager = lockstep(place, "What compile_sharded takes over", begin)
     return Sharded(taken, optimizer, loss, plan, place, state, checked[1], random, eager)
+
+
+def _cut(
+    model: nn.Module, optimizer: Optimizer | None, checked: tuple[list[Any], tuple[Rule, ...], Policy], place: Mesh
+) -> tuple[str, ...]:
+    """Cuts the model along tp as `Policy.tp` says, if all ranks can; a note for the plan. Collective."""
+    _, rules, policy = checked
+    failure: Exception | None = None
+    cuts = None
+    try:
+        if (refusal := _device_refusal(policy, place.device) or _eager_refusal(policy, rules, place)) is not None:
+            raise refusal
+        check_policy(policy, place)
+        cuts = find_cuts(model, optimizer, policy.tp, place)
+    except Exception as error:
+        failure = error
+    agree(place, "How compile_sharded cuts the model", f"{policy}\n{cuts}", failure)
+
+    def work() -> Generator[str, None, None]:
+        assert cuts is not None
+        yield "the cut"
+        apply_cuts(model, optimizer, cuts, place)
+
+    with half_taken(place):
+        lockstep(place, "What compile_sharded cuts", work())
+    assert cuts is not None
+    log.info(cuts.note)
+    return (cuts.note,)
 
 
 def _begin(

@@ -165,6 +165,12 @@ class Policy:
         Half the memory traffic, and nearer to the true gradient, so no longer FSDP2's bit for bit. For
         ``lower="inductor"`` with ``kernels``. Refused where PyTorch has no such product (``torch.mm(out_dtype=)``), as
         on a CPU.
+    tp
+        How a model that `parallelize_module` did not cut is cut along the mesh's axis ``"tp"``. ``"auto"``: by the plan
+        that it brings, ``tp_plan``, as models of transformers do. A dictionary: styles by patterns of module names,
+        ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. Styles are ``colwise``, ``rowwise``,
+        ``colwise_gather_output``, ``embedding_rowwise`` and ``replicated_with_grad_allreduce`` (norms of heads). None:
+        it was cut, or is not.
     without
         Names of fusions to leave out, such as ``("exchange",)``, or ``"all"``: what remains are ATen's operators and
         plain collectives. `fsdp_compiled.lower.fusions` lists them. Fusions make a step faster and mean the same: two
@@ -195,6 +201,7 @@ class Policy:
     kernels: bool | Literal["auto"] = "auto"
     copies: bool | Literal["auto"] = "auto"
     unrounded_gradients: bool = False
+    tp: Literal["auto"] | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
     without: tuple[str, ...] | Literal["all"] = ()
     programs: int = 16
 
@@ -206,6 +213,19 @@ class Policy:
         _one_of("recompute", self.recompute, (None, "cheap", "unit", "auto"))
         _one_of("lower", self.lower, ("inductor", "eager"))
         _one_of("weigh", self.weigh, ("ranks", "rows"))
+        if isinstance(self.tp, Mapping):
+            object.__setattr__(self, "tp", tuple(self.tp.items()))  # which has a hash
+        if not (self.tp is None or self.tp == "auto") and not (
+            isinstance(self.tp, tuple)
+            and self.tp
+            and all(
+                isinstance(one, tuple) and len(one) == 2 and all(isinstance(t, str) for t in one) for one in self.tp
+            )
+        ):
+            raise ValueError(
+                f'Policy.tp is {self.tp!r}; expected "auto", None, or styles by patterns of module names: '
+                '{"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
+            )
         for name in ("cuda_graph", "kernels", "copies"):
             value = getattr(self, name)
             if not isinstance(value, bool) and value != "auto":

@@ -333,10 +333,12 @@ ROWS = (
         "Tensor parallelism on a further axis",
         "`parallelize_module`",
         "not stated",
-        "`parallelize_module` before `compile_sharded`",
+        '`parallelize_module` before `compile_sharded` or `fully_shard`; `Policy(tp="auto")`',
         (
             "test_tensor_parallel::test_with_sequence_parallelism_it_is_fsdp2_to_the_bit",
             "test_tensor_parallel::test_what_is_not_right_is_refused_on_every_rank",
+            "test_tensor_parallel_loop::test_with_sequence_parallelism_and_clipping_it_is_fsdp2_to_the_bit",
+            "test_tensor_parallel_models::test_a_model_of_transformers_is_cut_by_the_plan_that_it_brings",
         ),
     ),
     Row("Optimizers that mix a parameter's elements", "where `DTensor` has their operators", "yes", NO),

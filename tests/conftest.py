@@ -8,7 +8,8 @@ import pytest
 
 # More than half a minute of processor time each: first those that start ranks, the longest first.
 LONG = (
-    "test_parity", "test_tensor_parallel", "test_failed_calls", "test_own_loop", "test_ranks", "test_memory",
+    "test_parity", "test_tensor_parallel", "test_failed_calls", "test_own_loop", "test_tensor_parallel_models",
+    "test_tensor_parallel_loop", "test_ranks", "test_memory",
     "test_random", "test_guards", "test_fuzz", "test_aot_cache", "test_third_party_optimizers", "test_meaning",
     "test_cli_train", "test_cli_bench", "test_vanishing", "test_combinations", "test_lowering", "test_precision",
     "test_checkpoint_ranks", "test_tensor_parallel_checkpoints", "test_architectures_ranks", "test_taken_over",

@@ -7,7 +7,9 @@ the plan did not name stay plain tensors, the same on every rank along the tp ax
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import Leaf, TensorParallel
 from fsdp_compiled.policy import Policy
 
+log = logging.getLogger("fsdp_compiled")
 CURE = 'Cut the model with parallelize_module(model, mesh["tp"], plan), and pass the whole mesh to compile_sharded.'
 
 
@@ -67,6 +70,47 @@ def part_of(whole: torch.Tensor, leaf: Leaf, tp: int, index: int) -> torch.Tenso
     return whole.chunk(tp, leaf.tp.dim)[index]
 
 
+def check_policy(policy: Policy, mesh: Mesh) -> None:
+    """Raises ``ValueError`` for what is not there under tensor parallelism."""
+    if mesh.tp > 1 and policy.moving:
+        raise ValueError(
+            "Policy.dynamic is not supported under tensor parallelism yet. Leave it out, and give batches few shapes."
+        )
+
+
+def _check_ties(model: nn.Module, mesh: Mesh) -> None:
+    """Raises ``ValueError`` where a tie of weights was broken, as `parallelize_module` does.
+
+    A model of transformers says that its head has the embedding's weight; of others, two trained DTensors that have the
+    same values tell, and who wants them apart is warned only.
+    """
+    cut = {name: one for name, one in model.named_parameters(remove_duplicate=False) if isinstance(one, DTensor)}
+    asked = getattr(getattr(model, "config", None), "tie_word_embeddings", False) and bool(cut)
+    ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output") if asked]
+    weights = [end.weight for end in ends if isinstance(getattr(end, "weight", None), torch.Tensor)]
+    if len(weights) == 2 and weights[0] is not weights[1] and any(isinstance(one, DTensor) for one in weights):
+        raise ValueError(
+            f"The config of {type(model).__name__} ties the embedding's weight and the head's, and they are two "
+            "parameters now: parallelize_module breaks ties. Tie them again before the optimizer is made: "
+            "model.tie_weights(), or model.get_output_embeddings().weight = model.get_input_embeddings().weight."
+        )
+    seen: dict[Any, str] = {}
+    for name, one in cut.items():
+        local = one.detach().to_local()
+        if local.is_meta or not one.requires_grad or local.dim() < 2 or not local.numel():
+            continue
+        if bool((local == local.reshape(-1)[0]).all()):  # ones, zeros
+            continue
+        key = (tuple(one.shape), one.placements, one.dtype, local.double().sum().item())
+        other = seen.setdefault(key, name)
+        tied = cut[other] is one
+        if not tied and mesh.rank == 0 and torch.equal(cut[other].detach().to_local(), local):
+            log.warning(
+                "%s and %s have the same values and are two parameters. If they were tied, parallelize_module has "
+                "broken the tie: tie them again before the optimizer is made.", other, name,
+            )  # fmt: skip
+
+
 def check_tensor_parallel(model: nn.Module, mesh: Mesh, leaves: Sequence[Leaf], policy: Policy) -> None:
     """Raises ``ValueError`` where the model's DTensors do not lie on the mesh's tp axis, or there is no use for it."""
     axis = mesh.tp_mesh
@@ -88,10 +132,8 @@ def check_tensor_parallel(model: nn.Module, mesh: Mesh, leaves: Sequence[Leaf], 
                 f"The buffer {name} is a DTensor, which is not supported yet: leave its module out of the plan, or "
                 "register its local part, buffer.to_local()."
             )
-    if mesh.tp > 1 and policy.moving:
-        raise ValueError(
-            "Policy.dynamic is not supported under tensor parallelism yet. Leave it out, and give batches few shapes."
-        )
+    check_policy(policy, mesh)
+    _check_ties(model, mesh)
     if mesh.tp > 1 and not any(leaf.split for leaf in leaves):
         raise ValueError(
             f'The mesh has {mesh.tp} ranks along "tp", but no parameter is cut along it: they would all do the same '

@@ -1,0 +1,298 @@
+"""Policy(tp=...), broken ties, other models and generated plans on 2 x 2 ranks, and a cube of 2 x 2 x 2.
+
+torchrun --nproc-per-node 4 tensor_parallel_models.py RESULT; 8 ranks: the cube
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp_compiled import compile_sharded
+from tests.workers.tensor_parallel import (
+    EAGER,
+    STEPS,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    batch,
+    build,
+    compare,
+    copies_equal,
+    cut,
+    loss_fn,
+    net,
+    ours,
+    sgd,
+    two_by_two,
+    unsharded,
+)
+
+warnings.filterwarnings("ignore")
+RANK = int(os.environ.get("RANK", 0))
+PLAN = {"up": "colwise", "down": "rowwise"}
+
+
+def transformer(kind: str, tied: bool) -> Any:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, max_position_embeddings=32, attn_implementation="sdpa", use_cache=False,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+def words(model: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
+
+
+def by_its_own_plan() -> Any:
+    """Qwen 3, whose plan has norms of heads; the tie is kept."""
+    mesh = two_by_two()
+    model = transformer("Qwen3", tied=True)
+    optimizer = sgd(model)  # over the whole parameters
+    sharded = compile_sharded(model, optimizer, loss=words, mesh=mesh, policy=replace(EAGER, tp="auto"))
+    row = mesh["shard"].get_local_rank()
+    mine = [sharded.step(*batch(step, row)).item() for step in range(STEPS)], [], sharded.full_state_dict()
+    reference = transformer("Qwen3", tied=True)
+    theirs, losses = sgd(reference), []
+    for step in range(STEPS):
+        theirs.zero_grad()
+        loss = sum(words(reference, *batch(step, r)) for r in range(2)) / 2
+        loss.backward()
+        theirs.step()
+        losses.append(loss.item())
+    found = compare(mine, (losses, [], reference.state_dict()))
+    return {"eager": found, "plan": str(sharded.plan), "copies": copies_equal(sharded, mesh),
+            "tied": model.lm_head.weight is model.model.embed_tokens.weight}  # fmt: skip
+
+
+class ViT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, WIDTH, 4, 4)
+        self.places = nn.Parameter(torch.randn(5, WIDTH) / 10)
+        self.first = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.layers = nn.ModuleList([Block(WIDTH, 4, 0.0)])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.places
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x[:, 0]))
+
+
+def vit() -> Any:
+    """`value_and_grad` of a ViT that patterns cut: each rank's gradients are parts of the true ones."""
+    mesh = two_by_two()
+    torch.manual_seed(0)
+    model = ViT()
+    reference = ViT()
+    reference.load_state_dict(model.state_dict())
+    styles = {f"layers.*.attention.{name}": "colwise" for name in "qkv"} | {"layers.*.attention.o": "rowwise"}
+    styles |= {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
+    def loss(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(images), labels)
+
+    sharded = compile_sharded(model, loss=loss, mesh=mesh, policy=replace(EAGER, tp=styles))
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(4)
+    row, place = mesh["shard"].get_local_rank(), mesh["tp"].get_local_rank()
+    _, gradients = sharded.value_and_grad(images.chunk(2)[row], labels.chunk(2)[row])
+    loss(reference, images, labels).backward()
+    own = dict(reference.named_parameters())
+    apart, cuts, other = 0.0, 0, 0.0
+    for buffer in sharded.plan.buffers:
+        size = buffer.numel // 2
+        for slot in buffer.slots:
+            whole = own[slot.name].grad
+            assert whole is not None
+            parts = [whole, whole]
+            if slot.leaf.tp is not None and slot.leaf.tp.dim is not None:
+                cuts += 1
+                parts = list(whole.chunk(2, slot.leaf.tp.dim))
+            first, last = slot.within(row * size, (row + 1) * size)
+            for part, mine in ((parts[place], True), (parts[1 - place], False)):
+                expected = part.flatten()[first - slot.offset : last - slot.offset]
+                far = (gradients[slot.name] - expected).abs().max().item() if expected.numel() else 0.0
+                apart, other = (max(apart, far), other) if mine else (apart, max(other, far))
+    return {"apart": apart, "other parts": other, "cuts": cuts}
+
+
+class Tower(nn.Module):
+    def __init__(self, widths: list[int], bias: list[bool]) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, widths[0])
+        sizes = pairwise(widths)
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=c) for (a, b), c in zip(sizes, bias, strict=True))
+        self.head = nn.Linear(widths[-1], VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+def generated() -> Any:
+    """Models and plans drawn at random, the same on all ranks."""
+    mesh = two_by_two()
+    row = mesh["shard"].get_local_rank()
+    draw = random.Random(int(os.environ.get("TP_SEED", 5)))
+    found = []
+    for _ in range(2):
+        widths = [draw.choice([4, 6, 8, 10]) for _ in range(4)]
+        bias = [draw.random() < 0.5 for _ in range(3)]
+        styles = {f"layers.{i}": draw.choice(["rowwise", "colwise_gather_output"]) for i in range(3)}
+        if draw.random() < 0.5:  # a pair, with what is between them cut; tanh is element-wise
+            styles |= {"layers.0": "colwise", "layers.1": "rowwise"}
+        whole = {name: RowwiseParallel(input_layouts=Replicate()) for name, s in styles.items() if s == "rowwise"}
+        if styles["layers.0"] == "colwise":
+            whole["layers.1"] = RowwiseParallel()
+        columns = {n: ColwiseParallel(output_layouts=Replicate()) for n, s in styles.items() if "gather" in s}
+        columns |= {n: ColwiseParallel() for n, s in styles.items() if s == "colwise"}
+        if draw.random() < 0.5:
+            whole["tokens"] = RowwiseParallel(input_layouts=Replicate())
+        torch.manual_seed(3)
+        model = Tower(widths, bias)
+        parallelize_module(model, mesh["tp"], {**whole, **columns})
+        shard = draw.choice(["zero3", "zero2", "zero1", "ddp"])
+        sharded = compile_sharded(
+            model, sgd(model), loss=loss_fn, mesh=mesh,
+            policy=replace(EAGER, shard=shard, bucket_mb=draw.choice([0, 1]), clip=0.5),
+        )  # fmt: skip
+        mine = ours(sharded, row)
+        torch.manual_seed(3)
+        reference = Tower(widths, bias)
+        found.append(
+            compare(mine, unsharded(reference, sgd(reference), 2, clip=0.5)) | {"plan": str(styles), "shard": shard}
+        )
+    return found
+
+
+def refusals() -> Any:
+    mesh = two_by_two()
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_compiled").addHandler(handler)
+
+    def made(model: nn.Module | None = None, mesh: Any = mesh, **options: Any) -> Any:
+        model = model if model is not None else net(None)
+        return compile_sharded(model, sgd(model), loss=loss_fn, mesh=mesh, policy=replace(EAGER, **options))
+
+    def stepped() -> None:
+        model = net(None)
+        optimizer = sgd(model)
+        loss_fn(model, *batch(0, 0)).backward()
+        optimizer.step()
+        compile_sharded(model, optimizer, loss=loss_fn, mesh=mesh, policy=replace(EAGER, tp=PLAN))
+
+    def half_tied() -> None:
+        model = net(None)
+        model.head.weight = model.tokens.weight
+        made(model, tp={"head": "colwise_gather_output"})
+
+    def broken() -> None:
+        model = transformer("Llama", tied=True)
+        styles = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(model, mesh["tp"], styles | {"model.layers.0.mlp.up_proj": ColwiseParallel()})
+        made(model)
+
+    def heads() -> None:
+        import transformers
+
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=12, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3,
+            num_key_value_heads=3,
+        )  # fmt: skip
+        made(transformers.LlamaForCausalLM(config), tp="auto")
+
+    cases: dict[str, Callable[[], Any]] = {
+        "no plan": lambda: made(tp="auto"),
+        "no such style": lambda: made(tp=PLAN | {"up": "sideways"}),
+        "no such module": lambda: made(tp=PLAN | {"layers.*.up": "colwise"}),
+        "no such cut": lambda: made(tp=PLAN | {"drop": "colwise"}),
+        "no axis": lambda: made(mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)), tp=PLAN),
+        "cut before": lambda: made(net(mesh["tp"]), tp=PLAN),
+        "dynamic": lambda: made(tp=PLAN, dynamic=True),
+        "uneven": lambda: made(nn.Sequential(nn.Embedding(VOCABULARY, 5), nn.Linear(5, 5)), tp={"1": "colwise"}),
+        "stepped": stepped,
+        "half tied": half_tied,
+        "broken tie": broken,
+        "heads": heads,
+        "other policies": lambda: made(tp=PLAN if RANK else {"head": "colwise_gather_output"}),
+    }
+    found = {}
+    for name, case in cases.items():
+        try:
+            case()
+            found[name] = "nothing was raised"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    model = cut(build(), mesh["tp"])
+    model.head.weight = nn.Parameter(model.tokens.weight.detach().clone())
+    heard.clear()
+    made(model)
+    found["warned"] = heard if RANK == 0 else ["tokens.weight and head.weight have the same values"]
+    return found
+
+
+def cube() -> Any:
+    """Two replicas, of two shards, of two parts."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    row = 2 * mesh["replicate"].get_local_rank() + mesh["shard"].get_local_rank()
+    model = net(mesh["tp"], classes=True)
+    sharded = compile_sharded(model, sgd(model), loss=loss_fn, mesh=mesh, policy=replace(EAGER, clip=0.3))
+    mine = ours(sharded, row)
+    reference = net(None)
+    return {"eager": compare(mine, unsharded(reference, sgd(reference), 4, clip=0.3)),
+            "copies": copies_equal(sharded, mesh), "plan": str(sharded.plan)}  # fmt: skip
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    results: dict[str, Any] = {}
+    for case in (cube,) if world == 8 else (by_its_own_plan, vit, generated, refusals):
+        try:
+            answer = case()
+        except Exception:
+            answer = {"failed": traceback.format_exc()}
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, answer)
+        results[case.__name__] = found
+        if any("failed" in one for one in found):
+            break
+    if RANK == 0:
+        with open(sys.argv[1], "w") as file:
+            json.dump(results, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
