@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard
+from tests.allocator import record
 from tests.launch import ROOT, launch
 
 X, Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 2)
@@ -318,3 +319,23 @@ def test_a_rank_that_skips_a_backward_is_an_error_on_every_rank() -> None:
     said = launch(ROOT / "tests" / "workers" / "skipped_backward.py", 2)
     assert len(said) == 2
     assert all(one.startswith("RankError: ") and "different calls" in one for one in said), said
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_backward_frees_activations_as_it_goes(retain: bool) -> None:
+    """As eager PyTorch does: its peak is where backward begins. The control retains the graph, and so all of it."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(128, 128, bias=False), nn.Tanh())))
+    model, x = copy.deepcopy(plain), torch.randn(128, 128)
+    for layer in model[::2]:
+        fully_shard(layer)
+    fully_shard(model, policy=Policy(lower="eager"))
+    peaks = []
+    for one in (plain, model):
+        for _ in range(2):  # the first compiles, and each leaves gradients to add to
+            one(x).sum().backward()
+        one.zero_grad()
+        with record() as recording:
+            one(x).sum().backward(retain_graph=retain and one is model)
+        peaks.append(recording.peak)
+    assert (peaks[1] < peaks[0] + 0.3 * 8 * x.nbytes) == (not retain), [peak / x.nbytes for peak in peaks]

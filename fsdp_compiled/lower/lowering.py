@@ -24,6 +24,7 @@ from fsdp_compiled.lower.inductor import compile_all
 from fsdp_compiled.lower.partition import Piece, segments
 
 Runner = Callable[..., Sequence[torch.Tensor]]
+Boxed = Callable[[list[Any]], Sequence[torch.Tensor]]  # takes its inputs out of the list, and frees each after its use
 Bind = Callable[[Callable[..., Any], bool], Callable[..., Any]]
 
 
@@ -74,10 +75,25 @@ class Lowering:
 
     def runner(self, compiled: Mapping[str, Call]) -> Runner:
         """The program with a call of a compiled function in the place of each piece."""
+        return fx.GraphModule(nn.Module(), self._calls(compiled)).forward
+
+    def boxed(self, compiled: Mapping[str, Call]) -> Boxed:
+        """The same as a function of one list, for inputs that nobody holds but who calls."""
+        graph = self._calls(compiled)
+        inputs = graph.find_nodes(op="placeholder")
+        with graph.inserting_before(inputs[0] if inputs else None):
+            taken = graph.call_function(unboxed, (graph.placeholder("boxed_inputs"),))
+            for place, node in enumerate(inputs):
+                node.replace_all_uses_with(graph.call_function(getitem, (taken, place)))
+        for node in inputs:
+            graph.erase_node(node)
+        return fx.GraphModule(nn.Module(), graph).forward
+
+    def _calls(self, compiled: Mapping[str, Call]) -> fx.Graph:
         if self.segments is None:
             for node in self.graph.nodes:
                 self._bind_random(node, node)
-            return fx.GraphModule(nn.Module(), self.graph).forward
+            return self.graph
         result = fx.Graph()
         mapping = {node: result.node_copy(node) for node in self.graph.find_nodes(op="placeholder")}
 
@@ -100,7 +116,7 @@ class Lowering:
                 mapping[node] = result.call_function(getitem, (call, index))
                 mapping[node].meta["val"] = node.meta["val"]
         result.output([value(node) for node in self.graph.output_node().args[0]])  # type: ignore[union-attr, misc]
-        return fx.GraphModule(nn.Module(), result).forward
+        return result
 
     def text(self, compiled: Mapping[str, Call]) -> str:
         """What runs, call by call: as it stands, or as a piece, by its key and with what compiled it."""
@@ -132,6 +148,13 @@ class Lowering:
 def boxed(*values: torch.Tensor) -> list[torch.Tensor]:
     """The only reference to a piece's inputs, so that the piece can free each after its last use."""
     return list(values)
+
+
+def unboxed(inputs: list[Any]) -> tuple[Any, ...]:
+    """What was in the list, which is empty then."""
+    found = tuple(inputs)
+    inputs.clear()
+    return found
 
 
 def _bind_groups(source: fx.Graph, groups: Mapping[str, str]) -> fx.Graph:

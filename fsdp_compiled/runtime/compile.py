@@ -25,7 +25,7 @@ from fsdp_compiled.ir.program import CALL, Port, Program
 from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, fusions_for
 from fsdp_compiled.lower.halves import Halves, cut, reached
-from fsdp_compiled.lower.lowering import Runner
+from fsdp_compiled.lower.lowering import Boxed, Runner
 from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
@@ -75,7 +75,7 @@ class Compiled:
     remainder: Remainder = field(init=False)  # once it is lowered
     halves: Halves | None = None  # of a "training" program, whose runner is the forward one
     reached: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by parameter or input: the results it moves
-    backward: Runner = lambda *_: ()  # until it is lowered
+    backward: Boxed = lambda _: ()  # until it is lowered
     whole: Backward | None = None  # backward without communication, once it was asked for
     fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
 

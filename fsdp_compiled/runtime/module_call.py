@@ -13,6 +13,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class ModuleCall:
             made.programs.read_closed(compiled, request, lent)
             inputs = compiled.input_binding.inputs(request.leaves, lent, lambda: lent.holders(compiled))
             if not trains:
-                outputs = run_program(compiled.runner, inputs, self._calls)
+                outputs = run_program(partial(compiled.runner, *inputs), self._calls)
                 return compiled.capture.rebuild(dict(zip(compiled.outputs, outputs, strict=True)))
             run = Run(made, compiled, self._calls, self._trained, self._states, inputs)
             outputs = run.apply()

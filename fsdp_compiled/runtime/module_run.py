@@ -10,7 +10,8 @@ A run goes by what was there when it was made: parameters may be frozen, thawed 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fsdp_compiled.capture.ambient import outside_modes
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.ir.nodes import OTHER_BATCHES
-from fsdp_compiled.lower.lowering import Runner, below_autograd
+from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.runtime.compile import Compiled
 from fsdp_compiled.runtime.failed_calls import SAME_BATCHES
 from fsdp_compiled.runtime.gradients import leave, parts, reduced
@@ -29,11 +30,11 @@ from fsdp_compiled.runtime.module_state import ModuleState
 from fsdp_compiled.runtime.parameter_group import Entry
 
 
-def run_program(runner: Runner, inputs: Sequence[Any], calls: Calls) -> Sequence[torch.Tensor]:
+def run_program(run: Callable[[], Sequence[torch.Tensor]], calls: Calls) -> Sequence[torch.Tensor]:
     """What the program gives; its failure is an error on every rank."""
     try:
         with below_autograd():
-            return runner(*inputs)
+            return run()
     except BaseException as error:
         if isinstance(error, RankError):
             raise
@@ -89,10 +90,11 @@ class Run:
         return _Function.apply(self, torch.zeros((), requires_grad=True), *given)
 
     def backward(
-        self, kept: Sequence[Any], reached: Collection[str], everything: bool
+        self, kept: list[Any], reached: Collection[str], everything: bool
     ) -> tuple[dict[Entry, DTensor], dict[str, torch.Tensor]]:
         """Gradients of the sharded parameters, none where they are held back, and those of other inputs, by name.
 
+        ``kept``: what backward reads, taken out of this list, so that each tensor is freed after its last use.
         ``reached``: the parameters that have gradients, by name. ``everything``: whether it is for ``grad``; else they
         go to who asked for them, and nothing is held back.
         """
@@ -108,7 +110,7 @@ class Run:
         if synchronises and not waiting:
             backward = training.backward
             self.calls.post(label, backward.wire or "none")
-            outputs = run_program(backward.runner, kept, self.calls)
+            outputs = run_program(partial(backward.runner, kept), self.calls)
             found: dict[Entry, DTensor] = {}
             for key, place in backward.gradients.items():
                 found |= parts(outputs[place], self._wanted(key, reached))
@@ -122,7 +124,7 @@ class Run:
         ]
         sent = [buffer.key for buffer in buffers]
         self.calls.post(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8])
-        outputs = run_program(whole.runner, kept, self.calls)
+        outputs = run_program(partial(whole.runner, kept), self.calls)
         for key, place in whole.gradients.items():
             made.flats[key].hold(outputs[place], self._wanted(key, reached))
         found = {}
@@ -163,7 +165,7 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, run: Run, token: torch.Tensor, *given: torch.Tensor) -> Any:
         training, inputs = run.training, run.inputs
         run.inputs = ()
-        outputs = run_program(run.compiled.runner, inputs, run.calls)
+        outputs = run_program(partial(run.compiled.runner, *inputs), run.calls)
         everything = [*inputs, *outputs]
         kept = [everything[source] for source in training.sources]
         # Autograd would miss writes to shards that go past it; `_check_versions` sees them all.
@@ -191,6 +193,8 @@ class _Function(torch.autograd.Function):
                 )
         saved = iter(ctx.saved_tensors)
         kept = [value if apart else next(saved) for value, apart in ctx.others]
+        del saved
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         reached = training.reached(frozenset(place for place, one in enumerate(tangents) if one is not None))
         kept += [one.laid_out(tangents[one.place], ctx.shapes[one.place]) for one in training.tangents]
         # A plain backward() reaches the token. One that asks for some gradients alone, as torch.autograd.grad does, is

@@ -347,7 +347,7 @@ class Programs:
             compiled.halves.forward if compiled.halves else compiled.program
         )
         if compiled.halves is not None:
-            compiled.backward, text = self._lower(compiled.halves.backward)
+            compiled.backward, text = self._lower(compiled.halves.backward, boxed=True)
             compiled.lowered = f"{compiled.lowered}\nbackward, {text}"
         compiled.remainder = Remainder(compiled.runner)
         if request.sizes:
@@ -386,10 +386,11 @@ class Programs:
             tp_mesh=self._mesh.tp_mesh,
         )  # fmt: skip
 
-    def _lower(self, program: Program) -> tuple[Runner, str]:
+    def _lower(self, program: Program, boxed: bool = False) -> tuple[Runner, str]:
+        """``boxed``: as a function of one list, out of which it takes its inputs."""
         lowering = self._partition(program)
         pieces = self._compile_pieces(lowering)
-        return lowering.runner(pieces), lowering.text(pieces)
+        return lowering.boxed(pieces) if boxed else lowering.runner(pieces), lowering.text(pieces)
 
     def whole(self, compiled: Compiled) -> Backward:
         """Its backward without communication, made where it is asked for first. Collective."""
@@ -399,7 +400,7 @@ class Programs:
             program = whole_gradients(compiled.halves.backward)
             with _no_collection(), ambient.outside_modes():
                 self._together(lambda: None, lambda _: program.text())
-                compiled.whole = backward_of(program, self._lower(program)[0])
+                compiled.whole = backward_of(program, self._lower(program, boxed=True)[0])
         return compiled.whole
 
     def _partition(self, program: Program) -> Lowering:

@@ -13,7 +13,7 @@ import torch
 
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.halves import Halves, flat_gradients
-from fsdp_compiled.lower.lowering import Runner
+from fsdp_compiled.lower.lowering import Boxed
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,13 @@ class Backward:
     """A backward that can run. Places among its outputs: ``gradients``, of flat buffers by key, reduced or whole, and
     ``others``, of inputs by name."""
 
-    runner: Runner
+    runner: Boxed
     gradients: Mapping[str, int]
     others: Mapping[str, int]
     wire: str
 
 
-def backward_of(program: Program, runner: Runner) -> Backward:
+def backward_of(program: Program, runner: Boxed) -> Backward:
     places = dict(zip((port for port in program.ports if port.side == "out"), range(len(program.ports))))
     return Backward(
         runner,
@@ -107,7 +107,7 @@ def training_of(
     inputs: tuple[Port, ...],
     outputs: tuple[Port, ...],
     reached: Mapping[str, frozenset[str]],
-    runner: Runner,
+    runner: Boxed,
 ) -> Training:
     """``inputs``, ``outputs``: of the forward program; ``runner``: the backward one."""
     places = {port: place for place, port in enumerate(inputs)}
