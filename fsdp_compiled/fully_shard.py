@@ -14,6 +14,7 @@ A script written for FSDP2 changes its import. What is done is done by `runtime.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -118,11 +119,16 @@ def _check_modules(modules: Sequence[Any]) -> None:
             )
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
-        if "forward" in vars(module):
+        if "forward" in vars(module) and not _is_method_of(module, vars(module)["forward"]):
             raise ValueError(
-                f"This {type(module).__name__} has a forward of its own, module.forward = ..., which would not be "
-                "compiled. Set it after fully_shard, or define it in the class."
+                f"This {type(module).__name__} has a forward of its own, module.forward = ..., that is no method of it "
+                "and cannot be compiled. Bind it, module.forward = types.MethodType(function, module), or define it in "
+                "the class."
             )
+
+
+def _is_method_of(module: nn.Module, function: Any) -> bool:
+    return isinstance(function, MethodType) and function.__self__ is module
 
 
 def _check_options(placement: Any, dims: Any, policy: Policy | None) -> None:

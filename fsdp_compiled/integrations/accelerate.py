@@ -13,10 +13,12 @@ changed. What accelerate does with a prepared model rests on `FSDPModule`, DTens
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed.fsdp
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
@@ -48,10 +50,10 @@ def use_fully_shard(
         raise ValueError(f"use_fully_shard expects an Accelerator, or a Trainer that has one; got {type(user)}.")
     if not hasattr(accelerator, PREPARE):
         raise ValueError("This release of accelerate has no FSDP2 that use_fully_shard knows. Install accelerate>=1.6.")
-    if accelerator._models:
+    if accelerator._optimizers:  # a model alone, as the reference of TRL's DPO, may have been prepared
         raise ValueError(
-            f"This Accelerator has prepared a {type(accelerator._models[0]).__name__} already. Call use_fully_shard "
-            "before accelerator.prepare(), and before trainer.train()."
+            "This Accelerator has prepared a model with its optimizer already. Call use_fully_shard before "
+            "accelerator.prepare(), and before trainer.train()."
         )
     _enable_on_cpus(accelerator, user, plugin)
     if not getattr(accelerator, "is_fsdp2", False):
@@ -68,6 +70,7 @@ def use_fully_shard(
             return prepare(*args)
 
     setattr(accelerator, PREPARE, prepare_compiled)
+    _trace_whole(user)
 
 
 def _enable_on_cpus(accelerator: Any, user: Any, plugin: FullyShardedDataParallelPlugin | None) -> None:
@@ -89,6 +92,19 @@ def _enable_on_cpus(accelerator: Any, user: Any, plugin: FullyShardedDataParalle
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as AcceleratorState's own end does
     if hasattr(user, "is_fsdp_enabled"):
         user.is_fsdp_enabled = True
+
+
+def _trace_whole(trainer: Any) -> None:
+    """Lets Dynamo take the head of TRL's losses as one operation, which AOTAutograd traces into.
+
+    It writes to a tile of a tensor with ``out=``, which Dynamo refuses. How that class is traced is all that changes,
+    in this process and from here on.
+    """
+    if not any(one.__module__.startswith("trl.") for one in type(trainer).__mro__):
+        return
+    head = getattr(sys.modules.get("trl.trainer.utils"), "_ChunkedLogProbFunction", None)
+    if head is not None:
+        torch.compiler.allow_in_graph(head)
 
 
 @contextmanager

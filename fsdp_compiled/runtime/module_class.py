@@ -246,6 +246,8 @@ def give_class(module: nn.Module, state: ModuleState) -> None:
     object.__setattr__(module, "_fsdp_compiled", state)
     object.__setattr__(module, "_fsdp_compiled_casts", (inputs, precision.output_dtype))
     module.__class__ = _classes[kind]
+    if (own := vars(module).get("forward")) is not None:  # a method in the place of the class's, as TRL gives
+        object.__setattr__(module, "forward", _compiled("forward", own.__func__).__get__(module, type(module)))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
