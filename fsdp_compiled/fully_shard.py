@@ -31,7 +31,7 @@ from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.module_class import FSDPModule, give_class, register_fsdp_forward_method
 from fsdp_compiled.runtime.module_state import ModuleState, state_of
 from fsdp_compiled.runtime.parameter_group import Home, ParameterGroup
-from fsdp_compiled.runtime.tensor_parallel import tensor_parallel
+from fsdp_compiled.runtime.tensor_parallel import check_ties, tensor_parallel
 
 # What a loop of the user's decides by itself, by field of `Policy`, with where.
 ELSEWHERE = {
@@ -184,6 +184,7 @@ def _check_tp(place: Mesh, policy: Policy | None, modules: Sequence[nn.Module]) 
     if policy is not None and policy.moving:
         raise ValueError("Policy.dynamic is not supported under tensor parallelism yet. Leave it out.")
     for module in modules:
+        check_ties(module, place)
         for name, buffer in module.named_buffers():
             if isinstance(buffer, DTensor):
                 raise ValueError(

@@ -53,6 +53,7 @@ REFUSED = {
     "partial": "is a DTensor with placement P(sum); a parameter is cut along one dim",
     "uneven": "is cut along dim 0 over 2 ranks, which do not divide 17",
     "buffer": "ValueError: The buffer table is a DTensor",
+    "broken tie": "ValueError: The config of Net ties the embedding's weight and the head's, and they are",
     "dynamic": "ValueError: Policy.dynamic is not supported under tensor parallelism",
 }
 

@@ -37,6 +37,11 @@ def test_gradients_of_a_vit_are_parts_of_the_true_ones(results: dict[str, Any]) 
         assert found["cuts"] == 10
 
 
+def test_shards_in_host_memory_give_the_same_numbers(results: dict[str, Any]) -> None:
+    found = answers(results, "offloaded")
+    assert found[0]["bits"] and all(one["fetches"][0] > 0 == one["fetches"][1] for one in found)
+
+
 def test_generated_models_and_plans(results: dict[str, Any]) -> None:
     for found in answers(results, "generated")[0]:
         assert found["loss"] < 1e-5 and found["norm"] < 1e-5 and found["weights"] < 1e-5, found

@@ -78,7 +78,7 @@ def check_policy(policy: Policy, mesh: Mesh) -> None:
         )
 
 
-def _check_ties(model: nn.Module, mesh: Mesh) -> None:
+def check_ties(model: nn.Module, mesh: Mesh) -> None:
     """Raises ``ValueError`` where a tie of weights was broken, as `parallelize_module` does.
 
     A model of transformers says that its head has the embedding's weight; of others, two trained DTensors that have the
@@ -133,7 +133,7 @@ def check_tensor_parallel(model: nn.Module, mesh: Mesh, leaves: Sequence[Leaf], 
                 "register its local part, buffer.to_local()."
             )
     check_policy(policy, mesh)
-    _check_ties(model, mesh)
+    check_ties(model, mesh)
     if mesh.tp > 1 and not any(leaf.split for leaf in leaves):
         raise ValueError(
             f'The mesh has {mesh.tp} ranks along "tp", but no parameter is cut along it: they would all do the same '

@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -175,6 +176,13 @@ def refusals() -> Any:
         model.register_buffer("table", distribute_tensor(torch.ones(4), tp, [Replicate()]))
         return model
 
+    def untied() -> nn.Module:
+        """As a model of transformers whose config ties the head to the embedding."""
+        model: Any = parted()
+        model.config = SimpleNamespace(tie_word_embeddings=True)
+        model.get_input_embeddings, model.get_output_embeddings = lambda: model.tokens, lambda: model.head
+        return model
+
     found = {}
     model = sharded(of_ours, net(tp), dp)
     backward(model)
@@ -191,6 +199,7 @@ def refusals() -> Any:
     found["partial"] = told(lambda: of_ours(with_weight(DTensor.from_local(torch.ones(4), tp, [Partial()])), mesh=dp))
     found["uneven"] = told(lambda: of_ours(with_weight(distribute_tensor(torch.ones(17), tp, [Shard(0)])), mesh=dp))
     found["buffer"] = told(lambda: of_ours(buffered(), mesh=dp))
+    found["broken tie"] = told(lambda: of_ours(untied(), mesh=dp))
     found["dynamic"] = told(lambda: of_ours(net(tp), mesh=dp, policy=Policy(dynamic=True)))
     left = net(tp)
     told(lambda: of_ours(left, mesh=dp, policy=Policy(dynamic=True)))

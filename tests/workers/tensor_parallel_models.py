@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_compiled import compile_sharded
+from fsdp_compiled import api, compile_sharded
+from fsdp_compiled.ir.nodes import role_of
 from tests.workers.tensor_parallel import (
     EAGER,
     STEPS,
@@ -261,6 +263,22 @@ def refusals() -> Any:
     return found
 
 
+def offloaded() -> Any:
+    """Shards in host memory, which compile_sharded refuses on a CPU: the program fetches them, to the same numbers."""
+    mesh = two_by_two()
+    row = mesh["shard"].get_local_rank()
+    runs = []
+    for offload in (True, False):
+        model = net(mesh["tp"], classes=True)
+        with mock.patch.object(api, "_device_refusal", lambda *_: None):
+            policy = replace(EAGER, offload=offload, clip=0.3)
+            sharded = compile_sharded(model, sgd(model), loss=loss_fn, mesh=mesh, policy=policy)
+        run = ours(sharded, row)
+        fetches = sum(role_of(node) == "fetch" for node in sharded.program.graph.nodes)
+        runs.append((run, fetches))
+    return compare(runs[0][0], runs[1][0]) | {"fetches": [fetches for _, fetches in runs]}
+
+
 def cube() -> Any:
     """Two replicas, of two shards, of two parts."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
@@ -277,7 +295,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     results: dict[str, Any] = {}
-    for case in (cube,) if world == 8 else (by_its_own_plan, vit, generated, refusals):
+    for case in (cube,) if world == 8 else (by_its_own_plan, vit, offloaded, generated, refusals):
         try:
             answer = case()
         except Exception:
