@@ -20,7 +20,18 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from fsdp_compiled.distributed.call_store import ABSENT, CLOSED, JOIN, REFUSED, Board, Posted, different, times
+from fsdp_compiled.distributed.call_store import (
+    ABSENT,
+    CLOSED,
+    COMMUNICATING,
+    JOIN,
+    REFUSED,
+    UNDECIDED,
+    Board,
+    Posted,
+    different,
+    times,
+)
 from fsdp_compiled.distributed.mesh import Mesh, RankError, backends, close, exchange, timeout
 from fsdp_compiled.distributed.vanished import vanished
 from fsdp_compiled.distributed.watchdog import Watchdog
@@ -80,8 +91,11 @@ class Calls:
         """This rank's next call; with its wire, if it goes on without meeting the others."""
         self.check_open()
         self._made[0] += 1
+        self._put(Posted(self.count, wire, label, self.hypers))
+
+    def _put(self, call: Posted) -> None:
+        """On the board, as what this rank does now."""
         if self.board is not None:
-            call = Posted(self.count, wire, label, self.hypers)
             try:
                 self.board.post(call)
             except (RuntimeError, dist.DistError) as error:
@@ -96,13 +110,19 @@ class Calls:
         if self.watchdog is not None:
             self.watchdog.end(self._waits)
 
-    def meet(self, label: str) -> None:
-        """Returns when every rank has posted this call with this label; raises `RankError` where one has another."""
+    def meet(self, label: str, part: Callable[[str], str] | None = None) -> bool:
+        """Returns when every rank has posted this call with this label; raises `RankError` where one has another.
+
+        ``part``: of the labels, what must be the same, for calls that all ranks meet in; then it returns whether the
+        labels are.
+        """
         if self.board is None:
-            return
+            return True
         posted = [self._wait_for(self.board, rank) for rank in range(self.mesh.world)]
         if all(other.label == label for other in posted):
-            return
+            return True
+        if part is not None and all(part(other.label) == part(label) and not other.wire for other in posted):
+            return False
         message = different([other.label for other in posted])
         # A rank that posted a wire met nobody: it waits in its collectives, for this rank too.
         waiting = {other for rank, other in enumerate(posted) if other.wire and rank != self.mesh.rank}
@@ -113,6 +133,46 @@ class Calls:
                 message = f"{message}\n{CLOSED}"
                 self.board.fail(message)
                 self.leave(message)
+        raise RankError(message)
+
+    def undecided(self, label: str, wire: str) -> bool:
+        """This rank's next call, made so, with this wire, if all ranks would have it so; returns whether they do.
+
+        If not, this rank makes it another way: `enter`, with ``posted``.
+        """
+        if self.board is None:
+            self.post(label, wire)
+            return True
+        self.post(UNDECIDED + label)
+        posted = [self._wait_for(self.board, rank) for rank in range(self.mesh.world)]
+        if not all(other.label.removeprefix(UNDECIDED) == label for other in posted):
+            return False
+        self._put(Posted(self.count, wire, label, self.hypers))
+        return True
+
+    def enter(self, label: str, wire: str, posted: bool = False) -> None:
+        """This rank's next call, of a program that is new to it: returns when every rank has posted its own, and all
+        communicate alike. ``posted``: whether the others know of the call. Raises `RankError`."""
+        if self.board is None:
+            if not posted:
+                self.post(label, wire)
+            return
+        said = f"{label}{COMMUNICATING}{wire}"
+        if posted:
+            self._put(Posted(self.count, "", said, self.hypers))
+        else:
+            self.post(said)
+        others = [self._wait_for(self.board, rank, decided=True) for rank in range(self.mesh.world)]
+        if all(wire == (other.wire or other.label.rpartition(COMMUNICATING)[2]) for other in others):
+            self._put(Posted(self.count, wire, label, self.hypers))
+            return
+        message = different([other.label for other in others])
+        if any(other.wire for other in others):  # it waits in its collectives
+            message = f"{message}\n{CLOSED}"
+            self.board.fail(message)
+            self.leave(message)
+        else:
+            self.returned()
         raise RankError(message)
 
     def refuse(self, reason: str) -> None:
@@ -181,12 +241,13 @@ class Calls:
                 self.watchdog.cut()
         self.leave(message)
 
-    def _wait_for(self, board: Board, rank: int) -> Posted:
-        """What the rank posted for this call, or that it ended before, or did not come in time."""
+    def _wait_for(self, board: Board, rank: int, decided: bool = False) -> Posted:
+        """What the rank posted for this call, or that it ended before, or did not come in time. ``decided``: not what
+        it has yet to decide."""
         until = time.monotonic() + timeout(self.mesh)
         while True:
             posted = board.read(rank, self.count)
-            if posted.number >= self.count:
+            if posted.number >= self.count and not (decided and posted.label.startswith(UNDECIDED)):
                 return posted
             if (ended := board.ended(rank)) is not None and ended < self.count:
                 return Posted(self.count, "", f"gone after {times(ended)}")

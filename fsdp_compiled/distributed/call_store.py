@@ -20,24 +20,30 @@ import torch.distributed as dist
 
 REFUSED = "refused: "
 ABSENT = "still absent"
+UNDECIDED = "undecided: "
+COMMUNICATING = ", communicating "
 CURE = (
     "Give every rank a batch of the same shapes and dtypes in every call (drop or pad the last one), and the same "
     "learning rate."
 )
 ARGUMENTS = "Give every rank the same folder, step and options, and extra objects of the same names."
+ALIKE = (
+    "Lengths of batches may differ between ranks, but not which modules are called, in which order, and which are "
+    "trained."
+)
 CHECKPOINT = ("save to ", "load from ")
 SAME = "Make the same calls in the same order on every rank, those that only evaluate too."
 JOIN = (
-    "Give every rank as many batches (DistributedSampler pads), or train inside `with sharded.join():`, where a rank "
-    "that has run out goes on with weight zero."
+    "Give every rank as many batches (DistributedSampler pads); or, with compile_sharded, train inside "
+    "`with sharded.join():`, where a rank that has run out goes on with weight zero."
 )
 HANGS = (
     "It hangs, or does something between its calls that takes longer than the process group's timeout: look where it "
     "is (py-spy dump --pid), or give more time: dist.init_process_group(..., timeout=...)."
 )
 CLOSED = (
-    "No rank goes on: the process group was ended (dist.destroy_process_group, whoever started it), and this Sharded "
-    "takes no more calls. Start all processes again from the last checkpoint; torchrun --max-restarts does it."
+    "No rank goes on: the process group was ended (dist.destroy_process_group, whoever started it), and no more calls "
+    "are taken. Start all processes again from the last checkpoint; torchrun --max-restarts does it."
 )
 
 
@@ -163,4 +169,6 @@ def different(labels: Sequence[str]) -> str:
         return "\n".join(["The ranks called with different arguments, so nothing was done:", *lines, ARGUMENTS])
     if len({label.split(" ")[0] for label in labels}) > 1:
         return "\n".join(["The ranks made different calls, so nothing was updated:", *lines, SAME])
+    if any(COMMUNICATING in label for label in labels):
+        return "\n".join(["The ranks' programs communicate otherwise, so nothing was updated:", *lines, ALIKE])
     return "\n".join(["The ranks called with different batches or rates, so nothing was updated:", *lines, CURE])

@@ -135,9 +135,19 @@ class Program:
     @property
     def wire(self) -> str:
         """Equal for programs whose collectives pair up, one by one; empty where there are none."""
-        found = [node for node in self.graph.nodes if is_collective(node)]
-        calls = [(str(node.target), describe(node), fx.node.map_arg(node.args, lambda _: None)) for node in found]
+        calls = self.collectives
         return hashlib.sha256(repr(calls).encode()).hexdigest()[:8] if calls else ""
+
+    @property
+    def collectives(self) -> list[str]:
+        """What is communicated, call by call: of which shape, among whom, and of which unit."""
+        found = [node for node in self.graph.nodes if is_collective(node)]
+        marks: list[Mark | None] = [node.meta.get("mark") for node in found]
+        return [
+            f"{node.target} {describe(node)} {fx.node.map_arg(node.args, lambda _: None)}"
+            + (f" of {mark.unit}, {mark.buffer}" if mark else "")
+            for node, mark in zip(found, marks, strict=True)
+        ]
 
     def text(self) -> str:
         """Every node on a line: what ranks compare, and what `dump` writes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -129,7 +130,7 @@ class Job:
     hints: Sizes
     ambient: Ambient
     backends: Backends
-    loop: bool = False  # of a model that is called in a loop of the user's: ``loss`` is what calls it
+    called: Callable[..., Any] | None = None  # of a model in a loop of the user's: what calls it; then without loss
     tp_mesh: DeviceMesh | None = None
 
     @property
@@ -150,11 +151,11 @@ class Job:
 
 def capture(model: nn.Module, job: Job) -> Capture:
     """The call as a program, before any pass."""
-    loss = None if job.kind == "forward" and not job.loop else job.loss
-    check_arguments(model, None if job.loop else loss, job.batch, job.named)
+    loss = None if job.kind == "forward" else job.loss
+    check_arguments(model, loss, job.batch, job.named)
     captured = capture_on(
-        model, loss, job.plan, job.buffers, job.batch, job.named, gradient=job.kind != "forward",
-        results=job.loop, plain=job.plain, sizes=job.sizes, hints=job.hints, ambient=job.ambient,
+        model, job.called or loss, job.plan, job.buffers, job.batch, job.named, gradient=job.kind != "forward",
+        results=job.called is not None, plain=job.plain, sizes=job.sizes, hints=job.hints, ambient=job.ambient,
         tp_mesh=job.tp_mesh,
     )  # fmt: skip
     _check_written(captured, job.buffers)
@@ -212,11 +213,19 @@ def describe(captured: Capture, stages: Sequence[Program], predict: Predict, job
         kind=job.kind,
         label=job.label,
         number=job.number,
-        wire=first.wire,
+        wire=_wire(program, halves),
         input_binding=InputBinding(inputs, job.batch, job.named),
         halves=halves,
         reached=reached(captured.program) if halves is not None else {},
     )
+
+
+def _wire(program: Program, halves: Halves | None) -> str:
+    """Of all that the call communicates, and the backward that follows it."""
+    if halves is None:
+        return program.wire
+    both = halves.forward.wire, halves.backward.wire
+    return hashlib.sha256(repr(both).encode()).hexdigest()[:8] if any(both) else ""
 
 
 def _check_written(captured: Capture, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -86,10 +86,17 @@ class ModuleCall:
                 request = made.programs.find("training" if trains else "forward", args, named)
                 for name, tensor in request.buffers.items():
                     lent.buffers.pop(name, None) if tensor is None else lent.buffers.update({name: tensor})
-        if request is None or (not trains and self._is_one_more(request)):
+        eager = f"eager {type(self.module).__name__}"
+        if request is None:
+            self._calls.post(eager, made.gathers)
             return self._eagerly(args, named)
+        if not trains and self._is_one_more(request):
+            if self._calls.undecided(eager, made.gathers):
+                return self._eagerly(args, named)
+            request.posted = True
         with outside_modes(watched=True):
-            compiled = made.programs.get(request, lent.buffers)
+            with self._calls.naming():
+                compiled = made.programs.get(request, lent.buffers)
             made.programs.read_closed(compiled, request, lent)
             inputs = compiled.input_binding.inputs(request.leaves, lent, lambda: lent.holders(compiled))
             if not trains:
@@ -110,8 +117,8 @@ class ModuleCall:
             return self._eagerly(args, named)
 
     def _is_one_more(self, request: Request) -> bool:
-        """Whether this call without gradients runs eagerly, in the place of one more program where there are many, as
-        lengths that grow make them."""
+        """Whether this call without gradients is to run eagerly, in the place of one more program where there are many,
+        as lengths that grow make them; if it is so on all ranks, whose lengths may differ."""
         if request.compiled is not None:
             return False
         made = [one for one in self.programs.cached if one.kind == "forward"]
@@ -127,8 +134,7 @@ class ModuleCall:
         return True
 
     def _eagerly(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The model's own code, with all parameters gathered. Collective."""
-        self._calls.post(f"eager {type(self.module).__name__}", self._made.gathers)
+        """The model's own code, with all parameters gathered. Collective; the call is posted."""
         try:
             for group in self._groups:
                 group.unshard()

@@ -30,14 +30,6 @@ from fsdp_compiled.runtime.program_cache import Programs
 from fsdp_compiled.runtime.taken_model import holding, ordinary
 
 
-class UsersGenerator:
-    """Random operators draw from PyTorch's default generator, as eager PyTorch's do."""
-
-    @staticmethod
-    def bound(operator: Callable[..., Any], shared: bool = False) -> Callable[..., Any]:
-        return operator
-
-
 class Opened:
     """The model as it is traced: with ordinary parameters on the meta device."""
 
@@ -107,7 +99,10 @@ def make(
     units = _units(module, groups, flats)
     precision = MixedPrecisionPolicy(first.precision.param_dtype, first.precision.reduce_dtype,
                                      cast_forward_inputs=False)  # fmt: skip
-    policy = replace(policy, precision=precision)
+    # As far ahead as FSDP2: what is best depends on the batch, whose lengths ranks may differ in, and the order of
+    # collectives must not.
+    ahead = 1 if policy.prefetch == "auto" and policy.limit != 1 else policy.prefetch
+    policy = replace(policy, precision=precision, prefetch=ahead)
     machine = machine_of(mesh.device, mesh.world, policy.bandwidth_gbps)
     plan = Plan(tuple(units), policy, mesh.device, mesh.shard, mesh.replicate, machine, tp=mesh.tp)
     lent = Lent({key: flat.tensor for key, flat in flats.items()}, _buffers(module), dict(plain))
@@ -118,7 +113,7 @@ def make(
     }
     said, note = _trained(plan, plain)
     programs = Programs(
-        Opened(module), function, plan, mesh, (), calls, UsersGenerator(), loop=True, plain=lent.plain, note=note
+        Opened(module), None, plan, mesh, (), calls, called=function, plain=lent.plain, note=note
     )  # fmt: skip
     gathers = _digest([(buffer.key, buffer.numel) for buffer in plan.buffers])
     return Made(plan, mesh, programs, lent, flats, entries, gathers, f"{type(module).__name__}, {said}")

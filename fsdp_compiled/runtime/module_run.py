@@ -115,7 +115,8 @@ class Run:
             for key, place in backward.gradients.items():
                 found |= parts(outputs[place], self._wanted(key, reached))
             return found, {name: outputs[place] for name, place in backward.others.items()}
-        whole = made.programs.whole(compiled)
+        with self.calls.refusing():
+            whole = made.programs.whole(compiled)
         buffers = [
             buffer
             for buffer in made.plan.buffers

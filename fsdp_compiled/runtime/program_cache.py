@@ -7,7 +7,8 @@
                                   ago goes
 
 To find a program is each rank's own affair. To compile one is collective: every rank builds it, all compare its text,
-and every rank lowers it; where one of them fails, all do.
+and every rank lowers it; where one of them fails, all do. In a loop of the user's that holds for the first program:
+later ones a rank compiles by itself, and ranks compare what they communicate.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchange, exchange_along_tp
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.trial import use_reference
-from fsdp_compiled.lower.backends import decided, this_host
+from fsdp_compiled.lower.backends import Host, decided, this_host
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.cuda_device import environment
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
 from fsdp_compiled.lower.halves import whole_gradients
 from fsdp_compiled.lower.inductor import cache_place, compile_all, divide
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
-from fsdp_compiled.lower.lowering import Lowering, Runner
+from fsdp_compiled.lower.lowering import Bind, Lowering, Runner
 from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
@@ -99,6 +100,7 @@ class Request:
     label: str
     closed: Mapping[str, torch.Tensor]  # tensors that the program closes over and that are others now
     buffers: Mapping[str, torch.Tensor | None]  # of the model that are others now
+    posted: bool = False  # whether the others know of the call
 
 
 class Traceable(Protocol):
@@ -107,12 +109,6 @@ class Traceable(Protocol):
     model: nn.Module
 
     def open(self) -> AbstractContextManager[nn.Module]: ...
-
-
-class Draws(Protocol):
-    """What gives random operators what they draw from."""
-
-    def bound(self, operator: Callable[..., Any], shared: bool = False) -> Callable[..., Any]: ...
 
 
 class Programs:
@@ -126,20 +122,26 @@ class Programs:
         mesh: Mesh,
         rules: Sequence[Rule],
         calls: Calls,
-        random: Draws,
-        loop: bool = False,
+        bind: Bind | None = None,
+        called: Callable[..., Any] | None = None,
         replays: Replays | None = None,
         plain: Mapping[str, torch.Tensor] | None = None,
         note: str = "",
     ) -> None:
-        """``replays``: the graphs, in the place of those of the plan's device. ``plain``: parameters of the model that
-        the plan does not have, by name. ``note``: what labels say besides."""
+        """``bind``: what a random operator becomes; None: itself, which draws from PyTorch's default generator.
+        ``called``: of a model in a loop of the user's, what calls it, in the place of ``loss``. ``replays``: the
+        graphs, in the place of those of the plan's device. ``plain``: parameters of the model that the plan does not
+        have, by name. ``note``: what labels say besides.
+        """
         self.rules = tuple(rules)  # of the optimizer
         self.captures = 0
         graphs = plan.policy.cuda_graph if not plan.policy.offload else False
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
         self._taken, self._loss, self._plan, self._mesh, self._calls = taken, loss, plan, mesh, calls
-        self._random, self._loop, self._plain, self._note = random, loop, plain or {}, note
+        self._bind, self._called, self._plain, self._note = bind, called, plain or {}, note
+        self._makers = mesh  # the ranks that make a program together
+        self._hosts: list[Host] | None = None  # of all ranks, where that was asked for good
+        self._begun = False  # whether all ranks have a program
         self._buffers = ModuleBuffers(taken.model, plan.device)
         self._cached: dict[int, Compiled] = {}  # by number; the last is the one used last
         self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
@@ -177,7 +179,7 @@ class Programs:
         """The call and its program, if it is kept; raises ``ValueError`` for a call that no program can be made for."""
         policy = self._plan.policy
         seen = policy.lower == "eager" and self.replays.device is None
-        ambient.check(CALLS[kind], kind != "forward", seen, saves=self._loop)
+        ambient.check(CALLS[kind], kind != "forward", seen, saves=self._called is not None)
         around = ambient.now()
         leaves, spec = flatten(batch, named)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -188,7 +190,7 @@ class Programs:
             leaves, spec = flatten(batch, named)
         described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
         differentiable = tuple(tensor.requires_grad for tensor in tensors)
-        if not self._loop and kind != "forward" and any(differentiable):
+        if self._called is None and kind != "forward" and any(differentiable):
             raise ValueError(_differentiable(batch_tensors(batch, named)))
         rows = rows_of(tensors) if policy.weigh == "rows" else 0
         buffers = self._buffers.replaced()
@@ -222,7 +224,11 @@ class Programs:
                     logging.INFO if change.quiet else logging.WARNING, "%s; compiling %s", change.reason, request.label
                 )
             with _no_collection(), ambient.outside_modes():
-                compiled = self._compile(request, buffers)
+                if self._called is not None:
+                    compiled = self._compile_in_loop(request, buffers)
+                else:
+                    self.meet(request.label)
+                    compiled = self._compile(request, buffers)
         else:
             self._calls.post(compiled.label, compiled.wire)
             del self._cached[compiled.number]
@@ -295,7 +301,7 @@ class Programs:
         around: Ambient,
     ) -> str:
         label = label_of(kind, batch, named, sizes) + self._version(batch, named) + str(around) + self._note
-        if self._loop:
+        if self._called is not None:
             label = f"{kind} {type(self._taken.model).__name__} {label.removeprefix(kind).strip()}"
         label += "".join(dict.fromkeys(change.label for change in changed))
         return f"{label} ({self.captures + 1})" if label in self.labels else label
@@ -321,7 +327,6 @@ class Programs:
         """capture -> passes -> fit to memory -> fusions -> check -> agree -> partition -> compile -> graph"""
         begun = time.perf_counter()
         label = request.label
-        self.meet(label)
         job = self._job(request, buffers)
 
         def trace() -> Capture:
@@ -361,6 +366,49 @@ class Programs:
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
         return compiled
 
+    def _compile_in_loop(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Compiled:
+        """The first program is made when all ranks make one, by all together where they call alike.
+
+        Later ones a rank makes by itself: others may have theirs, or batches of other lengths. What ranks compare of
+        these is what they communicate.
+        """
+        if self._begun:
+            if request.posted:
+                try:
+                    compiled = self._by_itself(request, buffers)
+                except BaseException as error:
+                    self._calls.abandon(f"It said:\n{type(error).__name__}: {error}")
+                    raise
+            else:
+                with self._calls.refusing():
+                    compiled = self._by_itself(request, buffers)
+            self._calls.enter(compiled.label, compiled.wire, request.posted)
+            return compiled
+        self._calls.post(request.label)
+        alike = self._calls.meet(request.label, lambda label: label.partition(" (")[0])
+        self._hosts = exchange(self._together(this_host), self._mesh)
+        if alike:
+            compiled = self._compile(request, buffers)
+        else:
+            compiled = self._together(
+                lambda: self._by_itself(request, buffers), lambda made: "\n".join(made.program.collectives)
+            )
+        self._begun = True
+        return compiled
+
+    def _by_itself(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Compiled:
+        with self._alone():
+            return self._compile(request, buffers)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, this rank makes a program without the others."""
+        self._makers = Mesh(self._mesh.device)
+        try:
+            yield
+        finally:
+            self._makers = self._mesh
+
     def _compare_along_tp(self, captured: Capture) -> None:
         """Ranks along the tp axis trace alike, and what is computed of their parts stays with these."""
         program, plan = captured.program, self._plan
@@ -377,12 +425,12 @@ class Programs:
     def _job(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Job:
         """What is to be compiled, with what ranks must know of each other first."""
         # Ranks may have other sizes; all trace with rank 0's.
-        hints = traced_with(exchange(request.sizes, self._mesh)[0]) if request.sizes else {}
-        hosts = exchange(self._together(this_host), self._mesh)
+        hints = traced_with(exchange(request.sizes, self._makers)[0]) if request.sizes else {}
+        hosts = self._hosts or exchange(self._together(this_host), self._mesh)
         return Job(
             request.kind, self._loss, self._plan, self.rules, buffers, batch=request.batch, named=request.named,
             label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
-            backends=decided(hosts, backends(self._mesh)), loop=self._loop, plain=self._plain,
+            backends=decided(hosts, backends(self._mesh)), called=self._called, plain=self._plain,
             tp_mesh=self._mesh.tp_mesh,
         )  # fmt: skip
 
@@ -393,27 +441,25 @@ class Programs:
         return lowering.boxed(pieces) if boxed else lowering.runner(pieces), lowering.text(pieces)
 
     def whole(self, compiled: Compiled) -> Backward:
-        """Its backward without communication, made where it is asked for first. Collective."""
+        """Its backward without communication, made where it is asked for first, by each rank."""
         if compiled.whole is None:
             assert compiled.halves is not None
-            self.meet(f"backward of {compiled.label} without synchronisation, compiled")
             program = whole_gradients(compiled.halves.backward)
-            with _no_collection(), ambient.outside_modes():
-                self._together(lambda: None, lambda _: program.text())
+            with _no_collection(), ambient.outside_modes(), self._alone():
                 compiled.whole = backward_of(program, self._lower(program, boxed=True)[0])
         return compiled.whole
 
     def _partition(self, program: Program) -> Lowering:
         groups, how = self._mesh.groups, self._plan.policy.lower
-        lowering = self._together(lambda: Lowering(program, groups, how, self._plan.blocks, self._random.bound))
+        lowering = self._together(lambda: Lowering(program, groups, how, self._plan.blocks, self._bind))
         self._try_kernels(program)
         return lowering
 
     def _compile_pieces(self, lowering: Lowering) -> dict[str, Call]:
         """Each distinct piece is compiled by one rank of those that share code, for whose cache on disk others wait."""
         made: dict[str, Call] = {}
-        if lowering.pieces and self._mesh.world > 1:
-            place, count = among(self._together(lambda: cache_place(self._plan.device)), self._mesh)
+        if lowering.pieces and self._makers.world > 1:
+            place, count = among(self._together(lambda: cache_place(self._plan.device)), self._makers)
             made = self._together(lambda: compile_all(divide(lowering.pieces, count)[place]))
         return made | self._together(lambda: compile_all(lowering.pieces))
 
@@ -422,7 +468,7 @@ class Programs:
         device = self._plan.device
         if not calls_kernels(program):
             return
-        found = exchange(self._together(lambda: failures(program, device)), self._mesh)
+        found = exchange(self._together(lambda: failures(program, device)), self._makers)
         for rank, said in enumerate(found):
             for name, reason in said.items():
                 if use_reference(name, device) and self._mesh.rank == 0:
@@ -464,7 +510,7 @@ class Programs:
         if len(self._cached) < self._plan.policy.programs:
             return
         # Ranks that had a failed call in between may have another order of use, but they have the same programs.
-        evicted = self._drop(exchange(next(iter(self._cached)), self._mesh)[0])
+        evicted = self._drop(exchange(next(iter(self._cached)), self._makers)[0])
         self._evicted += 1
         if self._mesh.rank == 0:
             log.warning("%s", _full(self._plan.policy.programs, label, evicted.label, self.labels, self._evicted))
@@ -481,7 +527,7 @@ class Programs:
         """Names the parameters that the loss does not reach, each once."""
         found = [name for name in compiled.idle if name not in self._idle]
         self._idle.update(found)
-        if found and not self._loop and self._mesh.rank == 0:
+        if found and self._called is None and self._mesh.rank == 0:
             log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(found))
 
     def _together(
@@ -501,7 +547,7 @@ class Programs:
         except BaseException as error:  # one that interrupts, too, would leave the others waiting
             failure = error
         if outline is None or self._mesh.tp == 1:
-            agree(self._mesh, "The program", text(made[0]) if made else "", failure)
+            agree(self._makers, "The program", text(made[0]) if made else "", failure)
         else:
             agree(self._mesh, "The program", outline(made[0]) if made else "", failure, lambda: text(made[0]))
         return made[0]

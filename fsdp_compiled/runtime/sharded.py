@@ -91,7 +91,7 @@ class Sharded:
         self._calls = Calls(mesh)
         self._joined: Joined | None = None  # inside `join`
         self._random = random
-        self._programs = Programs(taken, loss, plan, mesh, rules, self._calls, random, replays=replays)
+        self._programs = Programs(taken, loss, plan, mesh, rules, self._calls, random.bound, replays=replays)
         self._failed = FailedCalls(mesh, self._calls, self._programs, self._copies.tensors)
         self._row = self._failed.row  # of microbatches
         self._checkpoints = Checkpoints(mesh, self._calls)
@@ -527,7 +527,8 @@ class Sharded:
         if self._joined is not None:
             self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.ambient)
         self._calls.hypers = f"{self._hyperparameters.digest:x}"
-        compiled = self._compiled(request)
+        with self._calls.naming():
+            compiled = self._programs.get(request, self._state.buffers)
         self._programs.read_closed(compiled, request, state)
         ran = False
         try:
@@ -552,18 +553,6 @@ class Sharded:
         finally:
             self._calls.returned()
         return compiled, found
-
-    def _compiled(self, request: Request) -> Compiled:
-        """The program of a call; where ranks cannot make it together since one is gone, an error that names it."""
-        try:
-            return self._programs.get(request, self._state.buffers)
-        except BaseException as error:
-            self._calls.returned()
-            if isinstance(error, RankError) or not isinstance(error, RuntimeError):
-                raise
-            if (reason := self._calls.reason(error)) is None:
-                raise
-            raise RankError(reason) from error
 
     def _bind(self, compiled: Compiled, state: State, request: Request) -> Sequence[Any]:
         """The program's inputs, with the numbers that this call sets."""
@@ -651,11 +640,8 @@ class Sharded:
         """A call that is no program: all ranks make it, or none; where one is lost in it, the others say which."""
         self._programs.meet(label)
         try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, RankError) or (reason := self._calls.reason(error)) is None:
-                raise
-            raise RankError(reason) from error
+            with self._calls.naming():
+                yield
         finally:
             self._calls.returned()
 
@@ -669,9 +655,7 @@ class Sharded:
             raise
 
     def _refuse(self, error: Exception) -> None:
-        if (lost := self._calls.parting(error)) is not None:
-            raise RankError(lost) from error
-        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        reason = self._calls.refusal(error)
         if self._joined is not None and self._joined.shadows is None:  # else the others are in the call already
             self._joined.refuse(reason)
         self._calls.refuse(reason)
