@@ -113,6 +113,7 @@ class ModuleCall:
         self._calls.check_open()
         with self._calls.refusing():
             self._follow()
+        self._calls.post(f"eager {type(self.module).__name__}", self._made.gathers)
         with torch.no_grad():
             return self._eagerly(args, named)
 
