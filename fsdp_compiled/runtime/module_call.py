@@ -91,6 +91,9 @@ class ModuleCall:
             self._calls.post(eager, made.gathers)
             return self._eagerly(args, named)
         if not trains and self._is_one_more(request):
+            if self._mesh.tp > 1:  # ranks along it call alike
+                self._calls.post(eager, made.gathers)
+                return self._eagerly(args, named)
             if self._calls.undecided(eager, made.gathers):
                 return self._eagerly(args, named)
             request.posted = True

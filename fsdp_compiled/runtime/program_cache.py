@@ -370,8 +370,11 @@ class Programs:
         """The first program is made when all ranks make one, by all together where they call alike.
 
         Later ones a rank makes by itself: others may have theirs, or batches of other lengths. What ranks compare of
-        these is what they communicate.
+        these is what they communicate. Ranks along tp, whose programs are parts of one, make all together.
         """
+        if self._mesh.tp > 1:
+            self.meet(request.label)
+            return self._compile(request, buffers)
         if self._begun:
             if request.posted:
                 try:
@@ -417,7 +420,7 @@ class Programs:
 
         def check() -> None:
             different = differing(program, plan, found)
-            check_same(program, plan, different, captured.layouts, self._loop)
+            check_same(program, plan, different, captured.layouts, self._called is not None)
             mark_random(program, plan, different)
 
         self._together(check)
