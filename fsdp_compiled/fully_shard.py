@@ -28,6 +28,7 @@ from torch.nn.parameter import UninitializedParameter
 from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.distributed.mesh import Mesh, device_mesh_of_all, place_in, tp_beside
 from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.module_class import FSDPModule, give_class, register_fsdp_forward_method
 from fsdp_compiled.runtime.module_state import ModuleState, state_of
 from fsdp_compiled.runtime.parameter_group import Home, ParameterGroup
@@ -278,22 +279,19 @@ def _check_parameter(homes: Sequence[Home]) -> None:
         )
     if parameter.is_complex():
         raise ValueError(f"{where} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
-    for hooks, kind in (
-        (parameter._backward_hooks, "register_hook"),
-        (parameter._post_accumulate_grad_hooks, "register_post_accumulate_grad_hook"),
-    ):
-        if hooks:
-            raise ValueError(
-                f"{where} has a hook ({kind}), which the sharded parameter that takes its place would not have. "
-                "Register it after fully_shard."
-            )
+    if (kind := hook_on(parameter)) is not None:
+        raise ValueError(
+            f"{where} has a hook ({kind}), which the sharded parameter that takes its place would not have. "
+            "Register it after fully_shard."
+        )
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """In place: modules may share a buffer, and others may hold it."""
     for module in _managed(modules):
-        for name, tensor in module._buffers.items():
+        for tensor in module._buffers.values():
             if tensor is not None and not tensor.is_meta and tensor.device != device:
-                module._buffers[name] = tensor.to(device)
+                tensor.data = tensor.to(device)
 
 
 __all__ = [

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -39,6 +40,15 @@ def launch(script: Path, world: int, *arguments: str, timeout: float = 900, torc
             end = log.read_text(errors="replace")[-SHOWN:]
             raise RuntimeError(f"{script.name} on {world} ranks: {reason}. Its output ended with:\n{end}")
         return json.loads(result.read_text())
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The error of a call, for a worker to write down."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
 
 
 def environment() -> dict[str, str]:

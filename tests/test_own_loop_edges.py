@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard
 from tests.allocator import record
 from tests.launch import ROOT, launch
 
+sharding = sys.modules["fsdp_compiled.fully_shard"]  # the name in the package is the function's
 X, Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 2)
 
 
@@ -208,6 +210,20 @@ def test_lengths_that_move_without_synchronisation() -> None:
             one(torch.ones(*sizes, 4)).square().mean().backward()
     assert same(full(one.grad for one in model.parameters()), [one.grad for one in plain.parameters()])
     assert len(model._fsdp_compiled.calls["forward"].programs.cached) == 1
+
+
+class Shares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.two.running_mean = self.one.running_mean
+
+
+def test_buffers_that_modules_share_are_shared_after_they_were_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, moved = Shares(), []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: moved.append(device) or self.detach().clone())
+    sharding._move_buffers([model], torch.device("cuda"))
+    assert moved and model.one.running_mean is model.two.running_mean
 
 
 class Cached(nn.Module):

@@ -25,6 +25,7 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, Role, first, positions
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.plan.rows import widths
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -121,10 +122,8 @@ def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: Container[Slot]) -
 def _copies(edit: Edit, buffer: Buffer, full: fx.Node, world: int) -> list[tuple[Slot, fx.Node]]:
     """Each parameter of a buffer that is laid out by rows, put together from its part of every rank's shard."""
     mark = Mark("view", buffer.unit, buffer.key)
-    width = buffer.numel // world
-    bounds = [*(slot.offset for slot in buffer.slots[1:]), width]
-    sizes = [stop - slot.offset for slot, stop in zip(buffer.slots, bounds, strict=True)]
-    parts = edit.call(aten.view.default, full, [world, width], mark=mark)
+    sizes = widths(buffer, world)
+    parts = edit.call(aten.view.default, full, [world, buffer.numel // world], mark=mark)
     split = edit.call(aten.split_with_sizes_copy.default, parts, sizes, 1, mark=mark)
     found = []
     for index, slot in enumerate(buffer.slots):

@@ -26,6 +26,7 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, Role, last, positions
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.plan.rows import widths
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -131,11 +132,9 @@ def _concatenated_by_rows(edit: Edit, buffer: Buffer, gradients: dict[str, fx.No
     """``[world * n]``: the rows that each rank owns of every gradient, rank by rank."""
     mark = _mark(buffer, "flatten")
     dtype = next(iter(gradients.values())).meta["val"].dtype
-    width = buffer.numel // plan.shard
-    bounds = [*(slot.offset for slot in buffer.slots[1:]), width]
     pieces: list[fx.Node] = []
-    for slot, stop in zip(buffer.slots, bounds, strict=True):
-        if (size := stop - slot.offset) == 0:
+    for slot, size in zip(buffer.slots, widths(buffer, plan.shard), strict=True):
+        if size == 0:
             continue
         if slot.name in gradients and slot.leaf.numel:
             pieces.append(gradients[slot.name])

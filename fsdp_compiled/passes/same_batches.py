@@ -38,7 +38,7 @@ def same_batches(program: Program, plan: Plan) -> Program:
     edit = Edit(program)
     with edit.at(edit.end, "update"):
         found = [_summed(edit, node) for port, node in edit.inputs.items() if port.kind == "batch"]
-        same = _parts(edit, [one for one in found if one is not None], plan)
+        same = _parts(edit, found, plan)
         if any(node.meta.get("shared") for node in edit.graph.nodes):
             drawn = edit.add_input(DRAWN, edit.fake([SAME_PARTS], torch.float64, plan.device))
             same = edit.call(aten.add.Tensor, same, drawn, mark=MARK)
@@ -47,8 +47,8 @@ def same_batches(program: Program, plan: Plan) -> Program:
     return edit.done("same_batches")
 
 
-def _summed(edit: Edit, node: fx.Node) -> fx.Node | None:
-    """Int64[]: the tensor's bits, by row and by column; None for one without elements."""
+def _summed(edit: Edit, node: fx.Node) -> fx.Node:
+    """Int64[]: the tensor's bits, by row and by column."""
     value = node.meta["val"]
     if value.dim() == 0:
         node = edit.call(aten.reshape.default, node, [1], mark=MARK)
@@ -63,13 +63,12 @@ def _summed(edit: Edit, node: fx.Node) -> fx.Node | None:
     for size in node.meta["val"].shape[1:]:
         columns = columns * size
     matrix = edit.call(aten.reshape.default, node, [rows, columns], mark=MARK)
-    total = None
+    totals = []
     for dim, length in ((1, rows), (0, columns)):
         sums = edit.call(aten.sum.dim_IntList, matrix, [dim], dtype=torch.int64, mark=MARK)
         places = edit.call(aten.arange.start, 1, length + 1, dtype=torch.int64, device=value.device, mark=MARK)
-        one = edit.call(aten.sum.default, edit.call(aten.mul.Tensor, sums, places, mark=MARK), mark=MARK)
-        total = one if total is None else _mixed(edit, total, one)
-    return total
+        totals.append(edit.call(aten.sum.default, edit.call(aten.mul.Tensor, sums, places, mark=MARK), mark=MARK))
+    return _mixed(edit, *totals)
 
 
 def _mixed(edit: Edit, first: fx.Node, second: fx.Node) -> fx.Node:

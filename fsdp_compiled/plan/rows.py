@@ -21,6 +21,12 @@ def chunk(leaf: Leaf, world: int) -> int:
     return rows_per_rank(leaf, world) * (leaf.numel // leaf.shape[0] if leaf.shape[0] else 0)
 
 
+def widths(buffer: Buffer, world: int) -> list[int]:
+    """Elements of each parameter's part on each rank, by slot; together a rank's shard."""
+    ends = [*(slot.offset for slot in buffer.slots[1:]), buffer.numel // world]
+    return [end - slot.offset for slot, end in zip(buffer.slots, ends, strict=True)]
+
+
 def rows_per_rank(leaf: Leaf, world: int) -> int:
     return -(-leaf.shape[0] // world)
 

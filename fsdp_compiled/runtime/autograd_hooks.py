@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
@@ -28,25 +29,27 @@ def backward_hooks(model: nn.Module) -> list[Mapping[int, Any]]:
     return [*own, every_module._global_backward_hooks, every_module._global_backward_pre_hooks]
 
 
+def hook_on(parameter: torch.Tensor) -> str | None:
+    """What registered a hook of autograd on this parameter; None where there is none."""
+    if parameter._backward_hooks:
+        return "register_hook"
+    return "register_post_accumulate_grad_hook" if parameter._post_accumulate_grad_hooks else None
+
+
 def check_hooks(model: nn.Module) -> None:
     """Raises ``ValueError`` if autograd would call a hook on a parameter or a module of this model."""
     for name, parameter in model.named_parameters():
-        for kind in ("register_hook", "register_post_accumulate_grad_hook"):
-            hooks = parameter._backward_hooks if kind == "register_hook" else parameter._post_accumulate_grad_hooks
-            if hooks:
-                raise ValueError(f"{name} has a hook ({kind}). {ON_PARAMETER}")
+        if (kind := hook_on(parameter)) is not None:
+            raise ValueError(f"{name} has a hook ({kind}). {ON_PARAMETER}")
+    check_module_hooks(model)
+
+
+def check_module_hooks(model: nn.Module, inside: bool = False) -> None:
+    """Raises ``ValueError`` for a backward hook of a module. ``inside``: the model's own are autograd's to call."""
     if not any(backward_hooks(model)):
         return
     for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
+        if (module._backward_hooks or module._backward_pre_hooks) and not (inside and module is model):
             raise ValueError(f"{name or 'The model'} ({type(module).__name__}) has a backward hook. {ON_MODULE}")
-    raise ValueError(f"All modules have a backward hook (register_module_full_backward_hook). {ON_MODULE}")
-
-
-def check_inner_hooks(model: nn.Module) -> None:
-    """Raises ``ValueError`` for a backward hook of a module inside of this one, whose own are autograd's to call."""
     if every_module._global_backward_hooks or every_module._global_backward_pre_hooks:
         raise ValueError(f"All modules have a backward hook (register_module_full_backward_hook). {ON_MODULE}")
-    for name, module in model.named_modules():
-        if module is not model and (module._backward_hooks or module._backward_pre_hooks):
-            raise ValueError(f"{name} ({type(module).__name__}) has a backward hook. {ON_MODULE}")

@@ -41,6 +41,8 @@ from fsdp_compiled.runtime.training import Backward, Training, training_of
 Kind = Literal["step", "last", "accumulate", "gradient", "training", "forward"]
 
 
+# What a program depends on by its value; other leaves of a batch are objects that it cannot take.
+PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | None
 Predict = Callable[[Program], Memory]
 
 
@@ -242,7 +244,7 @@ def _check_written(captured: Capture, buffers: Mapping[str, torch.Tensor]) -> No
 
 def plain(value: Any) -> tuple[type, str]:
     """What a program depends on of an entry of the batch that is not a tensor; 1, 1.0 and True are three programs."""
-    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype | torch.device):
+    if isinstance(value, PLAIN):
         return type(value), repr(value)
     raise ValueError(
         f"The batch holds a {type(value).__module__}.{type(value).__qualname__}. Pass tensors, numbers and strings, in "

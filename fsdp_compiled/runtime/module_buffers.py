@@ -17,6 +17,13 @@ import torch
 from torch import nn
 
 
+def take(replaced: Mapping[str, torch.Tensor | None], *holders: dict[str, torch.Tensor]) -> None:
+    """Buffers that the user put into the model's modules are the holders'; None: one that was deleted."""
+    for holder in holders:
+        for name, tensor in replaced.items():
+            holder.pop(name, None) if tensor is None else holder.update({name: tensor})
+
+
 class ModuleBuffers:
     """Where buffers hang, and what hung there at the last call."""
 
@@ -45,6 +52,10 @@ class ModuleBuffers:
         now = dict(zip(self._names, self._seen, strict=True))
         found = {name: tensor for name, tensor in now.items() if before.get(name) is not tensor}
         return found | dict.fromkeys(before.keys() - now.keys())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What hangs there, by name."""
+        return {name: one for name, one in zip(self._names, self._seen, strict=True) if one is not None}
 
     def replaced(self) -> Mapping[str, torch.Tensor | None]:
         """Those that are other tensors than at the last call."""

@@ -28,7 +28,9 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import Policy
-from fsdp_compiled.runtime.autograd_hooks import check_inner_hooks
+from fsdp_compiled.runtime.autograd_hooks import check_module_hooks
+from fsdp_compiled.runtime.compile import PLAIN
+from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.module_plan import Made, make
 from fsdp_compiled.runtime.module_run import Run, run_program
 from fsdp_compiled.runtime.module_state import ModuleState, states_in, traced
@@ -37,8 +39,6 @@ from fsdp_compiled.runtime.program_cache import Programs, Request
 
 # Eager kernels, as FSDP2 runs them, bit for bit, unless the user asks for more.
 DEFAULT = Policy(lower="eager", cuda_graph=False)
-# What a program depends on by its value; other leaves of a batch are objects that it cannot take.
-PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | None
 log = logging.getLogger("fsdp_compiled")
 _calls: list[tuple[weakref.ref[Any], Calls]] = []
 
@@ -84,8 +84,7 @@ class ModuleCall:
             request = None
             if trains or not _holds_objects(args, named):
                 request = made.programs.find("training" if trains else "forward", args, named)
-                for name, tensor in request.buffers.items():
-                    lent.buffers.pop(name, None) if tensor is None else lent.buffers.update({name: tensor})
+                take(request.buffers, lent.buffers)
         eager = f"eager {type(self.module).__name__}"
         if request is None:
             self._calls.post(eager, made.gathers)
@@ -175,7 +174,7 @@ class ModuleCall:
             group.follow()
         self._states, self._groups = states, groups
         self._look()
-        check_inner_hooks(self.module)
+        check_module_hooks(self.module, inside=True)
         signature = self._now()
         if signature != self._signature:
             self._switch(signature)

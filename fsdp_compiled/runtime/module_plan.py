@@ -24,6 +24,7 @@ from fsdp_compiled.plan.hardware import machine_of
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot, Unit
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.compile import Compiled
+from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.module_state import traced
 from fsdp_compiled.runtime.parameter_group import Entry, FlatShard, ParameterGroup
 from fsdp_compiled.runtime.program_cache import Programs
@@ -105,7 +106,8 @@ def make(
     policy = replace(policy, precision=precision, prefetch=ahead)
     machine = machine_of(mesh.device, mesh.world, policy.bandwidth_gbps)
     plan = Plan(tuple(units), policy, mesh.device, mesh.shard, mesh.replicate, machine, tp=mesh.tp)
-    lent = Lent({key: flat.tensor for key, flat in flats.items()}, _buffers(module), dict(plain))
+    buffers = ModuleBuffers(module, mesh.device)
+    lent = Lent({key: flat.tensor for key, flat in flats.items()}, buffers.tensors(), dict(plain))
     entries = {
         slot.name: entry
         for buffer in plan.buffers
@@ -164,12 +166,3 @@ def _units(module: nn.Module, groups: Sequence[ParameterGroup], flats: dict[str,
             flats[key] = flat
         if buffers:
             yield Unit(path, tuple(buffers), group.reshard_after_forward is not False)
-
-
-def _buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        f"{path}.{name}".lstrip("."): tensor
-        for path, one in module.named_modules(remove_duplicate=False)
-        for name, tensor in one._buffers.items()
-        if tensor is not None
-    }

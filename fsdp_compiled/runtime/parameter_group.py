@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_compiled.distributed.mesh import Mesh, beside, gather_shards
 from fsdp_compiled.plan.plan import Buffer, Leaf, TensorParallel, contiguous_stride
-from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows
+from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, widths
 from fsdp_compiled.runtime.tensor_parallel import local_part, tensor_parallel
 
 OURS = "_fsdp_compiled_sharded"  # on parameters that stand here
@@ -157,7 +157,6 @@ class ParameterGroup:
                 )
             entry.parameter, changed = now, True
             now.__dict__[OURS] = True
-            entry.spec = self._spec(now, entry.tp)
             for module, name in entry.homes:
                 module._parameters[name] = now
         if changed:
@@ -243,8 +242,8 @@ class ParameterGroup:
             dtype = self.precision.param_dtype
             cast = dtype is not None and flat.tensor.is_floating_point()
             full = gather_shards(flat.tensor.to(dtype) if cast else flat.tensor, self.mesh).view(world, -1)
-            for entry, slot in zip(flat.entries, flat.buffer.slots, strict=True):
-                size = -(-slot.leaf.numel // max(slot.leaf.shape[0], 1)) * -(-slot.leaf.shape[0] // world)
+            sizes = widths(flat.buffer, world)
+            for entry, slot, size in zip(flat.entries, flat.buffer.slots, sizes, strict=True):
                 rows = full[:, slot.offset : slot.offset + size].reshape(-1)[: slot.leaf.numel]
                 values = rows.view(slot.leaf.shape).clone()
                 if entry.tp is not None and self.mesh.tp_mesh is not None:  # gathered, it is what a plan made of it
@@ -278,7 +277,11 @@ def _count_updates(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
     So a backward that would read weights which were updated since its forward is told, as for plain tensors.
     """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if OURS in parameter.__dict__ and parameter.grad is not None:
-                increment_version(parameter)
+    increment_version(
+        [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if OURS in parameter.__dict__ and parameter.grad is not None
+        ]
+    )

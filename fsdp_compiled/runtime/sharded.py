@@ -42,6 +42,7 @@ from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import EagerUpdate
 from fsdp_compiled.runtime.failed_calls import FailedCalls
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
+from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.program_cache import Programs, Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import full_state_dict
@@ -241,7 +242,7 @@ class Sharded:
     def state(self) -> State:
         """This rank's state, to be handed to `apply`."""
         wait_for_host_memory(self.plan)
-        self._take_buffers(self._programs.replaced_buffers(), self._state)
+        take(self._programs.replaced_buffers(), self._state.buffers)
         return self._state
 
     @untraced
@@ -252,7 +253,7 @@ class Sharded:
             raise RuntimeError("full_state_dict inside join: the other ranks may still train. Call it after the block.")
         with self._refusing():
             self._taken.check()
-            self._take_buffers(self._programs.replaced_buffers(), state)
+            take(self._programs.replaced_buffers(), state.buffers, self._state.buffers)
         with self._meeting("full_state_dict"), outside_modes():
             return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
 
@@ -484,7 +485,7 @@ class Sharded:
         if self._eager is not None and optimizer:
             self._eager.refuse(call, "what its code keeps can have any form. Train with an optimizer that is traced.")
         self._taken.check()
-        self._take_buffers(self._programs.replaced_buffers(), self._state)
+        take(self._programs.replaced_buffers(), self._state.buffers)
         return Trained(self.plan, self._state, self.optimizer, self._programs.rules)
 
     def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
@@ -515,15 +516,9 @@ class Sharded:
             self._checkpoints.heard(str(error))
             raise
 
-    def _take_buffers(self, replaced: Mapping[str, torch.Tensor | None], state: State) -> None:
-        """Buffers that the user put into the model's modules are the state's; None: one that was deleted."""
-        for name, tensor in replaced.items():
-            for holder in {id(one): one for one in (state.buffers, self._state.buffers)}.values():
-                holder.pop(name, None) if tensor is None else holder.update({name: tensor})
-
     def _execute(self, request: Request, state: State) -> tuple[Compiled, dict[Port, torch.Tensor]]:
         kind, batch, named = request.kind, request.batch, request.named
-        self._take_buffers(request.buffers, state)
+        take(request.buffers, state.buffers, self._state.buffers)
         if self._joined is not None:
             self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.ambient)
         self._calls.hypers = f"{self._hyperparameters.digest:x}"

@@ -96,15 +96,19 @@ def _full(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
-def train(model: nn.Module, optimizer: Any, steps: int = 3) -> list[Any]:
+def train(model: nn.Module, optimizer: Any, steps: int = 3, loss: Callable[..., torch.Tensor] = loss_of) -> list[Any]:
     found: list[Any] = []
     for step in range(steps):
-        loss = loss_of(model, step)
-        loss.backward()
+        value = loss(model, step)
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.detach())
+        found.append(value.detach())
     return [*found, *weights(model)]
+
+
+def squares(model: nn.Module, step: int) -> torch.Tensor:
+    return model(batch(step, "rows")[0]).square().mean()
 
 
 # The loops.
@@ -298,15 +302,12 @@ def adversarial(api: Any) -> Any:
 def autocast(api: Any) -> Any:
     model = gpt(api)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for step in range(2):
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(model, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    return [*found, *weights(model)]
+            return loss_of(model, step)
+
+    return train(model, optimizer, 2, loss)
 
 
 def mixed_precision(api: Any) -> Any:
@@ -363,12 +364,8 @@ def uneven(api: Any) -> Any:
     api.fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     shapes = [tuple(one.to_local().shape) for one in model.parameters()]
-    found: list[Any] = [shapes, [str(one.placements) for one in model.parameters()]]
-    for step in range(3):
-        model(batch(step, "rows")[0]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, *weights(model)]
+    placements = [str(one.placements) for one in model.parameters()]
+    return [shapes, placements, *train(model, optimizer, loss=squares)]
 
 
 def meta(api: Any) -> Any:
@@ -381,14 +378,7 @@ def meta(api: Any) -> Any:
     for module in model:
         module.reset_parameters()  # type: ignore[operator]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: list[Any] = []
-    for step in range(2):
-        loss = model(batch(step, "rows")[0]).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.detach())
-    return [*found, *weights(model)]
+    return train(model, optimizer, 2, squares)
 
 
 def saved(api: Any) -> Any:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
+from tests.launch import told
 
 RANK = int(os.environ["RANK"])
 X = torch.arange(12.0).reshape(3, 4) / 7 + RANK
@@ -29,15 +30,6 @@ def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
 
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
-
-
-def told(call: Callable[[], Any]) -> str:
-    """The error of a call."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def refused_on_one(change: Callable[[nn.Sequential, torch.optim.Optimizer], Any]) -> dict[str, Any]:
