@@ -523,6 +523,7 @@ def _dynamo() -> Iterator[None]:
     disabled, loud.disabled = loud.disabled, loud.disabled or not loud.isEnabledFor(logging.INFO)
     wanted = {"allow_rnn": True, "trace_autograd_ops": True, "ignore_logging_functions": speech(), "disable": False}
     wanted["skip_nnmodule_hook_guards"] = False
+    wanted["run_gc_after_compile"] = False  # up to a tenth of a small capture; garbage is collected in its own time
     try:
         with torch.compiler.set_stance("default"), torch._dynamo.config.patch(wanted), refused():
             yield
