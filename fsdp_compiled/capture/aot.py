@@ -6,6 +6,7 @@ This is the only file that touches private surfaces of AOTAutograd.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import getitem
@@ -25,7 +26,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTOutput,
 )
 
-from fsdp_compiled.capture.source_lines import is_backward, path_of
+from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of
 from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
 
@@ -214,13 +215,13 @@ def _effect(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], pha
     results = node.meta["val"][1:]
     single = len(results) < 2
     copy.meta = {"val": results[0] if results and single else results or None, "phase": phase, "path": path_of(node)}
-    copy.meta["effect"] = True
+    copy.meta |= {"effect": True} | _stretch(node)
     for user in node.users:
         if user.target is getitem and user.args[1] and single:
             mapping[user] = copy
         elif user.target is getitem and user.args[1]:
             mapping[user] = graph.call_function(getitem, (copy, user.args[1] - 1))  # type: ignore[operator]
-            mapping[user].meta = {"val": user.meta["val"], "phase": phase, "path": path_of(node)}
+            mapping[user].meta = {"val": user.meta["val"], "phase": phase, "path": path_of(node)} | _stretch(node)
 
 
 def _is_token(node: fx.Node) -> bool:
@@ -246,13 +247,24 @@ def _seed(graph: fx.Graph, tangent: fx.Node) -> fx.Node:
 
 
 def _copy(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], phase: Phase) -> fx.Node:
-    copy = graph.node_copy(node, mapping.__getitem__)
-    copy.meta = {"val": node.meta.get("val"), "phase": phase, "path": path_of(node)}
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), mapping.__getitem__)
+    copy = graph.create_node(node.op, node.target, args, kwargs, stem(node.name), node.type)
+    copy.meta = {"val": node.meta.get("val"), "phase": phase, "path": path_of(node)} | _stretch(node)
     if phase == "forward" and _recomputes(node):
         copy.meta["region"] = node.meta.get("ac_graph_id", 0)
     if "stack_trace" in node.meta:
         copy.meta["stack_trace"] = node.meta["stack_trace"]
     return copy
+
+
+def stem(name: str) -> str:
+    """A node's name without its number, which counts the nodes that there were."""
+    return re.sub(r"(_\d+)+$", "", name)
+
+
+def _stretch(node: fx.Node) -> dict[str, Any]:
+    found = stretch_of(node)
+    return {} if found is None else {"stretch": found}
 
 
 def _recomputes(node: fx.Node) -> bool:

@@ -16,9 +16,9 @@ import logging
 import re
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -185,11 +185,17 @@ def capture(
     wrapped = any(inside(module) is not module for module in objective.modules())
     scalar = gradient and not results
 
-    def function(named: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        now = parts.joined(named)
-        before = dict(now)
-        result = torch.func.functional_call(objective, now, *_apart(args, kwargs), tie_weights=False)
-        replaced = {name: _own(now[name]) for name in named if now[name] is not before[name]}
+    def function(named: dict[str, torch.Tensor], args: Any, kwargs: Any, buffers: list[Any]) -> Any:
+        args, kwargs = _apart(args, kwargs)
+        if parts.mesh is None:
+            result = objective(*args, **kwargs)
+        else:
+            result = torch.func.functional_call(objective, parts.joined(named), args, kwargs, tie_weights=False)
+        replaced = {}
+        for name, table, key, before in buffers:
+            if table[key] is not before:
+                replaced[name] = _own(table[key])
+                table[key] = before
         said = [layout_of(leaf) for leaf in pytree.tree_leaves(result)] if results and parts.mesh is not None else []
         if not gradient:
             return _own(_apart_from_others(result) if results else result), None, False, replaced, said
@@ -203,7 +209,7 @@ def capture(
 
     def trace(symbolic: Collection[str] = ()) -> _Trace:
         """One run of Dynamo, with these sources of integers as unknowns. What it changed is not undone yet."""
-        made = _Trace(tensors, batch_tensors(args, kwargs), symbolic)
+        made = _Trace(tensors, batch_tensors(args, kwargs), list(_places(objective.model)), symbolic)
         # Dynamo keeps its cache, and counts recompilations, by code object: each trace brings one of its own.
         fresh = types.FunctionType(
             function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
@@ -211,18 +217,33 @@ def capture(
         recorder = Recorder(objective.model, wrapped, taken=not results)
         options = {"guard_filter_fn": recorder.select}
         compiled = torch.compile(fresh, backend=made.backend, fullgraph=True, dynamic=False, options=options)
-        named = {f"model.{name}": made.tensors[name] for name in _places(objective.model) if name in made.tensors}
+        places = made.places
+        cut = {name for names, _ in parts.placements for name in names}
+        named = {name: made.tensors[place.name] for place in places if (name := f"model.{place.name}") in cut}
+        buffers = [
+            (f"model.{place.name}", place.table, place.key, made.tensors[place.name])
+            for place in places
+            if place.name in tensors.buffers
+        ]
         try:
-            with torch.compiler.config.patch(unbacked_sources=",".join(symbolic)):
-                value, aux, pair, replaced, said = compiled(named, args, dict(kwargs))
+            with torch.compiler.config.patch(unbacked_sources=",".join(symbolic)), _in_place(places, made.tensors):
+                value, aux, pair, replaced, said = compiled(named, args, dict(kwargs), buffers)
+                _check_parameters(places, made.tensors)
+                made.side_effects = SideEffects(made.mutations, made.closed, {id(result) for result in made.results})
             scope = dict(zip(fresh.__code__.co_freevars, (cell.cell_contents for cell in fresh.__closure__ or ())))
             recorder.code = made.code
             made.guards = recorder.guards(fresh.__code__, scope, made.sources)
-            made.side_effects = SideEffects(made.mutations, made.closed, {id(result) for result in made.results})
             made.flat, made.spec = pytree.tree_flatten((value, aux) if gradient and pair else value)
             made.layouts = layouts(said, parts.mesh)
             made.outputs = _output_ports(
-                made, named, value, made.flat, replaced, made.side_effects.state, scalar, results
+                made,
+                {name: before for name, _, _, before in buffers},
+                value,
+                made.flat,
+                replaced,
+                made.side_effects.state,
+                scalar,
+                results,
             )
         except BaseException:
             made.undo()
@@ -241,6 +262,7 @@ def capture(
         torch.set_grad_enabled(gradient),
         _dynamo(),
         unwrapped(objective),
+        _put_back(objective.model),  # after all that is undone, which knows the tensors of the trace alone
     ):
         made = trace()
         try:
@@ -287,16 +309,62 @@ def _placed(parts: Parts) -> Parts:
     )
 
 
-def _places(model: nn.Module) -> Iterator[str]:
-    """Where the model's parameters and buffers stand, by name: a module that is in several places, once."""
+class _Place(NamedTuple):
+    """Where one of the model's parameters or buffers stands."""
+
+    name: str
+    table: dict[str, Any]  # of its module
+    key: str
+
+
+def _places(model: nn.Module) -> Iterator[_Place]:
+    """Those of all parameters and buffers; a module that is in several places has them once."""
     for path, module in model.named_modules():
-        for name in (*module._parameters, *module._buffers):
-            yield f"{path}.{name}".lstrip(".")
+        for table in (module._parameters, module._buffers):
+            for key in table:
+                yield _Place(f"{path}.{key}".lstrip("."), table, key)
+
+
+@contextlib.contextmanager
+def _in_place(places: Sequence[_Place], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Inside, the model holds these tensors, so that Dynamo finds them where the model's code does.
+
+    The traced function does not put them there, as `functional_call` would: Dynamo walks through every line of that for
+    every parameter, which took longer than all that models compute.
+    """
+    model = [place.table[place.key] for place in places]
+    for place in places:
+        place.table[place.key] = tensors[place.name]
+    try:
+        yield
+    finally:
+        for place, tensor in zip(places, model, strict=True):
+            place.table[place.key] = tensor
+
+
+def _check_parameters(places: Sequence[_Place], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises `CaptureError` for a parameter that forward replaced. Buffers that it did are what they were again."""
+    for place in places:
+        if place.table.get(place.key) is not tensors[place.name]:
+            if isinstance(tensors[place.name], nn.Parameter):
+                raise CaptureError(unwritable(Port("in", "parameter", place.name)))
+            place.table[place.key] = tensors[place.name]  # written with ``out=``, which the graph holds
+
+
+@contextlib.contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Afterwards, the model holds the parameters and buffers that it held before."""
+    before = [(place, place.table[place.key]) for place in _places(model)]
+    try:
+        yield
+    finally:
+        for place, tensor in before:
+            place.table[place.key] = tensor
 
 
 def _output_ports(
     trace: _Trace,
-    named: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
     value: Any,
     flat: list[Any],
     replaced: Mapping[str, torch.Tensor],
@@ -329,7 +397,7 @@ def _output_ports(
                 "tensors in tuples, lists and dictionaries, or register the class with torch.utils._pytree."
             )
     for name, new in replaced.items():
-        before = named[name]
+        before = buffers[name]
         port = trace.ports[id(before)]
         if port.kind != "buffer":
             raise CaptureError(unwritable(port))
@@ -381,11 +449,19 @@ class _Trace:
     outputs: dict[int, Port]  # what of it is which result, by identity
     layouts: list[Layout | None]  # of each of it, how it lies along tp
 
-    def __init__(self, tensors: Tensors, batch: Mapping[str, torch.Tensor], symbolic: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        tensors: Tensors,
+        batch: Mapping[str, torch.Tensor],
+        places: Sequence[_Place],
+        symbolic: Collection[str] = (),
+    ) -> None:
         self.symbolic = symbolic
         # By their names in the model as it is traced, without the wrappers of `unwrapped`.
         values = {**tensors.parameters, **tensors.plain, **tensors.buffers}
         self.tensors = {WRAPPED.sub("", name): tensor for name, tensor in values.items()}
+        self.places = [place for place in places if place.name in self.tensors]
+        self.batch = list(batch.values())
         self.ports: dict[int, Port] = {}
         groups: dict[PortKind, Mapping[str, torch.Tensor]]
         groups = {"parameter": tensors.parameters, "plain": tensors.plain, "buffer": tensors.buffers, "batch": batch}
@@ -409,11 +485,27 @@ class _Trace:
                 f"  Cure: {cure('manual_seed')}"
             )
         self.mutations = Mutations()
-        self.module, self.inputs, self.results = module, inputs, results
+        self.module, self.inputs, self.results = module, self._in_order(module, inputs), results
         self.context = TracingContext.try_get()
         self.code = set(TracingContext.get_traced_code() or ())
-        self.given = self._input_ports(module, inputs)
+        self.given = self._input_ports(module, self.inputs)
         return lambda *_: tuple(self.results)
+
+    def _in_order(self, module: fx.GraphModule, inputs: list[Any]) -> list[Any]:
+        """The inputs, and their placeholders: the batch's, the model's as it registers them, others as they came."""
+        model = [self.tensors[place.name] for place in self.places]
+        ranks: dict[int, int] = {}
+        for tensor in [*self.batch, *model]:
+            ranks.setdefault(id(tensor), len(ranks))
+        places = module.graph.find_nodes(op="placeholder")
+        last = len(ranks)
+        order = sorted(
+            range(len(places)),
+            key=lambda place: ranks.get(id(inputs[place]), last if isinstance(inputs[place], torch.Tensor) else -1),
+        )
+        for place in reversed(order):
+            module.graph._root.append(places[place])
+        return [inputs[place] for place in order]
 
     def undo(self) -> None:
         """Python objects are as they were before."""

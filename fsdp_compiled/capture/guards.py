@@ -55,7 +55,7 @@ ELSEWHERE = {
     "TENSOR_MATCH", "SHAPE_ENV", "GLOBAL_STATE", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "TORCH_FUNCTION_STATE",
     "DEFAULT_DEVICE", "AUTOGRAD_SAVED_TENSORS_HOOKS", "EMPTY_NN_MODULE_HOOKS_DICT",
 }  # fmt: skip
-SIGNATURE = ("L['named']", "L['args']", "L['kwargs']")
+SIGNATURE = ("L['named']", "L['args']", "L['kwargs']", "L['buffers']")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 GLOBAL_HOOKS = (
     "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",

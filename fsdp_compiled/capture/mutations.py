@@ -34,7 +34,7 @@ from fsdp_compiled.capture.aot import CaptureError
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 MISSING = type("Missing", (), {"__repr__": lambda self: "missing"})()
 FAR = 64  # how many entries more a list has that grew at each of many calls
-OWN = ("L['named']", "L['args']", "L['kwargs']")  # made for the trace, and gone with it
+OWN = ("L['named']", "L['args']", "L['kwargs']", "L['buffers']")  # made for the trace, and gone with it
 
 
 @dataclass

@@ -17,6 +17,9 @@ from torch._dynamo.exc import Unsupported, UserError
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package
 
 
+MARK = "stretch"  # of a number in a run of equal ones; among the modules that a node came from
+
+
 def is_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
 
@@ -37,6 +40,18 @@ def path_of(node: fx.Node) -> str:
             path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", match[1].replace("_modules", "")).strip(".")
             return path or "(model)"
     return ""
+
+
+def stretch_of(node: fx.Node) -> tuple[int, int] | None:
+    """The equal stretch that the node came from: of which run, and which. What autograd adds, as in `path_of`."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    if not stack and is_backward(node) and node.prev.op == "call_function":
+        return stretch_of(node.prev)
+    for key in reversed(stack):
+        if str(key).startswith(MARK):
+            run, kept = str(key).split()[1:]
+            return int(run), int(kept)
+    return None
 
 
 def _flatten_getattr(text: str) -> str:

@@ -1,0 +1,279 @@
+"""Equal blocks are differentiated once: the program is what differentiating all of them gives, node for node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compiled.capture import aot, aot_cache, repeats
+from fsdp_compiled.capture.dynamo import Tensors, capture
+from fsdp_compiled.ir.nodes import fake_tensor
+from fsdp_compiled.ir.program import Program
+
+LAYERS, WIDTH = 6, 8
+
+
+class Block(nn.Module):
+    """Two residual branches; ``like``: what is special about it."""
+
+    def __init__(self, like: str, index: int) -> None:
+        super().__init__()
+        self.like, self.index = like, index
+        self.norm, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, *shared: torch.Tensor) -> Any:
+        y = F.gelu(self.up(self.norm(x))) * self.scale
+        if self.like == "dropout":
+            y = F.dropout(y, 0.1)
+        if self.like == "index":
+            y = y * (self.index + 1)
+        if self.like == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.gate(y).float()
+        if self.like == "counts":
+            self.count.add_(1)
+            y = y * self.count
+        for one in shared:
+            y = y * one + self.gate(one)
+        if self.like == "tuple":
+            return x + y, y
+        if self.like == "in place":
+            y += x
+            return y
+        return x + y
+
+
+class Model(nn.Module):
+    def __init__(self, like: str = "", layers: int = LAYERS, odd: int | None = None) -> None:
+        super().__init__()
+        self.like = like
+        self.embedding = nn.Embedding(5, WIDTH)
+        self.layers = nn.ModuleList(Block("index" if index == odd else like, index) for index in range(layers))
+        self.shared = nn.Parameter(torch.ones(WIDTH))
+        self.head = nn.Linear(WIDTH, 5, bias=False)
+        if like == "tied":
+            self.head.weight = self.embedding.weight
+        if like == "frozen":
+            for layer in self.layers[:3]:
+                layer.requires_grad_(False)
+            self.embedding.requires_grad_(False)
+        if like == "one frozen inside":
+            for layer in self.layers:
+                layer.up.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        shared = {"shared": (self.shared, x.sin()), "rotary": (torch.arange(WIDTH).cos(),)}.get(self.like, ())
+        seen = []
+        for layer in self.layers:
+            if self.like == "checkpointed":
+                x = checkpoint(layer, x, use_reentrant=False)
+            elif self.like == "tuple":
+                x, y = layer(x, *shared)
+                seen.append(y)
+            else:
+                x = layer(x, *shared)
+            if self.like == "around":
+                x = F.layer_norm(x, (WIDTH,)) * 2
+            if self.like == "hidden states":
+                seen.append(x)
+        if self.like == "hidden states":
+            x = x + torch.stack(seen).mean(0)
+        return self.head(x)
+
+
+class TwoLists(nn.Module):
+    """An encoder, and a decoder that reads what it made in each of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(Block("", index) for index in range(LAYERS))
+        self.decoder = nn.ModuleList(Block("", index) for index in range(LAYERS + 1))
+        self.embedding, self.head = nn.Embedding(5, WIDTH), nn.Linear(WIDTH, 5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = y = self.embedding(tokens)
+        for block in self.encoder:
+            x = block(x)
+        for block in self.decoder:
+            y = block(y, x)
+        return self.head(y)
+
+
+def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+
+def program_of(model: nn.Module, function: Any = loss, gradient: bool = True) -> Program:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    made: dict[int, torch.Tensor] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in made:
+            return made[id(tensor)]
+        value = fake_tensor(mode, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, tensor.requires_grad)
+        made[id(tensor)] = value
+        return value
+
+    parameters = {name: fake(value) for name, value in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: fake(value) for name, value in model.named_buffers()}
+    batch = (fake(torch.zeros(2, 3, dtype=torch.long)),)
+    return capture(model, function, Tensors(parameters, buffers), batch, {}, gradient=gradient).program
+
+
+def everything(program: Program) -> list[Any]:
+    """The text, and what passes and people read besides."""
+    regions: dict[int, int] = {}
+    described = []
+    for node in program.graph.nodes:
+        region = node.meta.get("region")
+        number = None if region is None else regions.setdefault(region, len(regions))
+        keys = ("path", "phase", "effect", "seed", "stack_trace", "stretch")
+        described.append((number, *(node.meta.get(key) for key in keys)))
+    return [program.text(), [str(port) for port in program.ports], described]
+
+
+@pytest.fixture
+def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
+    """Each capture's program from both; how many nodes AOTAutograd was given; what was found."""
+    seen: dict[str, list[Any]] = {"short": [], "whole": [], "nodes": [], "runs": []}
+
+    def both(module: Any, inputs: Any, given: Any, results: Any) -> Any:
+        seen["runs"].append([len(run.stretches) for run in repeats._runs(module, inputs, given)])
+        monkeypatch.setattr(aot, "differentiate", counted)
+        found = repeats.differentiate(module, inputs, given, results)
+        monkeypatch.setattr(aot, "differentiate", whole)
+        seen["short"].append(everything(found.program))
+        seen["whole"].append(everything(whole(module, inputs, given, results).program))
+        return found
+
+    def counted(module: Any, *rest: Any) -> Any:
+        seen["nodes"].append(len(module.graph.nodes))
+        return whole(module, *rest)
+
+    whole = aot.differentiate
+    monkeypatch.setattr(aot_cache, "differentiate", both)
+    monkeypatch.setattr(aot_cache, "folder", lambda: None)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("make", "runs"),
+    [
+        pytest.param(lambda: Model("tied"), [LAYERS], id="tied embedding"),
+        pytest.param(lambda: Model("dropout"), [LAYERS], id="dropout"),
+        pytest.param(lambda: Model("autocast"), [LAYERS], id="autocast"),
+        pytest.param(lambda: Model("around"), [LAYERS], id="something between blocks"),
+        pytest.param(lambda: Model("in place"), [LAYERS], id="written in place"),
+        pytest.param(lambda: Model("rotary"), [LAYERS], id="read by all blocks"),
+        pytest.param(lambda: Model("shared"), [LAYERS], id="gradients of what all blocks read"),
+        pytest.param(lambda: Model("checkpointed"), [LAYERS], id="checkpointed"),
+        pytest.param(lambda: Model("one frozen inside"), [LAYERS], id="frozen parts"),
+        pytest.param(lambda: Model("frozen", 9), [6], id="frozen blocks first"),
+        pytest.param(lambda: Model("", 8, odd=1), [6], id="another block first"),
+        pytest.param(TwoLists, [LAYERS, LAYERS + 1], id="two lists"),
+        # These differentiate everything as it stands.
+        pytest.param(lambda: Model("index"), [], id="a number of its own"),
+        pytest.param(lambda: Model("hidden states"), [], id="results read elsewhere"),
+        pytest.param(lambda: Model("", 6, odd=3), [], id="another block between"),
+    ],
+)
+def test_the_program_is_that_of_all_blocks(
+    make: Callable[[], nn.Module], runs: list[int], differentiated: dict[str, list[Any]]
+) -> None:
+    torch.manual_seed(0)
+    program_of(make())
+    assert differentiated["short"] == differentiated["whole"]
+    assert differentiated["runs"] == [runs]
+
+
+def test_aotautograd_sees_no_more_of_more_blocks(differentiated: dict[str, list[Any]]) -> None:
+    program_of(Model("", 7))
+    program_of(Model("", 9))
+    assert differentiated["nodes"][0] == differentiated["nodes"][1]
+    assert differentiated["short"] == differentiated["whole"]
+
+
+def test_forward_alone(differentiated: dict[str, list[Any]]) -> None:
+    program_of(Model(), None, gradient=False)
+    assert differentiated["short"] == differentiated["whole"] and differentiated["runs"] == [[LAYERS]]
+
+
+def test_what_forward_writes_is_not_taken_apart(differentiated: dict[str, list[Any]]) -> None:
+    """The new values of buffers are outputs, whose order is not that of blocks: all are differentiated."""
+    program_of(Model("counts"))
+    assert differentiated["short"] == differentiated["whole"] and len(differentiated["nodes"]) == 2
+
+
+def test_blocks_that_only_seem_equal_are_differentiated_one_by_one(
+    differentiated: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The control: were a block's own number no part of what it is, the programs would be told apart."""
+    kind = repeats._kind
+    monkeypatch.setattr(repeats, "_kind", lambda module, node: tuple(map(str, kind(module, node)[:2])))
+    keys = repeats._keys
+
+    def blind(*given: Any) -> Any:
+        return [(*key[:-1], repeats.fx.node.map_arg(key[-1], lambda node: node) and None) for key in keys(*given)]
+
+    monkeypatch.setattr(repeats, "_keys", blind)
+    with caplog.at_level("INFO", logger="fsdp_compiled"):
+        program_of(Model("index"))
+    assert differentiated["short"] == differentiated["whole"]
+    assert "differentiated one by one" in caplog.text
+
+
+class Replaces(nn.Module):
+    """A buffer that is assigned, and one that an operator writes with ``out=``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.embedding = nn.Embedding(5, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.linear(self.embedding(tokens))
+        self.mean = self.mean * 0.9 + x.detach().mean((0, 1)) * 0.1
+        return x - self.mean
+
+
+def test_a_trace_leaves_the_models_own_tensors_in_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They stand aside for those that are traced; `functional_call`, which Dynamo would walk through, has no part."""
+    monkeypatch.setattr(torch.func, "functional_call", None)
+    model = Replaces()
+    before = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    program = program_of(model)
+    after = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert list(before) == list(after) and all(before[name] is after[name] for name in before)
+    written = {port.name for port in program.outputs if port.kind == "buffer"}
+    assert written == set(dict(model.named_buffers()))
+    assert not [record for record in caplog.records if record.name == "fsdp_compiled"]
+
+
+def test_a_parameter_that_forward_replaces_is_refused() -> None:
+    model = Model("", 1)
+
+    def replacing(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        model._parameters["shared"] = model.shared * 2
+        return loss(model, tokens)
+
+    before = model.shared
+    with pytest.raises(ValueError, match="Forward writes parameter"):
+        program_of(model, replacing)
+    assert model.shared is before
