@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compiled.capture import aot, aot_cache, repeats
+from fsdp_compiled.capture import aot, aot_cache, equal_blocks, repeats
 from fsdp_compiled.capture.dynamo import Tensors, capture
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.ir.program import Program
@@ -152,7 +152,7 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     seen: dict[str, list[Any]] = {"short": [], "whole": [], "nodes": [], "runs": []}
 
     def both(module: Any, inputs: Any, given: Any, results: Any) -> Any:
-        seen["runs"].append([len(run.stretches) for run in repeats._runs(module, inputs, given)])
+        seen["runs"].append([len(run.stretches) for run in equal_blocks.runs_of(module, inputs, given)])
         monkeypatch.setattr(aot, "differentiate", counted)
         found = repeats.differentiate(module, inputs, given, results)
         monkeypatch.setattr(aot, "differentiate", whole)
@@ -222,14 +222,14 @@ def test_blocks_that_only_seem_equal_are_differentiated_one_by_one(
     differentiated: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The control: were a block's own number no part of what it is, the programs would be told apart."""
-    kind = repeats._kind
-    monkeypatch.setattr(repeats, "_kind", lambda module, node: tuple(map(str, kind(module, node)[:2])))
-    keys = repeats._keys
+    kind = equal_blocks._kind
+    monkeypatch.setattr(equal_blocks, "_kind", lambda module, node: tuple(map(str, kind(module, node)[:2])))
+    keys = equal_blocks._keys
 
     def blind(*given: Any) -> Any:
-        return [(*key[:-1], repeats.fx.node.map_arg(key[-1], lambda node: node) and None) for key in keys(*given)]
+        return [(*key[:-1], torch.fx.node.map_arg(key[-1], lambda node: node) and None) for key in keys(*given)]
 
-    monkeypatch.setattr(repeats, "_keys", blind)
+    monkeypatch.setattr(equal_blocks, "_keys", blind)
     with caplog.at_level("INFO", logger="fsdp_compiled"):
         program_of(Model("index"))
     assert differentiated["short"] == differentiated["whole"]

@@ -1,6 +1,6 @@
 """Model + loss + batch -> Program: the joint forward-and-backward ATen graph of a pure objective.
 
-    objective(tensors, args, kwargs) = functional_call(loss of model, tensors, args, kwargs)
+    objective(tensors, args, kwargs) = loss(model that holds these tensors, args, kwargs)
 
 `torch.compile` traces the objective whole, on fake tensors, so that capturing costs no memory for the weights; the
 program taken is AOTAutograd's joint graph, before any partitioner. The graph is differentiated with respect to the
@@ -106,7 +106,7 @@ class Capture:
 
 
 class _Objective(nn.Module):
-    """Calls the user's loss on the model, so that `functional_call` can put tensors in the model's place."""
+    """Calls the user's loss on the model, as one module that Dynamo traces."""
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
         super().__init__()

@@ -15,11 +15,9 @@ everything is differentiated as it stands.
 from __future__ import annotations
 
 import logging
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -29,39 +27,33 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture import aot
 from fsdp_compiled.capture.aot import Traced, stem
+from fsdp_compiled.capture.equal_blocks import (
+    KEPT,
+    LAST,
+    SECOND,
+    THIRD,
+    Run,
+    Token,
+    layout_of,
+    runs_of,
+    with_body,
+)
 from fsdp_compiled.capture.source_lines import MARK, path_of
 from fsdp_compiled.ir.nodes import fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
 
 log = logging.getLogger("fsdp_compiled")
-FIRST, SECOND, THIRD, LAST = KEPT = range(4)
-FEWEST = 6  # stretches that are worth it
-NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
 class _Unequal(Exception):
     """Stretches that are not what they seemed."""
 
 
-@dataclass
-class _Run:
-    """Stretches that follow one another. ``own``: for each, the inputs that it alone reads, as places in ``given``."""
-
-    stretches: list[list[fx.Node]]
-    own: list[list[int]]
-
-    def kept(self, stretch: int) -> int | None:
-        """Which of those that are differentiated it is."""
-        if stretch == len(self.stretches) - 1:
-            return LAST
-        return stretch if stretch < LAST else None
-
-
 def differentiate(
     module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], results: Sequence[Port]
 ) -> Traced:
     """`aot.differentiate`, which sees few of many equal stretches."""
-    runs = _runs(module, inputs, given)
+    runs = runs_of(module, inputs, given)
     if runs:
         short = _Shortened(module, inputs, given, runs)
         try:
@@ -73,163 +65,6 @@ def differentiate(
     return aot.differentiate(module, inputs, given, results)
 
 
-# Finding them.
-
-
-def _runs(module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]) -> list[_Run]:
-    """The rows of equal stretches, in the order of the graph."""
-    if not all(isinstance(value, torch.Tensor) for value in inputs):
-        return []  # sizes that move
-    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
-    if any(node.op == "get_attr" and not isinstance(_attribute(module, node), fx.GraphModule) for node in nodes):
-        return []  # a literal
-    if len({str(port) for port in given}) < len(given):
-        return []  # the same input twice
-    places = _Places(module, inputs, given)
-    found: list[_Run] = []
-    taken = 0
-    for starts in _candidates(module, nodes):
-        if starts[0] < taken:
-            continue
-        run = _longest(module, nodes, starts, places)
-        if run is not None:
-            found.append(run)
-            taken = nodes.index(run.stretches[-1][-1]) + 1
-    return found
-
-
-def _candidates(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[list[int]]:
-    """Where the blocks of one list begin, for each list that has enough of them, in the order of the graph."""
-    starts: dict[str, dict[str, int]] = {}
-    for place, node in enumerate(nodes):
-        for path in dict.fromkeys(map(path_of, _with_body(module, node))):
-            for match in NUMBER.finditer(path):
-                starts.setdefault(path[: match.start()], {}).setdefault(match[0], place)
-    return sorted(list(one.values()) for one in starts.values() if len(one) >= FEWEST)
-
-
-class _Places:
-    """The inputs of a graph: what a stretch may have as its own."""
-
-    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]) -> None:
-        storages = Counter(value.untyped_storage()._cdata for value in inputs)
-        self.index = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
-        self.kinds = [
-            (port.kind, _layout(value), value.is_leaf, isinstance(value, nn.Parameter))
-            if storages[value.untyped_storage()._cdata] == 1
-            else None
-            for value, port in zip(inputs, given, strict=True)
-        ]
-
-
-def _longest(module: fx.GraphModule, nodes: list[fx.Node], starts: list[int], places: _Places) -> _Run | None:
-    """The longest row of equal stretches among those that begin here."""
-    length = Counter(after - before for before, after in pairwise(starts)).most_common(1)[0][0]
-    rows: list[list[int]] = [[]]
-    for index, start in enumerate(starts):
-        if rows[-1] and starts[rows[-1][-1]] + length != start:
-            rows.append([])
-        if start + length <= len(nodes):
-            rows[-1].append(index)
-    best: _Run | None = None
-    for row in rows:
-        stretches = [nodes[starts[index] : starts[index] + length] for index in row]
-        for run in _equal(module, stretches, places):
-            if best is None or len(run.stretches) > len(best.stretches):
-                best = run
-    return best
-
-
-def _equal(module: fx.GraphModule, stretches: list[list[fx.Node]], places: _Places) -> Iterator[_Run]:
-    """The rows of at least `FEWEST` equal ones."""
-    own: list[dict[fx.Node, int]] = [{} for _ in stretches]  # the inputs that each reads, in the order it does
-    keys = [_keys(module, stretches, index, own[index], places) for index in range(len(stretches))]
-    begin = 0
-    while begin < len(stretches) - 1:
-        end = begin + 1  # the first one's ties to what comes before it are its own affair
-        if [key[:-1] for key in keys[begin]] == [key[:-1] for key in keys[end]]:
-            while end + 1 < len(stretches) and keys[end + 1] == keys[end]:
-                end += 1
-        if end - begin + 1 >= FEWEST:
-            run = _alone(stretches[begin : end + 1], [list(one) for one in own[begin : end + 1]], places)
-            if run is not None:
-                yield run
-        begin = end
-
-
-def _keys(
-    module: fx.GraphModule, stretches: list[list[fx.Node]], index: int, own: dict[fx.Node, int], places: _Places
-) -> list[tuple[Any, ...]]:
-    """What each node of a stretch is, last what it reads: equal for nodes that do the same, a stretch further on."""
-    here = {node: offset for offset, node in enumerate(stretches[index])}
-    before = {node: offset for offset, node in enumerate(stretches[index - 1])} if index else {}
-
-    def read(node: fx.Node) -> Any:
-        if node in here:
-            return _Token(("here", here[node]))
-        if node in before:
-            return _Token(("before", before[node]))
-        if node.op == "placeholder":
-            place = own.setdefault(node, len(own))
-            return _Token(("input", place, places.kinds[places.index[node]] or node))
-        return _Token(("outside", node))
-
-    return [(*_kind(module, node), fx.node.map_arg((node.args, node.kwargs), read)) for node in stretches[index]]
-
-
-class _Token(tuple[Any, ...]):
-    """Stands for a node among arguments."""
-
-
-def _kind(module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-    """What a node does, but for what it does it to."""
-    target = _body(module, node) if node.op == "get_attr" else node.target
-    stack = tuple(kind for _, kind in node.meta.get("nn_module_stack", {}).values())
-    rest = tuple(sorted((key, str(node.meta[key])) for key in ("recompute", "custom") if key in node.meta))
-    value = pytree.tree_map_only(torch.Tensor, _layout, node.meta.get("example_value"))
-    return (node.op, target, stack, rest, value if node.op != "get_attr" else None)
-
-
-def _body(module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-    """What the body of a checkpointed region, or of another operator that has one, does."""
-    body = _attribute(module, node)
-    places = {inner: place for place, inner in enumerate(body.graph.nodes)}
-    lines: list[Any] = [sorted((str(key), str(value)) for key, value in body.meta.items())]
-    for inner in body.graph.nodes:
-        kind = _kind(body, inner) if inner.op not in ("placeholder", "output") else ()
-        lines.append((inner.op, kind, fx.node.map_arg((inner.args, inner.kwargs), lambda one: places[one])))  # type: ignore[arg-type,return-value]
-    return tuple(lines)
-
-
-def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
-    return getattr(module, str(node.target))
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    strides = tensor.stride() if tensor.layout == torch.strided else None
-    return (
-        type(tensor), tensor.layout, tuple(tensor.shape), strides, tensor.dtype, tensor.device, tensor.requires_grad,
-        tensor.is_conj(), tensor.is_neg(),
-    )  # fmt: skip
-
-
-def _alone(stretches: list[list[fx.Node]], own: list[list[fx.Node]], places: _Places) -> _Run | None:
-    """The run, if nobody else reads what its stretches have and compute, but for the first's and the last's."""
-    where = {node: index for index, stretch in enumerate(stretches) for node in stretch}
-    for index, stretch in enumerate(stretches[1:-1], 1):
-        if any(where.get(user) not in (index, index + 1) for node in stretch for user in node.users):
-            return None
-    mine: list[list[int]] = [[] for _ in stretches]
-    for same in zip(*own, strict=True):
-        if len(set(same)) == 1:
-            continue
-        for index, node in enumerate(same):
-            if places.kinds[places.index[node]] is None or any(where.get(user) != index for user in node.users):
-                return None
-            mine[index].append(places.index[node])
-    return _Run(stretches, mine)
-
-
 # Differentiating few of them.
 
 
@@ -237,7 +72,7 @@ class _Shortened:
     """The graph without the stretches that are like the third, and its inputs."""
 
     def __init__(
-        self, module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], runs: Sequence[_Run]
+        self, module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], runs: Sequence[Run]
     ) -> None:
         self._marks: dict[fx.Node, str] = {}  # of nodes that are kept
         instead: dict[fx.Node, fx.Node] = {}
@@ -263,7 +98,7 @@ class _Shortened:
             if hasattr(node, "_dynamo_source"):
                 copy._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
             if (mark := self._marks.get(node)) is not None:
-                self._marked += [(inner, mark) for inner in (copy, *list(_with_body(module, node))[1:])]
+                self._marked += [(inner, mark) for inner in (copy, *list(with_body(module, node))[1:])]
         self.module = fx.GraphModule(module, graph)
         self.module.meta.update(module.meta)
         for name in ("_param_name_to_source",):
@@ -285,14 +120,6 @@ class _Shortened:
                     node.meta["nn_module_stack"] = stack
 
 
-def _with_body(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
-    """The node, and those of the body that it names."""
-    yield node
-    if node.op == "get_attr" and isinstance(body := _attribute(module, node), fx.GraphModule):
-        for inner in body.graph.nodes:
-            yield from _with_body(body, inner)
-
-
 # The program of all of them.
 
 Place = tuple[int, int, str, int]  # of a node: its run, which of those kept, phase, and place in that
@@ -301,7 +128,7 @@ Place = tuple[int, int, str, int]  # of a node: its run, which of those kept, ph
 class _Lengthened:
     """A program of the shortened graph, made into that of all."""
 
-    def __init__(self, module: fx.GraphModule, found: Traced, runs: Sequence[_Run], given: Sequence[Port]) -> None:
+    def __init__(self, module: fx.GraphModule, found: Traced, runs: Sequence[Run], given: Sequence[Port]) -> None:
         if found.literals:
             raise _Unequal("literal tensors are inputs of the program")
         self._module, self._found, self._program, self._runs, self._given = module, found, found.program, runs, given
@@ -383,17 +210,17 @@ class _Lengthened:
 
     def _key(self, node: fx.Node, number: int, kept: int) -> tuple[Any, ...]:
         """What a node is and reads, the same a stretch further on."""
-        value = pytree.tree_map_only(torch.Tensor, _layout, node.meta.get("val"))
+        value = pytree.tree_map_only(torch.Tensor, layout_of, node.meta.get("val"))
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda source: self._token(source, number, kept))
         return (node.target, value, "region" in node.meta, node.meta.get("effect"), arguments)
 
     def _token(self, node: fx.Node, number: int, kept: int) -> Any:
         place = self._places.get(node)
         if place is not None and place[0] == number:
-            return _Token(("stretch", place[1] - kept, *place[2:]))
+            return Token(("stretch", place[1] - kept, *place[2:]))
         if (port := self._inputs.get(node)) is not None and self._owned.get(port, ())[:2] == (number, kept):
-            return _Token(("own", self._owned[port][2]))
-        return _Token(("same", node))
+            return Token(("own", self._owned[port][2]))
+        return Token(("same", node))
 
     def traced(self) -> Traced:
         graph = fx.Graph()
@@ -538,6 +365,6 @@ class _Regions:
 
 def _texts(module: fx.GraphModule, node: fx.Node) -> Iterator[str]:
     """Where the node came from, in words: its submodule and the user's lines."""
-    for one in _with_body(module, node):
+    for one in with_body(module, node):
         yield path_of(one)
         yield one.meta.get("stack_trace", "")

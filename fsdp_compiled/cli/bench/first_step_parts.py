@@ -1,15 +1,17 @@
 """Where the time of a first step goes, by part and by depth, with the eager lowering and nothing on disk.
 
-    python -m fsdp_compiled.cli.bench.first_step_parts bench/results/first-step-parts.json
+    python -m fsdp_compiled.cli.bench.first_step_parts bench/results/first-step-parts.json --beside ../before
 
 In seconds of processor time, which a shared machine hardly moves: one process, a GPT of width 32, a process of its own
 for each depth, after a first step of one layer that loads what is imported late. Parts are timed from outside, so what
 lies inside of another part (AOTAutograd's trace is called from the capture) is taken off that one.
+``--beside``: another checkout of the package, measured in turns with this one.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -81,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
+    parser.add_argument("--beside", type=Path, help="another checkout, whose figures stand beside this one's")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
@@ -88,8 +91,9 @@ def main() -> None:
         return
     import torch
 
-    found = []
-    for layers in arguments.layers:
+    found: dict[str, list[dict[str, float]]] = {}
+    places = {"now": Path.cwd()} | ({"beside": arguments.beside} if arguments.beside else {})
+    for layers, (name, checkout) in itertools.product(arguments.layers, places.items()):
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder) / "parts.json"
             environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
@@ -101,11 +105,12 @@ def main() -> None:
                 "--one",
                 str(layers),
             ]
-            subprocess.run(command, env=environment, check=True)
-            found.append(json.loads(place.read_text()))
-            print(found[-1], flush=True)
+            subprocess.run(command, env=environment, check=True, cwd=checkout)
+            found.setdefault(name, []).append(json.loads(place.read_text()))
+            print(name, found[name][-1], flush=True)
     record = {
-        "command": f"python -m fsdp_compiled.cli.bench.first_step_parts {arguments.out}",
+        "command": f"python -m fsdp_compiled.cli.bench.first_step_parts {arguments.out}"
+        + f" --beside {arguments.beside}" * bool(arguments.beside),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "seconds of processor time": found,
     }

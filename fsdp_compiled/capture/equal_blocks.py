@@ -1,0 +1,201 @@
+"""Equal stretches of a graph that Dynamo traced, such as a model's blocks, one after the other.
+
+A *stretch* is a row of nodes whose operators, arguments and layouts are those of the stretch before it, one stretch
+further on: it reads its own inputs (a block's parameters), what the one before computed, and what all of them read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.capture.source_lines import path_of
+from fsdp_compiled.ir.program import Port
+
+FIRST, SECOND, THIRD, LAST = KEPT = range(4)  # the stretches that are differentiated
+FEWEST = 6  # stretches that are worth it
+NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
+
+
+@dataclass
+class Run:
+    """Stretches that follow one another. ``own``: for each, the inputs that it alone reads, as places in ``given``."""
+
+    stretches: list[list[fx.Node]]
+    own: list[list[int]]
+
+    def kept(self, stretch: int) -> int | None:
+        """Which of those that are differentiated it is."""
+        if stretch == len(self.stretches) - 1:
+            return LAST
+        return stretch if stretch < LAST else None
+
+
+def runs_of(module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]) -> list[Run]:
+    """The rows of equal stretches, in the order of the graph."""
+    if not all(isinstance(value, torch.Tensor) for value in inputs):
+        return []  # sizes that move
+    nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
+    if any(node.op == "get_attr" and not isinstance(_attribute(module, node), fx.GraphModule) for node in nodes):
+        return []  # a literal
+    if len({str(port) for port in given}) < len(given):
+        return []  # the same input twice
+    places = _Places(module, inputs, given)
+    found: list[Run] = []
+    taken = 0
+    for starts in _candidates(module, nodes):
+        if starts[0] < taken:
+            continue
+        run = _longest(module, nodes, starts, places)
+        if run is not None:
+            found.append(run)
+            taken = nodes.index(run.stretches[-1][-1]) + 1
+    return found
+
+
+def _candidates(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[list[int]]:
+    """Where the blocks of one list begin, for each list that has enough of them, in the order of the graph."""
+    starts: dict[str, dict[str, int]] = {}
+    for place, node in enumerate(nodes):
+        for path in dict.fromkeys(map(path_of, with_body(module, node))):
+            for match in NUMBER.finditer(path):
+                starts.setdefault(path[: match.start()], {}).setdefault(match[0], place)
+    return sorted(list(one.values()) for one in starts.values() if len(one) >= FEWEST)
+
+
+class _Places:
+    """The inputs of a graph: what a stretch may have as its own."""
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]) -> None:
+        storages = Counter(value.untyped_storage()._cdata for value in inputs)
+        self.index = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
+        self.kinds = [
+            (port.kind, layout_of(value), value.is_leaf, isinstance(value, nn.Parameter))
+            if storages[value.untyped_storage()._cdata] == 1
+            else None
+            for value, port in zip(inputs, given, strict=True)
+        ]
+
+
+def _longest(module: fx.GraphModule, nodes: list[fx.Node], starts: list[int], places: _Places) -> Run | None:
+    """The longest row of equal stretches among those that begin here."""
+    length = Counter(after - before for before, after in pairwise(starts)).most_common(1)[0][0]
+    rows: list[list[int]] = [[]]
+    for index, start in enumerate(starts):
+        if rows[-1] and starts[rows[-1][-1]] + length != start:
+            rows.append([])
+        if start + length <= len(nodes):
+            rows[-1].append(index)
+    best: Run | None = None
+    for row in rows:
+        stretches = [nodes[starts[index] : starts[index] + length] for index in row]
+        for run in _equal(module, stretches, places):
+            if best is None or len(run.stretches) > len(best.stretches):
+                best = run
+    return best
+
+
+def _equal(module: fx.GraphModule, stretches: list[list[fx.Node]], places: _Places) -> Iterator[Run]:
+    """The rows of at least `FEWEST` equal ones."""
+    own: list[dict[fx.Node, int]] = [{} for _ in stretches]  # the inputs that each reads, in the order it does
+    keys = [_keys(module, stretches, index, own[index], places) for index in range(len(stretches))]
+    begin = 0
+    while begin < len(stretches) - 1:
+        end = begin + 1  # the first one's ties to what comes before it are its own affair
+        if [key[:-1] for key in keys[begin]] == [key[:-1] for key in keys[end]]:
+            while end + 1 < len(stretches) and keys[end + 1] == keys[end]:
+                end += 1
+        if end - begin + 1 >= FEWEST:
+            run = _alone(stretches[begin : end + 1], [list(one) for one in own[begin : end + 1]], places)
+            if run is not None:
+                yield run
+        begin = end
+
+
+def _keys(
+    module: fx.GraphModule, stretches: list[list[fx.Node]], index: int, own: dict[fx.Node, int], places: _Places
+) -> list[tuple[Any, ...]]:
+    """What each node of a stretch is, last what it reads: equal for nodes that do the same, a stretch further on."""
+    here = {node: offset for offset, node in enumerate(stretches[index])}
+    before = {node: offset for offset, node in enumerate(stretches[index - 1])} if index else {}
+
+    def read(node: fx.Node) -> Any:
+        if node in here:
+            return Token(("here", here[node]))
+        if node in before:
+            return Token(("before", before[node]))
+        if node.op == "placeholder":
+            place = own.setdefault(node, len(own))
+            return Token(("input", place, places.kinds[places.index[node]] or node))
+        return Token(("outside", node))
+
+    return [(*_kind(module, node), fx.node.map_arg((node.args, node.kwargs), read)) for node in stretches[index]]
+
+
+class Token(tuple[Any, ...]):
+    """Stands for a node among arguments."""
+
+
+def _kind(module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
+    """What a node does, but for what it does it to."""
+    target = _body(module, node) if node.op == "get_attr" else node.target
+    stack = tuple(kind for _, kind in node.meta.get("nn_module_stack", {}).values())
+    rest = tuple(sorted((key, str(node.meta[key])) for key in ("recompute", "custom") if key in node.meta))
+    value = pytree.tree_map_only(torch.Tensor, layout_of, node.meta.get("example_value"))
+    return (node.op, target, stack, rest, value if node.op != "get_attr" else None)
+
+
+def _body(module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
+    """What the body of a checkpointed region, or of another operator that has one, does."""
+    body = _attribute(module, node)
+    places = {inner: place for place, inner in enumerate(body.graph.nodes)}
+    lines: list[Any] = [sorted((str(key), str(value)) for key, value in body.meta.items())]
+    for inner in body.graph.nodes:
+        kind = _kind(body, inner) if inner.op not in ("placeholder", "output") else ()
+        lines.append((inner.op, kind, fx.node.map_arg((inner.args, inner.kwargs), lambda one: places[one])))  # type: ignore[arg-type,return-value]
+    return tuple(lines)
+
+
+def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
+    return getattr(module, str(node.target))
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strides = tensor.stride() if tensor.layout == torch.strided else None
+    return (
+        type(tensor), tensor.layout, tuple(tensor.shape), strides, tensor.dtype, tensor.device, tensor.requires_grad,
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
+
+
+def _alone(stretches: list[list[fx.Node]], own: list[list[fx.Node]], places: _Places) -> Run | None:
+    """The run, if nobody else reads what its stretches have and compute, but for the first's and the last's."""
+    where = {node: index for index, stretch in enumerate(stretches) for node in stretch}
+    for index, stretch in enumerate(stretches[1:-1], 1):
+        if any(where.get(user) not in (index, index + 1) for node in stretch for user in node.users):
+            return None
+    mine: list[list[int]] = [[] for _ in stretches]
+    for same in zip(*own, strict=True):
+        if len(set(same)) == 1:
+            continue
+        for index, node in enumerate(same):
+            if places.kinds[places.index[node]] is None or any(where.get(user) != index for user in node.users):
+                return None
+            mine[index].append(places.index[node])
+    return Run(stretches, mine)
+
+
+def with_body(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
+    """The node, and those of the body that it names."""
+    yield node
+    if node.op == "get_attr" and isinstance(body := _attribute(module, node), fx.GraphModule):
+        for inner in body.graph.nodes:
+            yield from with_body(body, inner)
