@@ -87,15 +87,17 @@ def ddp(compiled: bool) -> Callable[[Setting], Step]:
     return build
 
 
-def fsdp2(compiled: bool) -> Callable[[Setting], Step]:
+def by_units(shard: Callable[..., Any], compiled: bool = False, **root: Any) -> Callable[[Setting], Step]:
+    """The script that is written for FSDP2, with its `fully_shard` or ours; ``root``: what the last call is given."""
+
     def build(setting: Setting) -> Step:
         model = setting.model()
         mesh = init_device_mesh(setting.here.device.type, (dist.get_world_size(),))
         for block in setting.preset.blocks(model):
             if compiled:
                 block.compile()
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            shard(block, mesh=mesh)
+        shard(model, mesh=mesh, **root)
         return _eager_step(setting, model, model)
 
     return build
@@ -111,20 +113,6 @@ def ours(lower: str, **policy: Any) -> Callable[[Setting], Step]:
     return build
 
 
-def own_loop(lower: str) -> Callable[[Setting], Step]:
-    """The script of `fsdp2`, with one import changed."""
-
-    def build(setting: Setting) -> Step:
-        model = setting.model()
-        mesh = init_device_mesh(setting.here.device.type, (dist.get_world_size(),))
-        for block in setting.preset.blocks(model):
-            fsdp_compiled.fully_shard(block, mesh=mesh)
-        fsdp_compiled.fully_shard(model, mesh=mesh, policy=Policy(lower=lower))
-        return _eager_step(setting, model, model)
-
-    return build
-
-
 REFERENCE = "ours-eager"  # whose losses every rival must have
 
 RIVALS = {
@@ -133,8 +121,8 @@ RIVALS = {
         Rival("eager", "plain PyTorch, one process", plain, shards=False, alone=True),
         Rival("ddp", "DDP", ddp(False), shards=False),
         Rival("ddp-compile", "DDP + torch.compile", ddp(True), shards=False, compiles=True),
-        Rival("fsdp2", "FSDP2", fsdp2(False)),
-        Rival("fsdp2-compile", "FSDP2 + torch.compile per block", fsdp2(True), compiles=True),
+        Rival("fsdp2", "FSDP2", by_units(fully_shard)),
+        Rival("fsdp2-compile", "FSDP2 + torch.compile per block", by_units(fully_shard, compiled=True), compiles=True),
         Rival("ours-eager", "this package, eager", ours("eager"), ours=True),
         Rival("ours-eager-no-prefetch", "this package, eager, no prefetch", ours("eager", prefetch=0), ours=True),
         Rival("ours", "this package, inductor", ours("inductor"), compiles=True, ours=True),
@@ -145,8 +133,19 @@ RIVALS = {
             compiles=True,
             ours=True,
         ),
-        Rival("ours-loop-eager", "this package, the user's loop, eager", own_loop("eager"), ours=True),
-        Rival("ours-loop", "this package, the user's loop, inductor", own_loop("inductor"), compiles=True, ours=True),
+        Rival(
+            "ours-loop-eager",
+            "this package, the user's loop, eager",
+            by_units(fsdp_compiled.fully_shard, policy=Policy(lower="eager")),
+            ours=True,
+        ),
+        Rival(
+            "ours-loop",
+            "this package, the user's loop, inductor",
+            by_units(fsdp_compiled.fully_shard, policy=Policy(lower="inductor")),
+            compiles=True,
+            ours=True,
+        ),
         Rival(
             "ours-blas",  # what sharding as a compiler gains by itself
             "this package, inductor, BLAS only",
