@@ -6,17 +6,14 @@ torchrun --nproc-per-node 4 tensor_parallel_loop.py RESULT
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -27,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, pa
 
 from fsdp_compiled import Policy
 from fsdp_compiled import fully_shard as of_ours
-from tests.workers.tensor_parallel import adamw, batch, build, cut, net, whole
+from tests.workers.tensor_parallel import adamw, answer_all, batch, build, cut, net, whole
 
 warnings.filterwarnings("ignore")
 RANK = int(os.environ.get("RANK", 0))
@@ -210,25 +207,5 @@ def refusals() -> Any:
 CASES = (sequence, half, classes, refusals)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    results: dict[str, Any] = {}
-    for case in CASES:
-        try:
-            answer = case()
-        except Exception:
-            answer = {"failed": traceback.format_exc()}
-        found: list[Any] = [None] * 4
-        dist.all_gather_object(found, answer)
-        results[case.__name__] = found
-        if any("failed" in one for one in found):
-            break
-    if RANK == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    answer_all(CASES, sys.argv[1])

@@ -5,12 +5,10 @@ torchrun --nproc-per-node 4 tensor_parallel_models.py RESULT; 8 ranks: the cube
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import random
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +17,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -34,6 +31,7 @@ from tests.workers.tensor_parallel import (
     VOCABULARY,
     WIDTH,
     Block,
+    answer_all,
     batch,
     build,
     compare,
@@ -291,26 +289,6 @@ def cube() -> Any:
             "copies": copies_equal(sharded, mesh), "plan": str(sharded.plan)}  # fmt: skip
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    world = dist.get_world_size()
-    results: dict[str, Any] = {}
-    for case in (cube,) if world == 8 else (by_its_own_plan, vit, offloaded, generated, refusals):
-        try:
-            answer = case()
-        except Exception:
-            answer = {"failed": traceback.format_exc()}
-        found: list[Any] = [None] * world
-        dist.all_gather_object(found, answer)
-        results[case.__name__] = found
-        if any("failed" in one for one in found):
-            break
-    if RANK == 0:
-        with open(sys.argv[1], "w") as file:
-            json.dump(results, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    cube_alone = os.environ["WORLD_SIZE"] == "8"
+    answer_all((cube,) if cube_alone else (by_its_own_plan, vit, offloaded, generated, refusals), sys.argv[1])
