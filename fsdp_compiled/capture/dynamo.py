@@ -18,7 +18,7 @@ import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -37,6 +37,7 @@ from fsdp_compiled.capture.aot_cache import traced
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
 from fsdp_compiled.capture.guards import Guards, Recorder
 from fsdp_compiled.capture.loss_parallel import loss_parallel
+from fsdp_compiled.capture.model_tensors import Place, check_parameters, in_place, places_of, put_back
 from fsdp_compiled.capture.mutations import Mutations
 from fsdp_compiled.capture.next_call import Meaning
 from fsdp_compiled.capture.opaque_results import Opaque
@@ -209,7 +210,7 @@ def capture(
 
     def trace(symbolic: Collection[str] = ()) -> _Trace:
         """One run of Dynamo, with these sources of integers as unknowns. What it changed is not undone yet."""
-        made = _Trace(tensors, batch_tensors(args, kwargs), list(_places(objective.model)), symbolic)
+        made = _Trace(tensors, batch_tensors(args, kwargs), list(places_of(objective.model)), symbolic)
         # Dynamo keeps its cache, and counts recompilations, by code object: each trace brings one of its own.
         fresh = types.FunctionType(
             function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
@@ -226,9 +227,9 @@ def capture(
             if place.name in tensors.buffers
         ]
         try:
-            with torch.compiler.config.patch(unbacked_sources=",".join(symbolic)), _in_place(places, made.tensors):
+            with torch.compiler.config.patch(unbacked_sources=",".join(symbolic)), in_place(places, made.tensors):
                 value, aux, pair, replaced, said = compiled(named, args, dict(kwargs), buffers)
-                _check_parameters(places, made.tensors)
+                check_parameters(places, made.tensors)
                 made.side_effects = SideEffects(made.mutations, made.closed, {id(result) for result in made.results})
             scope = dict(zip(fresh.__code__.co_freevars, (cell.cell_contents for cell in fresh.__closure__ or ())))
             recorder.code = made.code
@@ -262,7 +263,7 @@ def capture(
         torch.set_grad_enabled(gradient),
         _dynamo(),
         unwrapped(objective),
-        _put_back(objective.model),  # after all that is undone, which knows the tensors of the trace alone
+        put_back(objective.model),  # after all that is undone, which knows the tensors of the trace alone
     ):
         made = trace()
         try:
@@ -307,59 +308,6 @@ def _placed(parts: Parts) -> Parts:
             for names, placement in parts.placements
         ),
     )
-
-
-class _Place(NamedTuple):
-    """Where one of the model's parameters or buffers stands."""
-
-    name: str
-    table: dict[str, Any]  # of its module
-    key: str
-
-
-def _places(model: nn.Module) -> Iterator[_Place]:
-    """Those of all parameters and buffers; a module that is in several places has them once."""
-    for path, module in model.named_modules():
-        for table in (module._parameters, module._buffers):
-            for key in table:
-                yield _Place(f"{path}.{key}".lstrip("."), table, key)
-
-
-@contextlib.contextmanager
-def _in_place(places: Sequence[_Place], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Inside, the model holds these tensors, so that Dynamo finds them where the model's code does.
-
-    The traced function does not put them there, as `functional_call` would: Dynamo walks through every line of that for
-    every parameter, which took longer than all that models compute.
-    """
-    model = [place.table[place.key] for place in places]
-    for place in places:
-        place.table[place.key] = tensors[place.name]
-    try:
-        yield
-    finally:
-        for place, tensor in zip(places, model, strict=True):
-            place.table[place.key] = tensor
-
-
-def _check_parameters(places: Sequence[_Place], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises `CaptureError` for a parameter that forward replaced. Buffers that it did are what they were again."""
-    for place in places:
-        if place.table.get(place.key) is not tensors[place.name]:
-            if isinstance(tensors[place.name], nn.Parameter):
-                raise CaptureError(unwritable(Port("in", "parameter", place.name)))
-            place.table[place.key] = tensors[place.name]  # written with ``out=``, which the graph holds
-
-
-@contextlib.contextmanager
-def _put_back(model: nn.Module) -> Iterator[None]:
-    """Afterwards, the model holds the parameters and buffers that it held before."""
-    before = [(place, place.table[place.key]) for place in _places(model)]
-    try:
-        yield
-    finally:
-        for place, tensor in before:
-            place.table[place.key] = tensor
 
 
 def _output_ports(
@@ -453,7 +401,7 @@ class _Trace:
         self,
         tensors: Tensors,
         batch: Mapping[str, torch.Tensor],
-        places: Sequence[_Place],
+        places: Sequence[Place],
         symbolic: Collection[str] = (),
     ) -> None:
         self.symbolic = symbolic
