@@ -71,6 +71,8 @@ FAILED = {
     "next step": ("SaveError: The checkpoint of step 71", "SaveError: The checkpoint of step 71"),
     "after": ("nothing", "nothing"),
     "undone": ("RankError: rank 1 failed", "ArithmeticError: odd"),
+    "twice": ("ValueError: Another Sharded of this process", "RankError: rank 0 failed"),
+    "synced": ("SaveError: The checkpoint of step 3", "SaveError: The checkpoint of step 3"),
 }
 
 
@@ -86,6 +88,9 @@ def test_what_failed_has_changed_nothing(two: list[dict[str, Any]]) -> None:
     for rank in two:
         assert rank["left"] == [".lock", "step-24"]
         assert rank["back"] and rank["kept"]
+        assert (
+            rank["first"] and rank["newest"] == 3 and "is there and complete, but its folder cannot" in rank["synced"]
+        )
         assert "step-80/manifest.json does not begin as a manifest" in rank["damaged"]
 
 

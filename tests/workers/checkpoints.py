@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.runtime.checkpoint import data_file
+from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.stretches import Place, held
 from tests.launch import told
 
@@ -207,6 +209,34 @@ def failures(sharded: Sharded, folder: Path) -> dict[str, Any]:
         (place.with_name("step-80") / "manifest.json").write_text("")
     dist.barrier()
     found["damaged"] = told(lambda: sharded.load(folder))
+    return found | at_once(folder.with_name("at once"))
+
+
+def at_once(folder: Path) -> dict[str, Any]:
+    """Two that save the same step in one folder, and a folder that rank 0 cannot sync once it has its name."""
+    found: dict[str, Any] = {}
+    one, other = build(5), build(6)
+    one.save(folder, step=1, wait=True)
+    write, sync, go = data_file.write, folders.sync, threading.Event()
+    data_file.write = lambda *given: (go.wait(60), write(*given))[1]
+    future = one.save(folder, step=2)
+    found["twice"] = told(lambda: other.save(folder, step=2, replace=True))
+    go.set()
+    future.result()
+    data_file.write = write
+    state = by_name(one)
+    other.load(folder)
+    found["first"] = by_name(other) == state
+
+    def broken(place: Path) -> None:
+        if place == folder:
+            raise OSError(5, "Input/output error")
+        sync(place)
+
+    folders.sync = broken
+    found["synced"] = told(lambda: one.save(folder, step=3, wait=True))
+    folders.sync = sync
+    found["newest"] = other.load(folder)
     return found
 
 

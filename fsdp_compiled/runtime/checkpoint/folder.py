@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -23,9 +24,15 @@ COMPLETE = re.compile(r"step-(\d+)")
 ASIDE = re.compile(r"\.step-\d+\.[0-9a-f]{8}")
 LOCK = ".lock"
 TAKEN = (errno.EACCES, errno.EAGAIN)
+UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems that cannot sync a folder say one of these
 REPLACED = re.compile(r"\.(step-\d+)\.replaced")  # for the moment in which another takes its name
-_locks: dict[str, int] = {}  # by folder: the open file, for as long as the process lives
-_begun: set[str] = set()  # the folders aside that this process made: another `Sharded` of it may be at one
+_locks: dict[str, tuple[int, int]] = {}  # by folder: which process has it, and its open file as long as that lives
+_writing: dict[str, tuple[str, int]] = {}  # what this process writes, by the folder aside: in which folder, which step
+_looking = threading.Lock()
+
+
+class Committed(Exception):
+    """The checkpoint is there under its name; what had to follow could not be done."""
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -47,7 +54,7 @@ def lock(folder: Path) -> None:
     works over NFS): it goes with the process, however that ends, and no child inherits it.
     """
     key = str(folder.resolve())
-    if key in _locks:
+    if _holds(key, folder / LOCK):
         return
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -63,7 +70,20 @@ def lock(folder: Path) -> None:
         ) from None
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
-    _locks[key] = descriptor
+    _locks[key] = os.getpid(), descriptor
+
+
+def _holds(key: str, path: Path) -> bool:
+    """Whether this process has the lock: not the one that it was forked from, nor one of a folder that is gone."""
+    process, descriptor = _locks.get(key, (None, -1))
+    if process != os.getpid():
+        return False
+    with contextlib.suppress(OSError):
+        if os.path.samestat(os.stat(path), os.fstat(descriptor)):
+            return True
+    os.close(descriptor)
+    del _locks[key]
+    return False
 
 
 def _lock(descriptor: int) -> None:
@@ -80,10 +100,14 @@ def _lock(descriptor: int) -> None:
 def begin(folder: Path, step: int, replace: bool) -> Path:
     """A new folder to write this step's checkpoint in, aside. By one rank.
 
-    Raises ``ValueError`` where the step is there already, a newer one is, or the folder cannot be written.
+    Raises ``ValueError`` where the step is there already, a newer one is, another `Sharded` of this process is at one
+    of them, or the folder cannot be written. Call `end` when it is no longer written.
     """
     try:
+        new = [one for one in (folder, *folder.parents) if not one.exists()]
         folder.mkdir(parents=True, exist_ok=True)
+        for one in new:
+            sync(one.parent)
         lock(folder)
         restore(folder)
         there = path_of(folder, step)
@@ -98,17 +122,39 @@ def begin(folder: Path, step: int, replace: bool) -> Path:
             )
         clear(folder)
         aside = folder / f".step-{step}.{uuid.uuid4().hex[:8]}"
-        _begun.add(aside.name)
-        aside.mkdir()
+        _claim(aside, step)
+        try:
+            aside.mkdir()
+        except OSError:
+            end(aside)
+            raise
     except OSError as error:
         raise ValueError(f"No checkpoint can be written in {folder}: {error.strerror or error}.") from error
     return aside
 
 
+def _claim(aside: Path, step: int) -> None:
+    """Notes that this process writes it. Raises ``ValueError`` where it writes that step or a later one already."""
+    key = str(aside.parent.resolve())
+    with _looking:
+        if at := [number for place, number in _writing.values() if place == key and number >= step]:
+            raise ValueError(
+                f"Another Sharded of this process is writing the checkpoint of step {at[0]} in {aside.parent}, which "
+                f"step {step} would replace or come behind. Give each a folder of its own, or wait for the other's "
+                "future.result() first."
+            )
+        _writing[aside.name] = key, step
+
+
+def end(aside: Path) -> None:
+    """It is no longer being written."""
+    _writing.pop(aside.name, None)
+
+
 def clear(folder: Path) -> None:
     """Removes what saves that did not end have left. The lock says that no other process is still at one."""
     for name in os.listdir(folder):
-        if ASIDE.fullmatch(name) and name not in _begun:
+        if ASIDE.fullmatch(name) and name not in _writing:
             shutil.rmtree(folder / name, ignore_errors=True)
 
 
@@ -124,21 +170,32 @@ def restore(folder: Path) -> None:
             os.rename(folder / name, folder / match[1])
 
 
-def commit(aside: Path, step: int, keep: int | None) -> Path:
-    """Makes it the checkpoint of its step, at once and whole; then removes all but the ``keep`` newest."""
+def commit(aside: Path, step: int, keep: int | None, replace: bool) -> None:
+    """Makes it the checkpoint of its step, at once and whole; then removes all but the ``keep`` newest.
+
+    Raises ``OSError`` where it is not there, and `Committed` where it is, but not surely on the disk.
+    """
     folder = aside.parent
     sync(aside)
     place = path_of(folder, step)
-    if place.exists():
+    if not place.exists():
+        os.rename(aside, place)  # which fails where another's has come there meanwhile
+    elif replace:
         _exchange(aside, place)
     else:
-        os.rename(aside, place)
-    sync(folder)
+        raise FileExistsError(errno.EEXIST, "It has come there while this one was written, by another job", str(place))
+    try:
+        sync(folder)
+    except OSError as error:
+        raise Committed(
+            f"its folder cannot be put on the disk ({error.strerror or error}), and it may be lost if the machine fails"
+        ) from error
     shutil.rmtree(aside, ignore_errors=True)  # what was replaced
-    if keep is not None:
-        for number in steps(folder)[:-keep]:
+    try:
+        for number in steps(folder)[:-keep] if keep is not None else ():
             remove(path_of(folder, number))
-    return place
+    except OSError as error:
+        raise Committed(f"older ones cannot be removed ({error.strerror or error})") from error
 
 
 def remove(path: Path) -> None:
@@ -162,14 +219,21 @@ def _exchange(aside: Path, place: Path) -> None:
         pass
     old = place.with_name(f".{place.name}.replaced")
     os.rename(place, old)
-    os.rename(aside, place)
+    try:
+        os.rename(aside, place)
+    except OSError:
+        os.rename(old, place)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:
-    """Has the folder's own entries on the disk."""
+    """Has the folder's own entries on the disk, where its file system can tell."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSYNCABLE:
+            raise
     finally:
         os.close(descriptor)

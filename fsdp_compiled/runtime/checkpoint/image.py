@@ -7,7 +7,7 @@ The image is kept for the next checkpoint: fresh memory costs as much as the cop
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,13 +95,36 @@ class Image:
         with torch.no_grad():
             for memory, file in zip(self._memory, files):
                 memory_of(memory)[: len(file.layout.header)] = file.layout.header
-                for one in file.parts:
-                    start = file.layout.offsets[one.key]
-                    place = memory[start : start + one.values.numel() * one.values.itemsize]
-                    place.view(one.values.dtype).copy_(one.values.reshape(-1), non_blocking=cuda)
+                for start, values in runs(file):
+                    place = memory[start : start + values.numel() * values.itemsize]
+                    place.view(values.dtype).copy_(values, non_blocking=cuda)
         if cuda:
             torch.cuda.synchronize(self._device)
         return [memory_of(memory)[: file.layout.size] for memory, file in zip(self._memory, files)]
+
+
+def runs(file: Arranged) -> Iterator[tuple[int, torch.Tensor]]:
+    """Where in the file what goes, 1-d: parts that follow each other in memory and in the file as one, a single copy.
+
+    Of a flat buffer these are nearly all. One copy of many MiB costs less than many of one.
+    """
+    rows: list[list[torch.Tensor]] = []
+    ends: tuple[torch.dtype, int, int, int] | None = None  # dtype and storage, address and offset where the last ended
+    starts: list[int] = []
+    for one in sorted(file.parts, key=lambda one: file.layout.offsets[one.key]):
+        values = one.values.reshape(-1)
+        size, start = values.numel() * values.itemsize, file.layout.offsets[one.key]
+        if not size:
+            continue
+        at = values.dtype, values.untyped_storage().data_ptr(), values.data_ptr(), start
+        if at != ends:
+            rows.append([])
+            starts.append(start)
+        rows[-1].append(values)
+        ends = at[0], at[1], at[2] + size, start + size
+    for start, row in zip(starts, rows):
+        first = row[0]
+        yield start, first.as_strided((sum(one.numel() for one in row),), (1,)) if len(row) > 1 else first
 
 
 def described(files: Sequence[Arranged], checksums: Sequence[Sequence[str]]) -> dict[str, Any]:

@@ -73,7 +73,8 @@ def prepare(
         files = arrange([*parts, *extra], shapes, mesh.rank, mesh.world)
         written_by = {"torch": str(torch.__version__), "shard": plan.policy.shard, "id": said[0][0].name}
         save = Save(
-            number, said[0][0], wish.step, wish.keep, mesh.world, described, aliases(plan), writers, written_by, rows
+            number, said[0][0], wish.step, wish.keep, mesh.world, described, aliases(plan), writers, written_by, rows,
+            wish.replace,
         )  # fmt: skip
         own = Own(files, image.fill(files), trees, entries)
         yield "the copy"
@@ -82,6 +83,7 @@ def prepare(
     finally:
         if aside is not None and not done:
             shutil.rmtree(aside, ignore_errors=True)
+            folders.end(aside)
 
 
 def row_of(mesh: Mesh) -> int:

@@ -37,7 +37,7 @@ FAILED = 10.0  # seconds of its silence that are enough where ranks have failed
 
 
 class SaveError(RuntimeError):
-    """A checkpoint could not be written; raised on every rank. Earlier ones are as they were."""
+    """A checkpoint could not be written, or not be made sure of; raised on every rank. Earlier ones are there."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Save:
     values: Mapping[str, list[int]]  # who writes it: one rank for all, or for each rank, which
     written_by: Mapping[str, str]
     rows: Sequence[int] = (0,)  # by rank
+    replace: bool = False
 
     @property
     def what(self) -> str:
@@ -137,6 +138,8 @@ def _run(save: Save, own: Own, rank: int, posts: Posts, future: Saving) -> None:
             _linger(save, posts)
     except BaseException as error:  # the store is gone, with the rank that holds it
         end = _read_end(save, f"{type(error).__name__}: {error}")
+    if rank == 0:
+        folder.end(save.aside)
     if end == "":
         future.set_result(folder.path_of(save.aside.parent, save.step))
     else:
@@ -182,22 +185,37 @@ def _finish(save: Save, posts: Posts) -> str:
         for rank, part in enumerate(found)
         if part is None or "error" in part
     ]
+    end = ""
     try:
         if not errors:
-            text = manifest.to_bytes(assemble(save, [part for part in found if part is not None]))
-            data_file.write(save.aside / manifest.NAME, memoryview(text))
-            folder.commit(save.aside, save.step, save.keep)
+            made = assemble(save, [part for part in found if part is not None])
+            _check_files(save.aside, made)
+            data_file.write(save.aside / manifest.NAME, memoryview(manifest.to_bytes(made)))
+            folder.commit(save.aside, save.step, save.keep, save.replace)
+    except folder.Committed as error:
+        end = f"{save.what} is there and complete, but {error}. Earlier checkpoints were kept."
     except OSError as error:
         errors.append(f"rank 0: {error.strerror or error} ({error.filename or save.aside})")
     except Exception as error:
         errors.append(f"rank 0: {type(error).__name__}: {error}")
-    end = ""
     if errors:
         shutil.rmtree(save.aside, ignore_errors=True)
         end = f"{save.what} was not written: {'; '.join(errors[:3])}. Earlier checkpoints are as they were."
-        end = end[0].upper() + end[1:]
+    end = end[:1].upper() + end[1:]
     posts.set("end", f"ended {end}")
     return end
+
+
+def _check_files(aside: Path, made: Manifest) -> None:
+    """Raises ``ValueError`` where rank 0 does not see what ranks say that they have written."""
+    for file in made.files.values():
+        path = aside / file.name
+        found = path.stat().st_size if path.is_file() else None
+        if found != file.size:
+            raise ValueError(
+                f"{path} {'is missing' if found is None else f'has {found} bytes'}, and {file.size} were written. "
+                "Another process removes what is written here, or ranks do not share this file system"
+            )
 
 
 def _hear(save: Save, posts: Posts, rank: int) -> str:
