@@ -21,12 +21,14 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import LossScale, Policy
 from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.state import State
+from fsdp_compiled.simulate import Estimate, simulate
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CPUOffloadPolicy",
     "CaptureError",
+    "Estimate",
     "FSDPModule",
     "LossScale",
     "MixedPrecisionPolicy",
@@ -43,4 +45,5 @@ __all__ = [
     "compile_sharded",
     "fully_shard",
     "register_fsdp_forward_method",
+    "simulate",
 ]

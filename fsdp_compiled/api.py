@@ -89,7 +89,7 @@ def compile_sharded(
     text, checked = "", None
     try:
         optimizer = unwrapped(optimizer)
-        checked = _check(model, optimizer, loss, units, policy, init)
+        checked = checked_call(model, optimizer, loss, units, policy, init)
     except Exception as error:  # of the user's code too: the optimizer's step, the choice of units
         failure = error
     place = _connect_or_raise(mesh, model, failure)
@@ -99,7 +99,7 @@ def compile_sharded(
         # A rank that does not come here has failed, or has another policy: it is in the exchange below meanwhile.
         notes = _cut(model, optimizer, checked, place)
         try:
-            checked = _check(model, optimizer, loss, units, policy, init)
+            checked = checked_call(model, optimizer, loss, units, policy, init)
         except Exception as error:
             checked, failure = None, error
     if checked is not None:
@@ -218,7 +218,7 @@ def _connect_or_raise(mesh: DeviceMesh | None, model: nn.Module, failure: Except
         raise failure or error from None
 
 
-def _check(
+def checked_call(
     model: nn.Module,
     optimizer: Optimizer | None,
     loss: Callable[..., Any] | None,

@@ -123,7 +123,8 @@ class Policy:
         is cut between parameters. 0: one unit a block. ``"auto"``: where a collective's latency stops to matter.
     bandwidth_gbps
         What the network carries from and to each rank, in 1e9 bits a second, where that is far from what such devices
-        usually have (Ethernet between GPU nodes): the ``"auto"`` choices follow it.
+        usually have (Ethernet between GPU nodes): the ``"auto"`` choices follow it. Along a tp axis,
+        which is taken to be inside of a node, estimates keep the device's own figure.
     memory_gb
         What a step may take of a rank's memory at its peak, as `Sharded.memory` predicts it, in GiB, or None. Where
         ``prefetch`` and ``limit`` are ``"auto"``, they are lowered until it fits; where nothing fits, a warning says

@@ -29,6 +29,7 @@ PRIVATE = {
     "torch.cuda.CUDAGraph": {"lower.cuda_device", "cli.bench.gpu_step", "cli.bench.gpu_kernels"},
     "torch.cuda.graph": {"lower.cuda_device", "cli.bench.gpu_step", "cli.bench.gpu_kernels"},
     "torch.cuda.graph_pool_handle": {"lower.cuda_device"},
+    "torch.testing._internal": {"distributed.simulated_ranks"},
     "torch.distributed.tensor.parallel.loss": {"capture.loss_parallel"},
     "torch._C": {
         "capture.ambient", "capture.cache_key", "capture.dynamo", "cli.bench.network", "lower.cuda_device",
@@ -41,7 +42,7 @@ PRIVATE = {
 ROOMS = (
     "policy", "plan", "ir", "kernels", "distributed", "optim", "analysis", "capture", "passes", "lower", "runtime",
 )  # fmt: skip
-FACE = ("__init__", "__main__", "api", "cli", "fully_shard", "integrations")
+FACE = ("__init__", "__main__", "api", "cli", "fully_shard", "integrations", "simulate")
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:

@@ -43,9 +43,27 @@ def test_loss_parallel_and_the_norm_of_what_is_cut_and_what_is_not(results: dict
         assert found["placements"]["tokens.weight"] == "(Shard(dim=0), Replicate())"  # which no plan names
 
 
+def test_dropout_is_fsdp2s_where_activations_are_whole_and_independent_on_parts(results: dict[str, Any]) -> None:
+    found = answers(results, "dropout")
+    assert [one["odd"] for one in found] == [[]] * 4
+    ours, fsdp2 = found[0]["masks"]  # by rank, by call: of what all along tp have, and of parts
+    for one in range(4):
+        other = one ^ 1  # along tp
+        for call in range(2):
+            assert ours[one][call][0] == ours[other][call][0]
+            same = sum(a == b for a, b in zip(ours[one][call][1], ours[other][call][1], strict=True))
+            assert 16 < same < 48  # of 64 fair coins: 4 standard deviations around 32
+            assert fsdp2[one][call][1] == fsdp2[other][call][1]  # the control: one mask for all parts
+            assert ours[one][call] != ours[one ^ 2][call]  # on another batch
+        assert ours[one][0][0] != ours[one][1][0] and ours[one][0][1] != ours[one][1][1]
+    for one in found:
+        assert one["copies"] and one["losses"] != one["without"]
+        assert "RankError: In a forward, ranks along the tp axis were given different batches" in one["seeds"]
+        assert one["unchanged"]
+
+
 REFUSED = {
     "other batches": "RankError: In a forward, ranks along the tp axis were given different batches",
-    "dropout": "CaptureError: The model draws random numbers (dropout), which is not supported under tensor",
     "parts": "CaptureError: What the model returns (0) is a plain tensor of what this rank along",
     "input": "CaptureError: batch[0] is a DTensor. Pass a plain tensor",
     "no mesh": "mesh holds 4 ranks, beside 2 along tp, but the world has 4",

@@ -17,6 +17,13 @@ from fsdp_compiled.analysis.contained import attempt
 from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait
 from fsdp_compiled.plan.hardware import Machine
 
+aten = torch.ops.aten
+# Of attention on a CPU PyTorch counts nothing; it is counted as the same on a GPU, whose arguments begin alike.
+ON_CPU: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+
 
 def seconds(node: fx.Node, machine: Machine) -> float:
     """Of computing a node; nothing for views, placeholders, waits and for starting a collective, and for an operator
@@ -28,7 +35,8 @@ def seconds(node: fx.Node, machine: Machine) -> float:
 
 def flops(node: fx.Node) -> int:
     """Multiplications and additions; 0 for an operator that moves or maps elements."""
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    packet = getattr(node.target, "overloadpacket", None)
+    count = flop_registry.get(ON_CPU.get(packet, packet))
     if count is None:
         return 0
     args, kwargs = pytree.tree_map_only(fx.Node, lambda source: as_traced(source.meta["val"]), (node.args, node.kwargs))

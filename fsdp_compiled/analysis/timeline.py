@@ -5,8 +5,9 @@
     compute  |....|==embed=|layers.0===|layers.1==|layers.2|========|
 
 `estimate` draws it from a program alone, with the rough figures of `hardware` and `roofline`: one wire, which serves
-collectives in the order in which they start, and one stream of compute, which stops where it waits for one. Spans that
-were measured can be drawn in the same way.
+collectives in the order in which they start, and one stream of compute, which stops where it waits for one. Collectives
+along the tp axis have a lane of their own, ``tp``, and a wire of their own where the machine has one
+(`Machine.inner`). Spans that were measured can be drawn in the same way.
 """
 
 from __future__ import annotations
@@ -74,16 +75,18 @@ def _row(spans: Iterable[Span], scale: float, width: int) -> str:
 def estimate(program: Program, plan: Plan) -> Timeline:
     """What the step is thought to take, on this plan's machine."""
     spans: list[Span] = []
-    now = wire = 0.0
+    now = 0.0
+    free: dict[str, float] = {}  # by wire, when it is
     arrives: dict[fx.Node, float] = {}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         if is_collective(node):
-            start = max(now, wire)
-            wire = start + _transfer(node, plan)
-            arrives[node] = wire
-            spans.append(Span("network", owner(node) or "loss", start, wire))
+            lane = "tp" if node.args[-1] == "tp" else "network"
+            wire = lane if plan.machine.inner is not None else "network"
+            start = max(now, free.get(wire, 0.0))
+            arrives[node] = free[wire] = start + _transfer(node, plan)
+            spans.append(Span(lane, owner(node) or "loss", start, free[wire]))
         elif role_of(node) == "part":
             arrives[node] = arrives[node.all_input_nodes[0]]
         elif is_wait(node):
@@ -96,11 +99,11 @@ def estimate(program: Program, plan: Plan) -> Timeline:
 
 def _transfer(node: fx.Node, plan: Plan) -> float:
     """An all-gather by what it brings, a reduction by what goes in; an all-reduce is a reduction and a gather."""
-    world = plan.size(str(node.args[-1]))
+    axis = str(node.args[-1])
     sizes = [leaf.nbytes for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
     sent = [source.meta["val"].nbytes for source in node.all_input_nodes]
     times = 2 if "all_reduce" in str(node.target) else 1
-    return times * plan.machine.transfer(max(sum(sizes), sum(sent)), world)
+    return times * plan.machine.transfer(max(sum(sizes), sum(sent)), plan.size(axis), axis)
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:

@@ -105,7 +105,7 @@ def check_same(
     if loop:
         trained = any(port.kind == "parameter gradient" for port in program.outputs)
         apart = [port for port in outputs if port.kind == "result" and port not in parts]
-        _check_loop(program, apart if trained else [])
+        _check_results(apart if trained else [])
     if odd := [port.name for port in outputs if port.kind == "parameter gradient" and port.name not in cut]:
         raise CaptureError(
             f"{_some(odd)} {'are' if len(odd) > 1 else 'is'} whole on every rank along the tp axis, but "
@@ -119,19 +119,13 @@ def check_same(
         )
 
 
-def _check_loop(program: Program, apart: Sequence[Port]) -> None:
+def _check_results(apart: Sequence[Port]) -> None:
     """``apart``: the results, plain tensors, that differ between ranks along tp and are differentiated."""
     if apart:
         raise CaptureError(
             f"What the model returns ({apart[0].key}) is a plain tensor of what this rank along the tp axis has a part "
             "of: a loss of it would be another on each rank. Gather it, output_layouts=Replicate(), or return it as a "
             "DTensor, use_local_output=False, for loss_parallel."
-        )
-    if any(node.op == "call_function" and is_random(node) for node in program.graph.nodes):
-        raise CaptureError(
-            "The model draws random numbers (dropout), which is not supported under tensor parallelism in a loop of "
-            "your own yet: masks would have to be the same along the tp axis on what all ranks have. Set dropout to 0, "
-            "or use compile_sharded."
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.ir.nodes import is_collective, mutated, owner, role_of
+from fsdp_compiled.ir.nodes import is_collective, is_wait, mutated, owner, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import human
 
@@ -37,7 +37,7 @@ def summary(program: Program) -> str:
             lines.append(f"  {phase}")
         if role_of(node) == "part":
             continue
-        if is_collective(node) or role_of(node) == "wait":
+        if is_collective(node) or is_wait(node) or role_of(node) == "wait":
             close()
             lines.append(f"    {where(node):<28}{_communication(node)}")
             continue
@@ -80,7 +80,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _communication(node: fx.Node) -> str:
-    if role_of(node) == "wait" and not is_collective(node):
+    if (is_wait(node) or role_of(node) == "wait") and not is_collective(node):
         source = node.all_input_nodes[0]
         return f"wait for {(source.all_input_nodes[0] if role_of(source) == 'part' else source).name}"
     sent = sum(source.meta["val"].nbytes for source in node.all_input_nodes)

@@ -19,6 +19,7 @@ from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.host_offload import offload
 from fsdp_compiled.passes.limit import limit
 from fsdp_compiled.passes.loss_scale import scale, skip, unscale
+from fsdp_compiled.passes.overlap import overlap
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.reduce import reduce
 from fsdp_compiled.passes.rematerialize import rematerialize
@@ -40,13 +41,13 @@ OPTIONAL: Mapping[Pass, Callable[[Plan], bool]] = {
     rematerialize: lambda plan: plan.policy.rematerializes,
     **dict.fromkeys((weigh, unweigh), lambda plan: plan.policy.weigh == "rows"),
     offload: lambda plan: plan.policy.offload,
-    **dict.fromkeys((same_batches, compare_batches), lambda plan: plan.tp > 1),
+    **dict.fromkeys((same_batches, compare_batches, overlap), lambda plan: plan.tp > 1),
 }
 
 SCHEDULING: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is settled what runs
 CLOSING: tuple[Pass, ...] = (write_back, offload, reshape, *SCHEDULING)
-FORWARD: tuple[Pass, ...] = (gather, same_batches, compare_batches, *CLOSING)
-DIFFERENTIATION: tuple[Pass, ...] = (scale, gather, reduce, rematerialize, recompute, weigh, same_batches)
+FORWARD: tuple[Pass, ...] = (gather, overlap, same_batches, compare_batches, *CLOSING)
+DIFFERENTIATION: tuple[Pass, ...] = (scale, gather, overlap, reduce, rematerialize, recompute, weigh, same_batches)
 REPORTING: tuple[Pass, ...] = (unscale, report, unweigh)
 GRADIENT: tuple[Pass, ...] = (*DIFFERENTIATION, *REPORTING, *CLOSING)
 MICROBATCH: tuple[Pass, ...] = (*DIFFERENTIATION, add_up, *CLOSING)

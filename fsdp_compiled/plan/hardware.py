@@ -15,16 +15,22 @@ import torch
 @dataclass(frozen=True)
 class Machine:
     """Of one rank: floating-point operations and bytes of memory traffic a second, bytes a second over the network in
-    each direction, and the seconds that a collective takes however little it carries."""
+    each direction, and the seconds that a collective takes however little it carries.
+
+    ``inner``: bytes a second along the tp axis, where that has wires of its own (inside a node); None: it has the
+    network's.
+    """
 
     flops: float
     memory: float
     network: float
     latency: float
+    inner: float | None = None
 
-    def transfer(self, nbytes: float, world: int) -> float:
+    def transfer(self, nbytes: float, world: int, axis: str = "shard") -> float:
         """Seconds of an all-gather to, or a reduce-scatter from, ``nbytes`` in a ring of ``world`` ranks."""
-        return 0.0 if world == 1 else self.latency + nbytes * (world - 1) / world / self.network
+        rate = self.inner if axis == "tp" and self.inner is not None else self.network
+        return 0.0 if world == 1 else self.latency + nbytes * (world - 1) / world / rate
 
     def compute(self, flops: float, nbytes: float) -> float:
         """Seconds of an operator: bound by arithmetic or by memory, whichever is slower (the roofline model)."""
@@ -39,10 +45,14 @@ ACROSS_NODES = 4e10
 GPUS_A_NODE = 8
 
 
-def machine_of(device: torch.device, world: int, bandwidth_gbps: float | None = None) -> Machine:
-    """The figures for ranks on such a device; ``bandwidth_gbps`` replaces the network's, in 1e9 bits a second."""
+def machine_of(device: torch.device, world: int, bandwidth_gbps: float | None = None, tp: int = 1) -> Machine:
+    """The figures for ranks on such a device; ``bandwidth_gbps`` replaces the network's, in 1e9 bits a second.
+
+    ``tp``: the ranks along the tp axis, which are inside a node as far as they fit there.
+    """
     found = CPU if device.type == "cpu" else GPU
     network = found.network if device.type == "cpu" or world <= GPUS_A_NODE else ACROSS_NODES
     if bandwidth_gbps is not None:
         network = bandwidth_gbps * 1e9 / 8
-    return Machine(found.flops, found.memory, network, found.latency)
+    inside = tp > 1 and (device.type == "cpu" or tp <= GPUS_A_NODE) and network != found.network
+    return Machine(found.flops, found.memory, network, found.latency, found.network if inside else None)

@@ -307,16 +307,23 @@ def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
 
 
 def make_plan(
-    leaves: Sequence[Leaf], policy: Policy, device: torch.device, shard: int = 1, replicate: int = 1, tp: int = 1
+    leaves: Sequence[Leaf],
+    policy: Policy,
+    device: torch.device,
+    shard: int = 1,
+    replicate: int = 1,
+    tp: int = 1,
+    machine: Machine | None = None,
 ) -> Plan:
     """Groups the leaves, given in registration order, into units and lays their buffers out.
 
-    Which blocks make a unit is chosen by `Policy.bucket_mb`, and said in the plan's notes.
+    Which blocks make a unit is chosen by `Policy.bucket_mb`, and said in the plan's notes. ``machine``: another than
+    the device is taken for.
 
     Registration order is kept inside a buffer, because the place of an element decides the order in which a ring
     reduction sums it, and so its last bits.
     """
-    machine = machine_of(device, shard * replicate * tp, policy.bandwidth_gbps)
+    machine = machine or machine_of(device, shard * replicate * tp, policy.bandwidth_gbps, tp)
     gathered = policy.placement.parameter and shard > 1
     blocks, sizes = [leaf.block for leaf in leaves], [_wire_bytes(leaf, policy) for leaf in leaves]
     merge, split, reason = target(policy.bucket_mb, blocks, sizes, machine, shard * replicate, gathered)

@@ -22,6 +22,7 @@ from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.arguments import check_arguments
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
+from fsdp_compiled.ir.nodes import is_random
 from fsdp_compiled.ir.program import CALL, Port, Program
 from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, fusions_for
@@ -64,6 +65,7 @@ class Compiled:
     outputs: tuple[Port, ...]
     random: bool
     shared: bool  # whether it draws random numbers that are the same on all ranks along the tp axis
+    parts: bool  # whether it draws others, which are a rank's own where there is a tp axis
     copied: bool  # whether it reads copies of shards
     compared: bool  # whether ranks compare in it what they run
     weighed: bool  # whether it reads how much this rank's batch counts
@@ -208,6 +210,7 @@ def describe(captured: Capture, stages: Sequence[Program], predict: Predict, job
         outputs=tuple(port for port in first.ports if port.side == "out"),
         random=program.random,
         shared=any(node.meta.get("shared") for node in program.graph.nodes),
+        parts=any(is_random(node) and not node.meta.get("shared") for node in program.graph.nodes),
         copied=any(port.kind == "copy" for port in inputs),
         compared=CALL in inputs,
         weighed=any(port.kind == "rows" for port in inputs),

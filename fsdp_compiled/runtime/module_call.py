@@ -102,7 +102,8 @@ class ModuleCall:
             made.programs.read_closed(compiled, request, lent)
             inputs = compiled.input_binding.inputs(request.leaves, lent, lambda: lent.holders(compiled))
             if not trains:
-                outputs = run_program(partial(compiled.runner, *inputs), self._calls)
+                with made.drawing(compiled):
+                    outputs = run_program(partial(compiled.runner, *inputs), self._calls)
                 return compiled.capture.rebuild(dict(zip(compiled.outputs, outputs, strict=True)))
             run = Run(made, compiled, self._calls, self._trained, self._states, inputs)
             outputs = run.apply()

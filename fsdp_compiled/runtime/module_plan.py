@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from fsdp_compiled.plan.hardware import machine_of
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot, Unit
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.compile import Compiled
+from fsdp_compiled.runtime.loop_random import LoopRandom
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.module_state import traced
 from fsdp_compiled.runtime.parameter_group import Entry, FlatShard, ParameterGroup
@@ -52,11 +53,13 @@ class Lent:
     buffers: dict[str, torch.Tensor]
     plain: dict[str, torch.Tensor]
     constants: dict[str, torch.Tensor] = field(default_factory=dict)  # that programs write
+    drawn: torch.Tensor | None = None  # what random numbers start from, where ranks along tp compare it
 
     def holders(self, compiled: Compiled) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Who holds a program's inputs, by kind, but for the batch."""
         return {"shard": self.shards, "buffer": self.buffers, "plain": self.plain,
-                "constant": compiled.constants(self)}  # fmt: skip
+                "constant": compiled.constants(self),
+                "drawn": {"": self.drawn} if self.drawn is not None else {}}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -72,6 +75,13 @@ class Made:
     entries: Mapping[str, Entry]
     gathers: str
     trained: str
+    random: LoopRandom | None  # where there is a tp axis
+
+    def drawing(self, compiled: Compiled) -> AbstractContextManager[None]:
+        """Around the run of a program that draws random numbers."""
+        if self.random is None or not compiled.random:
+            return nullcontext()
+        return self.random.drawing(compiled.shared, compiled.parts)
 
     @property
     def current(self) -> bool:
@@ -104,10 +114,12 @@ def make(
     # collectives must not.
     ahead = 1 if policy.prefetch == "auto" and policy.limit != 1 else policy.prefetch
     policy = replace(policy, precision=precision, prefetch=ahead)
-    machine = machine_of(mesh.device, mesh.world, policy.bandwidth_gbps)
+    machine = machine_of(mesh.device, mesh.world, policy.bandwidth_gbps, mesh.tp)
     plan = Plan(tuple(units), policy, mesh.device, mesh.shard, mesh.replicate, machine, tp=mesh.tp)
     buffers = ModuleBuffers(module, mesh.device)
-    lent = Lent({key: flat.tensor for key, flat in flats.items()}, buffers.tensors(), dict(plain))
+    random = LoopRandom(mesh.device, mesh.rank) if mesh.tp > 1 else None
+    lent = Lent({key: flat.tensor for key, flat in flats.items()}, buffers.tensors(), dict(plain),
+                drawn=random.drawn if random is not None else None)  # fmt: skip
     entries = {
         slot.name: entry
         for buffer in plan.buffers
@@ -115,10 +127,11 @@ def make(
     }
     said, note = _trained(plan, plain)
     programs = Programs(
-        Opened(module), None, plan, mesh, (), calls, called=function, plain=lent.plain, note=note
+        Opened(module), None, plan, mesh, (), calls, random.bound if random is not None else None, called=function,
+        plain=lent.plain, note=note,
     )  # fmt: skip
     gathers = _digest([(buffer.key, buffer.numel) for buffer in plan.buffers])
-    return Made(plan, mesh, programs, lent, flats, entries, gathers, f"{type(module).__name__}, {said}")
+    return Made(plan, mesh, programs, lent, flats, entries, gathers, f"{type(module).__name__}, {said}", random)
 
 
 def _trained(plan: Plan, plain: Mapping[str, torch.Tensor]) -> tuple[str, str]:

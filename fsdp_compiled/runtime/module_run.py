@@ -166,7 +166,8 @@ class _Function(torch.autograd.Function):
     def forward(ctx: Any, run: Run, token: torch.Tensor, *given: torch.Tensor) -> Any:
         training, inputs = run.training, run.inputs
         run.inputs = ()
-        outputs = run_program(partial(run.compiled.runner, *inputs), run.calls)
+        with run.made.drawing(run.compiled):
+            outputs = run_program(partial(run.compiled.runner, *inputs), run.calls)
         everything = [*inputs, *outputs]
         kept = [everything[source] for source in training.sources]
         # Autograd would miss writes to shards that go past it; `_check_versions` sees them all.

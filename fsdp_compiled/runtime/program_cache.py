@@ -63,6 +63,7 @@ from fsdp_compiled.runtime.compile import (
     transform,
 )  # fmt: skip
 from fsdp_compiled.runtime.input_binding import flatten, replaced, same_tensors
+from fsdp_compiled.runtime.loop_random import check_random
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.training import Backward, backward_of
 
@@ -422,6 +423,8 @@ class Programs:
             different = differing(program, plan, found)
             check_same(program, plan, different, captured.layouts, self._called is not None)
             mark_random(program, plan, different)
+            if self._called is not None:
+                check_random(program, plan.device)
 
         self._together(check)
 

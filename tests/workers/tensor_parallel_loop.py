@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as of_torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from fsdp_compiled import Policy
 from fsdp_compiled import fully_shard as of_ours
@@ -137,6 +137,67 @@ def classes() -> Any:
             "twice": twice, "placements": placements}  # fmt: skip
 
 
+class Dropped(nn.Module):
+    """Dropout of what all ranks along tp have, and, where ``parts``, of the hidden units that each has a part of."""
+
+    def __init__(self, parts: bool) -> None:
+        super().__init__()
+        self.net, self.parts = net(None, dropout=0.25), parts
+
+    def forward(self, tokens: torch.Tensor, masks: bool = False) -> Any:
+        own = self.net
+        x = own.tokens(tokens)
+        hidden = F.gelu(own.up(x))
+        if self.parts:
+            hidden = F.dropout(hidden, 0.25, self.training)
+        logits = own.head(x + own.drop(own.down(hidden)))
+        if not masks:
+            return logits
+        part = own.up(torch.ones(1, 1, x.shape[-1])).flatten()[:16].expand(4, 16)
+        return logits, F.dropout(torch.ones(4, 64), 0.5) > 0, F.dropout(part, 0.5) != 0
+
+
+def dropped(fully_shard: Any, mesh: DeviceMesh, parts: bool) -> Any:
+    torch.manual_seed(0)
+    model = Dropped(parts)
+    plan = {"net.up": ColwiseParallel(), "net.down": RowwiseParallel()}
+    return sharded(fully_shard, parallelize_module(model, mesh["tp"], plan), mesh["dp"])
+
+
+def dropout() -> Any:
+    """Bit for bit FSDP2 where all ranks along tp drop the same; of parts, masks of their own, where FSDP2 repeats."""
+    mesh = two_by_two()
+    row = mesh["dp"].get_local_rank()
+    runs, masks = [], []
+    for shard in (of_ours, of_torch):
+        model = dropped(shard, mesh, parts=False)
+        torch.manual_seed(10 + row)  # alike along tp
+        runs.append(train(model, row))
+        model.train()
+        calls = []
+        for _ in range(2):
+            with torch.no_grad():
+                calls.append([mask.flatten().tolist() for mask in model(batch(0, row)[0], masks=True)[1:]])
+        found: list[Any] = [None] * 4
+        torch.distributed.all_gather_object(found, calls)
+        masks.append(found)
+    model = dropped(of_ours, mesh, parts=True)
+    torch.manual_seed(10 + row)
+    again = train(model, row)
+    copies = [model.net.tokens.weight.to_local(), model.net.head.weight.to_local()]
+    others: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(others, [one.tolist() for one in copies])
+    torch.manual_seed(RANK)
+    model.train()
+    before = [p.to_local().clone() for p in model.parameters()]
+    seeds = told(lambda: model(batch(0, row)[0]).square().mean().backward())
+    return {
+        "odd": bits(*runs), "masks": masks, "losses": again["losses"], "without": runs[0]["losses"],
+        "copies": others[RANK] == others[RANK ^ 1], "seeds": seeds,
+        "unchanged": all(map(torch.equal, before, [p.to_local() for p in model.parameters()])),
+    }  # fmt: skip
+
+
 def far(found: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
 
@@ -188,7 +249,6 @@ def refusals() -> Any:
     found["other batches"] = told(lambda: backward(model, other))
     backward(model)  # all go on
     found["unchanged"] = all(map(torch.equal, before, [p.to_local() for p in model.parameters()]))
-    found["dropout"] = told(lambda: backward(sharded(of_ours, net(tp, dropout=0.1), dp)))
     found["parts"] = told(lambda: backward(sharded(of_ours, parted(), dp)))
     found["input"] = told(lambda: backward(sharded(of_ours, net(tp), dp), distribute_tensor(tokens, tp, [Replicate()])))
     found["no mesh"] = told(lambda: of_ours(net(tp)))
@@ -204,7 +264,7 @@ def refusals() -> Any:
     return found
 
 
-CASES = (sequence, half, classes, refusals)
+CASES = (sequence, half, classes, dropout, refusals)
 
 
 if __name__ == "__main__":
