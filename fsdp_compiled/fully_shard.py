@@ -32,7 +32,7 @@ from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.module_class import FSDPModule, give_class, register_fsdp_forward_method
 from fsdp_compiled.runtime.module_state import ModuleState, state_of
 from fsdp_compiled.runtime.parameter_group import Home, ParameterGroup
-from fsdp_compiled.runtime.tensor_parallel import check_ties, tensor_parallel
+from fsdp_compiled.runtime.tensor_parallel import check_policy, check_ties, tensor_parallel
 
 # What a loop of the user's decides by itself, by field of `Policy`, with where.
 ELSEWHERE = {
@@ -180,10 +180,10 @@ def _tp_axis(mesh: DeviceMesh, homes: Sequence[Sequence[Home]]) -> DeviceMesh | 
 
 def _check_tp(place: Mesh, policy: Policy | None, modules: Sequence[nn.Module]) -> None:
     """Raises ``ValueError`` for what does not go together with tensor parallelism."""
+    if policy is not None:
+        check_policy(policy, place)
     if place.tp == 1:
         return
-    if policy is not None and policy.moving:
-        raise ValueError("Policy.dynamic is not supported under tensor parallelism yet. Leave it out.")
     for module in modules:
         check_ties(module, place)
         for name, buffer in module.named_buffers():

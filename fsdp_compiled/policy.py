@@ -172,6 +172,10 @@ class Policy:
         ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. Styles are ``colwise``, ``rowwise``,
         ``colwise_gather_output``, ``embedding_rowwise`` and ``replicated_with_grad_allreduce`` (norms of heads). None:
         it was cut, or is not.
+    async_tp
+        Matrix products along the tp axis in pieces, each sent while the next is computed (PyTorch's
+        ``micro_pipeline_tp``). It writes into other GPUs' memory (symmetric memory), which CPUs do not have, and has
+        been run on no GPU: True is refused, with the reason. What is hidden without it: the pass ``overlap``.
     without
         Names of fusions to leave out, such as ``("exchange",)``, or ``"all"``: what remains are ATen's operators and
         plain collectives. `fsdp_compiled.lower.fusions` lists them. Fusions make a step faster and mean the same: two
@@ -203,6 +207,7 @@ class Policy:
     copies: bool | Literal["auto"] = "auto"
     unrounded_gradients: bool = False
     tp: Literal["auto"] | Mapping[str, str] | tuple[tuple[str, str], ...] | None = None
+    async_tp: bool = False
     without: tuple[str, ...] | Literal["all"] = ()
     programs: int = 16
 
@@ -210,6 +215,7 @@ class Policy:
         _one_of("shard", self.shard, tuple(PLACEMENTS))
         _one_of("accumulate", self.accumulate, ("shards", "full"))
         _one_of("offload", self.offload, (False, True))
+        _one_of("async_tp", self.async_tp, (False, True))
         _one_of("unrounded_gradients", self.unrounded_gradients, (False, True))
         _one_of("recompute", self.recompute, (None, "cheap", "unit", "auto"))
         _one_of("lower", self.lower, ("inductor", "eager"))

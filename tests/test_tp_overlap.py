@@ -9,17 +9,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import fx
+from torch import fx, nn
 
-from fsdp_compiled import Policy, passes, simulate
+from fsdp_compiled import Policy, compile_sharded, fully_shard, passes, simulate
 from fsdp_compiled.analysis.roofline import flops
 from fsdp_compiled.analysis.timeline import estimate
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.nodes import is_collective, is_view, is_wait, positions, role_of
 from fsdp_compiled.plan.hardware import Machine
+from fsdp_compiled.runtime.tensor_parallel import check_policy
 from fsdp_compiled.simulate import Estimate
 from tests.workers.tensor_parallel import GPT, batch, cut, loss_fn
 
 MACHINE = Machine(flops=3e9, memory=8e9, network=1e7, latency=1e-5, inner=1e8)
+CPU = torch.device("cpu")
 LAYOUT = (getitem, torch.ops.aten.cat.default, torch.ops.aten.split.Tensor)
 
 
@@ -191,3 +194,34 @@ def test_what_cannot_be_simulated_is_refused() -> None:
             simulate(GPT, loss_fn, batch(0, 0), 2)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        (Mesh(CPU, shard=2), "the mesh has no tp axis of several ranks"),
+        (Mesh(CPU, tp=2), "it writes into the memory of other GPUs .* this mesh is of cpu devices"),
+        (Mesh(torch.device("cuda"), tp=2), "it has not been run on a GPU under this package"),
+    ],
+)
+def test_async_tensor_parallelism_is_refused_with_its_reason(place: Mesh, why: str) -> None:
+    with pytest.raises(ValueError, match=f"Policy.async_tp is True, which is refused here: {why}"):
+        check_policy(Policy(async_tp=True), place)
+    check_policy(Policy(), place)
+
+
+def test_async_tensor_parallelism_is_refused_before_anything_is_changed() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"Policy\.async_tp is True"):
+        compile_sharded(model, loss=lambda model, x: model(x).sum(), policy=Policy(lower="eager", async_tp=True))
+    with pytest.raises(ValueError, match=r"Policy\.async_tp is True"):
+        simulate(lambda: nn.Linear(2, 2), None, (torch.ones(2, 2),), 2, policy=Policy(async_tp=True))
+    assert type(model.weight) is nn.Parameter and model(torch.ones(1, 2)).shape == (1, 2)
+    try:
+        with pytest.raises(ValueError, match=r"Policy\.async_tp is True"):
+            fully_shard(model, policy=Policy(lower="eager", async_tp=True))  # which starts a process group of one
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    with pytest.raises(ValueError, match=r"Policy\.async_tp is 'yes'"):
+        Policy(async_tp="yes")  # type: ignore[arg-type]

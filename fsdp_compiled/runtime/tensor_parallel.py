@@ -71,7 +71,21 @@ def part_of(whole: torch.Tensor, leaf: Leaf, tp: int, index: int) -> torch.Tenso
 
 
 def check_policy(policy: Policy, mesh: Mesh) -> None:
-    """Raises ``ValueError`` for what is not there under tensor parallelism."""
+    """Raises ``ValueError`` for what is not there under tensor parallelism, or without it."""
+    if policy.async_tp:
+        if mesh.tp == 1:
+            why = "the mesh has no tp axis of several ranks, whose products it would cut"
+        elif mesh.device.type != "cuda":
+            why = (
+                "it writes into the memory of other GPUs (torch.distributed._symmetric_memory), and this mesh is of "
+                f"{mesh.device.type} devices"
+            )
+        else:
+            why = "it has not been run on a GPU under this package, and so is not carried out yet"
+        raise ValueError(
+            f"Policy.async_tp is True, which is refused here: {why}. Leave it out: collectives along tp then start and "
+            "are waited for as data allows (the pass overlap)."
+        )
     if mesh.tp > 1 and policy.moving:
         raise ValueError(
             "Policy.dynamic is not supported under tensor parallelism yet. Leave it out, and give batches few shapes."
