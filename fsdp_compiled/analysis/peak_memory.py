@@ -14,6 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class _Storage:
     kind: str
     where: str
     holders: int = 0  # values and collectives that keep it alive
+    begin: int = 0  # the moments from which and until which it is
+    end: float = inf
 
 
 @dataclass
@@ -67,7 +70,7 @@ class _Run:
         self.values: dict[fx.Node, list[_Storage]] = {}
         self.given: set[int] = set()
         self.flights: list[_Flight] = []
-        self.alive: dict[int, _Storage] = {}
+        self.held: list[_Storage] = []  # in the order in which they came to be alive
         self.gradients = _flattened(program)
         self.last_uses = _last_uses(program.graph)
         self.shards = {node for port, node in program.inputs.items() if port.kind == "shard"}
@@ -81,8 +84,10 @@ class _Run:
             elif port.kind == "call":
                 base += storage.nbytes  # made for this run
         self.live = base + self.batch
+        self.moments = 0
         self.highest = -1
-        self.peak: list[Part] = []
+        self.peak = 0  # which moment is the first of those
+        self.kernel = _Storage(0, "kernel", "")  # what runs then takes besides
 
     def step(self, node: fx.Node) -> Moment:
         """Runs one node: makes its results, notes the height, drops what is not used again."""
@@ -95,8 +100,9 @@ class _Run:
         workspace = self._rounded(in_kernel(node))
         height = self.live + workspace
         if height > self.highest:
-            self.highest = height
-            self.peak = _summed([*self.alive.values(), _Storage(workspace, "kernel", where(node))])
+            self.highest, self.peak = height, self.moments
+            self.kernel = _Storage(workspace, "kernel", where(node))
+        self.moments += 1
         if is_wait(node):
             self._finish(made)
         for value in self.last_uses.get(node, ()):
@@ -106,7 +112,8 @@ class _Run:
 
     def parts(self) -> tuple[Part, ...]:
         batch = [Part("batch", "", self.batch)] if self.batch else []
-        return (*self.peak, *batch)
+        alive = [storage for storage in self.held if storage.begin <= self.peak < storage.end]
+        return (*_summed([*alive, self.kernel]), *batch)
 
     def _results(self, node: fx.Node) -> list[_Storage]:
         """The storages of the node's results: its arguments' own, or new ones."""
@@ -137,14 +144,15 @@ class _Run:
 
     def _hold(self, storage: _Storage) -> None:
         if storage.holders == 0:
-            self.alive[id(storage)] = storage
+            storage.begin = self.moments
+            self.held.append(storage)
             self.live += storage.nbytes
         storage.holders += 1
 
     def _drop(self, storage: _Storage) -> None:
         storage.holders -= 1
         if storage.holders == 0:
-            del self.alive[id(storage)]
+            storage.end = self.moments
             self.live -= storage.nbytes
 
     def _start(self, node: fx.Node) -> None:
@@ -173,6 +181,8 @@ def _views(node: fx.Node) -> bool:
     """Whether the node's result is in its argument's storage; ``reshape`` copies where it cannot view."""
     if node.target is aten.reshape.default:
         source, result = as_traced((node.args[0].meta["val"], node.meta["val"]))  # type: ignore[union-attr]
+        if source.is_contiguous():
+            return True
         try:
             source.view(result.shape)
         except (RuntimeError, ValueError):

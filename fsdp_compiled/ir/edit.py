@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from fsdp_compiled.ir.inference import Inference
 from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, is_random, mutated, positions
 from fsdp_compiled.ir.program import Port, Program
 
@@ -42,6 +42,7 @@ class Edit:
         self.graph = copied(program.graph, self.map)
         outputs = fx.node.map_arg(program.graph.output_node().args[0], self.map.__getitem__)
         self.mode = fake_mode(program.graph)
+        self._result = Inference(self.mode)
         self._before = program
         self._inputs = {port: self.map[node] for port, node in program.inputs.items()}
         old = program.graph.output_node()
@@ -86,9 +87,8 @@ class Edit:
         return node
 
     def infer(self, node: fx.Node) -> None:
-        args, kwargs = pytree.tree_map_only(fx.Node, lambda source: source.meta["val"], (node.args, node.kwargs))
-        with self.mode, torch.no_grad():
-            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+        node.meta["val"] = self._result(node.target, args, kwargs)  # type: ignore[arg-type]
 
     def clone(self, node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
         """Repeats a node on other inputs at the point and in the phase that `at` set."""
@@ -98,7 +98,7 @@ class Edit:
 
     def add_input(self, port: Port, value: torch.Tensor) -> fx.Node:
         """A new placeholder, after those there are; ``value`` is a fake tensor."""
-        last = self.graph.find_nodes(op="placeholder")[-1]
+        last = next(reversed(self._inputs.values()))
         with self.graph.inserting_after(last):
             node = self.graph.placeholder(_identifier(str(port)))
         node.meta["val"] = value
@@ -116,8 +116,10 @@ class Edit:
         self._outputs[port] = node
         self._sync()
 
-    def remove_output(self, port: Port) -> None:
-        del self._outputs[port]
+    def remove_output(self, *ports: Port) -> None:
+        """Several at once, where there are many: each time, the output node is told of all that are left."""
+        for port in ports:
+            del self._outputs[port]
         self._sync()
 
     def _sync(self) -> None:
@@ -193,9 +195,18 @@ class Edit:
     def done(self, name: str, *notes: str) -> Program:
         """The next program: swept, checked for form, with this pass in its history and what it chose in its notes."""
         self.sweep()
-        self.graph.lint()
+        self._check_order()
         ports = (*self._inputs, *self._outputs)
         return Program(self.graph, ports, (*self._before.history, name), (*self._before.notes, *notes))
+
+    def _check_order(self) -> None:
+        """What `fx.Graph.lint` says of graphs that hold calls alone, in a tenth of its time."""
+        seen: set[fx.Node] = set()
+        for node in self.graph.nodes:
+            for source in node.all_input_nodes:
+                if source not in seen:
+                    raise RuntimeError(f"{node.name} reads {source.name}, which stands after it, or is not there.")
+            seen.add(node)
 
 
 def _missing(wanted: list[fx.Node], nodes: Collection[fx.Node], made: Collection[fx.Node]) -> set[fx.Node]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._mode_utils import no_dispatch
 
 c10d = torch.ops._c10d_functional
 Phase = Literal["forward", "backward", "update"]
@@ -72,26 +74,54 @@ def owner(node: fx.Node) -> str:
     return ".".join(parts[: next((index + 1 for index, part in enumerate(parts) if part.isdigit()), 1)])
 
 
+@dataclass(frozen=True)
+class _Schema:
+    """What passes ask of an operator; asked of PyTorch once, since that takes longer than all else at a node."""
+
+    namespace: str
+    writes: tuple[tuple[int, str], ...]  # the arguments that it writes in place, by place and name
+    views: bool  # whether its result shares memory with an input, and it writes none
+    returns_own: bool  # whether its first result is an argument, or it has none
+    random: bool
+    dropout: tuple[int, Any] | None  # the place of ``dropout_p`` among the arguments, and what it is by default
+
+
+@cache
+def _schema(target: torch._ops.OpOverload) -> _Schema:
+    schema = target._schema
+    aliases = [argument.alias_info for argument in schema.arguments]
+    writes = [(place, schema.arguments[place].name) for place, one in enumerate(aliases) if one and one.is_write]
+    dropout = [(place, one.default_value) for place, one in enumerate(schema.arguments) if one.name == "dropout_p"]
+    return _Schema(
+        target.namespace,
+        tuple(writes),
+        views=any(aliases) and not writes,
+        returns_own=not schema.returns or schema.returns[0].alias_info is not None,
+        random=torch.Tag.nondeterministic_seeded in target.tags,
+        dropout=dropout[0] if dropout else None,
+    )
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the node draws random numbers, and so gives other ones when it is run again.
 
     Attention may, says its operator; where its ``dropout_p`` is 0 it does not.
     """
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    for index, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = node.args[index] if index < len(node.args) else argument.default_value
-            return node.kwargs.get("dropout_p", given) != 0
-    return True
+    schema = _schema(node.target)
+    if schema.random and schema.dropout is not None:
+        place, default = schema.dropout
+        given = node.args[place] if place < len(node.args) else default
+        return node.kwargs.get("dropout_p", given) != 0
+    return schema.random
 
 
 def is_collective(node: fx.Node) -> bool:
     """Whether the node starts a collective; waiting for one does not."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
-        and node.target.namespace == "_c10d_functional"
+        and _schema(node.target).namespace == "_c10d_functional"
         and not is_wait(node)
     )
 
@@ -104,10 +134,7 @@ def is_view(node: fx.Node) -> bool:
     """Whether the node's result shares memory with one of its inputs, which it leaves as it is."""
     if node.target is operator.getitem:
         return bool(node.args) and is_view(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    infos = [argument.alias_info for argument in node.target._schema.arguments if argument.alias_info is not None]
-    return bool(infos) and not any(info.is_write for info in infos)
+    return isinstance(node.target, torch._ops.OpOverload) and _schema(node.target).views
 
 
 def mutated(node: fx.Node) -> list[fx.Node]:
@@ -115,10 +142,9 @@ def mutated(node: fx.Node) -> list[fx.Node]:
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     found: list[fx.Node] = []
-    for index, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.kwargs.get(argument.name, node.args[index] if index < len(node.args) else None)
-            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
+    for place, name in _schema(node.target).writes:
+        value = node.kwargs.get(name, node.args[place] if place < len(node.args) else None)
+        found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
     return found
 
 
@@ -127,14 +153,9 @@ def origin(node: fx.Node, known: Collection[fx.Node] = ()) -> fx.Node:
 
     Nodes that are ``known`` are taken for holders.
     """
-    while node not in known and (targets := mutated(node)) and _returns_its_own(node):
+    while node not in known and (targets := mutated(node)) and _schema(node.target).returns_own:  # type: ignore[arg-type]
         node = targets[0]
     return node
-
-
-def _returns_its_own(node: fx.Node) -> bool:
-    returns = node.target._schema.returns  # type: ignore[union-attr]
-    return not returns or returns[0].alias_info is not None
 
 
 def versions(node: fx.Node) -> list[fx.Node]:
@@ -204,14 +225,17 @@ def as_traced(value: Any) -> Any:
             return torch.empty_strided(shape, stride, dtype=leaf.dtype, device="meta")
         return leaf
 
-    return one(value) if isinstance(value, torch.Tensor) else pytree.tree_map(one, value)
+    if isinstance(value, torch.Tensor):
+        return one(value)
+    # What most values are, without what pytree takes to find that out.
+    return type(value)(map(as_traced, value)) if type(value) in (tuple, list) else pytree.tree_map(one, value)
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     """The mode that the graph's fake tensors belong to."""
     for node in graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
-            if isinstance(value, torch._subclasses.FakeTensor):
+            if isinstance(value, FakeTensor):
                 return value.fake_mode
     raise ValueError("The graph has no fake tensors; a Program's nodes carry one each in meta['val'].")
 
@@ -224,6 +248,10 @@ def fake_tensor(
     device: torch.device,
 ) -> torch.Tensor:
     """A fake tensor of this description; no memory is taken."""
+    if all(type(size) is int for size in (*shape, *stride)):
+        with no_dispatch():  # what a mode would have to find out is given
+            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(mode, empty, device)
     with mode:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 

@@ -14,7 +14,7 @@ copy, the shard is the buffer and there is nothing to gather.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from itertools import groupby
 from operator import getitem
 
@@ -34,22 +34,30 @@ c10d = torch.ops._c10d_functional
 def gather(program: Program, plan: Plan) -> Program:
     """Replaces every full parameter by views of its gathered buffer; one all-gather a unit and dtype."""
     edit = Edit(program)
+    order = positions(edit.graph)  # of what there was: what is inserted stands among it, and is asked for its like
+    given = edit.inputs
     for unit in plan.units:
         shards = {buffer: _shard(edit, buffer, plan) for buffer in unit.buffers}
         for dtype in dict.fromkeys(plan.compute_dtype(buffer) for buffer in unit.buffers):
             together = {
                 buffer: shard
                 for buffer, shard in shards.items()
-                if plan.compute_dtype(buffer) == dtype and any(_port(slot) in edit.inputs for slot in buffer.slots)
+                if plan.compute_dtype(buffer) == dtype and any(_port(slot) in given for slot in buffer.slots)
             }
-            _gather_unit(edit, plan, together)
+            _gather_unit(edit, plan, together, given, order)
     return edit.done("gather")
 
 
-def _gather_unit(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node]) -> None:
+def _gather_unit(
+    edit: Edit,
+    plan: Plan,
+    shards: dict[Buffer, fx.Node],
+    given: Mapping[Port, fx.Node],
+    order: dict[fx.Node, int],
+) -> None:
     """Gathers these buffers of one unit just before the first use of any of their parameters."""
-    order = positions(edit.graph)
-    used = {slot: edit.inputs[_port(slot)] for buffer in shards for slot in buffer.slots if _port(slot) in edit.inputs}
+    ports = {slot: _port(slot) for buffer in shards for slot in buffer.slots}
+    used = {slot: given[port] for slot, port in ports.items() if port in given}
     users = [user for node in used.values() for user in node.users]
     if users:
         start = first(users, order)
@@ -62,7 +70,7 @@ def _gather_unit(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node]) -> None:
                         continue
                     used[slot].replace_all_uses_with(view)
     for slot in used:
-        edit.remove_input(_port(slot))
+        edit.remove_input(ports[slot])
 
 
 def _port(slot: Slot) -> Port:

@@ -33,6 +33,8 @@ from fsdp_compiled.plan.units import innermost
 
 def recompute(program: Program, plan: Plan) -> Program:
     """Moves nothing; repeats forward nodes in backward, each just before its first use there."""
+    if not plan.resharded and not _regions(program.graph, plan):
+        return program.after("recompute")
     edit = Edit(program)
     edit.rebuild(_inside(edit.graph, _regions(edit.graph, plan)))
     if plan.resharded:

@@ -37,6 +37,9 @@ def reduce(program: Program, plan: Plan) -> Program:
     edit = Edit(program)
     order = positions(edit.graph)
     outputs = edit.outputs
+    slots = [slot for buffer in plan.buffers if buffer.trainable for slot in buffer.slots]
+    ports = [Port("out", "parameter gradient", slot.name) for slot in slots]
+    edit.remove_output(*(port for port in ports if port in outputs))
     ready: list[tuple[fx.Node | None, Buffer, dict[str, fx.Node]]] = []
     for buffer in plan.buffers:
         if not buffer.trainable:
@@ -46,7 +49,6 @@ def reduce(program: Program, plan: Plan) -> Program:
             port = Port("out", "parameter gradient", slot.name)
             if port in outputs:
                 node = outputs[port]
-                edit.remove_output(port)
                 if node is not None:
                     found[slot.name] = node
         edit.inputs[Port("in", "shard", buffer.key)].meta["idle"] = tuple(

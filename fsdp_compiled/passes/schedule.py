@@ -39,6 +39,8 @@ Entry = tuple[int, fx.Node, LiveRange]  # place in the program, the node to star
 
 def schedule(program: Program, plan: Plan) -> Program:
     """Moves gathers up and the waits of reductions down; nothing is added or taken away."""
+    if not any(role_of(node) in ("gather", "reduce") for node in program.graph.nodes):
+        return program.after("schedule")
     edit = Edit(program)
     found = live_ranges(edit.graph)
     ahead, reason = _prefetch(edit.graph, found, plan)

@@ -1,0 +1,112 @@
+"""What a call gives, worked out on fake tensors: once for calls that are alike, however many layers have one.
+
+    view(full_0, [8, 8])    ->  float32[8, 8], by running it on fake tensors
+    view(full_1, [8, 8])    ->  the same, without: its operator, arguments and layouts are those of the first
+
+Results are tensors of their own; what an operator writes in place and returns is the argument itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fsdp_compiled.ir.nodes import fake_tensor
+
+PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+class _Odd(Exception):
+    """Something whose calls are not compared: a size that moves, an object."""
+
+
+class Inference:
+    """Works out calls for one graph, and remembers them."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._known: dict[Hashable, Any] = {}
+
+    def __call__(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of ``target(*args, **kwargs)``, of fake tensors."""
+        tensors: list[torch.Tensor] = []
+        places: dict[int, int] = {}  # in that list, by identity
+        try:
+            key = (target, _key(args, tensors, places), _key(kwargs, tensors, places))
+        except _Odd:
+            return propagate(self._mode, target, args, kwargs)
+        if key in self._known:
+            return self._made(self._known[key], tensors)
+        value = propagate(self._mode, target, args, kwargs)
+        with suppress(_Odd):
+            self._known[key] = _described(value, places)
+        return value
+
+    def _made(self, described: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        if isinstance(described, tuple | list):
+            return type(described)(self._made(one, tensors) for one in described)
+        if isinstance(described, int):
+            return tensors[described]
+        return None if described is None else described.made(self._mode)
+
+
+class _Layout:
+    """Of a result."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._given = tuple(value.shape), value.stride(), value.dtype, value.device
+
+    def made(self, mode: FakeTensorMode) -> torch.Tensor:
+        return fake_tensor(mode, *self._given)
+
+
+def propagate(mode: FakeTensorMode, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with mode, torch.no_grad():
+        return target(*args, **kwargs)
+
+
+def _key(value: Any, tensors: list[torch.Tensor], places: dict[int, int]) -> Hashable:
+    """Equal for arguments that are alike: the same numbers, tensors of one layout, the same one in the same places.
+
+    ``tensors`` is filled with the tensors, each once.
+    """
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if isinstance(value, tuple | list):
+        return (kind, *(_key(one, tensors, places) for one in value))
+    if isinstance(value, dict):
+        return (kind, *((name, _key(one, tensors, places)) for name, one in value.items()))
+    if not _plain(value):
+        raise _Odd
+    place = places.setdefault(id(value), len(tensors))
+    if place == len(tensors):
+        tensors.append(value)
+    return place, tuple(value.shape), value.stride(), value.dtype, value.device
+
+
+def _described(value: Any, places: Mapping[int, int]) -> Any:
+    """How to make the result again: the places of arguments that it is, and the layouts of other tensors."""
+    if type(value) in (tuple, list):
+        return type(value)(_described(one, places) for one in value)
+    if id(value) in places:
+        return places[id(value)]
+    if value is None:
+        return None
+    if not _plain(value):
+        raise _Odd
+    return _Layout(value)
+
+
+def _plain(value: Any) -> bool:
+    """Whether it is a fake tensor that its shape, strides, dtype and device say all of."""
+    return (
+        type(value) is FakeTensor
+        and value.layout == torch.strided
+        and not (value.requires_grad or value.is_conj() or value.is_neg())
+        and all(type(size) is int for size in (*value.shape, *value.stride()))
+    )
