@@ -1,10 +1,14 @@
-"""The order of files: those that take longest first, so that no process is left alone with one at the end."""
+"""The order of files, those that take longest first, so that no process is left alone with one at the end; and when to
+leave off."""
 
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
+
+START = time.monotonic()
 
 # More than half a minute of processor time each: first those that start ranks, the longest first.
 LONG = (
@@ -17,6 +21,16 @@ LONG = (
     "test_schedule", "test_loss_scale", "test_rematerialize", "test_cuda_graph", "test_kernels_interpreted",
     "test_partition",
 )  # fmt: skip
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-test-after", type=float, metavar="SECONDS", help="skip tests that would begin later")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("no_test_after")
+    if limit is not None and time.monotonic() - START > limit:
+        pytest.skip(f"{limit:.0f} seconds are over")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
