@@ -1,15 +1,18 @@
-"""A hundred of the fuzzer's programs (tests/fuzz.py), right, or refused by name; `make fuzz` runs two thousand."""
+"""A hundred of the fuzzer's programs (tests/fuzz/), right, or refused by name; `make fuzz` runs two thousand."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests import fuzz
-from tests.fuzz import Case, Factor, Outcome, make_case, run, shrunk
+from tests.fuzz.cases import Case, make_case
+from tests.fuzz.parts import Factor
+from tests.fuzz.sides import Ours
+from tests.fuzz.trial import Outcome, run, shrunk
 from tests.launch import launch
 
 CHUNK = 10
@@ -66,15 +69,15 @@ def test_the_plain_case_is_right() -> None:
 @pytest.mark.parametrize("broken", ["act", "rate", "weights"])
 def test_a_side_that_does_otherwise_is_noticed(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: a change of the model, of the rate or of the result that one side alone sees."""
-    right = getattr(fuzz.Ours, broken)
+    right = getattr(Ours, broken)
 
-    def act(side: fuzz.Ours, action: str, call: int) -> object:
+    def act(side: Ours, action: str, call: int) -> object:
         for module in side.modules(Factor):
             module.factor = 0.7001
         return right(side, action, call)
 
     damaged = {"act": act, "rate": lambda side, _: None, "weights": lambda side: {**right(side), "more": None}}
-    monkeypatch.setattr(fuzz.Ours, broken, damaged[broken])
-    outcome = run(fuzz.replace(CASE, actions=("step", "rate", "step")))
+    monkeypatch.setattr(Ours, broken, damaged[broken])
+    outcome = run(replace(CASE, actions=("step", "rate", "step")))
     assert outcome.kind == "differs"
     assert shrunk(outcome).kind == "differs"

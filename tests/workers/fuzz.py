@@ -18,7 +18,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compiled.distributed.mesh import connect
-from tests.fuzz import CLOSE, HALF, LAYERS, OUT, RANDOM, REFUSED, WIDTH, Case, Differs, Ours, Plain, compare, make_case
+from tests.fuzz.cases import Case, make_case
+from tests.fuzz.parts import LAYERS, OUT, RANDOM, WIDTH
+from tests.fuzz.sides import REFUSED, Differs, Ours, Plain
+from tests.fuzz.trial import CLOSE, HALF, compare
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ALONE = ("gradient", "draw", "replace buffer")  # of one process: flat shards, and a generator that each rank mixes
