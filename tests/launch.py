@@ -51,6 +51,13 @@ def told(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
+def answers(results: dict[str, list[Any]], case: str) -> list[Any]:
+    """What each rank found in a case of `cut_models.answer_all`, which begins none after one that fails."""
+    failed = [one["failed"] for found in results.values() for one in found if "failed" in one]
+    assert case in results and not any("failed" in one for one in results[case]), failed[0]
+    return results[case]
+
+
 def environment() -> dict[str, str]:
     """That of ranks: a thread each, and the package of this checkout."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

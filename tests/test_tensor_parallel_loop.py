@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.launch import launch
+from tests.launch import answers, launch
 
 WORKER = Path(__file__).parent / "workers" / "tensor_parallel_loop.py"
 
@@ -15,13 +15,6 @@ WORKER = Path(__file__).parent / "workers" / "tensor_parallel_loop.py"
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     return launch(WORKER, 4, timeout=400)
-
-
-def answers(results: dict[str, Any], case: str) -> list[dict[str, Any]]:
-    assert case in results, next(one["failed"] for found in results.values() for one in found if "failed" in one)
-    found = results[case]
-    assert not any("failed" in one for one in found), next(one["failed"] for one in found if "failed" in one)
-    return found
 
 
 def test_with_sequence_parallelism_and_clipping_it_is_fsdp2_to_the_bit(results: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fsdp_compiled import Policy
-from tests.launch import launch
+from tests.launch import answers, launch
 
 WORKER = Path(__file__).parent / "workers" / "tensor_parallel_models.py"
 
@@ -16,12 +16,6 @@ WORKER = Path(__file__).parent / "workers" / "tensor_parallel_models.py"
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
     return launch(WORKER, 4, timeout=400)
-
-
-def answers(results: dict[str, Any], case: str) -> list[Any]:
-    broken = [one["failed"] for found in results.values() for one in found if "failed" in one]
-    assert case in results and not any("failed" in one for one in results[case]), broken[0]
-    return results[case]
 
 
 def test_a_model_of_transformers_is_cut_by_the_plan_that_it_brings(results: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +25,8 @@ from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.plan.plan import Leaf, Plan
 from fsdp_compiled.runtime.checkpoint.cuts import Cut
 from fsdp_compiled.runtime.checkpoint.stretches import Place
-from tests.workers.tensor_parallel import VOCABULARY, Net, loss_fn
+from tests.cut_models import VOCABULARY, Net, loss_fn
+from tests.launch import told
 
 warnings.filterwarnings("ignore")
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -147,14 +147,6 @@ def along_tp(value: Any, mesh: DeviceMesh) -> bool:
     found: list[Any] = [None] * mesh["tp"].size()
     dist.all_gather_object(found, value, group=mesh["tp"].get_group())
     return all(one == found[0] for one in found)
-
-
-def told(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 class Count:

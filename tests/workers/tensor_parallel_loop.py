@@ -9,7 +9,6 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_compiled import Policy
 from fsdp_compiled import fully_shard as of_ours
-from tests.workers.tensor_parallel import adamw, answer_all, batch, build, cut, net, whole
+from tests.cut_models import adamw, answer_all, batch, build, cut, net, whole
+from tests.launch import told
 
 warnings.filterwarnings("ignore")
 RANK = int(os.environ.get("RANK", 0))
@@ -200,14 +200,6 @@ def dropout() -> Any:
 
 def far(found: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
-
-
-def told(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 def refusals() -> Any:

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp_compiled import api, compile_sharded
 from fsdp_compiled.ir.nodes import role_of
-from tests.workers.tensor_parallel import (
-    EAGER,
+from tests.cut_models import (
+    RANK,
     STEPS,
     VOCABULARY,
     WIDTH,
@@ -43,10 +43,11 @@ from tests.workers.tensor_parallel import (
     sgd,
     two_by_two,
     unsharded,
-)
+)  # fmt: skip
+from tests.launch import told
+from tests.toys import EAGER
 
 warnings.filterwarnings("ignore")
-RANK = int(os.environ.get("RANK", 0))
 PLAN = {"up": "colwise", "down": "rowwise"}
 
 
@@ -246,13 +247,7 @@ def refusals() -> Any:
         "heads": heads,
         "other policies": lambda: made(tp=PLAN if RANK else {"head": "colwise_gather_output"}),
     }
-    found = {}
-    for name, case in cases.items():
-        try:
-            case()
-            found[name] = "nothing was raised"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+    found: dict[str, Any] = {name: told(case) for name, case in cases.items()}
     model = cut(build(), mesh["tp"])
     model.head.weight = nn.Parameter(model.tokens.weight.detach().clone())
     heard.clear()
