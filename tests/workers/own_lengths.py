@@ -20,7 +20,7 @@ import fsdp_compiled as ours
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.mesh import RankError, close
 from fsdp_compiled.policy import Policy
-from tests.workers.own_loop import GPT, VOCABULARY, different, gradients, weights
+from tests.loops import GPT, VOCABULARY, different, gradients, weights
 
 POLICY = Policy(lower="eager", cuda_graph=False, programs=4)
 

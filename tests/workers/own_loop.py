@@ -10,7 +10,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,93 +24,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compiled as ours
-
-WIDTH, VOCABULARY, LENGTH = 8, 16, 5
-
-
-class Block(nn.Module):
-    def __init__(self, dropout: float = 0.0, checkpointed: bool = False) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH, bias=False)
-        self.dropout, self.checkpointed = nn.Dropout(dropout), checkpointed
-
-    def inner(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.checkpointed:
-            return x + checkpoint(self.inner, x, use_reentrant=False)
-        return x + self.inner(x)
-
-
-class GPT(nn.Module):
-    def __init__(self, tie: bool = False, **options: Any) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block(**options) for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tie:
-            self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def batch(step: int, kind: str = "tokens") -> tuple[torch.Tensor, torch.Tensor]:
-    """Another one on each rank."""
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    if kind == "tokens":
-        shape = (2, LENGTH)
-        return (torch.randint(VOCABULARY, shape, generator=generator),
-                torch.randint(VOCABULARY, shape, generator=generator))  # fmt: skip
-    return torch.randn(3, WIDTH, generator=generator), torch.randn(3, WIDTH, generator=generator)
-
-
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    tokens, targets = batch(step)
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-
-def gpt(api: Any, mark: dict[str, Any] | None = None, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = GPT(**options)
-    for layer in model.layers:
-        api.fully_shard(layer, **(mark or {}))
-    return api.fully_shard(model, **(mark or {}))
-
-
-def weights(model: nn.Module) -> list[torch.Tensor]:
-    return [_full(one) for one in model.state_dict().values()]
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor | None]:
-    return [None if one.grad is None else _full(one.grad) for one in model.parameters()]
-
-
-def _full(value: torch.Tensor) -> torch.Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-
-
-def train(model: nn.Module, optimizer: Any, steps: int = 3, loss: Callable[..., torch.Tensor] = loss_of) -> list[Any]:
-    found: list[Any] = []
-    for step in range(steps):
-        value = loss(model, step)
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(value.detach())
-    return [*found, *weights(model)]
-
-
-def squares(model: nn.Module, step: int) -> torch.Tensor:
-    return model(batch(step, "rows")[0]).square().mean()
-
-
-# The loops.
+from tests.loops import GPT, batch, different, full, gpt, gradients, loss_of, train, weights
+from tests.workers import own_loop_models
 
 
 def adamw(api: Any) -> Any:
@@ -133,7 +47,7 @@ def sgd_groups(api: Any) -> Any:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=False)
-        found.append(_full(norm))
+        found.append(full(norm))
     return [*found, *weights(model)]
 
 
@@ -199,106 +113,6 @@ def several_forwards(api: Any) -> Any:
     return [*found, *gradients(model)]
 
 
-def frozen(api: Any) -> Any:
-    """The embedding and one block are frozen, before the model is sharded; another part is frozen and thawed later."""
-    torch.manual_seed(0)
-    model = GPT()
-    model.embed.requires_grad_(False)
-    model.layers[0].requires_grad_(False)
-    for layer in model.layers:
-        api.fully_shard(layer)
-    api.fully_shard(model)
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
-    found = train(model, optimizer, 2)
-    model.layers[1].up.requires_grad_(False)
-    loss_of(model, 7).backward()
-    return [*found, *gradients(model)]
-
-
-class Adapter(nn.Module):
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner.requires_grad_(False)
-        self.a, self.b = nn.Linear(inner.in_features, 2, bias=False), nn.Linear(2, inner.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) + self.b(self.a(x))
-
-
-def adapters(api: Any) -> Any:
-    torch.manual_seed(0)
-    model = GPT().requires_grad_(False)
-    for layer in model.layers:
-        layer.up, layer.down = Adapter(layer.up), Adapter(layer.down)  # type: ignore[assignment]
-        api.fully_shard(layer)
-    api.fully_shard(model)
-    return train(model, torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2))
-
-
-@dataclass
-class Output:
-    logits: torch.Tensor
-    hidden: tuple[torch.Tensor, ...]
-    length: int
-    loss: torch.Tensor | None = None
-
-
-class Structured(nn.Module):
-    """Gives a structure back, takes one, and has a part that is not used and a batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.idle = nn.Linear(3, 3)
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, given: dict[str, torch.Tensor], scale: float = 1.0) -> Any:
-        x = self.norm(self.one(given["x"]) * scale)
-        y = self.two(x)
-        return {"y": y, "pair": (x, x.argmax(-1)), "scale": scale, "same": given["x"]}
-
-
-def structured(api: Any) -> Any:
-    torch.manual_seed(0)
-    model = api.fully_shard(Structured())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: list[Any] = []
-    for step in range(3):
-        x, y = batch(step, "rows")
-        x.requires_grad_()
-        out = model({"x": x}, scale=2.0)
-        (F.mse_loss(out["y"], y) + out["pair"][0].sum() * 0.1).backward()
-        found += [out["pair"][1], out["scale"], x.grad, *gradients(model)]
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, *weights(model)]
-
-
-def adversarial(api: Any) -> Any:
-    """Two models that are trained against each other, one through the other."""
-    torch.manual_seed(0)
-    maker = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, WIDTH))
-    judge = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 1))
-    for model in (maker, judge):
-        api.fully_shard(model)
-    first = torch.optim.Adam(maker.parameters(), lr=1e-2, betas=(0.5, 0.9))
-    second = torch.optim.Adam(judge.parameters(), lr=1e-2, betas=(0.5, 0.9))
-    found: list[Any] = []
-    for step in range(3):
-        noise, real = batch(step, "rows")
-        second.zero_grad()
-        made = maker(noise)
-        one = F.softplus(-judge(real)).mean() + F.softplus(judge(made.detach())).mean()
-        one.backward()
-        second.step()
-        first.zero_grad()
-        two = F.softplus(-judge(made)).mean()
-        two.backward()
-        first.step()
-        found += [one.detach(), two.detach(), *gradients(judge)]
-    return [*found, *weights(maker), *weights(judge)]
-
-
 def autocast(api: Any) -> Any:
     model = gpt(api)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -343,42 +157,6 @@ def scaler(api: Any) -> Any:
         optimizer.zero_grad()
         found += [scaler.get_scale(), *weights(model)]
     return found
-
-
-def nested(api: Any) -> Any:
-    """Units inside of units, one parameter shared by two of them, and the root kept gathered."""
-    torch.manual_seed(0)
-    model = GPT()
-    for layer in model.layers:
-        api.fully_shard(layer.up)
-        api.fully_shard(layer, reshard_after_forward=False)
-    api.fully_shard(model, reshard_after_forward=True)
-    model.layers[0].set_reshard_after_forward(True)  # type: ignore[operator]
-    return train(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def uneven(api: Any) -> Any:
-    """Fewer rows than ranks, and numbers of rows that the ranks do not divide."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 1), nn.Flatten(0), nn.Linear(3, 7))
-    api.fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    shapes = [tuple(one.to_local().shape) for one in model.parameters()]
-    placements = [str(one.placements) for one in model.parameters()]
-    return [shapes, placements, *train(model, optimizer, loss=squares)]
-
-
-def meta(api: Any) -> Any:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, WIDTH))
-    api.fully_shard(model[0])
-    api.fully_shard(model)
-    model.to_empty(device="cpu")
-    torch.manual_seed(3)
-    for module in model:
-        module.reset_parameters()  # type: ignore[operator]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return train(model, optimizer, 2, squares)
 
 
 def saved(api: Any) -> Any:
@@ -447,73 +225,14 @@ def hooks(api: Any) -> Any:
     model.register_forward_hook(lambda _, args, result: result * 0.5)
     model.layers[0].register_forward_hook(lambda _, args, result: result + 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
         tokens, targets = batch(step)
         logits = model(tokens)
         logits.register_hook(lambda gradient: gradient * 2)
-        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*seen, *weights(model)]
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-
-class Coder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
-
-    def encode(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.into(x))
-
-    def decode(self, code: torch.Tensor) -> torch.Tensor:
-        return self.out(code)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decode(self.encode(x))
-
-
-def methods(api: Any) -> Any:
-    """Other methods than forward, the modules of a list, and blocks alone, under a root that is not sharded."""
-    torch.manual_seed(0)
-    model = api.fully_shard(Coder())
-    api.register_fsdp_forward_method(model, "encode")
-    api.register_fsdp_forward_method(model, "decode")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found: list[Any] = []
-    for step in range(2):
-        x, y = batch(step, "rows")
-        (F.mse_loss(model.decode(model.encode(x)), y) + model(x).square().mean()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found += weights(model)
-    torch.manual_seed(0)
-    plain = GPT()
-    for layer in plain.layers:
-        api.fully_shard(layer)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
-    return [*found, *train(plain, optimizer, 2)]
-
-
-def held_by_methods(api: Any) -> Any:
-    """One method runs without synchronisation, another with it; what is held back is a parameter's."""
-    torch.manual_seed(0)
-    model = api.fully_shard(Coder())
-    api.register_fsdp_forward_method(model, "encode")
-    x, y = batch(0, "rows")
-    model.set_requires_gradient_sync(False)
-    model.encode(x).square().sum().backward()
-    found = gradients(model)
-    model.set_requires_gradient_sync(True)
-    F.mse_loss(model(x), y).backward()
-    return [*found, *gradients(model)]
-
-
-def ignored(api: Any) -> Any:
-    torch.manual_seed(0)
-    model = GPT()
-    api.fully_shard(model, ignored_params={model.head.weight})
-    found = train(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), 2)
-    return [isinstance(model.head.weight, DTensor), *found]
+    return [*train(model, optimizer, 2, loss), *seen]
 
 
 def unsharded(api: Any) -> Any:
@@ -556,47 +275,31 @@ def around(api: Any) -> Any:
     return [*found, *gradients(model)]
 
 
-CASES: dict[str, Callable[[Any], Any]] = {
-    case.__name__: case
-    for case in (
-        adamw, sgd_groups, fused, accumulate, evaluation, checkpointed, several_forwards, frozen, adapters, structured,
-        adversarial, autocast, mixed_precision, scaler, nested, uneven, meta, saved, assigned, written, hooks, methods,
-        held_by_methods, ignored, unsharded, hybrid, around,
-    )
-}  # fmt: skip
-
-
-def different(one: Any, two: Any) -> str:
-    """Where two results part; empty where they are the same."""
-    if len(one) != len(two):
-        return f"{len(one)} results and {len(two)}"
-    for place, (left, right) in enumerate(zip(one, two, strict=True)):
-        if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-            if left.dtype != right.dtype or not torch.equal(left, right):
-                off = (left.double() - right.double()).abs().max().item() if left.shape == right.shape else "shape"
-                kinds = f"{list(left.shape)} {left.dtype} and {list(right.shape)} {right.dtype}"
-                return f"result {place}, {kinds}: off by {off}"
-        elif type(left) is not type(right) or left != right:
-            return f"result {place}: {left} and {right}"
-    return ""
-
-
 def broken(api: Any) -> Any:
     """Trains with another rate under this package: what must be told apart."""
     model = gpt(api)
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1 if api is theirs else 0.1000001))
 
 
+CASES: dict[str, Callable[[Any], Any]] = {
+    case.__name__: case
+    for case in (
+        adamw, sgd_groups, fused, accumulate, evaluation, checkpointed, several_forwards, autocast, mixed_precision,
+        scaler, saved, assigned, written, hooks, unsharded, hybrid, around, broken,
+        *own_loop_models.CASES,
+    )
+}  # fmt: skip
+
+
 def main(result: str, names: list[str]) -> None:
     found: dict[str, str] = {}
-    for name in names or [*CASES, "broken"]:
-        case = broken if name == "broken" else CASES[name]
+    for name in names or CASES:
+        case = CASES[name]
         try:
             found[name] = different(case(theirs), case(ours))
         except Exception:
             found[name] = traceback.format_exc()[-3000:]
-            if "--all" not in sys.argv:
-                print(found[name], file=sys.stderr, flush=True)
+            print(found[name], file=sys.stderr, flush=True)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, found[name])
         found[name] = next((f"rank {rank}: {one}" for rank, one in enumerate(everyone) if one), "")

@@ -46,7 +46,7 @@ from tests.cut_models import (
     sgd,
     two_by_two,
     unsharded,
-)  # fmt: skip
+)
 from tests.toys import EAGER
 from tests.workers.tensor_parallel_refusals import refusals
 

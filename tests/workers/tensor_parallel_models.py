@@ -43,7 +43,7 @@ from tests.cut_models import (
     sgd,
     two_by_two,
     unsharded,
-)  # fmt: skip
+)
 from tests.launch import told
 from tests.toys import EAGER
 
