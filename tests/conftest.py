@@ -1,10 +1,11 @@
-"""The order of files, those that take longest first, so that no process is left alone with one at the end; and when to
-leave off."""
+"""The order of files, those that take longest first, so that no process is left alone with one at the end; when to
+leave off; and what files leave as it was."""
 
 from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -41,3 +42,13 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: no collection of garbage needs to look through it, half a second each."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def no_process_group_is_left() -> Iterator[None]:
+    """For tests of `fully_shard` on one process, which starts a process group as FSDP2's does."""
+    yield
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -91,8 +91,8 @@ def test_a_mistake_is_refused_before_anything_starts(
     (alone / "taken" / "result.json").write_text("{}")
     try:
         assert main(["bench", *text.split()]) == 2
-    except SystemExit as exit:
-        assert exit.code == 2
+    except SystemExit as error:
+        assert error.code == 2
     assert said in capsys.readouterr().err
     assert [path.name for path in alone.iterdir()] == ["taken"]
 

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import MethodType
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_compiled import fully_shard
+from tests.toys import net
+
+pytestmark = pytest.mark.usefixtures("no_process_group_is_left")
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_process_group_is_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def doubled(model: nn.Sequential) -> nn.Sequential:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -19,21 +18,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard
 from tests.allocator import record
 from tests.launch import ROOT, launch
+from tests.toys import net
+
+pytestmark = pytest.mark.usefixtures("no_process_group_is_left")
 
 sharding = sys.modules["fsdp_compiled.fully_shard"]  # the name in the package is the function's
 X, Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 2)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_process_group_is_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:

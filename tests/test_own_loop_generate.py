@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -15,14 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_compiled as ours
 
+pytestmark = pytest.mark.usefixtures("no_process_group_is_left")
+
 TOKENS = torch.tensor([[1, 4, 5]])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_process_group_is_left() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def language_model() -> Any:

@@ -44,6 +44,12 @@ class Net(nn.Module):
         return self.head(self.dropout(x))
 
 
+def net() -> nn.Sequential:
+    """Maps ``float32[rows, 4]`` to ``float32[rows, 2]``."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
 def build(seed: int = 0, **options: Any) -> Net:
     torch.manual_seed(seed)
     return Net(**options)

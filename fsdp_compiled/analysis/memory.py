@@ -68,7 +68,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Moment:
-    """While one node runs: the bytes alive on this rank, its arguments, results and scratch among them."""
+    """While one node runs: the bytes alive on this rank, its arguments, results and workspaces among them."""
 
     node: str
     phase: str

@@ -56,9 +56,9 @@ def joint_moments(x: torch.Tensor, axes: Axes) -> tuple[torch.Tensor, torch.Tens
         parts = AllGather.apply(torch.cat([mean, var, count]), axis, size).view(size, 2 * channels + 1)
         means, variances, counts = parts.split([channels, channels, 1], 1)
         count = counts.detach().sum(0)
-        share = counts.detach() / count  # [size, 1]
-        mean = (share * means).sum(0)
-        var = (share * (variances + (means - mean).square())).sum(0)
+        fraction = counts.detach() / count  # [size, 1]
+        mean = (fraction * means).sum(0)
+        var = (fraction * (variances + (means - mean).square())).sum(0)
     return mean, var, count
 
 
@@ -69,18 +69,18 @@ def _normalise(norm: nn.SyncBatchNorm, x: torch.Tensor, axes: Axes) -> torch.Ten
     if not (norm.training and axes):
         if tracked:
             norm.num_batches_tracked.add_(1)
-        share = 0.0 if norm.momentum is None else norm.momentum
+        momentum = 0.0 if norm.momentum is None else norm.momentum
         own = norm.training or norm.running_mean is None
         mean, var = (norm.running_mean, norm.running_var) if tracked or not norm.training else (None, None)
-        return F.batch_norm(x, mean, var, norm.weight, norm.bias, own, share, norm.eps)
+        return F.batch_norm(x, mean, var, norm.weight, norm.bias, own, momentum, norm.eps)
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     mean, var, count = joint_moments(wide, axes)
     if tracked:
         norm.num_batches_tracked.add_(1)
-        share = 1.0 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
+        momentum = 1.0 / norm.num_batches_tracked if norm.momentum is None else norm.momentum
         unbiased = var.detach() * (count / (count - 1).clamp(min=1))
         for running, now in ((norm.running_mean, mean.detach()), (norm.running_var, unbiased)):
-            running.copy_(running * (1 - share) + now.to(running.dtype) * share)
+            running.copy_(running * (1 - momentum) + now.to(running.dtype) * momentum)
     shape = [1, -1] + [1] * (x.dim() - 2)
     scale = torch.rsqrt(var + norm.eps)
     if norm.weight is not None:

@@ -76,7 +76,7 @@ class Watchdog:
     def start(self) -> None:
         """From now on this rank gives signs of life."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="fsdp_compiled watch", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="fsdp_compiled watchdog", daemon=True)
             self._thread.start()
 
     def end(self, waits: bool = True) -> None:

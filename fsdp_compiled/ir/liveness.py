@@ -1,11 +1,11 @@
 """How long each unit stays gathered: an analysis of a program, read off its graph.
 
-    root       |=====================================|      a holding: from the first of the unit's all-gathers
+    root       |=====================================|      a live range: from the first of the unit's all-gathers
     layers.0     |====|                      |====|         to the last use of what they brought, aliases included
     layers.1          |====|            |====|
                forward                 backward
 
-A unit that is gathered again has several holdings. A unit whose all-gathers overlap (one a dtype) has one.
+A unit that is gathered again has several. A unit whose all-gathers overlap (one a dtype) has one.
 """
 
 from __future__ import annotations

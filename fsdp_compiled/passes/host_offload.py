@@ -32,7 +32,7 @@ ALONE = ("cast", "gather")  # readers that have a fetch of their own; views shar
 
 
 def offload(program: Program, plan: Plan) -> Program:
-    """Moves shards and per-element state to the plan's home, and has the program fetch and return them."""
+    """Moves shards and per-element state to the plan's state device, and has the program fetch and return them."""
     edit = Edit(program)
     for buffer in plan.buffers:
         held = _held(edit, buffer)

@@ -32,7 +32,7 @@ c10d = torch.ops._c10d_functional
 def medians(ways: Mapping[str, Callable[[], object]], together: bool) -> dict[str, dict[str, float]]:
     """Of each way, the milliseconds of one call: on the wall, and of this process's threads."""
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
-    for round in range(ROUNDS + 1):
+    for turn in range(ROUNDS + 1):
         for name, call in ways.items():
             if together:
                 dist.barrier()
@@ -40,7 +40,7 @@ def medians(ways: Mapping[str, Callable[[], object]], together: bool) -> dict[st
             for _ in range(10):
                 call()
             taken = time.perf_counter() - wall, time.process_time() - cpu
-            if round:  # the first is for caches and connections
+            if turn:  # the first is for caches and connections
                 for row, seconds in zip(found[name], taken, strict=True):
                     row.append(seconds * 100)
     return {

@@ -56,28 +56,32 @@ def _fastest_that_shards(results: Results, ours: str) -> float:
 
 
 GOALS = (
-    Goal("thin: CPU time of a step, against FSDP2", 0.2, lambda all, ours: ratio(all["thin"], ours, "fsdp2")),
+    Goal("thin: CPU time of a step, against FSDP2", 0.2, lambda runs, ours: ratio(runs["thin"], ours, "fsdp2")),
     Goal(
         "thin: against DDP + torch.compile, which shards nothing",
         1.1,
-        lambda all, ours: ratio(all["thin"], ours, "ddp-compile"),
+        lambda runs, ours: ratio(runs["thin"], ours, "ddp-compile"),
     ),
-    Goal("small: against FSDP2", 0.75, lambda all, ours: ratio(all["small"], ours, "fsdp2")),
+    Goal("small: against FSDP2", 0.75, lambda runs, ours: ratio(runs["small"], ours, "fsdp2")),
     Goal("large: against the fastest rival that shards", 0.95, _fastest_that_shards),
     Goal(
         "large: peak memory of a rank, against FSDP2",
         0.9,
-        lambda all, ours: _peak(all["large"], ours) / _peak(all["large"], "fsdp2"),
+        lambda runs, ours: _peak(runs["large"], ours) / _peak(runs["large"], "fsdp2"),
     ),
     Goal(
         "first step, cold cache: 24 layers against 4 of the same width",
         1.5,
-        lambda all, ours: _first(all["thin-first-step"], ours, "cold") / _first(all["thin-4-first-step"], ours, "cold"),
+        lambda runs, ours: (
+            _first(runs["thin-first-step"], ours, "cold") / _first(runs["thin-4-first-step"], ours, "cold")
+        ),
     ),
     Goal(
         "first step, thin: warm cache against cold",
         0.25,
-        lambda all, ours: _first(all["thin-first-step"], ours, "warm") / _first(all["thin-first-step"], ours, "cold"),
+        lambda runs, ours: (
+            _first(runs["thin-first-step"], ours, "warm") / _first(runs["thin-first-step"], ours, "cold")
+        ),
     ),
 )
 

@@ -165,7 +165,7 @@ class Reader:
                 wanted |= set(range(request.start // BLOCK, (request.stop - 1) // BLOCK + 1))
         if not wanted:
             return
-        scratch = memory_of(torch.empty(min(BLOCK, self._size), dtype=torch.uint8))
+        block_memory = memory_of(torch.empty(min(BLOCK, self._size), dtype=torch.uint8))
         try:
             descriptor = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
@@ -181,7 +181,7 @@ class Reader:
             first = 0
             for block in sorted(wanted):
                 start = block * BLOCK
-                held = scratch[: min(BLOCK, self._size - start)]
+                held = block_memory[: min(BLOCK, self._size - start)]
                 self._fill(file, start, held)
                 if self._checksums and xxhash.xxh3_64_hexdigest(held) != self._checksums[block]:
                     raise Corrupt(
