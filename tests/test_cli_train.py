@@ -76,6 +76,7 @@ def test_a_run_leaves_everything_in_the_folder_it_names_last(whole: tuple[Path, 
     assert weights["layers.1.up.weight"].shape == (64, 16) and weights["embed.weight"].shape == (256, 16)
 
 
+@pytest.mark.exhaustive  # test_cli_resume compares two runs from one seed, and stops one of them besides
 def test_a_seed_gives_the_same_losses(text: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
     """Again on ranks that join those of torchrun, as it were."""
     options = ["--data", str(text), "--out", str(tmp_path / "again"), "--steps", "3", "--seed", "7"]

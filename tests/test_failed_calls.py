@@ -18,7 +18,7 @@ INDEX = "IndexError: index out of range in self"
 OPERATOR = 'KeyError: "the user\'s own operator"'
 # What the other rank hears, in the same call; afterwards both go on as if the call had not been.
 GOES_ON = {
-    **dict.fromkeys(("zero3", "zero2", "zero1", "ddp", "hsdp", "gradient", "last_microbatch"), INDEX),
+    **dict.fromkeys(("zero3", "zero2", "zero1", "ddp", "gradient", "last_microbatch"), INDEX),
     **dict.fromkeys(("zero3_operator", "ddp_operator", "zero3_inductor", "ddp_inductor"), OPERATOR),
     **dict.fromkeys(("microbatch_shards", "microbatch_full"), INDEX),
     "memory": "OutOfMemoryError: tried to allocate more",
