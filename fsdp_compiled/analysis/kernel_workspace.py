@@ -56,7 +56,7 @@ def on_wire(node: fx.Node, backend: Backend) -> int:
     if node.target is c10d.all_gather_into_tensor.default:
         return node.meta["val"].nbytes
     if node.target is c10d.all_gather_into_tensor_coalesced.default:
-        return read + sum(value.nbytes for value in node.meta["val"])
+        return sum(value.nbytes for value in node.meta["val"])  # one by one: `distributed.gloo_gathers`
     return read if node.target is c10d.reduce_scatter_tensor.default else 0
 
 

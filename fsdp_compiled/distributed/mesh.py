@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compiled.distributed import rendezvous
+from fsdp_compiled.distributed.gloo_gathers import gather_into_given
 
 REGISTER = ("NCCL_GRAPH_REGISTER", "0")
 # What the axes of a ``DeviceMesh`` are called here: by our names, and by torchtitan's.
@@ -55,6 +56,10 @@ class Mesh:
     tp_rank: int = 0
     replicate_rank: int = 0
     tp_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        if self.groups and self.device.type == "cpu":
+            gather_into_given()
 
     @property
     def row(self) -> int:

@@ -1,0 +1,77 @@
+"""Functional all-gathers over gloo: what comes out, and which of the process group's operators carries each out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.profiler import profile
+
+from fsdp_compiled.distributed.mesh import Mesh, close
+
+c10d = torch.ops._c10d_functional
+KINDS = [
+    ((5,), torch.float32), ((3, 4), torch.bfloat16), ((0,), torch.float32),
+    ((0, 3), torch.int64), ((2, 3), torch.complex64), ((7,), torch.bool),
+]  # fmt: skip
+
+
+def everyones(shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(len(shape))
+    return [(4 * torch.randn(shape, generator=random)).to(dtype) for _ in range(dist.get_world_size())]
+
+
+def gathered(group: str) -> dict[str, Any]:
+    """Whether each kind is what all ranks have, by itself and all together."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    given = [everyones(*kind) for kind in KINDS]
+    expected = [torch.cat(all_of) for all_of in given]
+    own = [all_of[rank] for all_of in given]
+    own[1] = own[1].t().contiguous().t()  # another layout of the same
+    alone = [c10d.wait_tensor(c10d.all_gather_into_tensor(one, world, group)) for one in own]
+    together = [c10d.wait_tensor(one) for one in c10d.all_gather_into_tensor_coalesced(own, world, group)]
+    same = [
+        found.dtype == right.dtype and found.shape == right.shape and torch.equal(found, right)
+        for right, *both in zip(expected, alone, together, strict=True)
+        for found in both
+    ]
+    return {
+        "same": same,
+        "wrong is same": torch.equal(alone[0], expected[0].roll(1)),
+    }
+
+
+def operators(call: Any) -> dict[str, int]:
+    """How often each of the process group's gathers was called inside."""
+    with profile() as seen:
+        call()
+    names = [event.name for event in seen.events() if event.name.startswith("c10d::") and "gather" in event.name]
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    group = mesh.get_group().group_name
+    before = operators(lambda: gathered(group))
+    Mesh(torch.device("cpu"), dist.get_world_size(), groups={"shard": group})
+    Mesh(torch.device("cpu"), dist.get_world_size(), groups={"shard": group})
+    sent = operators(lambda: gathered(group))
+    answer = gathered(group) | {"before": before, "sent": sent}
+    whole = torch.arange(12.0).view(6, 2)
+    answer["dtensor"] = torch.equal(distribute_tensor(whole, mesh, [Shard(0)]).full_tensor(), whole)
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, answer)
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    close()
+
+
+if __name__ == "__main__":
+    main()
