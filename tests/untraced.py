@@ -35,6 +35,22 @@ class Queue(optim.Optimizer):
                     p.add_(sum(state["queue"]), alpha=-self.rates[-1] / state["seen"])
 
 
+class Noted(Queue):
+    """Reads an attribute of parameters, and keeps one tensor under two names."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["pair"] = [torch.zeros_like(p)] * 2
+                state["pair"][0].mul_(0.9).add_(p.grad)
+                p.sub_(state["pair"][1], alpha=group["lr"] * getattr(p, "scale", 1.0))
+
+
 class Idle(nn.Module):
     """Has a parameter that the loss does not reach."""
 
@@ -46,6 +62,18 @@ class Idle(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Scaled(Idle):
+    """Has a note on a parameter, and a parameter of a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(0.7))
+        self.down.weight.scale = 3.0  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.gain
 
 
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

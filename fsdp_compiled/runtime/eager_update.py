@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.ir.program import OVERFLOW, Port
 from fsdp_compiled.optim.eager import PointwiseOnly
+from fsdp_compiled.optim.groups import options_of
 from fsdp_compiled.optim.nested import filled, form_of, leaves_of, named_leaves
 from fsdp_compiled.optim.rules import notes_of
-from fsdp_compiled.optim.twin import Refused, step_of
+from fsdp_compiled.optim.twin import Refused, attributes_of, step_of
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, encode
 
 Brought = Mapping[Any, Any]  # an optimizer's state as it was, by parameter's name; named state by its own
 
@@ -34,6 +37,20 @@ def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[Any, Any]:
     """What the optimizer keeps, before it is taken over."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {names.get(key, key): value for key, value in optimizer.state.items()}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """All that its code keeps. ``states``: parameter's name, its state, its piece; ``named``: state of no parameter.
+
+    ``attributes``: those that its code writes, ``fixed``: the others. ``written``: the groups' options that it writes.
+    """
+
+    states: list[tuple[str, Mapping[Any, Any], torch.Tensor]]
+    named: Mapping[Any, Any]
+    attributes: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    written: Collection[str]
 
 
 class EagerUpdate:
@@ -75,6 +92,7 @@ class EagerUpdate:
                 self._state[name] = value
         self._notes = notes_of(optimizer)  # attributes that the user put on parameters
         self._shown: dict[str, tuple[torch.Tensor, int]] = {}  # state as it was shown, with versions of copies
+        self._written: dict[str, set[str]] = {"option": set(), "attribute": set()}  # by its code
 
     def run(
         self, state: MutableMapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor],
@@ -92,6 +110,7 @@ class EagerUpdate:
             gradient = outputs.get(Port("out", "update", buffer.key))
             piece.grad = None if gradient is None or name in idle else gradient[first:last]
         kind = type(self._optimizer)
+        before = self._noted()
         try:
             with self._opened(), torch.no_grad(), PointwiseOnly():
                 step_of(kind)(self._optimizer)
@@ -103,6 +122,9 @@ class EagerUpdate:
         finally:
             for piece in self._pieces.values():
                 piece.grad = None
+        now = self._noted()
+        for place, name, _ in (one for one, value in now.items() if before.get(one) != value):
+            self._written[place].add(name)
         for name, piece in self._pieces.items():
             if piece.data_ptr() != self._views[name].data_ptr():  # its code bound `p.data` anew
                 self._views[name].copy_(piece.detach())
@@ -143,6 +165,49 @@ class EagerUpdate:
                         _instead(leaf, given.get(label)) for label, leaf in zip(labels, leaves_of(value), strict=True)
                     ]
                     self._state[piece][top] = filled(form_of(value), leaves)
+
+    @property
+    def name(self) -> str:
+        return type(self._optimizer).__name__
+
+    def kept(self) -> Kept:
+        """What a checkpoint has to hold of it, as it is."""
+        pieces = {piece: name for name, piece in self._pieces.items()}
+        attributes = {name: value for name, value in attributes_of(self._optimizer).items() if name != "defaults"}
+        own = self._written["attribute"] & attributes.keys()
+        return Kept(
+            [(pieces[key], state, key.detach()) for key, state in self._state.items() if isinstance(key, nn.Parameter)],
+            {key: value for key, value in self._state.items() if not isinstance(key, nn.Parameter)},
+            {name: attributes[name] for name in sorted(own)},
+            {name: value for name, value in attributes.items() if name not in own},
+            self._written["option"],
+        )
+
+    def put(
+        self,
+        states: Mapping[str, Mapping[Any, Any]],
+        named: Mapping[Any, Any],
+        attributes: Mapping[str, Any],
+        written: Collection[str],
+    ) -> None:
+        """Goes on from these, which are of this rank's pieces, instead of what is kept."""
+        self._state = defaultdict(dict)
+        self._state |= {self._pieces[name]: dict(state) for name, state in states.items()} | dict(named)
+        vars(self._optimizer).update(attributes)
+        self._written = {"option": set(written), "attribute": set(attributes)}
+
+    def _noted(self) -> dict[tuple[str, str, int], Any]:
+        """Its groups' options and its attributes, as they can be compared later."""
+        options = [("option", index, options_of(group)) for index, group in enumerate(self._optimizer.param_groups)]
+        found = {}
+        for place, index, values in [*options, ("attribute", 0, attributes_of(self._optimizer))]:
+            for name, value in values.items():
+                tensors: Tensors = {}
+                try:
+                    found[place, name, index] = digest(encode(value, name, tensors), tensors)
+                except ValueError:  # no plain data, which `kept` may refuse
+                    continue
+        return found
 
     def refuse(self, call: str, instead: str) -> None:
         """Raises ``ValueError``: this call cannot be made with an optimizer that runs as it is."""

@@ -286,7 +286,9 @@ class Sharded:
             given = check_extra(extra, load=False)
             self._between_steps("save")
             self._checkpoints.wait(busy)
-            trained = self._trained("save")
+            if self._eager is not None:
+                self._eager.read(self._state.optimizer)
+            trained = self._trained("save", eagerly=True)
         if wish.step is None:
             wish = dataclasses.replace(wish, step=int(self._state.step))
         with self._meeting(f"save to {wish}, extra {list(given)}"), outside_modes():
@@ -318,7 +320,7 @@ class Sharded:
             if self._joined is not None:
                 raise RuntimeError("load inside join: the other ranks may still train. Call it after the block.")
             self._checkpoints.wait()
-            trained = self._trained("load")
+            trained = self._trained("load", eagerly=True)
         label = f"load from {place}, step {step}, strict={bool(strict)}, extra {list(given)}"
         # One rank may load after a call that left its state half updated.
         with self._meeting(label) if self._mesh.world > 1 else nullcontext(), outside_modes():
@@ -480,13 +482,13 @@ class Sharded:
                 f"{call} between microbatches: their sums are no part of a checkpoint. Call it after sharded.step."
             )
 
-    def _trained(self, call: str, optimizer: bool = True) -> Trained:
-        """What is saved and loaded. ``optimizer``: whether its state is."""
-        if self._eager is not None and optimizer:
-            self._eager.refuse(call, "what its code keeps can have any form. Train with an optimizer that is traced.")
+    def _trained(self, call: str, optimizer: bool = True, eagerly: bool = False) -> Trained:
+        """What is saved and loaded. ``optimizer``: whether its state is; ``eagerly``: in whatever form it is kept."""
+        if self._eager is not None and optimizer and not eagerly:
+            self._eager.refuse(call, "what its code keeps can have any form. Call save and load.")
         self._taken.check()
         take(self._programs.replaced_buffers(), self._state.buffers)
-        return Trained(self.plan, self._state, self.optimizer, self._programs.rules)
+        return Trained(self.plan, self._state, self.optimizer, self._programs.rules, self._eager)
 
     def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
         compiled, outputs = self._run("last" if state.sums else "step", state, batch, named)

@@ -96,13 +96,8 @@ class Checkpoints:
         self, wish: Wish, trained: Trained, extra: Mapping[str, Any]
     ) -> Generator[str, None, tuple[writing.Save, writing.Own]]:
         self._count += 1
-        state, plan = trained.state, trained.plan
-        values, tensors = values_of(state, plan, trained.optimizer, trained.rules, extra)
-        return (
-            yield from saving.prepare(
-                wish, self._count, plan, self._mesh, state, trained.rules, values, tensors, self._image
-            )
-        )  # fmt: skip
+        values, tensors = values_of(trained.state, trained.plan, trained.optimizer, trained.rules, extra)
+        return (yield from saving.prepare(wish, self._count, self._mesh, trained, values, tensors, self._image))
 
     def load(
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
@@ -183,14 +178,7 @@ class Checkpoints:
         if chosen is None:
             return None
         manifest = yield from loading.open_manifest(chosen, mesh)
-        found = match(
-            manifest,
-            trained.plan,
-            trained.state,
-            trained.optimizer,
-            trained.rules,
-            Place(mesh.shard_rank, mesh.tp_rank),
-        )
+        found = match(manifest, trained, Place(mesh.shard_rank, mesh.tp_rank))
         found.differences += [
             f"extra[{name!r}] is not in the checkpoint" for name in extra if f"extra {name}" not in manifest.values
         ]
@@ -287,7 +275,11 @@ def _write_values(
         for total in state.sums.values():
             total.zero_()
     if trained.optimizer is not None and found.options is not None:
-        write_groups(trained.optimizer, [{k: decode(v, {}) for k, v in one.items()} for one in found.options])
+        groups = [{k: decode(v, {}) for k, v in one.items()} for one in found.options]
+        write_groups(trained.optimizer, groups, found.written)
+    if found.put is not None and trained.eager is not None:
+        found.put()
+        trained.eager.show(state.optimizer)
     if "random" not in values:  # converted from another format
         return
     tree, own = values["random"]

@@ -144,6 +144,9 @@ def _from_ours(folder: Path) -> Contents:
                 found.numbers |= dict.fromkeys(record["parameters"], numbers)
         elif kind != "updates":
             found.left_out.append(name)
+    if "eager" in manifest.values:  # in forms of the optimizer's own code
+        found.state, found.numbers, found.groups, found.kind = {}, {}, [], None
+        found.left_out.append("optimizer")
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,13 @@ from torch.optim import Optimizer
 from fsdp_compiled.optim.groups import NOTES, options_of, scheduled
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.twin import IMPLEMENTATIONS
-from fsdp_compiled.plan.plan import Buffer, Plan
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.runtime.checkpoint import eager_state
 from fsdp_compiled.runtime.checkpoint.contents import class_name, plain
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.stretches import Place, held, parameter_name, per_element, state_name
+from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.state import State
 
@@ -32,20 +34,24 @@ class Match:
     buffers: list[str] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
     options: list[dict[str, Any]] | None = None  # of each group, as JSON, where rates are taken over
+    written: Sequence[str] = ()  # options that the optimizer's own code writes, which are taken over too
+    put: Callable[[], None] | None = None  # gives an optimizer whose own code runs what was read of its state
     differences: list[str] = field(default_factory=list)
 
 
-def match(
-    manifest: Manifest, plan: Plan, state: State, optimizer: Optimizer | None, rules: Sequence[Rule], place: Place
-) -> Match:
+def match(manifest: Manifest, trained: Trained, place: Place) -> Match:
     """What of the checkpoint fits this model and optimizer, and what does not, on each side.
 
     ``wanted`` is what the rank at this place holds.
     """
+    plan, state, rules = trained.plan, trained.state, trained.rules
     found = Match()
     places = _parameters(manifest, plan, state.buffers, found)
-    if optimizer is not None:
-        _optimizer(manifest, plan, state, optimizer, rules, places, found)
+    if trained.optimizer is not None and _same_optimizer(manifest, trained, found):
+        if trained.eager is not None:
+            _eagerly(manifest, trained, place, places, found)
+        else:
+            _optimizer(manifest, plan, state, trained.optimizer, rules, places, found)
     orders = {
         name: slot.leaf.order
         for buffer in plan.buffers
@@ -102,6 +108,42 @@ def _kind(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
+def _same_optimizer(manifest: Manifest, trained: Trained, found: Match) -> bool:
+    """Whether its state can be compared further."""
+    assert trained.optimizer is not None
+    if "optimizer" not in manifest.values:
+        found.differences.append("the checkpoint has no optimizer's state: it was saved without an optimizer")
+        return False
+    saved = manifest.values["optimizer"]["same"]
+    if (own := class_name(trained.optimizer)) != saved["class"] and saved["class"] is not None:
+        found.differences.append(f"the optimizer is {own} here, and {saved['class']} in the checkpoint")
+        return False
+    if (trained.eager is not None) != ("eager" in manifest.values):
+        here, there = ("runs as it is", "traced")[:: 1 if trained.eager is not None else -1]
+        found.differences.append(f"the optimizer's update is {here} here, and {there} in the checkpoint")
+        return False
+    return True
+
+
+def _eagerly(manifest: Manifest, trained: Trained, place: Place, places: Mapping[str, str], found: Match) -> None:
+    """All of its state or none of it."""
+    assert trained.optimizer is not None and trained.eager is not None
+    found.written = manifest.values["eager"]["same"]["written"]
+    before = len(found.differences)
+    _options(manifest, trained.plan, trained.optimizer, manifest.values["optimizer"]["same"], found)
+
+    def first_of(slot: Slot) -> str | None:
+        saved = places.get(parameter_name(slot))
+        return saved.removeprefix("model.") if saved is not None else None
+
+    wanted, put, wrong = eager_state.match(manifest, trained.plan, trained.eager, place, first_of)
+    found.differences += wrong
+    if len(found.differences) == before:
+        found.wanted, found.put = wanted, put
+    else:
+        found.options = None
+
+
 def _optimizer(
     manifest: Manifest,
     plan: Plan,
@@ -112,14 +154,7 @@ def _optimizer(
     found: Match,
 ) -> None:
     """A rule's state is loaded whole or not at all: half of it would be another optimizer's."""
-    if "optimizer" not in manifest.values:
-        found.differences.append("the checkpoint has no optimizer's state: it was saved without an optimizer")
-        return
-    saved = manifest.values["optimizer"]["same"]
-    if (own := class_name(optimizer)) != saved["class"] and saved["class"] is not None:
-        found.differences.append(f"the optimizer is {own} here, and {saved['class']} in the checkpoint")
-        return
-    _options(manifest, plan, optimizer, saved, found)
+    _options(manifest, plan, optimizer, manifest.values["optimizer"]["same"], found)
     there = _Records(manifest)
     for rule in rules:
         members = [(slot, b) for b in plan.buffers if _updates(rule, b) for slot in b.slots]
@@ -193,7 +228,7 @@ def _options(manifest: Manifest, plan: Plan, optimizer: Optimizer, saved: dict[s
     """What the checkpoint has of each group's options: those of its parameters, in whichever groups they were."""
     names = {slot.name: slot.leaf.names for buffer in plan.buffers for slot in buffer.slots}
     group_of = {name: index for index, row in enumerate(saved["parameters"]) for name in row}
-    taken: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         before: dict[str, Any] | None = None
         for parameter in group["params"]:
@@ -209,9 +244,10 @@ def _options(manifest: Manifest, plan: Plan, optimizer: Optimizer, saved: dict[s
                 )
                 return
             before = options
-        taken.append(before or {})
+        rows.append(before or {})
         for name, value in options_of(group).items():
-            if before is None or name not in before or name in taken_over(group) or name in IMPLEMENTATIONS:
+            taken = (*taken_over(group), *found.written)
+            if before is None or name not in before or name in taken or name in IMPLEMENTATIONS:
                 continue
             try:
                 equal = encode(plain(value), name, {}) == before[name]
@@ -223,7 +259,7 @@ def _options(manifest: Manifest, plan: Plan, optimizer: Optimizer, saved: dict[s
                     f"{decode(before[name], {})!r} in the checkpoint"
                 )
                 return
-    found.options = taken
+    found.options = rows
 
 
 def _aliased(manifest: Manifest, names: Sequence[str]) -> list[str]:
@@ -237,10 +273,10 @@ def taken_over(group: Mapping[str, Any]) -> tuple[str, ...]:
     return (*moving, *NOTES, "max_lr", *["betas"] * ("beta1" in moving))
 
 
-def write_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Takes the rates over, and what schedulers note beside them."""
+def write_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], written: Sequence[str] = ()) -> None:
+    """Takes the rates over, what schedulers note beside them, and options that the optimizer's code writes."""
     for group, before in zip(optimizer.param_groups, saved, strict=True):
-        for name in taken_over(group):
+        for name in (*taken_over(group), *written):
             if name in before and isinstance(group.get(name), torch.Tensor):
                 group[name].fill_(before[name])
             elif name in before:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from fsdp_compiled.distributed.mesh import Mesh, exchange
-from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.checkpoint import eager_state
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.image import Image, Part, arrange, part
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, aliases, held, tensors
+from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
 from fsdp_compiled.runtime.checkpoint.writing import Own, Save
-from fsdp_compiled.runtime.state import State
 
-ALIKE = ("updates", "scale", "optimizer", "scalars")  # values that ranks cannot differ in
+ALIKE = ("updates", "scale", "optimizer", "scalars", "eager")  # values that ranks cannot differ in
 
 
 @dataclass(frozen=True)
@@ -43,20 +43,26 @@ class Wish:
 def prepare(
     wish: Wish,
     number: int,
-    plan: Plan,
     mesh: Mesh,
-    state: State,
-    rules: Any,
+    trained: Trained,
     values: Mapping[str, Any],
     found: Tensors,
     image: Image,
 ) -> Generator[str, None, tuple[Save, Own]]:
     """In stages, for `lockstep`; the state may be changed again once it has returned."""
+    plan, state, rules = trained.plan, trained.state, trained.rules
     aside: Path | None = None
     done = False
     try:
         if mesh.rank == 0:
             aside = folders.begin(wish.folder, wish.step, wish.replace)
+        kept: eager_state.Own | None = None
+        agreed: dict[str, Any] = {}
+        if trained.eager is not None:
+            kept = eager_state.own_of(trained.eager)
+            yield "what the optimizer keeps"
+            agreed = eager_state.agreed(exchange(kept.said, mesh))
+            values = {**values, "eager": agreed}
         digests = {name: digest(tree, found) for name, tree in values.items()}
         yield "what they save"
         place = Place(mesh.shard_rank, mesh.tp_rank)
@@ -66,6 +72,9 @@ def prepare(
         holders = Holders(mesh.rank, [place for _, place, *_ in said])
         described = tensors(plan, rules, state.optimizer)
         stretches = list(held(plan, rules, place, state.parameters, state.optimizer, holders))
+        if kept is not None:
+            described |= eager_state.entries(agreed, plan)
+            stretches += eager_state.stretches(agreed, kept.pieces, plan, place, holders)
         shapes = {name: entry.shape for name, entry in described.items() if list(entry.order) == sorted(entry.order)}
         parts = [part(one.name, one.start, one.values, described[one.name].shape, one.cut) for one in stretches]
         trees, extra, entries = _own_values(mesh.rank, writers, values, found)
