@@ -118,7 +118,22 @@ def test_of_ours_the_line_by_blas_stands_first() -> None:
 
 def test_what_is_committed_is_what_the_commands_make(tmp_path: Path) -> None:
     commands = run_all.COMMANDS
-    assert set(commands) == {*tables.PRESETS, *tables.FIRST_STEPS}
+    assert set(commands) == {*tables.PRESETS, *tables.FIRST_STEPS, tables.CHECKPOINT}
     for name in commands:
         (tmp_path / f"{name}.json").write_text(json.dumps({"name": name}))
-    assert list(tables.load(tmp_path)) == [*tables.PRESETS, *tables.FIRST_STEPS]
+    assert list(tables.load(tmp_path)) == [*tables.PRESETS, *tables.FIRST_STEPS, tables.CHECKPOINT]
+
+
+def test_goals_of_checkpoints_are_met_or_missed_by_both_clocks() -> None:
+    seconds = {
+        "copy": [{"stall": [0.1, 0.05]}],
+        "ours": [{"stall": [0.2, 0.05], "save": [0.3, 0.3], "load": [0.2, 0.5]}],
+        "dcp": [{"stall": [0.4, 0.4], "save": [0.4, 0.4], "load": [0.4, 0.4]}],
+        "dcp-async": [{"stall": [0.3, 0.3], "save": [0.9, 0.9]}],
+    }
+    sizes = {"state_bytes": 1 << 20, "disk_bytes": {"ours": 2 << 20, "dcp": 2 << 20}}
+    result = {**fixture(1.0), "checkpoint": {**sizes, "seconds": seconds}}
+    text = tables.fill("<!-- bench: checkpoint -->\n<!-- end -->\n", {"checkpoint": result})
+    assert "| 1.1 | 2.00 | **missed** | 1.00 | met |" in text
+    assert "| 1 | 0.75 | met | 0.75 | met |" in text and "| 1 | 0.50 | met | 1.25 | **missed** |" in text
+    assert "Not measured yet" in tables.fill("<!-- bench: checkpoint -->\n<!-- end -->\n", {})

@@ -33,6 +33,12 @@ from fsdp_compiled.cli.rank import RankInfo
 
 Seconds = list[float]  # on the wall, and of the processor
 Taken = dict[str, Seconds]  # by what was done
+# What this package's figure may be of the other's: the step's stall of one copy, save and load of DCP's.
+GOALS = (
+    ("what the step waits, of one copy of the state", 1.1, "stall", "copy"),
+    ("until it is saved, of DCP's `save`", 1.0, "save", "dcp"),
+    ("load, of DCP's", 1.0, "load", "dcp"),
+)
 TITLES = {
     "copy": "one copy of the state",
     "ours": "this package, `save`",

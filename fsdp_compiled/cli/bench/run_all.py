@@ -24,6 +24,7 @@ COMMANDS = {
     "llama": "--preset llama",
     "thin-first-step": "--preset thin --measure first-step --rivals ddp-compile fsdp2-compile ours",
     "thin-4-first-step": "--preset thin --layers 4 --measure first-step --rivals ours",
+    "checkpoint": "--preset large --width 1024 --heads 16 --measure checkpoint --rounds 8",
 }
 
 

@@ -3,7 +3,8 @@
     python -m fsdp_compiled.cli.bench.tables
 
 `run_all` does this after it has measured. A table stands between `<!-- bench: NAME -->` and `<!-- end -->`, where
-NAME is `headline`, `summary`, `memory`, `goals`, `first-step`, `train`, or a result's. What was not measured, they say.
+NAME is `headline`, `summary`, `memory`, `goals`, `first-step`, `train`, `checkpoint`, or a result's. What was not
+measured, they say.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_compiled.cli.bench import RESULTS, report
+from fsdp_compiled.cli.bench import RESULTS, checkpoint, report
 from fsdp_compiled.cli.bench.plot import plot
 from fsdp_compiled.cli.bench.rivals import RIVALS
 from fsdp_compiled.cli.bench.summary import Row, ratio, rows
@@ -24,6 +25,7 @@ ROOT = RESULTS.parents[1]
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "bench" / "README.md")
 PRESETS = ("thin", "small", "large", "llama")
 FIRST_STEPS = ("thin-first-step", "thin-4-first-step")
+CHECKPOINT = "checkpoint"
 BLOCK = re.compile(r"(<!-- bench: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOTHING = "Not measured yet."
 # What counts is the line by PyTorch's BLAS, which all rivals use too; what oneDNN adds to it stands below.
@@ -172,6 +174,26 @@ def train(file: Path = RESULTS / "train.json") -> str:
     return "\n".join([head, "|---|---|---|---|---|", row, "", described])
 
 
+def checkpoints(results: Results) -> str:
+    """The tables of `--measure checkpoint`, and its goals by both clocks."""
+    if CHECKPOINT not in results:
+        return NOTHING
+    measured = results[CHECKPOINT]["checkpoint"]
+    lines = ["| figure | at most | wall time | | processor time | |", "|---|---:|---:|---|---:|---|"]
+    for figure, most, what, to in checkpoint.GOALS:
+        cells = []
+        for clock in (0, 1):
+            value = checkpoint.ratio(measured, "ours", what, to, clock)
+            assert value is not None
+            cells += [f"{value:.2f}", "met" if value <= most else "**missed**"]
+        lines.append(f"| {figure} | {most:g} | {' | '.join(cells)} |")
+    result = results[CHECKPOINT]
+    versions = f"torch {result['versions']['torch']}"
+    return "\n".join(
+        [checkpoint.describe(measured), "", *lines, "", f"`{result['command']}`, {result['hardware']}, {versions}."]
+    )
+
+
 def block(name: str, results: Results) -> str:
     """What stands between the markers."""
     if name == "headline":
@@ -186,6 +208,8 @@ def block(name: str, results: Results) -> str:
         return goals(results)
     if name == "first-step":
         return first_step(results)
+    if name == CHECKPOINT:
+        return checkpoints(results)
     if name not in results:
         return NOTHING
     result = results[name]
@@ -202,7 +226,7 @@ def fill(text: str, results: Results) -> str:
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The committed results of `fsdp-compiled bench`, by name."""
-    files = {name: folder / f"{name}.json" for name in (*PRESETS, *FIRST_STEPS)}
+    files = {name: folder / f"{name}.json" for name in (*PRESETS, *FIRST_STEPS, CHECKPOINT)}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 

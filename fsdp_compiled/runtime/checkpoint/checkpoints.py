@@ -16,6 +16,7 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh, exchange
 from fsdp_compiled.runtime.checkpoint import dcp, huggingface, loading, saving, whole, writing
+from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import derive_generators, set_generators, values_of
 from fsdp_compiled.runtime.checkpoint.image import Image
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
@@ -84,20 +85,25 @@ class Checkpoints:
     def save(self, wish: Wish, trained: Trained, extra: Mapping[str, Any]) -> Saving:
         """Collective, up to the copy. All ranks have agreed that they save."""
         wait_for_host_memory(trained.plan)
-        work = self._prepare(wish, trained, extra)
+        begun: list[Path] = []
+        work = self._prepare(wish, trained, extra, begun)
         try:
             save, own = lockstep(self._mesh, "What save writes", work)
+        except BaseException:
+            for aside in begun:
+                folders.abandon(aside)
+            raise
         finally:
             work.close()
         self._current = writing.start(save, own, self._mesh.rank, self._calls.board)
         return self._current
 
     def _prepare(
-        self, wish: Wish, trained: Trained, extra: Mapping[str, Any]
+        self, wish: Wish, trained: Trained, extra: Mapping[str, Any], begun: list[Path]
     ) -> Generator[str, None, tuple[writing.Save, writing.Own]]:
         self._count += 1
         values, tensors = values_of(trained.state, trained.plan, trained.optimizer, trained.rules, extra)
-        return (yield from saving.prepare(wish, self._count, self._mesh, trained, values, tensors, self._image))
+        return (yield from saving.prepare(wish, self._count, self._mesh, trained, values, tensors, self._image, begun))
 
     def load(
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
@@ -185,7 +191,8 @@ class Checkpoints:
         if found.differences and strict:
             raise ValueError(refusal(chosen, found.differences))
         values = self._values(manifest, found, extra, rows)
-        staged = yield from loading.read(chosen, manifest, mesh, found.wanted, [tree for tree, _ in values.values()])
+        trees = [tree for tree, _ in values.values()]
+        staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees, room=self._image.room())
         _check_extra(manifest, values, extra)
         undo = _load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)
         try:

@@ -89,8 +89,12 @@ def options(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def plain(value: Any) -> Any:
-    """A rate that is a tensor, as the number that it is."""
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    """A rate that is a tensor, or NumPy's, as the number that it is; in a tuple or list too."""
+    if type(value) in (tuple, list):
+        return type(value)(plain(one) for one in value)
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1 else value
 
 
 def names_of(plan: Plan, rule: Rule) -> list[str]:

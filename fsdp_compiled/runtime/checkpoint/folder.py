@@ -20,7 +20,7 @@ from pathlib import Path
 
 from fsdp_compiled.runtime.checkpoint.manifest import NAME
 
-COMPLETE = re.compile(r"step-(\d+)")
+COMPLETE = re.compile(r"step-(0|[1-9][0-9]*)")  # as `path_of` names them
 ASIDE = re.compile(r"\.step-\d+\.[0-9a-f]{8}")
 LOCK = ".lock"
 TAKEN = (errno.EACCES, errno.EAGAIN)
@@ -149,6 +149,12 @@ def _claim(aside: Path, step: int) -> None:
 def end(aside: Path) -> None:
     """It is no longer being written."""
     _writing.pop(aside.name, None)
+
+
+def abandon(aside: Path) -> None:
+    """Removes what will not be written."""
+    shutil.rmtree(aside, ignore_errors=True)
+    end(aside)
 
 
 def clear(folder: Path) -> None:

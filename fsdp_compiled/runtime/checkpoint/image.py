@@ -2,19 +2,20 @@
 
     stretches and values  ->  names and offsets in files (`arrange`)  ->  one copy into the image (`fill`)  ->  files
 
-The image is kept for the next checkpoint: fresh memory costs as much as the copy.
+The image is kept for the next checkpoint: fresh memory costs as much as the copy. What a load reads of a rank's shards
+stands in the same memory until it is verified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fsdp_compiled.runtime.checkpoint.cuts import Cut
-from fsdp_compiled.runtime.checkpoint.data_file import Item, Layout, lay_out
+from fsdp_compiled.runtime.checkpoint.data_file import ALIGNMENT, Item, Layout, lay_out
 from fsdp_compiled.runtime.checkpoint.memory import memory_of
 
 FILE = 4 << 30  # bytes: a file is closed when it has as many
@@ -82,6 +83,21 @@ class Image:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: list[torch.Tensor] = []
+
+    def room(self) -> Callable[[int, torch.dtype], torch.Tensor]:
+        """Gives memory for so many elements, of the image's as long as there is some. Until the next call or `fill`."""
+        files = [0] * len(self._memory)
+
+        def take(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            size = numel * dtype.itemsize
+            for index, memory in enumerate(self._memory):
+                start = -(-files[index] // ALIGNMENT) * ALIGNMENT
+                if start + size <= memory.numel():
+                    files[index] = start + size
+                    return memory[start : start + size].view(dtype)
+            return torch.empty(numel, dtype=dtype)
+
+        return take
 
     def fill(self, files: Sequence[Arranged]) -> list[memoryview]:
         """Copies everything; returns, by file, its bytes. They are the image's until the next call."""

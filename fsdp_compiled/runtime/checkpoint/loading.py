@@ -7,7 +7,7 @@ newest or named step -> manifest -> compare with this Sharded -> read into stagi
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from fsdp_compiled.runtime.checkpoint.manifest import Entry, Manifest
 from fsdp_compiled.runtime.checkpoint.memory import memory_of
 from fsdp_compiled.runtime.checkpoint.values import Tensors, tensor_names
 
+Room = Callable[[int, torch.dtype], torch.Tensor]
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -67,9 +68,19 @@ class Staged:
 
 
 def read(
-    path: Path, manifest: Manifest, mesh: Mesh, wanted: Sequence[Wanted], trees: Iterable[Any], rest: bool = True
+    path: Path,
+    manifest: Manifest,
+    mesh: Mesh,
+    wanted: Sequence[Wanted],
+    trees: Iterable[Any],
+    rest: bool = True,
+    room: Room | None = None,
 ) -> Generator[str, None, Staged]:
-    """Each rank reads what it wants, all together (``rest``) every byte of every file; in stages, for `lockstep`."""
+    """Each rank reads what it wants, all together (``rest``) every byte of every file; in stages, for `lockstep`.
+
+    ``room``: gives memory for what is wanted, which `write` then copies to where it belongs.
+    """
+    take = room or _fresh
     readers = {
         file.name: Reader(
             path / file.name,
@@ -80,7 +91,7 @@ def read(
         for file in manifest.files.values()
     }
     requests: dict[str, list[Request]] = {name: [] for name in readers}
-    pairs = [(one, _request(manifest.tensors[one.tensor], one, requests)) for one in wanted]
+    pairs = [(one, _request(manifest.tensors[one.tensor], one, requests, take)) for one in wanted]
     tensors: Tensors = {}
     for name in dict.fromkeys(name for tree in trees for name in tensor_names(tree)):
         entry = manifest.tensors[name]
@@ -100,11 +111,15 @@ def read(
     )
 
 
-def _request(entry: Entry, one: Wanted, requests: dict[str, list[Request]]) -> torch.Tensor:
-    """Fresh memory for it; all of the tensor, or its part, where its dims lie in another order."""
+def _fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
+def _request(entry: Entry, one: Wanted, requests: dict[str, list[Request]], take: Room) -> torch.Tensor:
+    """Memory for it; for all of the tensor, or its part, where its dims lie in another order."""
     if one.order != entry.order:
         return _all_of(entry, one.cut, requests)
-    values = torch.empty(one.stop - one.start, dtype=entry.dtype)
+    values = take(one.stop - one.start, entry.dtype)
     _ask(entry, one.cut, one.start, one.stop, values, requests)
     return values
 

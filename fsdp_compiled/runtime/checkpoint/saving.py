@@ -6,7 +6,6 @@ rank 0       the folder aside         -+
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,51 +47,48 @@ def prepare(
     values: Mapping[str, Any],
     found: Tensors,
     image: Image,
+    begun: list[Path],
 ) -> Generator[str, None, tuple[Save, Own]]:
-    """In stages, for `lockstep`; the state may be changed again once it has returned."""
+    """In stages, for `lockstep`; the state may be changed again once it has returned.
+
+    ``begun``: gets the folder that rank 0 made, which has to go if a rank fails.
+    """
     plan, state, rules = trained.plan, trained.state, trained.rules
     aside: Path | None = None
-    done = False
-    try:
-        if mesh.rank == 0:
-            aside = folders.begin(wish.folder, wish.step, wish.replace)
-        kept: eager_state.Own | None = None
-        agreed: dict[str, Any] = {}
-        if trained.eager is not None:
-            kept = eager_state.own_of(trained.eager)
-            yield "what the optimizer keeps"
-            agreed = eager_state.agreed(exchange(kept.said, mesh))
-            values = {**values, "eager": agreed}
-        digests = {name: digest(tree, found) for name, tree in values.items()}
-        yield "what they save"
-        place = Place(mesh.shard_rank, mesh.tp_rank)
-        said = exchange((aside, place, row_of(mesh), digests), mesh)
-        rows = [row for _, _, row, _ in said]
-        writers = _writers([digests for *_, digests in said], rows)
-        holders = Holders(mesh.rank, [place for _, place, *_ in said])
-        described = tensors(plan, rules, state.optimizer)
-        stretches = list(held(plan, rules, place, state.parameters, state.optimizer, holders))
-        if kept is not None:
-            described |= eager_state.entries(agreed, plan)
-            stretches += eager_state.stretches(agreed, kept.pieces, plan, place, holders)
-        shapes = {name: entry.shape for name, entry in described.items() if list(entry.order) == sorted(entry.order)}
-        parts = [part(one.name, one.start, one.values, described[one.name].shape, one.cut) for one in stretches]
-        trees, extra, entries = _own_values(mesh.rank, writers, values, found)
-        shapes |= {name: entry.shape for name, entry in entries.items()}
-        files = arrange([*parts, *extra], shapes, mesh.rank, mesh.world)
-        written_by = {"torch": str(torch.__version__), "shard": plan.policy.shard, "id": said[0][0].name}
-        save = Save(
-            number, said[0][0], wish.step, wish.keep, mesh.world, described, aliases(plan), writers, written_by, rows,
-            wish.replace,
-        )  # fmt: skip
-        own = Own(files, image.fill(files), trees, entries)
-        yield "the copy"
-        done = True
-        return save, own
-    finally:
-        if aside is not None and not done:
-            shutil.rmtree(aside, ignore_errors=True)
-            folders.end(aside)
+    if mesh.rank == 0:
+        aside = folders.begin(wish.folder, wish.step, wish.replace)
+        begun.append(aside)
+    kept: eager_state.Own | None = None
+    agreed: dict[str, Any] = {}
+    if trained.eager is not None:
+        kept = eager_state.own_of(trained.eager)
+        yield "what the optimizer keeps"
+        agreed = eager_state.agreed(exchange(kept.said, mesh))
+        values = {**values, "eager": agreed}
+    digests = {name: digest(tree, found) for name, tree in values.items()}
+    yield "what they save"
+    place = Place(mesh.shard_rank, mesh.tp_rank)
+    said = exchange((aside, place, row_of(mesh), digests), mesh)
+    rows = [row for _, _, row, _ in said]
+    writers = _writers([digests for *_, digests in said], rows)
+    holders = Holders(mesh.rank, [place for _, place, *_ in said])
+    described = tensors(plan, rules, state.optimizer)
+    stretches = list(held(plan, rules, place, state.parameters, state.optimizer, holders))
+    if kept is not None:
+        described |= eager_state.entries(agreed, plan)
+        stretches += eager_state.stretches(agreed, kept.pieces, plan, place, holders)
+    shapes = {name: entry.shape for name, entry in described.items() if list(entry.order) == sorted(entry.order)}
+    parts = [part(one.name, one.start, one.values, described[one.name].shape, one.cut) for one in stretches]
+    trees, extra, entries = _own_values(mesh.rank, writers, values, found)
+    shapes |= {name: entry.shape for name, entry in entries.items()}
+    files = arrange([*parts, *extra], shapes, mesh.rank, mesh.world)
+    written_by = {"torch": str(torch.__version__), "shard": plan.policy.shard, "id": said[0][0].name}
+    save = Save(
+        number, said[0][0], wish.step, wish.keep, mesh.world, described, aliases(plan), writers, written_by, rows,
+        wish.replace,
+    )  # fmt: skip
+    own = Own(files, image.fill(files), trees, entries)
+    return save, own
 
 
 def row_of(mesh: Mesh) -> int:
