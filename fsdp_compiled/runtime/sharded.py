@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from fsdp_compiled.runtime.eager_update import EagerUpdate
 from fsdp_compiled.runtime.failed_calls import FailedCalls
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.module_buffers import take
+from fsdp_compiled.runtime.one_thread import one_thread
 from fsdp_compiled.runtime.program_cache import Programs, Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import full_state_dict
@@ -81,6 +83,7 @@ class Sharded:
         self._state = state
         self._hyperparameters = Hyperparameters(optimizer, plan.device)
         self._eager = eager
+        self.calling = RLock()  # for `one_thread`
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
         self._numbers = {"rows": 0.0} | {f"call {part}": 0.0 for part in range(CALL_PARTS)}
@@ -101,6 +104,7 @@ class Sharded:
     # What a person calls.
 
     @untraced
+    @one_thread
     def step(self, *batch: Any, **named: Any) -> Any:
         """One optimizer step on this rank's batch.
 
@@ -112,6 +116,7 @@ class Sharded:
         return result
 
     @untraced
+    @one_thread
     def accumulate(self, *batch: Any, **named: Any) -> Any:
         """Adds one microbatch's gradient, without an update; the next `step` uses the mean over all of them.
 
@@ -125,6 +130,7 @@ class Sharded:
         return compiled.capture.rebuild(outputs)
 
     @untraced
+    @one_thread
     def apply(self, state: State, *batch: Any, **named: Any) -> tuple[State, Any]:
         """The functional form of `step`: ``(state, loss)``; consumes the state it is given. Collective.
 
@@ -142,6 +148,7 @@ class Sharded:
         return new, result
 
     @untraced
+    @one_thread
     def value_and_grad(self, *batch: Any, **named: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         """``(loss, gradients)``, and nothing is updated but module buffers and the random state. Collective.
 
@@ -162,6 +169,7 @@ class Sharded:
         return compiled.capture.rebuild(outputs), gradients
 
     @untraced
+    @one_thread
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Forward with gathered parameters and without gradient, in train or eval mode as the model is. Collective."""
         compiled, outputs = self._run("forward", self._state, inputs, named)
@@ -246,6 +254,7 @@ class Sharded:
         return self._state
 
     @untraced
+    @one_thread
     def full_state_dict(self) -> dict[str, Any]:
         """The ordinary ``model.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
         state = self._state
@@ -258,6 +267,7 @@ class Sharded:
             return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
 
     @untraced
+    @one_thread
     def save(
         self,
         folder: str | Path,
@@ -298,6 +308,7 @@ class Sharded:
         return future
 
     @untraced
+    @one_thread
     def load(
         self,
         folder: str | Path,
@@ -331,6 +342,7 @@ class Sharded:
         return found
 
     @untraced
+    @one_thread
     def export(self, folder: str | Path) -> None:
         """Writes the weights in the layout of Hugging Face, for ``from_pretrained(folder)``. Collective.
 
@@ -344,6 +356,7 @@ class Sharded:
             self._checkpoints.export(place, self.model, trained)
 
     @untraced
+    @one_thread
     def import_weights(self, folder: str | Path, strict: bool = True) -> None:
         """Loads weights in the layout of Hugging Face, cast to the parameters' dtypes. Collective.
 
@@ -357,6 +370,7 @@ class Sharded:
             self._checkpoints.import_weights(place, bool(strict), self.model, trained)
 
     @untraced
+    @one_thread
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads an ordinary ``model.state_dict()``, that of rank 0; others may give ``{}``. Collective.
 
@@ -368,6 +382,7 @@ class Sharded:
             self._checkpoints.load_weights(state_dict, self.model, trained)
 
     @untraced
+    @one_thread
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """The ordinary ``optimizer.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
         with self._refusing():
@@ -377,6 +392,7 @@ class Sharded:
             return self._checkpoints.optimizer_state_dict(trained)
 
     @untraced
+    @one_thread
     def load_full_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Loads an ordinary ``optimizer.state_dict()``, that of rank 0; others may give ``{}``. Collective.
 
@@ -389,6 +405,7 @@ class Sharded:
             self._checkpoints.load_optimizer(state_dict, trained)
 
     @untraced
+    @one_thread
     def state_dict(self) -> dict[str, Any]:
         """For `torch.distributed.checkpoint`: ``dcp.save({"app": sharded})``. Collective.
 
@@ -405,6 +422,7 @@ class Sharded:
             return self._checkpoints.state_dict(trained)
 
     @untraced
+    @one_thread
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes what `state_dict` returned and DCP filled, or one like it with whole tensors. Collective.
 

@@ -1,0 +1,37 @@
+"""One call of a `Sharded` at a time.
+
+A step writes weights in place and hands its state on; a save, or another step, that another thread makes meanwhile
+would read half of both. Which of two threads comes first, no other rank could know either, so neither waits: the second
+one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from threading import current_thread
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def one_thread(method: F) -> F:
+    """Raises ``RuntimeError`` where another thread is in such a call of the same object.
+
+    ``self.calling``, an ``RLock``, is held meanwhile: the thread that has it may make calls inside of calls.
+    """
+
+    @wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.calling.acquire(blocking=False):
+            raise RuntimeError(
+                f"{type(self).__name__}.{method.__name__} was called by the thread {current_thread().name!r} while "
+                "another thread is in a call of the same one, which would be read or written half-way. Make all calls "
+                "from one thread, in the same order on every rank; save(wait=False) writes in the background."
+            )
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.calling.release()
+
+    return cast(F, run)
