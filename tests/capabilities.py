@@ -338,6 +338,8 @@ ROWS = (
             "test_tensor_parallel::test_with_sequence_parallelism_it_is_fsdp2_to_the_bit",
             "test_tensor_parallel::test_what_is_not_right_is_refused_on_every_rank",
             "test_tensor_parallel_loop::test_with_sequence_parallelism_and_clipping_it_is_fsdp2_to_the_bit",
+            "test_tensor_parallel_loop::test_dropout_is_fsdp2s_where_activations_are_whole_and_independent_on_parts",
+            "test_tp_overlap::test_they_start_and_are_waited_for_as_data_allows",
             "test_tensor_parallel_models::test_a_model_of_transformers_is_cut_by_the_plan_that_it_brings",
         ),
     ),
