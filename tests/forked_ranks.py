@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import types
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -111,7 +112,8 @@ def become(request: Request, rank: int) -> None:
 def serve() -> Request | None:
     """In the parent None, once there are no more requests; in a rank its request, and the process is that rank."""
     for name in IMPORTED:
-        importlib.import_module(name)
+        with suppress(ModuleNotFoundError):  # that this PyTorch does not have
+            importlib.import_module(name)
     assert threading.active_count() == 1, "a fork copies one thread only"
     gc.collect()
     gc.freeze()
