@@ -4,6 +4,7 @@ leave off; and what files leave as it was."""
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections.abc import Iterator
 
@@ -52,3 +53,14 @@ def no_process_group_is_left() -> Iterator[None]:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def writers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Those that write a checkpoint's files wait until it is set."""
+    from fsdp_compiled.runtime.checkpoint import data_file
+
+    go = threading.Event()
+    write = data_file.write
+    monkeypatch.setattr(data_file, "write", lambda *given: (go.wait(60), write(*given))[1])
+    return go

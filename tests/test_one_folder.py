@@ -38,15 +38,6 @@ def loaded(place: Path) -> float:
     return float(other.full_state_dict()["weight"][0, 0])
 
 
-@pytest.fixture
-def writers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Those that write wait until it is set."""
-    go = threading.Event()
-    write = data_file.write
-    monkeypatch.setattr(data_file, "write", lambda *given: (go.wait(60), write(*given))[1])
-    return go
-
-
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("step", [5, 4])
 def test_two_at_once_do_not_replace_each_other(

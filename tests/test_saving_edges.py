@@ -19,7 +19,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed.call_store import Board
-from fsdp_compiled.runtime.checkpoint import data_file, folder, writing
+from fsdp_compiled.runtime.checkpoint import folder, writing
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 
 
@@ -31,15 +31,6 @@ def build(steps: int = 1) -> Sharded:
     for _ in range(steps):
         sharded.step(torch.ones(2, 4))
     return sharded
-
-
-@pytest.fixture
-def writers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Those that write wait until it is set."""
-    go = threading.Event()
-    write = data_file.write
-    monkeypatch.setattr(data_file, "write", lambda *given: (go.wait(60), write(*given))[1])
-    return go
 
 
 def test_a_save_that_runs_cannot_be_cancelled(tmp_path: Path, writers: threading.Event) -> None:
