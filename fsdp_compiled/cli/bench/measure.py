@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.cli.bench.network import Network, Transfer, slow_network
+from fsdp_compiled.cli.bench.network import Inner, Network, Transfer, slow_network
 from fsdp_compiled.cli.bench.observe import Observer, Seen
 from fsdp_compiled.cli.bench.options import BenchOptions
 from fsdp_compiled.cli.bench.presets import Preset, on_device, rows_of_rank
@@ -66,12 +66,21 @@ class Contest:
     """Rivals side by side on this rank."""
 
     def __init__(
-        self, preset: Preset, rivals: Sequence[Rival], here: RankInfo, ranks: Ranks, seed: int, screen: Screen
+        self,
+        preset: Preset,
+        rivals: Sequence[Rival],
+        here: RankInfo,
+        ranks: Ranks,
+        seed: int,
+        screen: Screen,
+        node: int = 1,
     ) -> None:
         self.preset, self.rivals, self.here, self.ranks, self.screen = preset, rivals, here, ranks, screen
-        self.setting = Setting(preset, here, seed)
+        self.setting = Setting(preset, here, seed, node)
         self.whole = on_device(preset.batches(here.world, seed, BATCHES), here.device)
         self.mine = [rows_of_rank(batch, here.rank, preset.batch) for batch in self.whole]
+        # Of all ranks of a node together.
+        self.nodes = [rows_of_rank(batch, here.rank // node, preset.batch * node) for batch in self.whole]
         self.steps: dict[str, Step] = {}
         self.seen: dict[str, Seen] = {}
         self.losses: dict[str, list[float]] = {}
@@ -124,7 +133,7 @@ class Contest:
         return self.here.first or not rival.alone
 
     def _batches(self, rival: Rival) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return self.whole if rival.alone else self.mine
+        return self.whole if rival.alone else self.nodes if rival.tp else self.mine
 
     def race(self, rounds: int, steps: int, stop: Stop, network: Network | None = None) -> bool:
         """All rounds; False if the run was asked to stop before the last."""
@@ -198,12 +207,12 @@ def measure_steps(
     stop = Stop()
     ranks = Ranks()
     with quiet_threads(here.device):
-        contest = Contest(preset, rivals, here, ranks, options.seed, screen)
+        contest = Contest(preset, rivals, here, ranks, options.seed, screen, options.node or 1)
         if not contest.check(stop):
             return None
         before = os.getloadavg()
         slow = (
-            slow_network(options.network_gbps, options.latency_ms / 1e3, spared=ranks.group)
+            slow_network(options.network_gbps, options.latency_ms / 1e3, spared=ranks.group, inner=inner_of(options))
             if options.network_gbps is not None
             else nullcontext()
         )
@@ -218,6 +227,10 @@ def measure_steps(
         }
 
 
+def inner_of(options: BenchOptions) -> Inner | None:
+    return None if options.inner_gbps is None or options.node is None else Inner(options.inner_gbps, options.node)
+
+
 def conditions(options: BenchOptions, here: RankInfo, load: Sequence[float]) -> Mapping[str, Any]:
     return {
         "world": here.world,
@@ -227,7 +240,11 @@ def conditions(options: BenchOptions, here: RankInfo, load: Sequence[float]) -> 
         "load average before and after": [round(load[0], 2), round(os.getloadavg()[0], 2)],
         "network": None
         if options.network_gbps is None
-        else {"gigabits per second": options.network_gbps, "latency ms": options.latency_ms},
+        else {
+            "gigabits per second": options.network_gbps,
+            "latency ms": options.latency_ms,
+            **({} if options.inner_gbps is None else {"inner": options.inner_gbps, "ranks of a node": options.node}),
+        },
     }
 
 

@@ -14,12 +14,15 @@ collectives, of FSDP2 and of DDP's reducer alike. Inside `slow_network` they com
 bytes of a transfer are those that a rank receives in a ring of W ranks: (W - 1) / W of the gathered buffer, the same of
 a buffer that is reduced and scattered or exchanged, twice that of one that is all-reduced, all of one that is
 broadcast. Barriers and point-to-point messages are left alone.
+
+With `Inner`, ranks are in nodes, neighbours together: groups whose ranks are all in one node have a wire of their own,
+which is as fast as said, and all others the network's.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,6 +48,18 @@ BEFORE = torch._C.DispatchKey.ADInplaceOrView  # where operators pass on their w
 KEPT = 4096  # transfers whose Python side is kept alive, because C++ may wait for one again
 
 
+@dataclass(frozen=True)
+class Inner:
+    """The wire inside of a node of so many ranks."""
+
+    gigabits_per_second: float
+    ranks: int
+
+    def holds(self, ranks: Sequence[int]) -> bool:
+        """Whether all of these are in one node."""
+        return len({rank // self.ranks for rank in ranks}) == 1
+
+
 @dataclass
 class Transfer:
     """One collective on the simulated wire; times in seconds of `time.monotonic`."""
@@ -55,6 +70,7 @@ class Transfer:
     start: float
     end: float
     waited: float | None = None  # when somebody first waited for it
+    inner: bool = False  # whether it was on the wire inside of a node
 
     @property
     def exposed(self) -> float:
@@ -63,17 +79,21 @@ class Transfer:
 
 
 class Network:
-    """The wire of one process: what is on it, and how fast it is."""
+    """The wires of one process: what is on them, and how fast they are."""
 
-    def __init__(self, bytes_per_second: float, latency: float, linger: float = 0.0) -> None:
-        self.bytes_per_second, self.latency, self.linger = bytes_per_second, latency, linger
+    def __init__(
+        self, bytes_per_second: float, latency: float, linger: float = 0.0, inner: Inner | None = None
+    ) -> None:
+        self.bytes_per_second, self.latency, self.linger, self.inner = bytes_per_second, latency, linger, inner
         self.transfers: list[Transfer] = []
         self._lock = threading.Lock()  # DDP issues from autograd's thread
-        self._free = 0.0
+        self._free = {False: 0.0, True: 0.0}  # when each wire is: the network's, and that inside of a node
         self._alive: deque[_Late] = deque(maxlen=KEPT)
 
-    def seconds(self, size: int) -> float:
+    def seconds(self, size: int, inside: bool = False) -> float:
         """What a transfer of so many bytes takes on a free wire."""
+        if inside and self.inner is not None:
+            return self.latency + size / (self.inner.gigabits_per_second * 1e9 / 8)
         return self.latency + size / self.bytes_per_second
 
     def take(self) -> list[Transfer]:
@@ -82,12 +102,14 @@ class Network:
             taken, self.transfers = self.transfers, []
         return taken
 
-    def send(self, name: str, size: int, work: dist.Work) -> "_Late":
+    def send(self, name: str, size: int, work: dist.Work, ranks: Sequence[int]) -> "_Late":
+        """Of a collective among these ranks."""
+        inside = self.inner is not None and self.inner.holds(ranks)
         with self._lock:
             issued = time.monotonic()
-            start = max(issued, self._free)
-            self._free = start + self.seconds(size)
-            transfer = Transfer(name, size, issued, start, self._free)
+            start = max(issued, self._free[inside])
+            self._free[inside] = end = start + self.seconds(size, inside)
+            transfer = Transfer(name, size, issued, start, end, inner=inside)
             late = _Late(work, transfer, self.linger)
             self.transfers.append(transfer)
             self._alive.append(late)
@@ -133,15 +155,19 @@ class _Late(dist._Work):
 
 @contextmanager
 def slow_network(
-    gigabits_per_second: float, latency: float = 0.0, linger: float = 0.0, spared: dist.ProcessGroup | None = None
+    gigabits_per_second: float,
+    latency: float = 0.0,
+    linger: float = 0.0,
+    spared: dist.ProcessGroup | None = None,
+    inner: Inner | None = None,
 ) -> Iterator[Network]:
     """Inside, collectives on CPU tensors take as long as on such a network; ``latency`` in seconds.
 
     ``linger``: for how long at least gloo's own thread is left to let go of a collective that is over, before who
     waited for it lets go too: what the collective held is then freed by this thread, where a profiler sees it.
-    ``spared``: a group whose collectives are not on the wire.
+    ``spared``: a group whose collectives are not on the wire. ``inner``: the wire inside of nodes.
     """
-    network = Network(gigabits_per_second * 1e9 / 8, latency, linger)
+    network = Network(gigabits_per_second * 1e9 / 8, latency, linger, inner)
     exempt = spared.group_name if spared is not None else None
     with torch.library._scoped_library("c10d", "IMPL") as library:
         for name in (*RING, "broadcast_"):
@@ -165,7 +191,8 @@ def _wrap(name: str, network: Network, exempt: str | None) -> Callable[..., Any]
         if group.group_name == exempt:
             return result
         work = dist._Work.unbox(result[-1] if isinstance(result, tuple) else result)
-        late = network.send(name.strip("_"), _bytes(name, arguments, group.size()), work).boxed()
+        size, ranks = _bytes(name, arguments, group.size()), dist.get_process_group_ranks(group)
+        late = network.send(name.strip("_"), size, work, ranks).boxed()
         return (*result[:-1], late) if isinstance(result, tuple) else late
 
     return slow

@@ -30,6 +30,8 @@ class BenchOptions:
     batch: int | None = None
     network_gbps: float | None = None
     latency_ms: float = 0.0
+    node: int | None = None  # ranks of a node
+    inner_gbps: float | None = None
     part: str | None = None  # what the ranks that our launcher started do; see start.py
 
 
@@ -79,6 +81,15 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     network.add_argument(
         "--latency-ms", type=fraction, default=d.latency_ms, metavar="X", help="of each collective (%(default)s)"
     )
+    network.add_argument(
+        "--node",
+        type=whole,
+        metavar="N",
+        help="ranks of a node, over which rivals with tensor parallelism cut the model",
+    )
+    network.add_argument(
+        "--inner-gbps", type=positive, metavar="X", help="bandwidth inside of a node, in gigabits per second"
+    )
     parser.add_argument("--part", help=argparse.SUPPRESS)
 
 
@@ -88,4 +99,9 @@ def bench_options(chosen: argparse.Namespace) -> BenchOptions:
     values["measure"] = tuple(dict.fromkeys(values["measure"]))
     if values["latency_ms"] and values["network_gbps"] is None:
         raise ValueError("--latency-ms is part of a simulated network; give its bandwidth too: --network-gbps 10")
+    if values["inner_gbps"] is not None and (values["node"] is None or values["network_gbps"] is None):
+        raise ValueError(
+            "--inner-gbps is the wire inside of a node of a simulated network; say how many ranks a node has, and what "
+            "is between nodes: --node 2 --network-gbps 1 --inner-gbps 20"
+        )
     return BenchOptions(**values)

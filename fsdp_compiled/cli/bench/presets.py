@@ -39,6 +39,11 @@ class Preset:
             return model(input_ids=tokens, labels=tokens).loss  # which shifts the labels itself
         return next_byte_loss(model, tokens, targets)
 
+    @property
+    def tp(self) -> Any:
+        """`Policy.tp`: the plan that Llama brings; of our GPT (q, k and v are one matrix) the feed-forward alone."""
+        return "auto" if self.llama else {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+
     def blocks(self, model: Any) -> list[nn.Module]:
         return list(model.model.layers if self.llama else model.layers)
 

@@ -32,6 +32,7 @@ class Setting:
     preset: Preset
     here: RankInfo
     seed: int
+    node: int = 1  # ranks of a node
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
@@ -49,6 +50,7 @@ class Rival:
     ours: bool = False
     alone: bool = False  # rank 0 takes the whole batch, the others wait
     host: bool = False  # differs from another only on a CPU
+    tp: bool = False  # ranks of a node have one batch, and parts of the model
 
 
 def _eager_step(setting: Setting, model: nn.Module, parameters: nn.Module) -> Step:
@@ -113,6 +115,20 @@ def ours(lower: str, **policy: Any) -> Callable[[Setting], Step]:
     return build
 
 
+def ours_cut(lower: str) -> Callable[[Setting], Step]:
+    """Tensor parallelism inside of nodes, sharding across them."""
+
+    def build(setting: Setting) -> Step:
+        model, here = setting.model(), setting.here
+        shape = (here.world // setting.node, setting.node)
+        mesh = init_device_mesh(here.device.type, shape, mesh_dim_names=("shard", "tp"))
+        policy = Policy(lower=lower, tp=setting.preset.tp)
+        optimizer = AdamW(model.parameters(), **ADAMW)
+        return compile_sharded(model, optimizer, loss=setting.preset.loss, mesh=mesh, policy=policy).step
+
+    return build
+
+
 REFERENCE = "ours-eager"  # whose losses every rival must have
 
 RIVALS = {
@@ -126,6 +142,15 @@ RIVALS = {
         Rival("ours-eager", "this package, eager", ours("eager"), ours=True),
         Rival("ours-eager-no-prefetch", "this package, eager, no prefetch", ours("eager", prefetch=0), ours=True),
         Rival("ours", "this package, inductor", ours("inductor"), compiles=True, ours=True),
+        Rival("ours-tp-eager", "this package, tensor parallelism, eager", ours_cut("eager"), ours=True, tp=True),
+        Rival(
+            "ours-tp",
+            "this package, tensor parallelism, inductor",
+            ours_cut("inductor"),
+            compiles=True,
+            ours=True,
+            tp=True,
+        ),
         Rival(
             "ours-no-prefetch",
             "this package, inductor, no prefetch",

@@ -19,6 +19,7 @@ import torch
 
 from fsdp_compiled.cli.bench import report
 from fsdp_compiled.cli.bench.checkpoint import describe, measure_checkpoint
+from fsdp_compiled.cli.bench.estimates import add_estimates
 from fsdp_compiled.cli.bench.measure import measure_first_step, measure_steps
 from fsdp_compiled.cli.bench.options import SIZES, BenchOptions
 from fsdp_compiled.cli.bench.plot import plot
@@ -82,8 +83,11 @@ def resolve(options: BenchOptions) -> BenchOptions:
     if gpus and options.network_gbps is not None:
         raise ValueError("--network-gbps simulates a network between CPUs; leave it out on GPUs")
     selection(options)
+    nproc = options.nproc or gpus or 2
+    if options.node is not None and nproc % options.node:
+        raise ValueError(f"--node {options.node}: {nproc} processes are no whole number of such nodes; give --nproc")
     refuse_used(out)  # last, since it makes the folder
-    return replace(options, out=out, nproc=options.nproc or gpus or 2)
+    return replace(options, out=out, nproc=nproc)
 
 
 def selection(options: BenchOptions) -> tuple[Preset, list[Rival]]:
@@ -95,6 +99,10 @@ def selection(options: BenchOptions) -> tuple[Preset, list[Rival]]:
     rivals = []
     for name in names:
         rival = RIVALS[name]
+        if rival.tp and options.node is None:
+            if options.rivals:
+                raise ValueError(f"{name} cuts the model over the ranks of a node; say how many that are: --node 2")
+            continue
         if rival.host and torch.cuda.is_available() and not options.rivals:
             continue
         if rival.ours and not rival.compiles and lower == "inductor":
@@ -211,6 +219,7 @@ def finish(options: BenchOptions, preset: Preset, measured: dict[str, Any], argu
         "seed": options.seed,
         **measured,
     }
+    add_estimates(result, options, preset)
     (out / RESULT).write_text(json.dumps(result, indent=1) + "\n")
     shutil.rmtree(out / "parts")
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
