@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fsdp_compiled.cli.bench import RESULTS
 
+NODES = "--inner-gbps 10 --node 2 --nproc 4 --preset llama --lower eager --rivals fsdp2 ours-eager ours-tp-eager"
 COMMANDS = {
     "thin": "--preset thin",
     "small": "--preset small",
@@ -25,6 +26,8 @@ COMMANDS = {
     "thin-first-step": "--preset thin --measure first-step --rivals ddp-compile fsdp2-compile ours",
     "thin-4-first-step": "--preset thin --layers 4 --measure first-step --rivals ours",
     "checkpoint": "--preset large --width 1024 --heads 16 --measure checkpoint --rounds 8",
+    "far-nodes": f"--network-gbps 0.1 {NODES}",
+    "near-nodes": f"--network-gbps 10 {NODES}",
 }
 
 

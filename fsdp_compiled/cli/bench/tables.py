@@ -26,6 +26,7 @@ DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "bench"
 PRESETS = ("thin", "small", "large", "llama")
 FIRST_STEPS = ("thin-first-step", "thin-4-first-step")
 CHECKPOINT = "checkpoint"
+NODES = ("far-nodes", "near-nodes")
 BLOCK = re.compile(r"(<!-- bench: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOTHING = "Not measured yet."
 # What counts is the line by PyTorch's BLAS, which all rivals use too; what oneDNN adds to it stands below.
@@ -226,7 +227,7 @@ def fill(text: str, results: Results) -> str:
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The committed results of `fsdp-compiled bench`, by name."""
-    files = {name: folder / f"{name}.json" for name in (*PRESETS, *FIRST_STEPS, CHECKPOINT)}
+    files = {name: folder / f"{name}.json" for name in (*PRESETS, *FIRST_STEPS, CHECKPOINT, *NODES)}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
@@ -237,7 +238,7 @@ def main() -> None:
         after = fill(before, results)
         document.write_text(after)
         print(f"{document}: {len(BLOCK.findall(after))} tables, {'changed' if after != before else 'as before'}")
-    timed = [(_title(name, result), result) for name, result in results.items() if "conditions" in result]
+    timed = [(_title(name, results[name]), results[name]) for name in PRESETS if name in results]
     if timed:
         plot(timed, RESULTS / "bench.png")
 
