@@ -9,7 +9,7 @@ The plan is made here, from the model alone. Capture and all that follows run wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.capture.ambient import outside
 from fsdp_compiled.capture.sync_batchnorm import check_norms
-from fsdp_compiled.distributed.lockstep import lockstep
+from fsdp_compiled.distributed.lockstep import Work, lockstep
 from fsdp_compiled.distributed.mesh import Mesh, agree, connect
 from fsdp_compiled.kernels.products import widening
 from fsdp_compiled.lower.fusions import check_names
@@ -136,7 +136,7 @@ def _cut(
         failure = error
     agree(place, "How compile_sharded cuts the model", f"{policy}\n{cuts}", failure)
 
-    def work() -> Generator[str, None, None]:
+    def work() -> Work[None]:
         assert cuts is not None
         yield "the cut"
         apply_cuts(model, optimizer, cuts, place)
@@ -155,7 +155,7 @@ def _begin(
     place: Mesh,
     init: Callable[[nn.Module], Any] | None,
     rules: tuple[Rule, ...],
-) -> Generator[str, None, tuple[TakenModel, State, RandomNumbers, EagerUpdate | None]]:
+) -> Work[tuple[TakenModel, State, RandomNumbers, EagerUpdate | None]]:
     """Takes the model over and makes the state that training starts from; in stages, for `lockstep`."""
     brought = state_by_name(model, optimizer) if optimizer is not None else {}
     taken, shards, buffers, existing_state = yield from take_over(model, optimizer, plan, place, init)

@@ -125,12 +125,22 @@ def test_a_file_system_that_cannot_sync_folders_is_used(tmp_path: Path, monkeypa
     assert loaded(tmp_path) == 1.0
 
 
-def test_new_folders_are_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[Path] = []
+def test_new_folders_are_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before: list[Path] = []
+    new = tmp_path / "runs" / "a"
     sync = folder.sync
-    monkeypatch.setattr(folder, "sync", lambda place: (synced.append(place), sync(place))[1])
-    build(1.0).save(tmp_path / "runs" / "a", step=1, wait=True)
-    assert {tmp_path, tmp_path / "runs", tmp_path / "runs" / "a"} <= set(synced)
+
+    def noted(place: Path) -> None:
+        assert threading.current_thread() is not threading.main_thread(), "a step would wait for the disk"
+        if not (new / "step-1").exists():
+            before.append(place)
+        sync(place)
+
+    monkeypatch.setattr(folder, "sync", noted)
+    build(1.0).save(new, step=1, wait=True)
+    assert {tmp_path, tmp_path / "runs"} <= set(before)
 
 
 def test_a_folder_that_was_removed_is_locked_anew(tmp_path: Path) -> None:

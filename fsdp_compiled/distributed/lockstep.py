@@ -8,34 +8,47 @@ generator that says, before each of its collectives, which one is next:
         yield "broadcast of root"            all ranks are here, or all raise
         dist.broadcast(flat, 0)
         ...                                  and here
+        found = yield Exchange("names", own)     what each rank gave, by rank: the same message says that all are here
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fsdp_compiled.distributed.mesh import Mesh, agree
 
 T = TypeVar("T")
 
 
-def lockstep(mesh: Mesh, what: str, work: Generator[str, None, T]) -> T:
+class Exchange(NamedTuple):
+    """A collective that `lockstep` makes itself: each rank gives a picklable value, and is sent all, by rank."""
+
+    what: str
+    value: Any
+
+
+Work = Generator[str | Exchange, Any, T]
+
+
+def lockstep(mesh: Mesh, what: str, work: Work[T]) -> T:
     """What ``work`` returns, if every rank comes to its end by the same collectives.
 
     Else every rank raises at the same place: the one that failed its own exception, the others a `RankError` that
     quotes it; or all a `RankError`, if their next collectives differ. One small exchange a collective, between hosts.
     """
+    answer = None
     while True:
-        coming, results, failure = "", [], None
+        coming, value, results, failure = "", None, [], None
         try:
-            coming = next(work)
+            step = work.send(answer)
+            coming, value = step if isinstance(step, Exchange) else (step, None)
         except StopIteration as end:
             coming, results = "the end", [end.value]
         except BaseException as error:  # one that interrupts, too, would leave the others waiting
             failure = error
         try:
-            agree(mesh, what, coming, failure)
+            answer = agree(mesh, what, coming, failure, value=value)
         finally:
             failure = None  # which holds this frame
         if results:

@@ -395,9 +395,14 @@ def among(value: Any, mesh: Mesh) -> tuple[int, int]:
 
 
 def agree(
-    mesh: Mesh, what: str, text: str, failure: BaseException | None = None, own: Callable[[], str] | None = None
-) -> None:
-    """Every rank shows its text; where they differ, or a rank failed, every rank raises.
+    mesh: Mesh,
+    what: str,
+    text: str,
+    failure: BaseException | None = None,
+    own: Callable[[], str] | None = None,
+    value: Any = None,
+) -> list[Any]:
+    """Every rank shows its text; where they differ, or a rank failed, every rank raises. Returns each rank's value.
 
     The rank that failed raises its own exception, the others a `RankError` that quotes it. Where texts differ, the
     first differing line is shown with the ranks that have it. ``own``: more text, which ranks with the same place
@@ -406,18 +411,18 @@ def agree(
     if mesh.world == 1:
         if failure is not None:
             raise failure
-        return
+        return [value]
     texts = (text, own() if own is not None and failure is None else "")
     digests = [hashlib.sha256(one.encode()).hexdigest() for one in texts]
     error = f"{type(failure).__name__}: {failure}" if failure is not None else None
-    found = exchange((error, mesh.tp_rank, *digests), mesh)
+    found = exchange((error, mesh.tp_rank, *digests, value), mesh)
     if failure is not None:
         raise failure
     for rank, (other, *_) in enumerate(found):
         if other is not None:
             raise RankError(f"rank {rank} failed, so no rank goes on. It said:\n{other}")
     first: dict[int, int] = {}  # by place along tp, the first rank there
-    for rank, (_, place, _, _) in enumerate(found):
+    for rank, (_, place, *_) in enumerate(found):
         first.setdefault(place, rank)
     for which, one in enumerate(texts, 2):
         for rank, row in enumerate(found):
@@ -426,6 +431,7 @@ def agree(
                 both = exchange(one if mesh.rank in (base, rank) else "", mesh)
                 difference = _difference(both[base], both[rank], base, rank)
                 raise RankError(f"{what} differs between rank {base} and rank {rank}.\n{difference}")
+    return [row[-1] for row in found]
 
 
 def _difference(first: str, other: str, base: int, rank: int) -> str:

@@ -6,7 +6,7 @@ holds its shards plus one unit. Rank 0's values are broadcast, so that all ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_compiled.distributed.lockstep import lockstep
+from fsdp_compiled.distributed.lockstep import Work, lockstep
 from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast, gather_parts, gather_shards
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, dense_stride
@@ -30,7 +30,7 @@ HALF = (
     "optimizer again before the next compile_sharded."
 )
 Shards = dict[str, torch.Tensor]
-Stages = Generator[str, None, Shards]  # says what comes next before each collective, as `lockstep` wants it
+Stages = Work[Shards]  # says what comes next before each collective, as `lockstep` wants it
 
 
 def read_leaves(model: nn.Module, optimizer: Optimizer | None, units: Sequence[str]) -> list[Leaf]:
@@ -107,7 +107,7 @@ def half_taken(mesh: Mesh) -> Iterator[None]:
 
 def take_over(
     model: nn.Module, optimizer: Optimizer | None, plan: Plan, mesh: Mesh, init: Initializer | None
-) -> Generator[str, None, tuple[TakenModel, Shards, Shards, Shards]]:
+) -> Work[tuple[TakenModel, Shards, Shards, Shards]]:
     """Moves every parameter into shards and leaves a `ShardedParameter` in its place; in stages, for `lockstep`.
 
     Returns the taken model, the shards by buffer key, the module buffers by name, and the shards of optimizer state
@@ -337,7 +337,7 @@ def _collecting(
     mesh: Mesh,
     shards: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
-) -> Generator[str, None, dict[str, Any]]:
+) -> Work[dict[str, Any]]:
     """`full_state_dict`, in stages as `lockstep` wants them."""
     wait_for_host_memory(plan)
     whole: Shards = {}

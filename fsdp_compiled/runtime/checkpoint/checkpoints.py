@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.lockstep import lockstep
-from fsdp_compiled.distributed.mesh import Mesh, exchange
+from fsdp_compiled.distributed.lockstep import Exchange, Work, lockstep
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import dcp, huggingface, loading, saving, whole, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import derive_generators, set_generators, values_of
@@ -100,7 +100,7 @@ class Checkpoints:
 
     def _prepare(
         self, wish: Wish, trained: Trained, extra: Mapping[str, Any], begun: list[Path]
-    ) -> Generator[str, None, tuple[writing.Save, writing.Own]]:
+    ) -> Work[tuple[writing.Save, writing.Own]]:
         self._count += 1
         values, tensors = values_of(trained.state, trained.plan, trained.optimizer, trained.rules, extra)
         return (yield from saving.prepare(wish, self._count, self._mesh, trained, values, tensors, self._image, begun))
@@ -126,7 +126,7 @@ class Checkpoints:
         """Collective: all ranks are given what fits, or none takes it."""
         wait_for_host_memory(trained.plan)
 
-        def load() -> Generator[str, None, None]:
+        def load() -> Work[None]:
             write = dcp.load_state_dict(given, trained, self._mesh)
             yield "what it is given"
             write()
@@ -165,7 +165,7 @@ class Checkpoints:
         assert trained.optimizer is not None
         write_groups(trained.optimizer, groups)
 
-    def _run(self, trained: Trained, what: str, work: Generator[str, None, T]) -> T:
+    def _run(self, trained: Trained, what: str, work: Work[T]) -> T:
         wait_for_host_memory(trained.plan)
         try:
             return lockstep(self._mesh, what, work)
@@ -174,12 +174,11 @@ class Checkpoints:
 
     def _load(
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
-    ) -> Generator[str, None, int | None]:
+    ) -> Work[int | None]:
         mesh = self._mesh
         wait_for_host_memory(trained.plan)
         chosen = loading.choose(folder, step) if mesh.rank == 0 else None
-        yield "which checkpoint"
-        said = exchange((chosen, saving.row_of(mesh)), mesh)
+        said = yield Exchange("which checkpoint", (chosen, saving.row_of(mesh)))
         chosen, rows = said[0][0], [row for _, row in said]
         if chosen is None:
             return None

@@ -28,6 +28,7 @@ UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems that ca
 REPLACED = re.compile(r"\.(step-\d+)\.replaced")  # for the moment in which another takes its name
 _locks: dict[str, tuple[int, int]] = {}  # by folder: which process has it, and its open file as long as that lives
 _writing: dict[str, tuple[str, int]] = {}  # what this process writes, by the folder aside: in which folder, which step
+_fresh: dict[Path, list[Path]] = {}  # by folder: where it and its parents were made, and that is not synced yet
 _looking = threading.Lock()
 
 
@@ -106,8 +107,6 @@ def begin(folder: Path, step: int, replace: bool) -> Path:
     try:
         new = [one for one in (folder, *folder.parents) if not one.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        for one in new:
-            sync(one.parent)
         lock(folder)
         restore(folder)
         there = path_of(folder, step)
@@ -123,6 +122,7 @@ def begin(folder: Path, step: int, replace: bool) -> Path:
         clear(folder)
         aside = folder / f".step-{step}.{uuid.uuid4().hex[:8]}"
         _claim(aside, step)
+        _fresh.setdefault(folder, []).extend(one.parent for one in new)
         try:
             aside.mkdir()
         except OSError:
@@ -183,6 +183,9 @@ def commit(aside: Path, step: int, keep: int | None, replace: bool) -> None:
     """
     folder = aside.parent
     sync(aside)
+    while fresh := _fresh.get(folder, []):
+        sync(fresh[-1])
+        fresh.pop()
     place = path_of(folder, step)
     if not place.exists():
         os.rename(aside, place)  # which fails where another's has come there meanwhile

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compiled.distributed.mesh import Mesh, exchange
+from fsdp_compiled.distributed.lockstep import Exchange, Work
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import loading
 from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Item, Layout, lay_out
@@ -109,7 +110,7 @@ def _item(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Item:
     return Item(key, dtype, tuple(shape), torch.Size(shape).numel() * dtype.itemsize)
 
 
-def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Generator[str, None, None]:
+def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work[None]:
     """Writes the model's weights; in stages, for `lockstep`. The folder is there whole, or not at all."""
     aside: Path | None = None
     done = False
@@ -120,9 +121,8 @@ def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Gene
         files = plan(keys, whole, state.buffers)
         if mesh.rank == 0:
             aside = _begin(folder, files)
-        yield "the files"
         own = Place(mesh.shard_rank, mesh.tp_rank)
-        said = exchange((aside, own), mesh)
+        said = yield Exchange("the files", (aside, own))
         place = said[0][0]
         holders = Holders(mesh.rank, [one for _, one in said])
         of: dict[str, list[str]] = {}
@@ -261,7 +261,7 @@ def _read_header(path: Path, found: Manifest) -> None:
 
 def read(
     folder: Path, strict: bool, model: nn.Module, trained: Trained, mesh: Mesh
-) -> Generator[str, None, tuple[Staged, list[tuple[torch.Tensor, str]], list[str]]]:
+) -> Work[tuple[Staged, list[tuple[torch.Tensor, str]], list[str]]]:
     """Weights for this rank's shards and buffers, read aside, and what did not fit; in stages, for `lockstep`."""
     manifest = read_manifest(folder)
     yield "which files"

@@ -7,14 +7,15 @@ newest or named step -> manifest -> compare with this Sharded -> read into stagi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp_compiled.distributed.mesh import Mesh, exchange
+from fsdp_compiled.distributed.lockstep import Exchange, Work
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.cuts import Cut, common, part_shape, runs
@@ -75,7 +76,7 @@ def read(
     trees: Iterable[Any],
     rest: bool = True,
     room: Room | None = None,
-) -> Generator[str, None, Staged]:
+) -> Work[Staged]:
     """Each rank reads what it wants, all together (``rest``) every byte of every file; in stages, for `lockstep`.
 
     ``room``: gives memory for what is wanted, which `write` then copies to where it belongs.
@@ -98,9 +99,8 @@ def read(
         tensors[name] = _all_of(entry, None, requests)
     for name, reader in readers.items():
         reader.read(requests[name])
-    yield "what they have read"
+    seen = yield Exchange("what they have read", {name: sorted(reader.verified) for name, reader in readers.items()})
     if rest:
-        seen = exchange({name: sorted(reader.verified) for name, reader in readers.items()}, mesh)
         for name, reader in readers.items():
             count = -(-manifest.files[name].size // BLOCK) if manifest.files[name].checksums is not None else 0
             unseen = sorted(set(range(count)) - {block for one in seen for block in one[name]})
@@ -175,7 +175,7 @@ def write(staged: Staged) -> None:
             one.into.copy_(values)
 
 
-def open_manifest(path: Path, mesh: Mesh) -> Generator[str, None, Manifest]:
+def open_manifest(path: Path, mesh: Mesh) -> Work[Manifest]:
     """The manifest, the same on every rank; in stages, for `lockstep`."""
     found = manifests.read(path)
     yield f"{path.name} {found.written_by.get('id', '')}"

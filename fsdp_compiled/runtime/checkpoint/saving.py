@@ -6,14 +6,15 @@ rank 0       the folder aside         -+
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp_compiled.distributed.mesh import Mesh, exchange
+from fsdp_compiled.distributed.lockstep import Exchange, Work
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import eager_state
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.image import Image, Part, arrange, part
@@ -48,7 +49,7 @@ def prepare(
     found: Tensors,
     image: Image,
     begun: list[Path],
-) -> Generator[str, None, tuple[Save, Own]]:
+) -> Work[tuple[Save, Own]]:
     """In stages, for `lockstep`; the state may be changed again once it has returned.
 
     ``begun``: gets the folder that rank 0 made, which has to go if a rank fails.
@@ -62,13 +63,11 @@ def prepare(
     agreed: dict[str, Any] = {}
     if trained.eager is not None:
         kept = eager_state.own_of(trained.eager)
-        yield "what the optimizer keeps"
-        agreed = eager_state.agreed(exchange(kept.said, mesh))
+        agreed = eager_state.agreed((yield Exchange("what the optimizer keeps", kept.said)))
         values = {**values, "eager": agreed}
     digests = {name: digest(tree, found) for name, tree in values.items()}
-    yield "what they save"
     place = Place(mesh.shard_rank, mesh.tp_rank)
-    said = exchange((aside, place, row_of(mesh), digests), mesh)
+    said = yield Exchange("what they save", (aside, place, row_of(mesh), digests))
     rows = [row for _, _, row, _ in said]
     writers = _writers([digests for *_, digests in said], rows)
     holders = Holders(mesh.rank, [place for _, place, *_ in said])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_compiled.distributed.mesh import Mesh, broadcast, exchange, gather_parts, gather_shards
+from fsdp_compiled.distributed.lockstep import Exchange, Work
+from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_parts, gather_shards
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.checkpoint.contents import names_of, options
@@ -19,7 +20,7 @@ from fsdp_compiled.runtime.shard_model import read_slot, write_slot
 from fsdp_compiled.runtime.tensor_parallel import part_of, whole_value
 
 Staged = list[tuple[torch.Tensor, torch.Tensor]]  # where to, and the values
-Stages = Generator[str, None, Staged]
+Stages = Work[Staged]
 
 
 def write(staged: Staged) -> None:
@@ -75,7 +76,7 @@ def _check(given: Any, wanted: Mapping[str, tuple[int, ...]], tied: set[str]) ->
 
 def _spread(
     buffer: Buffer, values: Mapping[str, torch.Tensor], dtype: torch.dtype, trained: Trained, mesh: Mesh, cut: bool
-) -> Generator[str, None, torch.Tensor]:
+) -> Work[torch.Tensor]:
     """This rank's slice (``cut``), or all, of a buffer of rank 0's values, which are whole, by parameter's name.
 
     What is cut along the tp axis is sent a part at a time.
@@ -96,7 +97,7 @@ def _spread(
     return found[0]
 
 
-def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Generator[str, None, dict[str, Any]]:
+def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
     """``optimizer.state_dict()`` as torch.optim has it, on rank 0 and on the CPU; empty elsewhere."""
     optimizer = trained.optimizer
     assert optimizer is not None
@@ -165,9 +166,7 @@ def _per_element(trained: Trained) -> Iterator[tuple[Buffer, StateTensor]]:
                     yield buffer, entry
 
 
-def load_optimizer(
-    given: Mapping[str, Any], trained: Trained, mesh: Mesh
-) -> Generator[str, None, tuple[Staged, list[dict[str, Any]]]]:
+def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[tuple[Staged, list[dict[str, Any]]]]:
     """The shards of rank 0's ``optimizer.state_dict()``, read aside, and its groups; in stages, for `lockstep`."""
     plan, optimizer = trained.plan, trained.optimizer
     assert optimizer is not None
@@ -177,8 +176,7 @@ def load_optimizer(
     if mesh.rank == 0:
         groups = _check_groups(given, optimizer)
         numbers = _numbers(given, trained, indices)
-    yield "the optimizer's groups and numbers"
-    numbers, groups = exchange((numbers, groups), mesh)[0]
+    numbers, groups = (yield Exchange("the optimizer's groups and numbers", (numbers, groups)))[0]
     scalars = {key: trained.state.optimizer[key] for key in numbers}
     staged: Staged = [(to, torch.full_like(to, numbers[key])) for key, to in scalars.items()]
     for buffer, entry in _per_element(trained):
