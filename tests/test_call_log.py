@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fsdp_compiled.distributed import call_log, watchdog
 from fsdp_compiled.distributed.call_log import Calls, _finish
 from fsdp_compiled.distributed.call_store import Board, Posted
-from fsdp_compiled.distributed.connections import connections, cut, read
+from fsdp_compiled.distributed.connections import connections, cut
 from fsdp_compiled.distributed.mesh import Mesh, RankError
 from fsdp_compiled.distributed.watchdog import Watchdog
 
@@ -217,7 +217,7 @@ def test_only_connections_that_both_ends_know_are_cut() -> None:
             pairs.append((near, listening.accept()[0]))
         port = store.getsockname()[1]
         (near, far), (other, _), (asking, _) = pairs
-        known = read(connections(port))
+        known = connections(port)
         assert all(port not in (ends[1], ends[3]) for ends in known)
         mine = {(*far.getsockname(), *far.getpeername())}
         before = len(os.listdir("/dev/fd"))
@@ -240,7 +240,7 @@ def test_sockets_that_are_looked_at_stay_as_they_are_whatever_the_scripts_timeou
         before = socket.getdefaulttimeout()
         try:
             socket.setdefaulttimeout(5.0)
-            assert (*near.getsockname(), *near.getpeername()) in read(connections(None))
+            assert (*near.getsockname(), *near.getpeername()) in connections(None)
             blocking = [os.get_blocking(end.fileno()) for end in (near, far)]
             control = socket.socket(fileno=os.dup(near.fileno()))  # Python's own way
             assert not os.get_blocking(near.fileno())

@@ -21,6 +21,7 @@ CASES = {
     "killed/forward/2": GONE,
     "left/between/2": "rank 1: gone after 2 calls",
     "killed/meet/2": GONE,
+    "killed/first/3": r"Rank 1.* is gone: its connections are closed",  # before a sign of life; silence tells nothing
     "killed/compile/3": GONE,
     "killed/save/2": GONE,
     "killed/writing/2": r"rank 1: it died or hangs",

@@ -32,18 +32,23 @@ def store_port(store: dist.Store) -> int | None:
     return store.port if isinstance(store, dist.TCPStore) else None
 
 
-def connections(but: int | None) -> str:
-    """The ends of this process's TCP connections as JSON, but for those of this port."""
-    found = []
+def connections(but: int | None) -> set[Ends]:
+    """The ends of this process's TCP connections, but for those of this port."""
+    found = set()
     for connection, ends in _sockets():
         with closing(connection):
             if but not in (ends[1], ends[3]):
-                found.append(ends)
-    return json.dumps(found)
+                found.add(ends)
+    return found
+
+
+def written(ends: set[Ends]) -> str:
+    """As JSON, for `read`."""
+    return json.dumps(sorted(ends))
 
 
 def read(text: str) -> set[Ends]:
-    """The ends that another rank has."""
+    """The ends that another rank has written."""
     return {tuple(ends) for ends in json.loads(text)}
 
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from fsdp_compiled.distributed.call_store import CLOSED, Board, Posted, different
-from fsdp_compiled.distributed.connections import connections, cut, read, store_port
+from fsdp_compiled.distributed.connections import Ends, connections, cut, read, store_port, written
 
 BEAT = 2.0  # seconds between two signs of life
 SILENCE = 60.0  # seconds without one after which a rank is given up
@@ -63,8 +63,8 @@ class Watchdog:
         self._board, self._cuts = board, cuts
         self._running: Running | None = None
         self._pulse: tuple[str | None, float] = (None, time.monotonic())  # the next rank's, and since when it is that
-        self._linked = False  # whether a connection to the next rank was seen
-        self._told = ""  # this rank's connections, as the others know them
+        self._told: set[Ends] = set()  # this rank's connections, as the others know them
+        self._ever: set[Ends] = set()  # and all that it has had
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -76,6 +76,9 @@ class Watchdog:
     def start(self) -> None:
         """From now on this rank gives signs of life."""
         if self._thread is None:
+            if self._cuts:  # now, while they are there: a rank can end before its first sign of life
+                with suppress(RuntimeError, dist.DistError):
+                    self._tell_connections()
             self._thread = threading.Thread(target=self._run, name="fsdp_compiled watchdog", daemon=True)
             self._thread.start()
 
@@ -104,7 +107,8 @@ class Watchdog:
         now = connections(store_port(self._board.store))
         if now != self._told:  # groups were made since
             self._told = now
-            self._board.set(f"{self._board.rank}/connections", now)
+            self._ever |= now
+            self._board.set(f"{self._board.rank}/connections", written(now))
 
     def _run(self) -> None:
         board, beats, last = self._board, 0, -math.inf
@@ -117,7 +121,6 @@ class Watchdog:
                     board.beat(beats)
                     if self._cuts:
                         self._tell_connections()
-                        self._linked |= self._links()
                     if now - last > 2 * BEAT + 1:  # this process itself was stopped: others may have been, too
                         self._pulse = (None, now)
                     last = now
@@ -158,15 +161,14 @@ class Watchdog:
 
     def _gone(self, running: Running) -> str | None:
         """That the next rank's process has ended without a word, if its connections say so."""
-        if not self._linked or self._links() or self._has_come(running):
+        if not self._cuts:
+            return None
+        self._tell_connections()
+        theirs = read(self._board.get(f"{self._next}/connections") or "[]")
+        common = {(there, other, here, port) for here, port, there, other in theirs} & self._ever
+        if not common or common & self._told or self._has_come(running):
             return None
         return self._lost(f"{self._board.name(self._next)} is gone: its connections are closed")
-
-    def _links(self) -> bool:
-        """Whether there is a connection to the next rank."""
-        theirs = read(self._board.get(f"{self._next}/connections") or "[]")
-        mine = read(connections(store_port(self._board.store)))
-        return any((there, other, here, port) in theirs for here, port, there, other in mine)
 
     def _lost(self, what: str) -> str:
         """Leaves the reason on the board."""

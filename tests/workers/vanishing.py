@@ -69,12 +69,18 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def run(rank: int, phase: str) -> None:
     watchdog.BEAT, watchdog.SILENCE, watchdog.PATIENCE, watchdog.HEARING = 0.2, 4.0, 0.5, 0.3
+    if phase == "first":
+        watchdog.SILENCE = 2 * LIMIT
+        if rank == VICTIM:  # whose thread had no turn yet
+            watchdog.Watchdog._run = lambda _: None  # type: ignore[method-assign]
     torch.manual_seed(0)
     model = Trapped()
     optimizer = torch.optim.AdamW(model.parameters())
     sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"), units=["first", "second"])
     good, trip = torch.ones(2, 4), torch.full((2, 4), TRIP)
     mine = rank == VICTIM
+    if phase == "first" and mine:
+        strike(way)
     if phase == "compile":
         if mine:
             with mock.patch.object(program_cache, "transform", lambda *_: strike(way)):
