@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fsdp_compiled import CaptureError, Policy, compile_sharded
-from fsdp_compiled.capture import aot, aot_cache, cache_key, disk_cache, dynamo
+from fsdp_compiled.capture import aot, aot_cache, cache_key, disk_cache, dynamo_run
 from fsdp_compiled.ir.nodes import describe
 from tests import architectures, huggingface, models
 from tests.models import Block, Recipe
@@ -50,7 +50,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watch:
     found = Watch()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(aot_cache, "differentiate", found.differentiate)
-    monkeypatch.setattr(dynamo, "traced", found)
+    monkeypatch.setattr(dynamo_run, "traced", found)
     return found
 
 
@@ -300,7 +300,7 @@ def capture_arguments() -> Sequence[Any]:
         found.extend(given)
         return aot.differentiate(*given)
 
-    with mock.patch.object(dynamo, "traced", stop):
+    with mock.patch.object(dynamo_run, "traced", stop):
         step(Model())
     return found
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_compiled import CaptureError, Policy, compile_sharded
 from fsdp_compiled.capture.dynamic_shapes import sizes_of, traced_with, unfit
-from fsdp_compiled.capture.dynamo import capture_on
+from fsdp_compiled.capture.fake_inputs import capture_on
 from fsdp_compiled.ir.nodes import fake_mode
 from fsdp_compiled.passes import run
 from tests.simulate import enlist, passes, ranks

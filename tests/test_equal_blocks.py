@@ -14,7 +14,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled.capture import aot, aot_cache, equal_blocks, repeats
-from fsdp_compiled.capture.dynamo import Tensors, capture
+from fsdp_compiled.capture.captured import Tensors
+from fsdp_compiled.capture.dynamo import capture
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.ir.program import Program
 

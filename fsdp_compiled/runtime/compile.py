@@ -20,8 +20,9 @@ from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.arguments import check_arguments
+from fsdp_compiled.capture.captured import Capture, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
-from fsdp_compiled.capture.dynamo import Capture, batch_tensors, capture_on
+from fsdp_compiled.capture.fake_inputs import capture_on
 from fsdp_compiled.ir.nodes import is_random
 from fsdp_compiled.ir.program import CALL, Port, Program
 from fsdp_compiled.lower.backends import Backends

@@ -29,8 +29,8 @@ from torch import nn
 from fsdp_compiled.capture import ambient
 from fsdp_compiled.capture.across_tp import check_same, differing, digests, mark_random
 from fsdp_compiled.capture.ambient import Ambient
+from fsdp_compiled.capture.captured import Capture, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traceable, traced_with, unfit
-from fsdp_compiled.capture.dynamo import Capture, batch_tensors
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchange, exchange_along_tp
 from fsdp_compiled.ir.program import Program

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.capture.dynamo import Capture
+from fsdp_compiled.capture.captured import Capture
 from tests.workers.ranks import RANK, main
 
 

@@ -1,0 +1,212 @@
+"""One run of Dynamo: the graph that it made of the objective, what each input of it is, and the program made of it."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.aot_cache import traced
+from fsdp_compiled.capture.captured import CURE, Tensors
+from fsdp_compiled.capture.guards import Guards
+from fsdp_compiled.capture.model_tensors import Place
+from fsdp_compiled.capture.mutations import Mutations
+from fsdp_compiled.capture.next_call import Meaning
+from fsdp_compiled.capture.random_calls import seeding
+from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects
+from fsdp_compiled.capture.source_lines import cure, user_line
+from fsdp_compiled.capture.tensor_parallel import Layout, is_mesh
+from fsdp_compiled.ir.program import LOSS, Port, PortKind, Program
+
+
+class Trace:
+    """One run of Dynamo, and then of AOTAutograd on what is kept of it."""
+
+    mutations: Mutations
+    guards: Guards
+    side_effects: SideEffects
+    flat: list[Any]  # what the function returned, and its structure
+    spec: pytree.TreeSpec
+    outputs: dict[int, Port]  # what of it is which result, by identity
+    layouts: list[Layout | None]  # of each of it, how it lies along tp
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        batch: Mapping[str, torch.Tensor],
+        places: Sequence[Place],
+        symbolic: Collection[str] = (),
+    ) -> None:
+        self.symbolic = symbolic
+        # By their names in the model as it is traced, without the wrappers of `unwrapped`.
+        values = {**tensors.parameters, **tensors.plain, **tensors.buffers}
+        self.tensors = {WRAPPED.sub("", name): tensor for name, tensor in values.items()}
+        self.places = [place for place in places if place.name in self.tensors]
+        self.batch = list(batch.values())
+        self.ports: dict[int, Port] = {}
+        groups: dict[PortKind, Mapping[str, torch.Tensor]]
+        groups = {"parameter": tensors.parameters, "plain": tensors.plain, "buffer": tensors.buffers, "batch": batch}
+        for kind, group in groups.items():
+            for name, tensor in group.items():
+                self.ports.setdefault(id(tensor), Port("in", kind, name))
+        self.constants: dict[str, torch.Tensor] = {}
+        self.closed: dict[int, str] = {}  # the tensors that the function closes over, by identity
+        self.sources: dict[str, tuple[torch.Tensor, Any]] = {}  # the same by name, with where Dynamo found them
+        self.code: set[types.CodeType] = set()
+        self.results: list[Any] = []
+        self.inside: set[int] = set()  # those that are inside of returned objects, by identity
+        self.module: fx.GraphModule | None = None
+
+    def backend(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        """What `torch.compile` calls with the traced function; its results come back as they are."""
+        results = [node.meta["example_value"] for node in module.graph.output_node().args[0]]  # type: ignore[union-attr]
+        if (node := seeding(module.graph)) is not None:
+            raise CaptureError(
+                f"A program cannot seed a generator.\n{user_line(RuntimeError(node.stack_trace))}\n"
+                f"  Cure: {cure('manual_seed')}"
+            )
+        self.mutations = Mutations()
+        self.module, self.inputs, self.results = module, self._in_order(module, inputs), results
+        self.context = TracingContext.try_get()
+        self.code = set(TracingContext.get_traced_code() or ())
+        self.given = self._input_ports(module, self.inputs)
+        return lambda *_: tuple(self.results)
+
+    def _in_order(self, module: fx.GraphModule, inputs: list[Any]) -> list[Any]:
+        """The inputs, and their placeholders: the batch's, the model's as it registers them, others as they came."""
+        model = [self.tensors[place.name] for place in self.places]
+        ranks: dict[int, int] = {}
+        for tensor in [*self.batch, *model]:
+            ranks.setdefault(id(tensor), len(ranks))
+        places = module.graph.find_nodes(op="placeholder")
+        last = len(ranks)
+        order = sorted(
+            range(len(places)),
+            key=lambda place: ranks.get(id(inputs[place]), last if isinstance(inputs[place], torch.Tensor) else -1),
+        )
+        for place in reversed(order):
+            module.graph._root.append(places[place])
+        return [inputs[place] for place in order]
+
+    def undo(self) -> None:
+        """Python objects are as they were before."""
+        if self.module is not None:
+            self.mutations.undo()
+
+    def meaning(self, before: Trace | None = None) -> Meaning:
+        """What is computed of that which has a port; ``before``: the trace whose results this one may find."""
+        assert self.module is not None
+        ends = self._ends()
+        wanted = [(str(self.outputs[id(result)]), node) for node, result in ends if id(result) in self.outputs]
+        places = self.module.graph.find_nodes(op="placeholder")
+        known: dict[fx.Node, str] = {}
+        if before is not None:
+            tables = before.tables()
+            known = {
+                place: tables[id(value)]
+                for place, value in zip(places, self.inputs, strict=True)
+                if id(value) in tables
+            }
+        return Meaning(self.module, wanted, dict(zip(places, map(str, self.given), strict=True)), known)
+
+    def tables(self) -> dict[int, str]:
+        """The results that are computed from nothing, by identity, and what they are."""
+        constant = self.meaning().constant
+        return {id(result): constant[node] for node, result in self._ends() if node in constant}
+
+    def _ends(self) -> list[tuple[fx.Node, Any]]:
+        assert self.module is not None
+        return list(zip(self.module.graph.output_node().args[0], self.results, strict=True))  # type: ignore[arg-type]
+
+    def program(self) -> Program:
+        """The joint program of the results that have a port; of these, the loss alone is differentiated."""
+        assert self.module is not None
+        end = self.module.graph.output_node()
+        wanted: dict[Port, fx.Node] = {}
+        for node, result in self._ends():
+            port = self.outputs.get(id(result))
+            if port is None:
+                continue
+            if port == LOSS:
+                node = node.args[0]  # what the objective detached
+                _check_loss(node.meta["example_value"])
+            elif isinstance(result, torch.Tensor) and result.requires_grad and port.kind != "result":
+                with self.module.graph.inserting_before(end):
+                    node = self.module.graph.call_method("detach", (node,))
+                node.meta["example_value"] = result.detach()
+            if id(result) in self.inside:  # the others were copied where they were returned
+                with self.module.graph.inserting_before(end):
+                    node = self.module.graph.call_method("clone", (node,))
+                node.meta["example_value"] = result
+            wanted[port] = node
+        end.args = (tuple(wanted.values()),)
+        self.module.recompile()
+        with tracing(self.context):
+            found = traced(self.module, self.inputs, self.given, list(wanted))
+        self.constants |= found.literals
+        return found.program
+
+    def _input_ports(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> list[Port]:
+        found = []
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            port = self.ports.get(id(value))
+            if port is None:
+                if isinstance(value, torch.SymInt) and _name(node) in self.symbolic:
+                    port = Port("in", "size", _name(node))
+                elif isinstance(value, torch.SymInt):
+                    port = self._size_port(module, inputs, value)
+                elif is_mesh(value):
+                    port = Port("in", "mesh", node.name)
+                elif isinstance(value, torch.Tensor):
+                    port = Port("in", "constant", _source(node))
+                    self.constants[port.name] = value.detach()
+                    self.closed[id(value)] = port.name
+                    self.sources[port.name] = value, node.meta["grapharg"].source
+                else:
+                    raise CaptureError(
+                        f"{node.name} is a {type(value).__name__} that varies from call to call. Pass numbers that "
+                        "change as tensors."
+                    )
+            found.append(port)
+        return found
+
+    def _size_port(self, module: fx.GraphModule, inputs: list[Any], size: torch.SymInt) -> Port:
+        """``size [0] dim 0``: the first tensor of the batch that has this size, and where."""
+        for node, value in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            port = self.ports.get(id(value))
+            if port is not None and port.kind == "batch":
+                for dim, own in enumerate(node.meta["example_value"].shape):
+                    if isinstance(own, torch.SymInt) and own.node.expr == size.node.expr:
+                        return Port("in", "size", port.name, dim=dim)
+        raise CaptureError(f"{size} is a size that varies from call to call, and of no tensor of the batch.")
+
+
+def _name(node: fx.Node) -> str:
+    """Where Dynamo found an input."""
+    source = node.meta["grapharg"].source.name
+    return source() if callable(source) else source
+
+
+def _source(node: fx.Node) -> str:
+    """Where Dynamo found a closed-over tensor, as the user would write it."""
+    text = _name(node).replace("L['objective']", "objective").replace("._modules['model']", ".model")
+    return re.sub(r"\._modules\['([^']+)'\]", r".\1", text).replace("objective.model.", "model.")
+
+
+def _check_loss(loss: torch.Tensor) -> None:
+    if loss.numel() != 1 or loss.dim() != 0:
+        raise CaptureError(f"The loss has shape {list(loss.shape)}; expected a scalar, shape []. {CURE}")
+    if not loss.dtype.is_floating_point:
+        raise CaptureError(f"The loss has dtype {loss.dtype}; expected a floating-point dtype. {CURE}")
+    if not loss.requires_grad:
+        raise CaptureError(
+            "The loss does not depend on any parameter that requires a gradient (it was detached, computed under "
+            f"no_grad, or every parameter is frozen). {CURE}"
+        )

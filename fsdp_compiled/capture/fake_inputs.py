@@ -1,0 +1,142 @@
+"""Captures on fake tensors of a plan's parameters, of the model's buffers and of a real batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.capture.ambient import Ambient
+from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.captured import Capture, Tensors, batch_tensors
+from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
+from fsdp_compiled.capture.dynamo import capture, mark_moving
+from fsdp_compiled.capture.side_effects import inside
+from fsdp_compiled.capture.sync_batchnorm import synchronised
+from fsdp_compiled.capture.tensor_parallel import parts_of
+from fsdp_compiled.ir.nodes import fake_tensor
+from fsdp_compiled.plan.plan import Plan, contiguous_stride
+
+
+def capture_on(
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    plan: Plan,
+    buffers: Mapping[str, torch.Tensor],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    gradient: bool,
+    results: bool = False,
+    plain: Mapping[str, torch.Tensor] | None = None,
+    sizes: Sizes | None = None,
+    hints: Sizes | None = None,
+    ambient: Ambient | None = None,
+    tp_mesh: DeviceMesh | None = None,
+) -> Capture:
+    """`capture` on fake tensors of the plan's parameters, the model's buffers and a real batch.
+
+    ``plain``: the model's parameters that the plan does not have, by each of their names.
+
+    ``sizes``: the dims of the batch's tensors that may change (see `dynamic_shapes`), and
+    ``hints``, the sizes to trace them with. ``ambient``: as of `capture`. ``tp_mesh``: where parameters that are cut
+    along the tp axis are DTensors.
+    """
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    seen: dict[int, torch.Tensor] = {}
+
+    def twin(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in seen:
+            seen[id(tensor)] = fake_tensor(mode, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        return seen[id(tensor)]
+
+    parameters: dict[str, torch.Tensor] = {}
+    own = dict(model.named_parameters())
+    for buffer in plan.buffers:
+        for slot in buffer.slots:
+            leaf = slot.leaf
+            if leaf.names[0] not in own:  # a parameter of the unit's, outside of the model that is called
+                continue
+            fake = fake_tensor(mode, leaf.shape, leaf.stride, plan.compute_dtype(buffer), plan.device)
+            fake = nn.Parameter(fake, requires_grad=gradient and leaf.trainable)  # models ask with isinstance
+            fake.__dict__.update(vars(own[leaf.names[0]]))  # and for what they noted on it
+            parameters |= dict.fromkeys(leaf.names, fake)
+    whole: dict[str, torch.Tensor] = {}
+    for name, parameter in (plain or {}).items():
+        known = id(parameter) in seen
+        fake = twin(parameter)
+        whole[name] = fake if known else nn.Parameter(fake, requires_grad=gradient and parameter.requires_grad)
+        seen[id(parameter)] = whole[name]
+    for place, tensor in {**batch_tensors(args, kwargs), **buffers}.items():
+        if isinstance(tensor, DTensor):
+            raise CaptureError(
+                f"{'batch' if place.startswith('[') else 'buffer '}{place} is a DTensor. Pass a plain tensor, which "
+                "all ranks along the tp axis have: tensor.full_tensor()."
+            )
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise CaptureError(
+                f"{'batch' if place.startswith('[') else 'buffer '}{place} is a {kind} tensor, which cannot be traced. "
+                "Pass the dense tensors that it is made of (values, indices, lengths)."
+            )
+    examples: dict[int, torch.Tensor] = {}  # one for a tensor that is given twice
+
+    def example(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in examples:
+            examples[id(tensor)] = _example(mode, tensor, sizes or {}, hints or {})
+        return examples[id(tensor)]
+
+    fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, example, (args, dict(kwargs)))
+    tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()}, whole)
+    with _casting(inside(model), plan.policy.precision), synchronised(plan.axes):
+        return capture(
+            model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, results=results, ambient=ambient,
+            parts=parts_of(plan, tp_mesh),
+        )  # fmt: skip
+
+
+def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Sizes) -> torch.Tensor:
+    """A fake tensor like this one of the batch; the dims that move have a size to trace with, and are marked."""
+    dims = moving(tensor, sizes)
+    shape = tuple(hints[dim] if dim in dims else size for dim, size in enumerate(tensor.shape))
+    stride = contiguous_stride(shape) if dims and tensor.is_contiguous() else tensor.stride()
+    fake = fake_tensor(mode, shape, stride, tensor.dtype, tensor.device)
+    for dim in dims:
+        mark_moving(fake, dim)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def _casting(model: nn.Module, precision: MixedPrecisionPolicy) -> Iterator[None]:
+    """Casts what goes into the model and what comes out of it, as FSDP2 does at its root."""
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        return pytree.tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
+        )
+
+    handles = []
+    if precision.param_dtype is not None and precision.cast_forward_inputs:
+        dtype = precision.param_dtype
+        handles.append(
+            model.register_forward_pre_hook(
+                lambda _, args, kwargs: (cast(args, dtype), cast(kwargs, dtype)), with_kwargs=True
+            )
+        )
+    if precision.output_dtype is not None:
+        output = precision.output_dtype
+        handles.append(model.register_forward_hook(lambda _, args, result: cast(result, output)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
