@@ -12,9 +12,8 @@
 
 A parameter that the loss does not reach has zeros in its place, and is named in the mark ``idle`` of its shard. Where
 the gradient's placement is a full copy, the reduction is an all-reduce; along a replicate axis one follows the
-reduce-scatter. Means are taken on the wire, but for float16, whose largest number is 65504: there a part of the
-division comes before the sum and the rest after it, as in FSDP2. The wait for one buffer stands just before the
-reduction of the next, so that one flat gradient is on the wire and one is being filled, never more.
+reduce-scatter (`ir.reduction`). The wait for one buffer stands just before the reduction of the next, so that one flat
+gradient is on the wire and one is being filled, never more.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, Role, last, positions
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.ir.reduction import Call, reduction
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 
 def reduce(program: Program, plan: Plan) -> Program:
@@ -58,13 +57,18 @@ def reduce(program: Program, plan: Plan) -> Program:
     ready.sort(key=lambda item: len(order) if item[0] is None else order[item[0]])
     # Looked up before anything is inserted: buffers that become whole with the same gradient follow one another.
     following = {node: node.next for node, _, _ in ready if node is not None}
-    pending: list[tuple[Buffer, fx.Node]] = []
+    pending: list[tuple[Buffer, fx.Node, list[Call]]] = []  # with what is to come
     for node, buffer, found in ready:
         with edit.at(edit.end if node is None else following[node], "backward"):
             if found:
                 flat = _flatten(edit, buffer, found, plan)
-                _finish(edit, pending, plan)
-                pending.append((buffer, _start(edit, buffer, flat, plan)))
+                calls = reduction(buffer, flat.meta["val"].dtype, plan)
+                while calls and calls[0].role == "scale":
+                    flat = _add(edit, buffer, flat, calls.pop(0))
+                _finish(edit, pending)
+                if calls and calls[0].role == "reduce":
+                    flat = _add(edit, buffer, flat, calls.pop(0))
+                pending.append((buffer, flat, calls))
             else:
                 size = buffer.numel // plan.shard if plan.placement.gradient else buffer.numel
                 zeros = edit.call(
@@ -75,9 +79,9 @@ def reduce(program: Program, plan: Plan) -> Program:
                     device=plan.device,
                     mark=_mark(buffer, "flatten"),
                 )
-                pending.append((buffer, zeros))
+                pending.append((buffer, zeros, []))
     with edit.at(edit.end, "backward"):
-        _finish(edit, pending, plan)
+        _finish(edit, pending)
     return edit.done("reduce")
 
 
@@ -88,14 +92,13 @@ def _mark(buffer: Buffer, role: Role) -> Mark:
 def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Plan) -> fx.Node:
     """``[numel]``: the gradients in the places of their parameters, zero in the padding and where there is none.
 
-    In the dtype that is reduced in; where that is float16, with the first part of the division by the world.
+    In the dtype that is reduced in.
     """
     wanted = plan.reduce_dtype(buffer)
-    before = plan.divisors[0] if wanted == torch.float16 else 1
     flat = _concatenated(edit, buffer, gradients, plan)
     if wanted != flat.meta["val"].dtype:
         flat = edit.call(aten._to_copy.default, flat, dtype=wanted, mark=_mark(buffer, "flatten"))
-    return edit.call(aten.div.Tensor, flat, before, mark=_mark(buffer, "scale")) if before != 1 else flat
+    return flat
 
 
 def _in_order(edit: Edit, buffer: Buffer, slot: Slot, gradient: fx.Node) -> fx.Node:
@@ -147,35 +150,15 @@ def _concatenated_by_rows(edit: Edit, buffer: Buffer, gradients: dict[str, fx.No
     return edit.call(aten.view.default, parts, [buffer.numel], mark=mark)
 
 
-def _average(value: fx.Node) -> str:
-    return "sum" if value.meta["val"].dtype == torch.float16 else "avg"
+def _add(edit: Edit, buffer: Buffer, value: fx.Node, call: Call) -> fx.Node:
+    axis = () if call.axis is None else (call.axis,)
+    return edit.call(call.target, value, *call.arguments, *axis, **call.options, mark=_mark(buffer, call.role))
 
 
-def _start(edit: Edit, buffer: Buffer, flat: fx.Node, plan: Plan) -> fx.Node:
-    mark = _mark(buffer, "reduce")
-    how = _average(flat)
-    if plan.shard > 1 and plan.placement.gradient:
-        return edit.call(c10d.reduce_scatter_tensor.default, flat, how, plan.shard, "shard", mark=mark)
-    if plan.shard > 1:
-        return edit.call(c10d.all_reduce.default, flat, how, "shard", mark=mark)
-    if plan.replicate > 1:
-        return edit.call(c10d.all_reduce.default, flat, how, "replicate", mark=mark)
-    return flat
-
-
-def _finish(edit: Edit, pending: list[tuple[Buffer, fx.Node]], plan: Plan) -> None:
+def _finish(edit: Edit, pending: list[tuple[Buffer, fx.Node, list[Call]]]) -> None:
     """Waits for what is on the wire, and carries it over the remaining axis."""
     while pending:
-        buffer, part = pending.pop()
-        if part.meta["mark"].role == "reduce":
-            part = edit.call(c10d.wait_tensor.default, part, mark=_mark(buffer, "wait"))
-            if plan.shard > 1 and plan.replicate > 1:
-                part = edit.call(
-                    c10d.all_reduce.default, part, _average(part), "replicate", mark=_mark(buffer, "reduce")
-                )
-                part = edit.call(c10d.wait_tensor.default, part, mark=_mark(buffer, "wait"))
-            if _average(part) == "sum" and (after := plan.divisors[1]) != 1:
-                part = edit.call(aten.div.Tensor, part, after, mark=_mark(buffer, "scale"))
-        if part.meta["val"].dtype != buffer.dtype:
-            part = edit.call(aten._to_copy.default, part, dtype=buffer.dtype, mark=_mark(buffer, "cast"))
+        buffer, part, rest = pending.pop()
+        for call in rest:
+            part = _add(edit, buffer, part, call)
         edit.set_output(Port("out", "gradient", buffer.key), part)

@@ -14,25 +14,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.ir.reduction import reduction
 from fsdp_compiled.plan.plan import Buffer, Plan
 from fsdp_compiled.runtime.parameter_group import Entry
 
 
 def reduced(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch.Tensor:
-    """``[world * n]`` on each rank -> this rank's ``[n]`` of the mean, as `passes.reduce` has it. Collective."""
-    c10d = torch.ops._c10d_functional
-    half = flat.dtype == torch.float16
-    before, after = plan.divisors if half else (1, 1)
-    how = "sum" if half else "avg"
-    if before != 1:
-        flat = flat / before
-    if plan.shard > 1:
-        flat = c10d.wait_tensor(c10d.reduce_scatter_tensor(flat, how, plan.shard, mesh.groups["shard"]))
-    if plan.replicate > 1:
-        flat = c10d.wait_tensor(c10d.all_reduce(flat, how, mesh.groups["replicate"]))
-    if after != 1:
-        flat = flat / after
-    return flat.to(buffer.dtype)
+    """``[world * n]`` on each rank -> this rank's ``[n]`` of the mean. Collective."""
+    for call in reduction(buffer, flat.dtype, plan):
+        axis = () if call.axis is None else (mesh.groups[call.axis],)
+        flat = call.target(flat, *call.arguments, *axis, **call.options)
+    return flat
 
 
 def parts(flat: torch.Tensor, entries: Iterable[Entry]) -> dict[Entry, DTensor]:
