@@ -42,7 +42,7 @@ test-fast: ## the tests for between two edits, two minutes; make test comes befo
 		"tests/test_parity.py::test_two_ranks_are_bitwise_ddp[sgd ddp]" $(PYTEST_ARGS)
 
 test-all: lint ## as make test, with what only repeats it in more combinations and on more models
-	$(PYTEST) -m "" $(PYTEST_ARGS)
+	ALL_TESTS=1 $(PYTEST) -m "" $(PYTEST_ARGS)
 
 fuzz: ## two thousand generated programs against plain PyTorch (ARGS="--start 5000 --count 100", "--seed 17")
 	@sh .ci/setup test

@@ -1,9 +1,11 @@
 """A process that has imported what ranks import, and forks them: a launch then costs what its ranks do.
 
-``python -m tests.forked_ranks`` reads a request a line, JSON, and answers each with a line when all its ranks have
+``python -m tests.forked_ranks`` makes a step, which Python and PyTorch take a second longer for the first time, and
+reads a request a line, JSON, and answers each with a line when all its ranks have
 ended. What torchrun does for ranks is done here: their environment, and an end to all of them once one has failed.
 The store that they meet in belongs to the caller, as it belongs to torchrun's agent. What a fork does not show, such as
-another order of a set's elements on each rank, takes `launch` with ``torchrun=True``.
+another order of a set's elements on each rank, takes `launch` with ``torchrun=True``; what a first step does to the
+process, ``warm=False``.
 """
 
 from __future__ import annotations
@@ -109,11 +111,34 @@ def become(request: Request, rank: int) -> None:
     sys.path.insert(0, str(Path(request.script).parent))
 
 
-def serve() -> Request | None:
+def warm_up() -> None:
+    """A step on one process, after which no more than caches are left: no thread, no counts, no numbers drawn."""
+    import torch
+    import tqdm
+    from torch import nn
+
+    from fsdp_compiled import Policy, compile_sharded
+
+    tqdm.tqdm.monitor_interval = 0  # which is a thread, of Dynamo's bar
+    with torch.random.fork_rng(devices=()):
+        model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        sharded = compile_sharded(
+            model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=Policy(lower="eager")
+        )
+        sharded.step(torch.ones(2, 4))
+        sharded.close()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def serve(warm: bool) -> Request | None:
     """In the parent None, once there are no more requests; in a rank its request, and the process is that rank."""
     for name in IMPORTED:
         with suppress(ModuleNotFoundError):  # that this PyTorch does not have
             importlib.import_module(name)
+    if warm:
+        warm_up()
     assert threading.active_count() == 1, "a fork copies one thread only"
     gc.collect()
     gc.freeze()
@@ -131,7 +156,7 @@ def serve() -> Request | None:
 
 
 def main() -> None:
-    if (request := serve()) is None:
+    if (request := serve(warm="--cold" not in sys.argv)) is None:
         return
     script = types.ModuleType("__main__")
     script.__file__ = request.script

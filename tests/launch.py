@@ -23,16 +23,19 @@ ROOT = Path(__file__).parent.parent
 SHOWN = 6000  # characters of a failed run's output
 
 
-def launch(script: Path, world: int, *arguments: str, timeout: float = 900, torchrun: bool = False) -> Any:
+def launch(
+    script: Path, world: int, *arguments: str, timeout: float = 900, torchrun: bool = False, warm: bool = True
+) -> Any:
     """The JSON that rank 0 of ``script RESULT arguments...`` wrote to the file RESULT.
 
-    Ranks are forked, which saves each of them five seconds of imports, or started by torchrun.
+    Ranks are forked, which saves each of them five seconds of imports, and a second of the first step (``warm``), or
+    started by torchrun.
     Raises ``RuntimeError`` with the end of the output if a rank fails, nothing is written, or time runs out.
     """
     with TemporaryDirectory() as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log.txt")
         log.touch()
-        run = _run_torchrun if torchrun else _run_forked
+        run = _run_torchrun if torchrun else functools.partial(_run_forked, warm)
         answer = run(script, world, [str(result), *arguments], log, timeout)
         if answer.code != 0 or not result.exists():
             reason = f"no end after {timeout:.0f} s" if answer.late else f"exit code {answer.code}"
@@ -64,10 +67,10 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def _run_forked(script: Path, world: int, arguments: list[str], log: Path, timeout: float) -> Answer:
+def _run_forked(warm: bool, script: Path, world: int, arguments: list[str], log: Path, timeout: float) -> Answer:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     request = Request(str(script), arguments, world, store.port, str(log), timeout, environment())
-    server = _server()
+    server = _server(warm)
     assert server.stdin is not None and server.stdout is not None
     server.stdin.write(json.dumps(asdict(request)) + "\n")
     server.stdin.flush()
@@ -78,10 +81,10 @@ def _run_forked(script: Path, world: int, arguments: list[str], log: Path, timeo
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
+def _server(warm: bool) -> subprocess.Popen[str]:
     """The process that forks this one's ranks, until this one ends."""
     server = subprocess.Popen(
-        [sys.executable, "-P", "-m", "tests.forked_ranks"],
+        [sys.executable, "-P", "-m", "tests.forked_ranks", *(() if warm else ("--cold",))],
         env=environment(),
         cwd=ROOT,
         stdin=subprocess.PIPE,

@@ -19,6 +19,7 @@ from fsdp_compiled import CaptureError, Policy, compile_sharded
 from fsdp_compiled.capture import aot, aot_cache, cache_key, disk_cache, dynamo_run
 from fsdp_compiled.ir.nodes import describe
 from tests import architectures, huggingface, models
+from tests.chosen import chosen
 from tests.models import Block, Recipe
 from tests.toys import mse
 
@@ -108,10 +109,11 @@ class Attentive(nn.Module):
 
 TRACED_EACH_TIME = ("autograd.Function", "sizes in the data")
 OWN = {"attention": (Attentive, mse)}
+READ = (*TRACED_EACH_TIME, "attention", "literal tensors")  # and, beside those, kinds of blocks and T5 below
 
 
 @pytest.mark.filterwarnings("ignore:an old name")
-@pytest.mark.parametrize("case", [*architectures.CASES, *OWN])
+@pytest.mark.parametrize("case", chosen([*architectures.CASES, *OWN], READ))
 def test_what_is_read_is_what_was_traced(watch: Watch, tmp_path: Path, case: str) -> None:
     make, loss = {**architectures.CASES, **OWN}[case]
     if loss is architectures.forces and TORCH < (2, 13):
@@ -125,7 +127,7 @@ def test_what_is_read_is_what_was_traced(watch: Watch, tmp_path: Path, case: str
     assert watch.traced == 1 and len(programs(tmp_path)) == (case not in TRACED_EACH_TIME)
 
 
-@pytest.mark.parametrize("kind", models.BLOCKS)
+@pytest.mark.parametrize("kind", chosen(models.BLOCKS, ["attention", "dropped", "normed", "tied inside"]))
 def test_blocks_of_all_kinds_are_read_as_they_were_traced(watch: Watch, kind: str) -> None:
     """Frozen and tied weights, dropout and statistics; checkpointed where they can be."""
     recipe = Recipe(

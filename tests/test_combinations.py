@@ -27,6 +27,7 @@ from fsdp_compiled import Policy, Program, compile_sharded
 from fsdp_compiled.ir.nodes import gathered, is_collective, role_of
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.passes import run
+from tests.chosen import chosen
 from tests.simulate import Batch, Simulation, captured, enlist, lockstep, passes, ranks
 
 PLACEMENTS = ("zero3", "zero2", "zero1", "ddp")
@@ -309,26 +310,20 @@ def covering(cases: list[Case], fields: int) -> Iterator[Case]:
         yield best
 
 
-# On two ranks all values of any three fields meet, on four ranks those of any two, the mesh among them. The other
-# combinations are for `make test-all`.
+# On two ranks all values of any two fields meet, on four ranks too, the mesh among them. The other combinations are
+# for `make test-all`.
 MESHES = ((4, 1), (2, 2))
 ON_FOUR = [replace(case, mesh=mesh) for case in EVERY for mesh in MESHES]
-TWO = list(covering(EVERY, 3))
+TWO = list(covering(EVERY, 2))
 FOUR = list(covering(ON_FOUR, 2))
 
 
-def also(cases: list[Case], chosen: list[Case]) -> list[Any]:
-    """All of the cases, of which the ones that were not chosen are left to `make test-all`."""
-    marks = {case: () if case in chosen else pytest.mark.exhaustive for case in cases}
-    return [pytest.param(case, marks=mark, id=str(case)) for case, mark in marks.items()]
-
-
-@pytest.mark.parametrize("case", also(EVERY, TWO))
+@pytest.mark.parametrize("case", chosen(EVERY, TWO, ids=str))
 def test_every_combination_on_two_ranks(case: Case) -> None:
     check_case(case)
 
 
-@pytest.mark.parametrize("case", also(ON_FOUR, FOUR))
+@pytest.mark.parametrize("case", chosen(ON_FOUR, FOUR, ids=str))
 def test_every_combination_on_four_ranks(case: Case) -> None:
     check_case(case)
 
@@ -339,8 +334,8 @@ def test_the_lists_are_complete() -> None:
         "shard": PLACEMENTS, "precision": PRECISIONS, "accumulate": ACCUMULATIONS, "clip": CLIPS,
         "recompute": RECOMPUTES, "mesh": MESHES,
     }  # fmt: skip
-    for cases, count, fields in ((TWO, 3, [*values][:5]), (FOUR, 2, [*values])):
-        for some in itertools.combinations(fields, count):
+    for cases, fields in ((TWO, [*values][:5]), (FOUR, [*values])):
+        for some in itertools.combinations(fields, 2):
             seen = {tuple(getattr(case, field) for field in some) for case in cases}
             assert seen == set(itertools.product(*(values[field] for field in some)))
 
@@ -414,7 +409,7 @@ def test_what_is_not_allowed_is_refused_before_anything_is_changed(given: dict[s
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("case", list(covering(EVERY, 2)), ids=str)
+@pytest.mark.parametrize("case", chosen(TWO, TWO[::3], ids=str))
 def test_what_is_allowed_is_taken(case: Case) -> None:
     model, optimizer = build()
     sharded = compile_sharded(model, optimizer, loss=loss, policy=case.policy)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chosen import chosen, selected
 from tests.launch import ROOT, launch
 
 WORKER = Path(__file__).parent / "workers" / "examples.py"
@@ -19,16 +20,20 @@ ROUNDED = ("adversarial", "preferences")
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
 
+# Loops of the others' kinds are in test_own_loop.
+CHOSEN = ("plain_loop", "language_model", "gradient_accumulation", "mixed_precision", "checkpoint", "preferences")
+
+
 @pytest.fixture(scope="module")
-def printed() -> dict[str, list[str]]:
-    return launch(WORKER, 2, *ON_TWO, "plain_loop:broken")
+def printed(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    return launch(WORKER, 2, *{"plain_loop", *selected(request, "name", "printed")}, "plain_loop:broken")
 
 
 def numbers(lines: list[str]) -> list[float]:
     return [float(number) for line in lines for number in NUMBER.findall(line)]
 
 
-@pytest.mark.parametrize("name", ON_TWO)
+@pytest.mark.parametrize("name", chosen(ON_TWO, CHOSEN))
 def test_an_example_prints_what_it_prints_with_fsdp2(printed: dict[str, list[str]], name: str) -> None:
     ours, theirs = printed[f"{name} ours"], printed[f"{name} FSDP2"]
     assert len(ours) >= 4 and len(numbers(ours)) >= 4
@@ -38,6 +43,7 @@ def test_an_example_prints_what_it_prints_with_fsdp2(printed: dict[str, list[str
         assert ours == theirs
 
 
+@pytest.mark.exhaustive  # replicas are in test_own_loop
 def test_an_example_with_replicas_does_so_on_four_ranks() -> None:
     for name in ON_FOUR:
         printed = launch(WORKER, 4, name)

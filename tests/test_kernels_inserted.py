@@ -19,6 +19,7 @@ from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.passes.check import check
 from tests import models
+from tests.chosen import chosen
 from tests.models import BLOCKS, Block, Recipe
 from tests.recipes import built, program_of, trained
 from tests.simulate import Rewrite, Simulation
@@ -117,7 +118,7 @@ FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
     ],
     ids=["bf16, clip", "fp16, loss scale, zero1", "fp16, loss scale, clip", "fp16, clip_value, ddp", "rows, clip"],
 )
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", chosen([1, 2], [2]))
 def test_with_mixed_precision_loss_scaling_and_clipping(
     optimizer: str, options: dict[str, Any], microbatches: int
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, is_random, is_wait, role_of
 from fsdp_compiled.ir.program import LOSS, Port
 from tests import models
+from tests.chosen import chosen, examples
 from tests.models import BLOCKS, Block, Recipe
 from tests.recipes import built, program_of, trained
 from tests.simulate import Batch, Rewrite, Simulation, captured, enlist, noise, passes, ranks, simulate
@@ -147,8 +149,11 @@ def three_blocks(shard: str = "zero3", mesh: tuple[int, int] = (2, 1), **options
     return Recipe((Block("linear"),) * 3, policy=policy(shard), shard=mesh[0], replicate=mesh[1], **options)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("shard", SHARDS)
+# Each placement and each mesh, those that reduce over one axis and over two.
+SOME = [("zero3", (2, 1)), ("zero3", (2, 2)), ("zero2", (3, 1)), ("zero1", (4, 1)), ("ddp", (2, 2)), ("ddp", (2, 1))]
+
+
+@pytest.mark.parametrize(("shard", "mesh"), chosen(itertools.product(SHARDS, MESHES), SOME, ids=str))
 def test_training_is_bit_for_bit_eager_training_on_the_mean_gradient(shard: str, mesh: tuple[int, int]) -> None:
     recipe = three_blocks(shard, mesh, optimizer="adamw", tied_head=True)
     simulation, reference = both(recipe)
@@ -176,7 +181,7 @@ def test_every_kind_of_block_trains_as_in_eager(kind: str) -> None:
 
 # An example takes more than a second, so shrinking a failure would take minutes; recipes are small as they are.
 @settings(
-    max_examples=10,
+    max_examples=examples(6, 10),
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),
@@ -212,8 +217,17 @@ def test_gradients_are_the_mean_over_the_ranks_in_the_place_of_their_parameters(
             assert torch.equal(whole[slot.offset : slot.end], means[slot.name].reshape(-1)), slot.name
 
 
-@pytest.mark.parametrize("accumulate", ["shards", "full"])
-@pytest.mark.parametrize(("shard", "mesh"), [("zero3", (3, 1)), ("zero2", (2, 2)), ("zero1", (2, 1)), ("ddp", (2, 1))])
+PLACES = [("zero3", (3, 1)), ("zero2", (2, 2)), ("zero1", (2, 1)), ("ddp", (2, 1))]
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "shard", "mesh"),
+    chosen(
+        [(how, *place) for how in ("shards", "full") for place in PLACES],
+        [("shards", *PLACES[0]), ("shards", *PLACES[2]), ("full", *PLACES[1]), ("full", *PLACES[3])],
+        ids=str,
+    ),
+)
 def test_microbatches_add_up_to_the_mean_over_all_of_them(shard: str, mesh: tuple[int, int], accumulate: str) -> None:
     recipe = Recipe(
         (Block("dropped"), Block("normed")),

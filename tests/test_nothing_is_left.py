@@ -69,10 +69,10 @@ def test_the_process_is_as_it_was(lower: str) -> None:
 
 
 def test_ranks_leave_the_scripts_process_group_and_no_descriptor_or_thread() -> None:
-    assert launch(WORKER, 2) == {"differences": [{}, {}], "sum": 2.0}
+    assert launch(WORKER, 2, warm=False) == {"differences": [{}, {}], "sum": 2.0}
 
 
 def test_a_file_that_is_left_open_is_noticed() -> None:
     """The broken control."""
-    found = launch(WORKER, 2, "leak")["differences"]
+    found = launch(WORKER, 2, "leak", warm=False)["differences"]
     assert all("file descriptors" in rank for rank in found)

@@ -11,18 +11,23 @@ from typing import Any
 import pytest
 import torch
 
+from tests.chosen import chosen, selected
 from tests.launch import launch
 from tests.workers.precision import CASES, OVERFLOWS, SCALE, STEPS
 
 Record = dict[str, Any]
 
 
+CHOSEN = ("bf16", "bf16, reduced in fp32", "fp32, reduced in bf16", "fp16, scaled", "fp16, scaled, copies")
+
+
 @pytest.fixture(scope="module")
-def two() -> dict[str, Record]:
-    return launch(Path(__file__).parent / "workers" / "precision.py", 2)
+def two(request: pytest.FixtureRequest) -> dict[str, Record]:
+    names = {"fp16, scaled", "fp32, reduced in bf16", *selected(request, "name", "two")}
+    return launch(Path(__file__).parent / "workers" / "precision.py", 2, *sorted(names))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", chosen(CASES, CHOSEN))
 def test_two_ranks_are_bitwise_fsdp2_with_the_same_policy(name: str, two: dict[str, Record]) -> None:
     record = two[name]
     if "failure" in record:
@@ -33,7 +38,7 @@ def test_two_ranks_are_bitwise_fsdp2_with_the_same_policy(name: str, two: dict[s
     assert broken == {True, False}, "the control's losses and weights both have to differ"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", chosen(CASES, CHOSEN))
 def test_each_cast_comes_before_its_wire(name: str, two: dict[str, Record]) -> None:
     precision, record = CASES[name].precision, two[name]
     compute = precision.param_dtype or torch.float32

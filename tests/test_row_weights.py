@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.policy import PLACEMENTS
+from tests.chosen import chosen
 from tests.simulate import Simulation, simulate, stages
 from tests.toys import batches, build, mse, sgd
 
@@ -44,8 +45,13 @@ def off(simulation: Simulation, model: nn.Module) -> float:
     return max(((found[name] - value).norm() / value.norm()).item() for name, value in model.named_parameters())
 
 
-@pytest.mark.parametrize("shard", PLACEMENTS)
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("microbatches", "shard"),
+    chosen(
+        [(count, shard) for count in (1, 2) for shard in PLACEMENTS],
+        [(1 + place % 2, shard) for place, shard in enumerate(PLACEMENTS)],
+    ),
+)
 def test_a_step_is_that_of_one_process_on_all_rows(shard: str, microbatches: int) -> None:
     """Among them a rank that has none, and whose numbers are not finite: they count nothing."""
     stream = iter(batches(8))
@@ -63,8 +69,13 @@ def test_a_step_is_that_of_one_process_on_all_rows(shard: str, microbatches: int
     assert simulation.replicas_agree
 
 
-@pytest.mark.parametrize(("shard", "replicate"), [(4, 1), (2, 2)])
-@pytest.mark.parametrize("accumulate", ["shards", "full"])
+@pytest.mark.parametrize(
+    ("accumulate", "shard", "replicate"),
+    chosen(
+        [(how, *mesh) for how in ("shards", "full") for mesh in ((4, 1), (2, 2))],
+        [("shards", 4, 1), ("full", 2, 2)],
+    ),
+)
 def test_four_ranks_and_a_mesh_of_two_by_two(shard: int, replicate: int, accumulate: str) -> None:
     stream = iter(batches(8))
     steps = [[next(stream) for _ in range(4)] for _ in range(2)]

@@ -13,6 +13,7 @@ from torch import fx
 from fsdp_compiled import Policy, Program
 from fsdp_compiled.ir.nodes import is_collective, is_view, role_of
 from tests import models
+from tests.chosen import chosen, examples
 from tests.models import Block, Recipe
 from tests.recipes import program_of, trained
 from tests.simulate import stages
@@ -95,8 +96,13 @@ def test_every_kind_of_program_is_scheduled(kind: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("shard", ["zero3", "zero2"])
-@pytest.mark.parametrize("most", [1, 2, 3, 6])
+@pytest.mark.parametrize(
+    ("most", "shard"),
+    chosen(
+        [(most, shard) for most in (1, 2, 3, 6) for shard in ("zero3", "zero2")],
+        [(1, "zero3"), (2, "zero2"), (3, "zero3"), (6, "zero2")],
+    ),
+)
 def test_a_limit_changes_no_number(shard: str, most: int) -> None:
     free, bound = recipe(shard=shard, prefetch=0), recipe(shard=shard, limit=most)
     mine, theirs = trained(bound), trained(free)
@@ -109,7 +115,7 @@ def test_a_limit_changes_no_number(shard: str, most: int) -> None:
     assert (again > 0) == (most < unbound)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=examples(6, 12), deadline=None, derandomize=True)
 @given(models.recipes(), st.integers(1, 6), st.integers(0, 3))
 def test_no_node_of_any_program_has_more_units_alive_than_the_limit(what: Recipe, most: int, ahead: int) -> None:
     policy = replace(what.policy, limit=most, prefetch=min(ahead, most - 1))

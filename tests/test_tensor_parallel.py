@@ -18,6 +18,12 @@ def results() -> dict[str, Any]:
     return launch(WORKER, 4)
 
 
+@pytest.fixture(scope="module")
+def more() -> dict[str, Any]:
+    """What shows again, on other models and formats, what these and tests of single programs show."""
+    return launch(WORKER, 4, "distilled", "half", "experts", "llama")
+
+
 def first(results: dict[str, Any], case: str) -> dict[str, Any]:
     return answers(results, case)[0]
 
@@ -60,16 +66,18 @@ def test_loss_parallel_clipping_and_microbatches(results: dict[str, Any]) -> Non
     assert found["wide"] == 0 and first(results, "gpt")["wide"] > 0  # nothing of the size of the vocabulary is made
 
 
-def test_log_softmax_over_parts_has_its_true_derivative(results: dict[str, Any]) -> None:
-    found = first(results, "distilled")["eager"]
+@pytest.mark.exhaustive
+def test_log_softmax_over_parts_has_its_true_derivative(more: dict[str, Any]) -> None:
+    found = first(more, "distilled")["eager"]
     assert found["loss"] < 1e-6 and found["weights"] < 1e-5
 
 
-def test_hsdp_in_half_precision_with_checkpointing_is_fsdp2_to_the_bit(results: dict[str, Any]) -> None:
-    found = first(results, "half")
+@pytest.mark.exhaustive
+def test_hsdp_in_half_precision_with_checkpointing_is_fsdp2_to_the_bit(more: dict[str, Any]) -> None:
+    found = first(more, "half")
     assert found["fsdp2"]["bits"], found["fsdp2"]
     assert found["overflows"] == 0
-    assert all(one["copies"] for one in answers(results, "half"))
+    assert all(one["copies"] for one in answers(more, "half"))
 
 
 def test_an_overflow_in_one_part_is_seen_by_all(results: dict[str, Any]) -> None:
@@ -101,15 +109,16 @@ def test_other_batches_along_tp_are_an_error_on_every_rank(results: dict[str, An
     assert found[0]["apart"] < 1e-5  # forward alone, beside one process
 
 
-def test_experts_that_are_cut(results: dict[str, Any]) -> None:
-    found = first(results, "experts")
+@pytest.mark.exhaustive
+def test_experts_that_are_cut(more: dict[str, Any]) -> None:
+    found = first(more, "experts")
     assert found["eager"]["loss"] < 1e-5 and found["eager"]["weights"] < 1e-5
-    assert all(one["copies"] for one in answers(results, "experts"))
+    assert all(one["copies"] for one in answers(more, "experts"))
 
 
 @pytest.mark.exhaustive  # by the plan that it brings, a larger model of transformers is in test_tensor_parallel_models
-def test_llama_by_a_plan_of_the_users() -> None:
-    found = answers(launch(WORKER, 4, "llama"), "llama")
+def test_llama_by_a_plan_of_the_users(more: dict[str, Any]) -> None:
+    found = answers(more, "llama")
     assert found[0]["eager"]["loss"] < 1e-5 and all(one["copies"] for one in found)
 
 

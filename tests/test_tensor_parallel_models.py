@@ -18,6 +18,11 @@ def results() -> dict[str, Any]:
     return launch(WORKER, 4, timeout=400)
 
 
+@pytest.fixture(scope="module")
+def more() -> dict[str, Any]:
+    return launch(WORKER, 4, "offloaded", "generated", timeout=400)
+
+
 def test_a_model_of_transformers_is_cut_by_the_plan_that_it_brings(results: dict[str, Any]) -> None:
     found = answers(results, "by_its_own_plan")
     assert found[0]["eager"]["loss"] < 1e-5 and found[0]["eager"]["weights"] < 1e-5
@@ -31,16 +36,19 @@ def test_gradients_of_a_vit_are_parts_of_the_true_ones(results: dict[str, Any]) 
         assert found["cuts"] == 10
 
 
-def test_shards_in_host_memory_give_the_same_numbers(results: dict[str, Any]) -> None:
-    found = answers(results, "offloaded")
+@pytest.mark.exhaustive  # what fetches them is in test_host_offload, and knows nothing of the axis
+def test_shards_in_host_memory_give_the_same_numbers(more: dict[str, Any]) -> None:
+    found = answers(more, "offloaded")
     assert found[0]["bits"] and all(one["fetches"][0] > 0 == one["fetches"][1] for one in found)
 
 
-def test_generated_models_and_plans(results: dict[str, Any]) -> None:
-    for found in answers(results, "generated")[0]:
+@pytest.mark.exhaustive
+def test_generated_models_and_plans(more: dict[str, Any]) -> None:
+    for found in answers(more, "generated")[0]:
         assert found["loss"] < 1e-5 and found["norm"] < 1e-5 and found["weights"] < 1e-5, found
 
 
+@pytest.mark.exhaustive  # eight ranks; two axes at a time are in test_parity and in these
 def test_a_cube_of_replicas_shards_and_parts() -> None:
     found = answers(launch(WORKER, 8, timeout=300), "cube")
     assert found[0]["eager"]["loss"] < 1e-5 and found[0]["eager"]["norm"] < 1e-5

@@ -1,6 +1,6 @@
 """Trains one small tower by `compile_sharded` and by FSDP2 with the same ``MixedPrecisionPolicy``, on two ranks.
 
-``torchrun precision.py RESULT``. The *control* is FSDP2 with another policy.
+``torchrun precision.py RESULT [CASE ...]``. The *control* is FSDP2 with another policy.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def measure(case: Case, rank: int) -> dict[str, Any]:
 def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     rank, results = dist.get_rank(), {}
-    for name, case in CASES.items():
+    for name in sys.argv[2:] or CASES:
+        case = CASES[name]
         try:
             results[name] = measure(case, rank)
         except Exception:  # told as this case's failure, so that the others still run

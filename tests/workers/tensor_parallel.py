@@ -348,8 +348,9 @@ def meta() -> Any:
     }
 
 
-CASES = (gpt, classes, distilled, half, overflow, dropout, other_batches, experts, meta, refusals)
+CASES = (gpt, classes, overflow, dropout, other_batches, meta, refusals)
+MORE = (distilled, half, experts, llama)
 
 if __name__ == "__main__":
-    named = [case for case in (*CASES, llama) if case.__name__ in sys.argv[2:]]
+    named = [case for case in (*CASES, *MORE) if case.__name__ in sys.argv[2:]]
     answer_all(named or CASES, sys.argv[1])

@@ -1,6 +1,6 @@
 """Policy(tp=...), broken ties, other models and generated plans on 2 x 2 ranks, and a cube of 2 x 2 x 2.
 
-torchrun --nproc-per-node 4 tensor_parallel_models.py RESULT; 8 ranks: the cube
+torchrun --nproc-per-node 4 tensor_parallel_models.py RESULT [CASE ...]; 8 ranks: the cube
 """
 
 from __future__ import annotations
@@ -285,5 +285,6 @@ def cube() -> Any:
 
 
 if __name__ == "__main__":
-    cube_alone = os.environ["WORLD_SIZE"] == "8"
-    answer_all((cube,) if cube_alone else (by_its_own_plan, vit, offloaded, generated, refusals), sys.argv[1])
+    cases = (by_its_own_plan, vit, refusals) if os.environ["WORLD_SIZE"] == "4" else (cube,)
+    named = [case for case in (offloaded, generated) if case.__name__ in sys.argv[2:]]
+    answer_all(named or cases, sys.argv[1])
