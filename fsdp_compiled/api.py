@@ -97,7 +97,7 @@ def compile_sharded(
     notes: tuple[str, ...] = ()
     if checked is not None and checked[2].tp is not None:
         # A rank that does not come here has failed, or has another policy: it is in the exchange below meanwhile.
-        notes = _cut(model, optimizer, checked, place)
+        notes = _cut(model, optimizer, checked, place, loss)
         try:
             checked = checked_call(model, optimizer, loss, units, policy, init)
         except Exception as error:
@@ -121,9 +121,13 @@ def compile_sharded(
 
 
 def _cut(
-    model: nn.Module, optimizer: Optimizer | None, checked: tuple[list[Any], tuple[Rule, ...], Policy], place: Mesh
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    checked: tuple[list[Any], tuple[Rule, ...], Policy],
+    place: Mesh,
+    loss: Callable[..., Any] | None,
 ) -> tuple[str, ...]:
-    """Cuts the model along tp as `Policy.tp` says, if all ranks can; a note for the plan. Collective."""
+    """Cuts the model along tp as `Policy.tp` says, if all ranks can; notes for the plan. Collective."""
     _, rules, policy = checked
     failure: Exception | None = None
     cuts = None
@@ -131,7 +135,7 @@ def _cut(
         if (refusal := _device_refusal(policy, place.device) or _eager_refusal(policy, rules, place)) is not None:
             raise refusal
         check_policy(policy, place)
-        cuts = find_cuts(model, optimizer, policy.tp, place)
+        cuts = find_cuts(model, optimizer, policy.tp, place, loss)
     except Exception as error:
         failure = error
     agree(place, "How compile_sharded cuts the model", f"{policy}\n{cuts}", failure)
@@ -144,8 +148,9 @@ def _cut(
     with half_taken(place):
         lockstep(place, "What compile_sharded cuts", work())
     assert cuts is not None
-    log.info(cuts.note)
-    return (cuts.note,)
+    for note in cuts.notes if place.rank == 0 else ():
+        log.log(logging.WARNING if note.startswith("left whole") else logging.INFO, note)
+    return cuts.notes
 
 
 def _begin(

@@ -168,8 +168,9 @@ class Policy:
         on a CPU.
     tp
         How a model that `parallelize_module` did not cut is cut along the mesh's axis ``"tp"``. ``"auto"``: by the plan
-        that it brings, ``tp_plan``, as models of transformers do. A dictionary: styles by patterns of module names,
-        ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. Styles are ``colwise``, ``rowwise``,
+        that it brings, ``tp_plan``, as models of transformers do, or by one that is derived from its blocks and tried
+        beside them. A dictionary: styles by patterns of module names, ``{"layers.*.up": "colwise", "layers.*.down":
+        "rowwise"}``. Styles are ``colwise``, ``rowwise``,
         ``colwise_gather_output``, ``embedding_rowwise`` and ``replicated_with_grad_allreduce`` (norms of heads). None:
         it was cut, or is not.
     async_tp

@@ -134,11 +134,15 @@ def simulate(
                 raise ValueError('cut is given, but mesh_shape has no axis "tp".')
             cut(model, place.tp_mesh)
         made = optimizer(model.parameters())
+        notes: tuple[str, ...] = ()
         if policy.tp is not None:
-            apply_cuts(model, made, find_cuts(model, made, policy.tp, place), place)
+            cuts = find_cuts(model, made, policy.tp, place, loss)
+            apply_cuts(model, made, cuts, place)
+            notes = cuts.notes
         leaves, rules, _ = checked_call(model, made, loss, units, policy, lambda module: None)
         check_tensor_parallel(model, place, leaves, policy)
         plan = make_plan(leaves, policy, place.device, place.shard, place.replicate, place.tp, hardware)
+        plan = replace(plan, notes=(*plan.notes, *notes))
         buffers = {name: torch.empty_like(one, device=place.device) for name, one in model.named_buffers()}
         example = pytree.tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device=place.device), batch)
         job = Job(

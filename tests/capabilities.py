@@ -341,6 +341,8 @@ ROWS = (
             "test_tensor_parallel_loop::test_dropout_is_fsdp2s_where_activations_are_whole_and_independent_on_parts",
             "test_tp_overlap::test_they_start_and_are_waited_for_as_data_allows",
             "test_tensor_parallel_models::test_a_model_of_transformers_is_cut_by_the_plan_that_it_brings",
+            "test_tensor_parallel_models::test_a_model_without_a_plan_is_cut_by_one_that_is_derived",
+            "test_derived_plan::test_the_trial_sees_cuts_that_fit_and_are_wrong",
         ),
     ),
     Row("Optimizers that mix a parameter's elements", "where `DTensor` has their operators", "yes", NO),

@@ -30,6 +30,15 @@ def test_a_model_of_transformers_is_cut_by_the_plan_that_it_brings(results: dict
     assert all(one["copies"] and one["tied"] for one in found)
 
 
+def test_a_model_without_a_plan_is_cut_by_one_that_is_derived(results: dict[str, Any]) -> None:
+    found = answers(results, "derived")
+    assert found[0]["eager"]["loss"] < 1e-5 and found[0]["eager"]["norm"] < 1e-5 and found[0]["eager"]["weights"] < 1e-5
+    assert "cut along tp by a plan derived from Llama and tried: " in found[0]["plan"]
+    assert "layers.*.attention.wk: colwise" in found[0]["plan"]
+    assert "layers.*.attention.norm: replicated_with_grad_allreduce" in found[0]["plan"]
+    assert all(one["copies"] and one["tied"] for one in found)
+
+
 def test_gradients_of_a_vit_are_parts_of_the_true_ones(results: dict[str, Any]) -> None:
     for found in answers(results, "vit"):
         assert found["apart"] < 1e-6 < 1e-3 < found["other parts"]
@@ -58,7 +67,7 @@ def test_a_cube_of_replicas_shards_and_parts() -> None:
 
 
 REFUSED = {
-    "no plan": 'ValueError: Policy.tp is "auto", but Net brings no plan',
+    "no plan": 'ValueError: Policy.tp is "auto", and Stack brings no plan',
     "no such style": "ValueError: Policy.tp has up: 'sideways', which is not supported here",
     "no such module": "ValueError: Policy.tp names layers.*.up, and there is no such module in Net",
     "no such cut": "ValueError: drop is a Dropout, which has no style 'colwise'",

@@ -81,6 +81,14 @@ def test_counts_by_axis_are_those_of_the_plan(gpt: Estimate, deeper: Estimate, w
     assert counts(without_sequence)["all_gather_into_tensor tp"] == 1
 
 
+def test_a_derived_plan_sends_the_same_and_is_printed(without_sequence: Estimate) -> None:
+    policy = Policy(lower="eager", bucket_mb=0, tp="auto")
+    found = simulate(GPT, loss_fn, batch(0, 0), {"shard": 2, "tp": 2}, MACHINE, policy, units="layers.*")
+    assert found.sent == without_sequence.sent
+    assert "cut along tp by a plan derived from GPT and tried: " in str(found.plan)
+    assert "layers.*.attention.k: colwise" in str(found.plan)
+
+
 def late(graph: fx.Graph) -> list[str]:
     """The collectives along tp that could start sooner, or be waited for later, by the data alone."""
     order = positions(graph)

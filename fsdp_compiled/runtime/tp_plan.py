@@ -1,7 +1,7 @@
 """``Policy(tp=...)``: a model that nobody cut with `parallelize_module` is cut here, by patterns of module names.
 
     Policy(tp="auto")                                           the plan that the model brings, ``model.tp_plan``, as
-                                                                models of transformers do
+                                                                models of transformers do, or one that is derived
     Policy(tp={"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "colwise_gather_output"})
 
 Styles have the names of transformers; each is one of PyTorch's own. All is looked at first, on every rank, and only
@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.runtime.tp_derived import Derived, derive, patterns
 
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -44,13 +45,15 @@ Place = tuple[nn.Module, str]  # where a parameter hangs
 
 @dataclass(frozen=True)
 class Cuts:
-    """What is cut how: by module name, a style; ``note`` says it for the plan."""
+    """What is cut how: by module name, a style; ``notes`` say it for the plan."""
 
     styles: Mapping[str, str]
-    note: str
+    notes: tuple[str, ...]
 
 
-def find_cuts(model: nn.Module, optimizer: Optimizer | None, wanted: Any, mesh: Mesh) -> Cuts:
+def find_cuts(
+    model: nn.Module, optimizer: Optimizer | None, wanted: Any, mesh: Mesh, loss: Callable[..., Any] | None = None
+) -> Cuts:
     """Raises ``ValueError``, with nothing changed, for what cannot be cut like that."""
     if mesh.tp_mesh is None:
         raise ValueError(
@@ -59,25 +62,21 @@ def find_cuts(model: nn.Module, optimizer: Optimizer | None, wanted: Any, mesh: 
         )
     if odd := next((name for name, one in model.named_parameters() if isinstance(one, DTensor)), None):
         raise ValueError(f"Policy.tp is given, but {odd} is a DTensor: the model was cut before. Do one of both.")
-    patterns, whose = _patterns(model, wanted)
     modules = dict(model.named_modules())
-    styles: dict[str, str] = {}
-    for pattern, style in patterns.items():
-        if style not in STYLES:
-            raise ValueError(
-                f"{whose} has {pattern}: {style!r}, which is not supported here; known are {', '.join(STYLES)}. "
-                f"{BY_HAND}"
-            )
-        wished = re.compile(".".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
-        found = [name for name in modules if wished.fullmatch(name)]
-        if not found and wanted != "auto":  # a plan of the class may name what this configuration does not have
-            raise ValueError(f"{whose} names {pattern}, and there is no such module in {type(model).__name__}.")
-        styles |= dict.fromkeys(found, style)
-    if not styles:
-        raise ValueError(f"{whose} names no module that there is: {', '.join(patterns)}. {BY_HAND}")
+    own = _own_plan(model) if wanted == "auto" else None
+    left: tuple[str, ...] = ()
+    if wanted == "auto" and not own:
+        derived = _derived(model, loss, mesh.tp)
+        alone = (f"whole on every rank along tp: {', '.join(derived.alone)}",) if derived.alone else ()
+        styles, left = dict(derived.styles), (*alone, *derived.left)
+        shown, whose = patterns(styles, modules), f"a plan derived from {type(model).__name__} and tried"
+    else:
+        shown = own or dict(wanted)
+        whose = f"the tp_plan of {type(model).__name__}" if own else "Policy.tp"
+        styles = _named(model, shown, whose, strict=not own)
+        _check_heads(model, mesh.tp)
     for name, style in styles.items():
         _check_module(name, modules[name], style, mesh.tp)
-    _check_heads(model, mesh.tp)
     held = {id(one) for group in (optimizer.param_groups if optimizer else ()) for one in group["params"]}
     for places in _tied(model, styles):
         kinds = {(styles.get(path), type(module)) for path, module, _ in places}
@@ -95,8 +94,8 @@ def find_cuts(model: nn.Module, optimizer: Optimizer | None, wanted: Any, mesh: 
                     f"{type(optimizer).__name__} has state of {path} already, which would be of other shapes. Give "
                     "Policy.tp with an optimizer that has made no step, and load its state afterwards."
                 )
-    shown = ", ".join(f"{pattern}: {style}" for pattern, style in patterns.items())
-    return Cuts(styles, f"cut along tp by {whose}: {shown}")
+    said = ", ".join(f"{pattern}: {style}" for pattern, style in shown.items())
+    return Cuts(styles, (f"cut along tp by {whose}: {said}", *left))
 
 
 def apply_cuts(model: nn.Module, optimizer: Optimizer | None, cuts: Cuts, mesh: Mesh) -> None:
@@ -118,16 +117,40 @@ def apply_cuts(model: nn.Module, optimizer: Optimizer | None, cuts: Cuts, mesh: 
         group["params"] = [new.get(id(one), one) for one in group["params"]]
 
 
-def _patterns(model: Any, wanted: Any) -> tuple[dict[str, str], str]:
-    if wanted != "auto":
-        return dict(wanted), "Policy.tp"
-    own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    if not own:
+def _own_plan(model: Any) -> dict[str, str]:
+    """What the model brings; empty: nothing."""
+    return dict(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {})
+
+
+def _derived(model: nn.Module, loss: Callable[..., Any] | None, tp: int) -> Derived:
+    try:
+        return derive(model, loss, tp)
+    except ValueError as error:
         raise ValueError(
-            f'Policy.tp is "auto", but {type(model).__name__} brings no plan (tp_plan, as transformers\' models do). '
-            'Give one by patterns, such as Policy(tp={"layers.*.up": "colwise", "layers.*.down": "rowwise"}).'
-        )
-    return dict(own), f"the tp_plan of {type(model).__name__}"
+            f'Policy.tp is "auto", and {type(model).__name__} brings no plan (tp_plan, as transformers\' models do). '
+            f"None could be derived: {error}\nGive one by patterns, such as "
+            'Policy(tp={"layers.*.up": "colwise", "layers.*.down": "rowwise"}).'
+        ) from error
+
+
+def _named(model: nn.Module, plan: Mapping[str, str], whose: str, strict: bool) -> dict[str, str]:
+    """Styles by module name. ``strict``: each pattern names a module; a plan of a class may name what this
+    configuration does not have."""
+    styles: dict[str, str] = {}
+    for pattern, style in plan.items():
+        if style not in STYLES:
+            raise ValueError(
+                f"{whose} has {pattern}: {style!r}, which is not supported here; known are {', '.join(STYLES)}. "
+                f"{BY_HAND}"
+            )
+        wished = re.compile(".".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
+        found = [name for name, _ in model.named_modules() if wished.fullmatch(name)]
+        if not found and strict:
+            raise ValueError(f"{whose} names {pattern}, and there is no such module in {type(model).__name__}.")
+        styles |= dict.fromkeys(found, style)
+    if not styles:
+        raise ValueError(f"{whose} names no module that there is: {', '.join(plan)}. {BY_HAND}")
+    return styles
 
 
 def _check_module(name: str, module: nn.Module, style: str, tp: int) -> None:

@@ -31,6 +31,7 @@ from tests.cut_models import (
     VOCABULARY,
     WIDTH,
     Block,
+    adamw,
     answer_all,
     batch,
     build,
@@ -44,6 +45,7 @@ from tests.cut_models import (
     two_by_two,
     unsharded,
 )
+from tests.derived_models import Experts, Llama, Softmax, Stack
 from tests.launch import told
 from tests.toys import EAGER
 
@@ -86,6 +88,25 @@ def by_its_own_plan() -> Any:
     found = compare(mine, (losses, [], reference.state_dict()))
     return {"eager": found, "plan": str(sharded.plan), "copies": copies_equal(sharded, mesh),
             "tied": model.lm_head.weight is model.model.embed_tokens.weight}  # fmt: skip
+
+
+def derived() -> Any:
+    """Nobody's plan: of a Llama with a tie, norms of heads, experts and grouped queries, AdamW and clipping."""
+    mesh = two_by_two()
+    row = mesh["shard"].get_local_rank()
+
+    def make() -> Llama:
+        torch.manual_seed(0)
+        return Llama(Experts, tied=True, depth=1, norm=True)
+
+    model = make()
+    policy = replace(EAGER, tp="auto", clip=0.5)
+    sharded = compile_sharded(model, adamw(model), loss=loss_fn, mesh=mesh, policy=policy)
+    mine = ours(sharded, row)
+    reference = make()
+    found = compare(mine, unsharded(reference, adamw(reference), 2, clip=0.5))
+    return {"eager": found, "plan": str(sharded.plan), "copies": copies_equal(sharded, mesh),
+            "tied": model.head.weight is model.tokens.weight}  # fmt: skip
 
 
 class ViT(nn.Module):
@@ -233,7 +254,7 @@ def refusals() -> Any:
         made(transformers.LlamaForCausalLM(config), tp="auto")
 
     cases: dict[str, Callable[[], Any]] = {
-        "no plan": lambda: made(tp="auto"),
+        "no plan": lambda: made(Stack(Softmax), tp="auto"),
         "no such style": lambda: made(tp=PLAN | {"up": "sideways"}),
         "no such module": lambda: made(tp=PLAN | {"layers.*.up": "colwise"}),
         "no such cut": lambda: made(tp=PLAN | {"drop": "colwise"}),
@@ -285,6 +306,6 @@ def cube() -> Any:
 
 
 if __name__ == "__main__":
-    cases = (by_its_own_plan, vit, refusals) if os.environ["WORLD_SIZE"] == "4" else (cube,)
+    cases = (by_its_own_plan, derived, vit, refusals) if os.environ["WORLD_SIZE"] == "4" else (cube,)
     named = [case for case in (offloaded, generated) if case.__name__ in sys.argv[2:]]
     answer_all(named or cases, sys.argv[1])
