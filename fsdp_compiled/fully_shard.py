@@ -31,7 +31,7 @@ from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.module_class import FSDPModule, give_class, register_fsdp_forward_method
 from fsdp_compiled.runtime.module_state import ModuleState, state_of
-from fsdp_compiled.runtime.parameter_group import Home, ParameterGroup
+from fsdp_compiled.runtime.parameter_group import Holder, ParameterGroup
 from fsdp_compiled.runtime.tensor_parallel import check_policy, check_ties, tensor_parallel
 
 # What a loop of the user's decides by itself, by field of `Policy`, with where.
@@ -91,15 +91,15 @@ def fully_shard(
     _check_options(shard_placement_fn, dp_mesh_dims, policy)
     _check_precision(mp_policy)
     device_mesh = mesh if mesh is not None else device_mesh_of_all()
-    homes = list(_homes(modules, ignored_params or set()))
-    for places in homes:
+    holders = list(_holders(modules, ignored_params or set()))
+    for places in holders:
         _check_parameter(places)
-    place = place_in(device_mesh, _tp_axis(device_mesh, homes))
+    place = place_in(device_mesh, _tp_axis(device_mesh, holders))
     _check_tp(place, policy, modules)
     _check_offload(offload_policy, place.device)
     reshard = _reshard(reshard_after_forward, place.shard)
     _move_buffers(modules, place.device)
-    group = ParameterGroup(modules, homes, device_mesh, place, mp_policy, reshard)
+    group = ParameterGroup(modules, holders, device_mesh, place, mp_policy, reshard)
     for one in modules:
         give_class(one, ModuleState(group, policy))
     return module
@@ -160,11 +160,11 @@ def _check_options(placement: Any, dims: Any, policy: Policy | None) -> None:
             raise ValueError(f"Policy.{name}=True is not supported with fully_shard yet. Leave it out.")
 
 
-def _tp_axis(mesh: DeviceMesh, homes: Sequence[Sequence[Home]]) -> DeviceMesh | None:
+def _tp_axis(mesh: DeviceMesh, holders: Sequence[Sequence[Holder]]) -> DeviceMesh | None:
     """The axis along which `parallelize_module` cut the model, if it did: that of parameters that are DTensors, or the
     one named "tp" of the mesh that ``mesh`` is a part of. Raises ``ValueError`` for DTensors over several."""
     found = tp_beside(mesh)
-    for module, name in (places[0] for places in homes):
+    for module, name in (places[0] for places in holders):
         parameter = module._parameters[name]
         if isinstance(parameter, DTensor):
             axis = parameter.device_mesh
@@ -243,7 +243,7 @@ def _managed(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
         yield from walk(module)
 
 
-def _homes(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> Iterator[list[Home]]:
+def _holders(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> Iterator[list[Holder]]:
     """Every place in these modules where a parameter hangs, by parameter; those of earlier calls left out."""
     left_out = {id(one) for one in ignored}
     taken = {
@@ -253,7 +253,7 @@ def _homes(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> I
         if (state := state_of(inner)) is not None
         for entry in state.group.entries
     }
-    found: dict[int, list[Home]] = {}
+    found: dict[int, list[Holder]] = {}
     for module in _managed(modules):
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in left_out and id(parameter) not in taken:
@@ -261,8 +261,8 @@ def _homes(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) -> I
     yield from found.values()
 
 
-def _check_parameter(homes: Sequence[Home]) -> None:
-    module, name = homes[0]
+def _check_parameter(holders: Sequence[Holder]) -> None:
+    module, name = holders[0]
     parameter = module._parameters[name]
     where = f"{type(module).__name__}.{name}"
     if isinstance(parameter, UninitializedParameter):

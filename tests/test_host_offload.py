@@ -59,7 +59,7 @@ def same(one: Simulation, other: Simulation) -> bool:
     return all(torch.equal(left.nan_to_num(nan=1.5e30), right.nan_to_num(nan=1.5e30)) for left, right in pairs)
 
 
-def homes(program: Program) -> dict[Port, fx.Node]:
+def host_inputs(program: Program) -> dict[Port, fx.Node]:
     """What lives in host memory."""
     return {
         port: node
@@ -94,8 +94,8 @@ def test_each_gather_and_each_update_fetches_and_what_was_written_goes_back(what
         assert min(order[source] for source in sources) == order[gather] - len({*sources, *gather.all_input_nodes})
         assert all(len(source.users) == 1 for source in sources)  # once a gather, and nothing stays
     read = sum(len(gather.all_input_nodes) for gather in gathers)
-    changed = [port for port, node in homes(before).items() if any(node in mutated(user) for user in node.users)]
-    updated = [port for port in homes(program) if port in changed]
+    changed = [port for port, node in host_inputs(before).items() if any(node in mutated(user) for user in node.users)]
+    updated = [port for port in host_inputs(program) if port in changed]
     assert len(fetches) == read + len(updated)
     assert len(returns) == len(updated) == len({node.args[0] for node in returns})
     if kind == "step":
@@ -115,14 +115,14 @@ def test_only_the_copies_cross_between_host_and_device() -> None:
     on_gpu = replace(plan, device=CUDA)
     assert on_gpu.state_device.type == "cpu" and replace(on_gpu, policy=PLAIN).state_device == CUDA
     program = offload(found[[stage.history[-1] for stage in found].index("offload") - 1], on_gpu)
-    assert {node.meta["val"].device.type for node in homes(program).values()} == {"cpu"}
+    assert {node.meta["val"].device.type for node in host_inputs(program).values()} == {"cpu"}
     for node in program.marked("fetch"):
         assert node.meta["val"].device == CUDA and node.kwargs["non_blocking"]
         assert node.meta["val"].shape == node.args[0].meta["val"].shape
     for node in program.marked("return"):
         target, source, non_blocking = node.args
         assert target.meta["val"].device.type == "cpu" and source.meta["val"].device == CUDA and non_blocking
-    scalars = [port for port in program.inputs if port.kind == "state" and port not in homes(program)]
+    scalars = [port for port in program.inputs if port.kind == "state" and port not in host_inputs(program)]
     assert scalars and not any(role_of(user) == "fetch" for port in scalars for user in program.inputs[port].users)
 
 

@@ -34,7 +34,7 @@ from fsdp_compiled.runtime.tensor_parallel import local_part, tensor_parallel
 
 OURS = "_fsdp_compiled_sharded"  # on parameters that stand here
 _counting: list[Any] = []  # the hook of all optimizers, once it is there
-Home = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
+Holder = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Entry:
     """One parameter. ``first``, ``last``: its place in the flat shard; ``local``: the view of it."""
 
     parameter: nn.Parameter
-    homes: list[Home]
+    holders: list[Holder]
     spec: DTensorSpec
     tp: TensorParallel | None = None  # of one that `parallelize_module` cut, or made whole on each rank
     first: int = 0
@@ -56,7 +56,7 @@ class Entry:
         if self.tp is not None and self.tp.dim is not None:
             parts = self.spec.mesh.size(-1)
             shape = tuple(size // parts if dim == self.tp.dim else size for dim, size in enumerate(shape))
-        return Leaf((self.homes[0][1],), shape, contiguous_stride(shape), self.parameter.dtype,
+        return Leaf((self.holders[0][1],), shape, contiguous_stride(shape), self.parameter.dtype,
                     self.parameter.requires_grad, None, "", tp=self.tp)  # fmt: skip
 
 
@@ -100,7 +100,7 @@ class ParameterGroup:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        homes: Sequence[list[Home]],
+        holders: Sequence[list[Holder]],
         device_mesh: DeviceMesh,
         mesh: Mesh,
         precision: MixedPrecisionPolicy,
@@ -116,7 +116,7 @@ class ParameterGroup:
         if not _counting:
             _counting.append(register_optimizer_step_post_hook(_count_updates))
         entries = []
-        for places in homes:
+        for places in holders:
             module, name = places[0]
             plain = module._parameters[name]
             assert plain is not None
@@ -138,7 +138,7 @@ class ParameterGroup:
         """
         changed = not self.same()
         for entry in self.entries:
-            module, name = entry.homes[0]
+            module, name = entry.holders[0]
             now = module._parameters.get(name)
             if now is entry.parameter:
                 continue
@@ -157,7 +157,7 @@ class ParameterGroup:
                 )
             entry.parameter, changed = now, True
             now.__dict__[OURS] = True
-            for module, name in entry.homes:
+            for module, name in entry.holders:
                 module._parameters[name] = now
         if changed:
             self._lay_out(list(self.entries))
@@ -177,11 +177,11 @@ class ParameterGroup:
         first = () if self.device_mesh.ndim == 1 else (Replicate(),)
         return DTensorSpec(self.all_axes, (*first, rows, *beyond), tensor_meta=meta)
 
-    def _shard(self, plain: nn.Parameter, homes: list[Home]) -> Entry:
+    def _shard(self, plain: nn.Parameter, holders: list[Holder]) -> Entry:
         """This rank's rows, as a DTensor, in the parameter's place."""
-        tp = tensor_parallel(homes[0][1], plain)
+        tp = tensor_parallel(holders[0][1], plain)
         spec = self._spec(plain, tp)
-        entry = Entry(plain, homes, spec, tp)
+        entry = Entry(plain, holders, spec, tp)
         first, last = own_rows(entry.leaf, self.mesh.shard, self.mesh.shard_rank)
         with torch.no_grad():
             local = local_part(plain)[first:last]
@@ -190,7 +190,7 @@ class ParameterGroup:
         made = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=plain.requires_grad)
         made.__dict__.update(plain.__dict__)
         made.__dict__[OURS] = True
-        for module, name in homes:
+        for module, name in holders:
             module._parameters[name] = made
         self.replaced.append((weakref.ref(plain), made))
         entry.parameter = made
@@ -250,7 +250,7 @@ class ParameterGroup:
                     placement = Replicate() if entry.tp.dim is None else Shard(entry.tp.dim)
                     values = DTensor.from_local(values, self.mesh.tp_mesh, (placement,), run_check=False)
                 whole = nn.Parameter(values, entry.parameter.requires_grad)
-                for module, name in entry.homes:
+                for module, name in entry.holders:
                     module._parameters[name] = whole
                 self.unsharded.append((whole, whole._version))
 
@@ -260,7 +260,7 @@ class ParameterGroup:
         if not held:
             return
         for entry in self.entries:
-            for module, name in entry.homes:
+            for module, name in entry.holders:
                 module._parameters[name] = entry.parameter
         for whole, version in held:
             if whole._version != version or whole.grad is not None:

@@ -14,15 +14,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_compiled.distributed.lockstep import Work, lockstep
-from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast, gather_parts, gather_shards
+from fsdp_compiled.distributed.lockstep import Work
+from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, dense_stride
 from fsdp_compiled.plan.units import unit_of
-from fsdp_compiled.runtime.host_memory import to_state_device, wait_for_host_memory
+from fsdp_compiled.runtime.host_memory import to_state_device
 from fsdp_compiled.runtime.sharded_parameter import replace
-from fsdp_compiled.runtime.taken_model import TakenModel, holding
-from fsdp_compiled.runtime.tensor_parallel import local_part, part_of, tensor_parallel, whole_value
+from fsdp_compiled.runtime.taken_model import TakenModel
+from fsdp_compiled.runtime.tensor_parallel import local_part, part_of, tensor_parallel
 
 Initializer = Callable[[nn.Module], Any]
 HALF = (
@@ -315,50 +315,3 @@ def _take_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> Stages:
             module._buffers[name] = moved[id(tensor)]
             found[f"{path}.{name}" if path else name] = moved[id(tensor)]
     return found
-
-
-def full_state_dict(
-    model: nn.Module,
-    plan: Plan,
-    mesh: Mesh,
-    shards: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-) -> dict[str, Any]:
-    """The ordinary ``model.state_dict()``, on rank 0 and on the CPU; an empty dictionary elsewhere. Collective.
-
-    What fails on one rank, such as a hook of the model's on rank 0, is an error on every rank; nothing is changed.
-    """
-    return lockstep(mesh, "What full_state_dict collects", _collecting(model, plan, mesh, shards, buffers))
-
-
-def _collecting(
-    model: nn.Module,
-    plan: Plan,
-    mesh: Mesh,
-    shards: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
-) -> Work[dict[str, Any]]:
-    """`full_state_dict`, in stages as `lockstep` wants them."""
-    wait_for_host_memory(plan)
-    whole: Shards = {}
-    for buffer in plan.buffers:
-        own = shards[buffer.key].to(plan.device)
-        if plan.placement.parameter:
-            yield buffer.key
-        full = gather_shards(own, mesh) if plan.placement.parameter else own
-        if buffer.split:
-            yield f"{buffer.key}, over tp"
-        parts = gather_parts(full, mesh) if buffer.split else [full]
-        if mesh.rank == 0:
-            for slot in buffer.slots:
-                value = whole_value([read_slot(part, slot) for part in parts], slot.leaf)
-                whole |= dict.fromkeys(slot.leaf.names, value.detach().cpu().clone())
-        del own, full, parts
-    if mesh.rank != 0:
-        return {}
-    instead: dict[int, torch.Tensor] = {
-        id(old): nn.Parameter(whole[name], old.requires_grad) for name, old in model.named_parameters()
-    }
-    instead |= {id(old): buffers[name].detach().cpu().clone() for name, old in model.named_buffers()}
-    with holding(model, instead):
-        return model.state_dict()

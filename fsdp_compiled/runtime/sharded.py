@@ -42,12 +42,12 @@ from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import EagerUpdate
 from fsdp_compiled.runtime.failed_calls import FailedCalls
+from fsdp_compiled.runtime.full_state_dict import full_state_dict
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.one_thread import one_thread
 from fsdp_compiled.runtime.program_cache import Programs, Request
 from fsdp_compiled.runtime.rng import RandomNumbers
-from fsdp_compiled.runtime.shard_model import full_state_dict
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import TakenModel
 

@@ -10,14 +10,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.lockstep import Exchange, Work
-from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_parts, gather_shards
+from fsdp_compiled.distributed.mesh import Mesh, broadcast
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.checkpoint.contents import names_of, options
 from fsdp_compiled.runtime.checkpoint.huggingface import keys_of
 from fsdp_compiled.runtime.checkpoint.trained import Trained
-from fsdp_compiled.runtime.shard_model import read_slot, write_slot
-from fsdp_compiled.runtime.tensor_parallel import part_of, whole_value
+from fsdp_compiled.runtime.full_state_dict import collected
+from fsdp_compiled.runtime.shard_model import write_slot
+from fsdp_compiled.runtime.tensor_parallel import part_of
 
 Staged = list[tuple[torch.Tensor, torch.Tensor]]  # where to, and the values
 Stages = Work[Staged]
@@ -106,16 +107,11 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
     state: dict[Any, Any] = {}
     for buffer, entry in _per_element(trained):
         own = trained.state.optimizer[f"{buffer.key}.{entry.name}"].to(trained.plan.device)
-        yield f"{entry.name} of {buffer.key}"
-        full = gather_shards(own, mesh) if trained.plan.placement.state else own
-        if buffer.split:
-            yield f"{entry.name} of {buffer.key}, over tp"
-        parts = gather_parts(full, mesh) if buffer.split else [full]
-        if mesh.rank == 0:
-            for slot in buffer.slots:
-                value = whole_value([read_slot(part, slot) for part in parts], slot.leaf)
-                state.setdefault(indices[slot.name], {})[entry.name] = value.detach().cpu().clone()
-        del own, full, parts
+        what = f"{entry.name} of {buffer.key}"
+        values = yield from collected(own, buffer, trained.plan.placement.state, what, mesh)
+        for name, value in values.items():
+            state.setdefault(indices[name], {})[entry.name] = value
+        del own
     if mesh.rank != 0:
         return {}
     groups = options(optimizer)
