@@ -43,7 +43,7 @@ def test_another_compiler_is_tried(
     made = trials(True)
     for version in ("13", "14", "14"):
         monkeypatch.setattr(
-            "fsdp_compiled.lower.isa_probes._get_isa_dry_compile_fingerprint",
+            "fsdp_compiled.lower.isa_probes.isa_fingerprint",
             lambda flags, version=version: f"{version} {flags}",
         )
         with remembered(tmp_path):

@@ -24,14 +24,13 @@ from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import _C
 from torch.backends import mha
 from torch.nn.modules import module
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils import _device
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.module_tracker import ModuleTracker
+
+from fsdp_compiled.torch_private.core import C as _C
+from fsdp_compiled.torch_private.modes import DeviceContext, dispatch_modes, function_modes, without_modes
+from fsdp_compiled.torch_private.modes import device as _device
 
 # What chooses among operators, kernels and roundings, with what it is unless it was set. Read at every call: C alone.
 SETTINGS = (
@@ -126,7 +125,7 @@ def _outside_modes(dispatch: bool) -> Iterator[None]:
     _set_autocast(autocast, False)
     inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
     try:
-        with inference, _disable_current_modes() if dispatch else NOTHING:
+        with inference, without_modes() if dispatch else NOTHING:
             yield
     finally:
         _set_autocast(autocast, True)
@@ -177,7 +176,7 @@ def check(call: str, trains: bool, seen: bool, saves: bool = False) -> None:
             "alone, call the Sharded object, sharded(*inputs): that works inside."
         )
     if _C._len_torch_function_stack():
-        for mode in _get_current_function_mode_stack():
+        for mode in function_modes():
             if not isinstance(mode, DeviceContext):
                 raise ValueError(
                     f"{call} inside {_name(mode)}, a TorchFunctionMode: the model's code is traced once, so the mode "
@@ -208,7 +207,7 @@ def check(call: str, trains: bool, seen: bool, saves: bool = False) -> None:
 
 
 def _check_dispatch(call: str, seen: bool) -> None:
-    for mode in _get_current_dispatch_mode_stack():
+    for mode in dispatch_modes():
         if getattr(mode, "_mode_key", None) is not None:  # one of PyTorch's tracers
             raise ValueError(
                 f"{call} inside {_name(mode)}: a step on tensors without numbers, or inside another trace, is not "

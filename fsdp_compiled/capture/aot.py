@@ -14,9 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch import config
-from torch._functorch._aot_autograd.descriptors import (
+
+from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of
+from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
+from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.torch_private.dynamo import aot_autograd
+from fsdp_compiled.torch_private.functorch import (
     BackwardTokenAOTInput,
     BackwardTokenAOTOutput,
     ForwardTokenAOTInput,
@@ -24,11 +27,9 @@ from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTOutput,
+    config,
 )
-
-from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of
-from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
-from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.torch_private.inductor import config as inductor_config
 
 aten = torch.ops.aten
 DETACH = torch.ops.aten.detach.default  # nothing to detach from in a graph that holds its own backward
@@ -86,7 +87,7 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         decompositions=EMPTY,
     )  # fmt: skip
     # The setting keeps draws of random numbers that nothing uses: eager PyTorch makes them, and so moves its generator.
-    draws = torch._inductor.config.patch(fallback_random=True)
+    draws = inductor_config.patch(fallback_random=True)
     # Backward as `loss.backward()` after an autocast block, as PyTorch recommends: in the dtypes that forward chose.
     backward = config.patch(backward_pass_autocast="off")
     with contextlib.suppress(_Captured), draws, backward:

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import backends
-from torch._functorch import config
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fsdp_compiled.capture.ambient import now
+from fsdp_compiled.torch_private.core import C
+from fsdp_compiled.torch_private.functorch import config
+from fsdp_compiled.torch_private.modes import is_in_torch_dispatch_mode
 
 
 def settings() -> str:
@@ -28,7 +29,7 @@ def settings() -> str:
 
 def others() -> bool:
     """Whether code of the user's takes part in what is traced here: a dispatch mode, or hooks for saved tensors."""
-    return is_in_torch_dispatch_mode() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return is_in_torch_dispatch_mode() or C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 @functools.cache

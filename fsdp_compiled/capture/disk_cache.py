@@ -17,10 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from torch._inductor import config
-from torch._inductor.codecache import cache_dir
-
 from fsdp_compiled.capture.cache_folder import make_writable
+from fsdp_compiled.torch_private.inductor import cache_dir, config
 
 T = TypeVar("T")
 # Namespaces of operators that are PyTorch's or ours.

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, Unsupported, UserError
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.ambient import Ambient
@@ -36,6 +35,14 @@ from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects, inside, spe
 from fsdp_compiled.capture.source_lines import explanation, reason, user_line
 from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, name_axes, whole
 from fsdp_compiled.ir.program import LOSS, Port
+from fsdp_compiled.torch_private.core import C
+from fsdp_compiled.torch_private.dynamo import (
+    BackendCompilerFailed,
+    TorchDynamoException,
+    Unsupported,
+    UserError,
+    config,
+)
 
 
 def capture(
@@ -196,24 +203,19 @@ def _dynamo() -> Iterator[None]:
     or setting of the user's that turns `torch.compile` off is for the user's own functions. What PyTorch logs of an
     operator that fails on fake tensors, twenty lines, is in the error that follows.
     """
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
+    before = C._get_mkldnn_enabled()
+    C._set_mkldnn_enabled(False)
     loud = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, loud.disabled = loud.disabled, loud.disabled or not loud.isEnabledFor(logging.INFO)
     wanted = {"allow_rnn": True, "trace_autograd_ops": True, "ignore_logging_functions": speech(), "disable": False}
     wanted["skip_nnmodule_hook_guards"] = False
     wanted["run_gc_after_compile"] = False  # up to a tenth of a small capture; garbage is collected in its own time
     try:
-        with torch.compiler.set_stance("default"), torch._dynamo.config.patch(wanted), refused():
+        with torch.compiler.set_stance("default"), config.patch(wanted), refused():
             yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        C._set_mkldnn_enabled(before)
         loud.disabled = disabled
-
-
-def mark_moving(tensor: torch.Tensor, dim: int) -> None:
-    """Traces this dim of a fake tensor as an unknown, where nothing that is computed needs its size."""
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.aot import CaptureError
@@ -24,6 +23,7 @@ from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects
 from fsdp_compiled.capture.source_lines import cure, user_line
 from fsdp_compiled.capture.tensor_parallel import Layout, is_mesh
 from fsdp_compiled.ir.program import LOSS, Port, PortKind, Program
+from fsdp_compiled.torch_private.dynamo import TracingContext, tracing
 
 
 class Trace:

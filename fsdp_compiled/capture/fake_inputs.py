@@ -19,12 +19,13 @@ from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.captured import Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
-from fsdp_compiled.capture.dynamo import capture, mark_moving
+from fsdp_compiled.capture.dynamo import capture
 from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.capture.sync_batchnorm import synchronised
 from fsdp_compiled.capture.tensor_parallel import parts_of
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.plan.plan import Plan, contiguous_stride
+from fsdp_compiled.torch_private.dynamo import maybe_mark_dynamic
 
 
 def capture_on(
@@ -111,7 +112,7 @@ def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Si
     stride = contiguous_stride(shape) if dims and tensor.is_contiguous() else tensor.stride()
     fake = fake_tensor(mode, shape, stride, tensor.dtype, tensor.device)
     for dim in dims:
-        mark_moving(fake, dim)
+        maybe_mark_dynamic(fake, dim)
     return fake.requires_grad_(tensor.requires_grad)
 
 

@@ -42,13 +42,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.guards import _get_closure_vars
 from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compiled.capture.ambient import is_tracker
 from fsdp_compiled.capture.side_effects import unwrapped
+from fsdp_compiled.torch_private.dynamo import cache_entries, closure_vars
 
 PACKAGE = __name__.split(".")[0]
 ELSEWHERE = {
@@ -114,7 +113,7 @@ class Recorder:
 
     def guards(self, code: types.CodeType, scope: dict[str, Any], closed: Mapping[str, tuple[Any, Any]]) -> Guards:
         """What the trace of this code took for granted; ``closed``: tensors by our name, each with its source."""
-        (entry,) = _debug_get_cache_entry_list(code)
+        (entry,) = cache_entries(code)
         hooks, methods = Hooks(self.root, self.empty), Methods(self.values.values(), self.code)
         found = Guards(entry, scope, hooks, methods, self._alive, self.wrapped)
         found.closed = Closed(closed, found.scope)
@@ -154,7 +153,7 @@ class Guards:
         self._hooks, self._methods, self._alive = hooks, methods, alive
         # Dynamo names modules in the globals of what it traces, for as long as the code that it made is there.
         self._code = entry.code
-        self.scope = {"L": scope, "G": self._manager.global_scope["G"], **_get_closure_vars()}
+        self.scope = {"L": scope, "G": self._manager.global_scope["G"], **closure_vars()}
         self._around = [unwrapped] * wrapped + [hooks.as_traced] * bool(hooks.own)
         if self._around:
             self._check = self._check_around

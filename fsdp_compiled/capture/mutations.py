@@ -24,12 +24,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
-from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.torch_private.dynamo import (
+    AttributeMutationExisting,
+    InstructionTranslator,
+    TracingContext,
+    ValueMutationExisting,
+)
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 MISSING = type("Missing", (), {"__repr__": lambda self: "missing"})()

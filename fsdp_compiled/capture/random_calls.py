@@ -13,9 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import fx
-from torch._dynamo import config
-from torch._dynamo.exc import UserError, UserErrorType
-from torch._dynamo.variables import misc, user_defined
+
+from fsdp_compiled.torch_private.dynamo import UserError, UserErrorType, config, misc, user_defined
 
 SEEDING = ("torch.random", "torch.cuda.random")
 

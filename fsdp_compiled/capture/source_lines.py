@@ -12,7 +12,8 @@ import traceback
 
 import torch
 from torch import fx
-from torch._dynamo.exc import Unsupported, UserError
+
+from fsdp_compiled.torch_private.dynamo import Unsupported, UserError
 
 OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep  # the package
 

@@ -12,7 +12,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._mode_utils import no_dispatch
+
+from fsdp_compiled.torch_private.modes import no_dispatch
 
 c10d = torch.ops._c10d_functional
 Phase = Literal["forward", "backward", "update"]

@@ -21,7 +21,8 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch._inductor.output_code import CompiledFxGraph
+
+from fsdp_compiled.torch_private.inductor import CompiledFxGraph
 
 Call = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 

@@ -33,6 +33,8 @@ from typing import Any
 
 import torch
 
+from fsdp_compiled.torch_private.core import C
+
 STREAMS = 32  # that torch has to give out, by turns
 log = logging.getLogger("fsdp_compiled")
 
@@ -136,7 +138,7 @@ class CudaGraphs:
                 for _ in range(place.broken):
                     if not self._is_kept_for_nobody(place.pool):
                         break
-                    torch._C._cuda_releasePool(self._index, place.pool)
+                    C._cuda_releasePool(self._index, place.pool)
                     torch.cuda.empty_cache()
 
     @property
@@ -146,12 +148,12 @@ class CudaGraphs:
     @contextmanager
     def _taking(self, pool: Any) -> Iterator[None]:
         """This thread's memory comes from the pool."""
-        torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, pool)
+        C._cuda_beginAllocateCurrentThreadToPool(self._index, pool)
         try:
             yield
         finally:
-            torch._C._cuda_endAllocateToPool(self._index, pool)
-            torch._C._cuda_releasePool(self._index, pool)
+            C._cuda_endAllocateToPool(self._index, pool)
+            C._cuda_releasePool(self._index, pool)
 
     def _ready(self) -> CapturePool:
         """The stream and the pool, made where there are none."""
@@ -183,7 +185,7 @@ class CudaGraphs:
         graph.reset()
         _asked.append(graph)
         with suppress(RuntimeError):  # it was told, where torch is newer or what broke was not CUDA
-            torch._C._cuda_endAllocateToPool(self._index, place.pool)
+            C._cuda_endAllocateToPool(self._index, place.pool)
         place.broken += 1
         self._left.append(place)
         self._place = None

@@ -21,10 +21,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import fx
-from torch._inductor import config
-from torch._inductor.codecache import CacheBase, cache_dir, torch_key
-from torch._inductor.codegen.common import custom_backend_passes
-from torch._inductor.standalone_compile import CacheCompiledArtifact, CompiledArtifact
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
@@ -36,6 +32,16 @@ from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.lower.compiled_piece import Call, CompiledPiece
 from fsdp_compiled.lower.isa_probes import remembered
 from fsdp_compiled.lower.partition import Piece
+from fsdp_compiled.torch_private.inductor import (
+    CacheBase,
+    CacheCompiledArtifact,
+    CompiledArtifact,
+    cache_dir,
+    compile_alone,
+    config,
+    custom_backend_passes,
+    torch_key,
+)
 
 log = logging.getLogger("fsdp_compiled")
 COMPILED = "compiled by Inductor"
@@ -152,7 +158,7 @@ def _unpack(content: bytes) -> CompiledArtifact:
 def _artifact(piece: Piece) -> Callable[..., Any]:
     module = _expand(piece.graph_module(_without_host_reads))
     try:
-        return torch._inductor.standalone_compile(module, examples(piece), dynamic_shapes="from_graph")
+        return compile_alone(module, examples(piece), dynamic_shapes="from_graph")
     except Exception as error:  # whatever a pass of Inductor's that asks for a size makes of not being told
         if not any(free_unbacked_symbols(value) for value in pytree.tree_leaves([n.meta["val"] for n in piece.nodes])):
             raise

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch._inductor.cpu_vec_isa import VecISA, _get_isa_dry_compile_fingerprint
 
 from fsdp_compiled.capture import disk_cache
+from fsdp_compiled.torch_private.inductor import VecISA, isa_fingerprint
 
 REPLACING = threading.RLock()
 
@@ -30,7 +30,7 @@ def remembered(folder: Path | None) -> Iterator[None]:
 
     def asked(isa: VecISA, code: str) -> bool:
         assert folder is not None
-        compiler = _get_isa_dry_compile_fingerprint(isa.build_arch_flags())
+        compiler = isa_fingerprint(isa.build_arch_flags())
         said = f"{torch.backends.cpu.get_cpu_capability()} {compiler} {isa._arch_flags} {code}"
         place = folder / "probes" / hashlib.sha256(said.encode()).hexdigest()
         if disk_cache.read(place, lambda content: content) is not None:

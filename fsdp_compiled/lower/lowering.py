@@ -22,6 +22,7 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.inductor import compile_all
 from fsdp_compiled.lower.partition import Piece, segments
+from fsdp_compiled.torch_private.core import C
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 Boxed = Callable[[list[Any]], Sequence[torch.Tensor]]  # takes its inputs out of the list, and frees each after its use
@@ -36,13 +37,13 @@ class below_autograd:
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        self._guard = torch._C._AutoDispatchBelowAutograd()
+        C._set_grad_enabled(False)
+        self._guard = C._AutoDispatchBelowAutograd()
         self._guard.__enter__()
 
     def __exit__(self, *error: object) -> None:
         self._guard.__exit__(*error)
-        torch._C._set_grad_enabled(self._before)
+        C._set_grad_enabled(self._before)
 
 
 def lower(program: Program, groups: Mapping[str, str], how: str, blocks: Collection[str] = ()) -> Runner:

@@ -6,6 +6,8 @@ parameter's own shape, with its counters, rates and state as tensors of the trac
 state alone; only then may it run on slices of flat buffers. That is not looked up in a list of names: every operator
 of the graph must be pointwise or work on single numbers. Operators name no sizes, so that a graph traced on a matrix
 runs on a flat shard.
+
+Relies on ``torch.compiler._is_compiling_flag``, in torch 2.11 to 2.13, which optimizers ask for their branch-free form.
 """
 
 from __future__ import annotations

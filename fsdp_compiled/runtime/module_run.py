@@ -28,6 +28,7 @@ from fsdp_compiled.runtime.gradients import leave, parts, reduced
 from fsdp_compiled.runtime.module_plan import Made
 from fsdp_compiled.runtime.module_state import ModuleState
 from fsdp_compiled.runtime.parameter_group import Entry
+from fsdp_compiled.torch_private.core import C
 
 
 def run_program(run: Callable[[], Sequence[torch.Tensor]], calls: Calls) -> Sequence[torch.Tensor]:
@@ -201,7 +202,7 @@ class _Function(torch.autograd.Function):
         kept += [one.laid_out(tangents[one.place], ctx.shapes[one.place]) for one in training.tangents]
         # A plain backward() reaches the token. One that asks for some gradients alone, as torch.autograd.grad does, is
         # answered by autograd, and so are hooks.
-        everything = torch._C._will_engine_execute_node(ctx.next_functions[0][0])
+        everything = C._will_engine_execute_node(ctx.next_functions[0][0])
         with outside_modes(watched=True):
             found, others = run.backward(kept, reached, everything)
         direct = {

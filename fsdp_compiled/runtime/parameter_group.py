@@ -22,8 +22,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -31,6 +30,7 @@ from fsdp_compiled.distributed.mesh import Mesh, beside, gather_shards
 from fsdp_compiled.plan.plan import Buffer, Leaf, TensorParallel, contiguous_stride
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, widths
 from fsdp_compiled.runtime.tensor_parallel import local_part, tensor_parallel
+from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, TensorMeta
 
 OURS = "_fsdp_compiled_sharded"  # on parameters that stand here
 _counting: list[Any] = []  # the hook of all optimizers, once it is there
@@ -173,7 +173,7 @@ class ParameterGroup:
             dim = tp.dim if tp is not None else None
             beyond = (Replicate() if dim is None else Shard(dim),)
             if dim == 0 and self.mesh.tp > 1:  # rows of a part of the rows
-                rows = _StridedShard(0, split_factor=self.mesh.tp)
+                rows = StridedShard(0, split_factor=self.mesh.tp)
         first = () if self.device_mesh.ndim == 1 else (Replicate(),)
         return DTensorSpec(self.all_axes, (*first, rows, *beyond), tensor_meta=meta)
 

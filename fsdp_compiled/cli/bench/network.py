@@ -17,6 +17,8 @@ broadcast. Barriers and point-to-point messages are left alone.
 
 With `Inner`, ranks are in nodes, neighbours together: groups whose ranks are all in one node have a wire of their own,
 which is as fast as said, and all others the network's.
+
+Relies on ``torch.library._scoped_library``, in torch 2.11 to 2.13, to put the operators that wait in gloo's place.
 """
 
 import threading
@@ -32,6 +34,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.torch_private.core import C
+
 # By operator: which of its arguments holds the whole buffers, and how often a ring sends (W - 1) / W of them.
 RING: Mapping[str, tuple[int, int]] = {
     "_allgather_base_": (0, 1),
@@ -44,7 +48,7 @@ RING: Mapping[str, tuple[int, int]] = {
     "allreduce_": (0, 2),
     "allreduce_coalesced_": (0, 2),
 }
-BEFORE = torch._C.DispatchKey.ADInplaceOrView  # where operators pass on their way to a device's kernel
+BEFORE = C.DispatchKey.ADInplaceOrView  # where operators pass on their way to a device's kernel
 KEPT = 4096  # transfers whose Python side is kept alive, because C++ may wait for one again
 
 
@@ -185,7 +189,7 @@ def _wrap(name: str, network: Network, exempt: str | None) -> Callable[..., Any]
 
     @torch.compiler.disable
     def slow(*arguments: Any, **named: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(BEFORE)):
+        with C._ExcludeDispatchKeyGuard(C.DispatchKeySet(BEFORE)):
             result = operator(*arguments, **named)
         group = dist.ProcessGroup.unbox(next(value for value in arguments if isinstance(value, torch.ScriptObject)))
         if group.group_name == exempt:

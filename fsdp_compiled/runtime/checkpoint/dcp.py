@@ -19,8 +19,6 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import contiguous_stride
@@ -31,6 +29,7 @@ from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.rectangles import rectangles
 from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, per_element, tensors
 from fsdp_compiled.runtime.checkpoint.trained import Trained
+from fsdp_compiled.torch_private.dtensor import DTensorSpec, LocalShardsWrapper, TensorMeta
 
 Parts = list[tuple[tuple[int, ...], torch.Tensor]]  # offsets in the whole tensor, and a view
 

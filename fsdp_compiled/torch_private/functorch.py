@@ -1,0 +1,26 @@
+"""``torch._functorch``: AOTAutograd's settings, and what it says of each input and output of a joint graph.
+
+The descriptors are there since torch 2.9, and are the same in 2.11 to 2.13.
+"""
+
+from torch._functorch import config
+from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    BackwardTokenAOTOutput,
+    ForwardTokenAOTInput,
+    ForwardTokenAOTOutput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTOutput,
+)
+
+__all__ = [
+    "BackwardTokenAOTInput",
+    "BackwardTokenAOTOutput",
+    "ForwardTokenAOTInput",
+    "ForwardTokenAOTOutput",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "PlainAOTOutput",
+    "config",
+]

@@ -1,0 +1,31 @@
+"""``torch._inductor``, in torch 2.11 to 2.13: what compiles a piece, what it gives, and where that is kept.
+
+Relied on: the settings, `standalone_compile` and its artifacts (one of which, `CompiledFxGraph`, holds the generated
+code), the cache folder, the key of PyTorch's own sources and of custom passes, and what asks for the processor's
+vector instructions.
+"""
+
+import torch._inductor
+from torch._inductor import config
+from torch._inductor.codecache import CacheBase, cache_dir, torch_key
+from torch._inductor.codegen.common import custom_backend_passes
+from torch._inductor.cpu_vec_isa import VecISA
+from torch._inductor.cpu_vec_isa import _get_isa_dry_compile_fingerprint as isa_fingerprint
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.standalone_compile import CacheCompiledArtifact, CompiledArtifact
+
+compile_alone = torch._inductor.standalone_compile  # whose name a module of the same name takes
+
+__all__ = [
+    "CacheBase",
+    "CacheCompiledArtifact",
+    "CompiledArtifact",
+    "CompiledFxGraph",
+    "VecISA",
+    "cache_dir",
+    "compile_alone",
+    "config",
+    "custom_backend_passes",
+    "isa_fingerprint",
+    "torch_key",
+]
