@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -16,7 +18,9 @@ from fsdp_compiled.analysis.roofline import flops
 from fsdp_compiled.analysis.timeline import estimate
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.nodes import is_collective, is_view, is_wait, positions, role_of
+from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.hardware import Machine
+from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.tensor_parallel import check_policy
 from fsdp_compiled.simulate import Estimate
 from tests.cut_models import GPT, batch, cut, loss_fn
@@ -42,9 +46,57 @@ def gpt() -> Estimate:
     return of_gpt()
 
 
+class Visits:
+    """How many nodes of a graph are looked at in a row; what a pass asks of a node's neighbours is not counted."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def of(self, call: Callable[[], Any]) -> Any:
+        nodes, steps = fx.Graph.nodes, {"next": fx.Node.next, "prev": fx.Node.prev}
+
+        def all_nodes(graph: fx.Graph) -> Any:
+            self.count += len(nodes.fget(graph))  # type: ignore[attr-defined]
+            return nodes.fget(graph)  # type: ignore[attr-defined]
+
+        def step(node: fx.Node, name: str) -> Any:
+            self.count += 1
+            return steps[name].fget(node)  # type: ignore[attr-defined]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fx.Graph, "nodes", property(all_nodes))
+            for name in steps:
+                patch.setattr(fx.Node, name, property(partial(step, name=name)))
+            return call()
+
+
 @pytest.fixture(scope="module")
-def deeper() -> Estimate:
-    return of_gpt(2)
+def visited() -> dict[int, int]:
+    """By the number of a program's nodes, how many the pass looks at."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def deeper(visited: dict[int, int]) -> Estimate:
+    def counted(program: Program, plan: Plan) -> Program:
+        visits = Visits()
+        done = visits.of(lambda: passes.overlap(program, plan))
+        visited[len(program.graph.nodes)] = visits.count
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        rest = tuple(counted if one is passes.overlap else one for one in passes.DIFFERENTIATION)
+        patch.setattr(passes, "DIFFERENTIATION", rest)
+        return of_gpt(2)
+
+
+def test_the_pass_looks_at_each_node_a_few_times_however_many_collectives_there_are(
+    deeper: Estimate, visited: dict[int, int]
+) -> None:
+    ((nodes, visits),) = visited.items()
+    collectives = counts(deeper)
+    assert sum(number for key, number in collectives.items() if key.endswith("tp")) > 25
+    assert nodes < visits < 12 * nodes  # a look at all nodes for each collective would be more than 25
 
 
 @pytest.fixture(scope="module")

@@ -26,14 +26,15 @@ The order of compute stays the model's own, but for sums that a collective alone
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
 from operator import getitem
 
 import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import is_collective, is_view, is_wait, mutated, positions, role_of
+from fsdp_compiled.ir.nodes import is_collective, is_view, is_wait, mutated, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 
@@ -46,18 +47,37 @@ def overlap(program: Program, plan: Plan) -> Program:
     """Moves the collectives along tp that the model itself has, and their waits; nothing is added or taken away."""
     edit = Edit(program)
     starts = [node for node in edit.graph.nodes if _is_tensor_parallel(node)]
-    activations = [start for start in starts if not _is_gradient(start)]
+    gradients = {start for start in starts if _is_gradient(start)}
+    activations = [start for start in starts if start not in gradients]
     for start in activations:
         _start_early(edit, start)
     for start in reversed(activations):
         for wait in _waits(start):
             _wait_late(edit, wait)
-    for start in starts:
-        if start not in activations:
-            _between(edit, start, activations)
-    behind = sum(_has_compute_behind(edit.graph, start) for start in starts)
+    if gradients:
+        order = _Order(edit.graph, activations)
+        for start in starts:
+            if start in gradients:
+                _between(edit, start, order)
+    behind = sum(map(_has_compute_behind, starts))
     note = f"overlap: of {len(starts)} collectives along tp, {behind} have compute to hide behind"
     return edit.done("overlap", *([note] if starts else []))
+
+
+class _Order:
+    """What gradients' collectives find their places between; lists in the order of the graph, which stays."""
+
+    def __init__(self, graph: fx.Graph, activations: Sequence[fx.Node]) -> None:
+        self.activations = sorted(activations)
+        self.waits = sorted(wait for start in activations for wait in _waits(start))
+        self._nodes = list(graph.nodes)
+        self._barriers: dict[str, list[fx.Node]] = {}
+
+    def barrier(self, node: fx.Node, phase: str) -> fx.Node:
+        """The next one behind the node; the output is one."""
+        if phase not in self._barriers:
+            self._barriers[phase] = [one for one in self._nodes if _is_barrier(one, phase)]
+        return self._barriers[phase][bisect_right(self._barriers[phase], node)]
 
 
 def _is_tensor_parallel(node: fx.Node) -> bool:
@@ -108,53 +128,54 @@ def _is_barrier(node: fx.Node, phase: str) -> bool:
 
 def _start_early(edit: Edit, start: fx.Node) -> None:
     """To right behind the node that makes the last of what is sent."""
-    order, nodes = positions(edit.graph), list(edit.graph.nodes)
     own, sources = _sent(start)
-    target = order[start]
-    for place in range(order[start] - 1, max(order[source] for source in sources), -1):
-        node = nodes[place]
-        if _is_barrier(node, start.meta["phase"]) or _is_tensor_parallel(node):
-            break
-        target = target if node in own else place
-    _move(edit, [node for node in own if order[node] > target], nodes[target])
+    last = max(sources)
+    target, node = start, start.prev
+    while node is not last and not (_is_barrier(node, start.meta["phase"]) or _is_tensor_parallel(node)):
+        target = target if node in own else node
+        node = node.prev
+    _move(edit, [node for node in own if node > target], target)
 
 
 def _wait_late(edit: Edit, wait: fx.Node) -> None:
     """To right before the first node that reads what came."""
-    order, nodes = positions(edit.graph), list(edit.graph.nodes)
     own, readers = _brought(wait)
-    stop = order[wait] + 1
-    while nodes[stop] not in readers and not _is_barrier(nodes[stop], wait.meta["phase"]):
-        stop += 1
-    _move(edit, [node for node in own if order[node] < stop], nodes[stop])
+    first, stop = min(readers, default=None), wait.next
+    while stop is not first and not _is_barrier(stop, wait.meta["phase"]):
+        stop = stop.next
+    _move(edit, [node for node in own if node < stop], stop)
 
 
-def _between(edit: Edit, start: fx.Node, activations: Sequence[fx.Node]) -> None:
+def _between(edit: Edit, start: fx.Node, order: _Order) -> None:
     """Behind the start of the next activation's collective, waited for behind the wait for the one after that."""
-    order, nodes = positions(edit.graph), list(edit.graph.nodes)
     own, sources = _sent(start)
-    ready = max(order[source] for source in sources)
+    ready = max(sources)
     (wait,) = _waits(start)
-    if any(_is_barrier(node, start.meta["phase"]) for node in nodes[ready + 1 : order[wait]]):
+    if order.barrier(ready, start.meta["phase"]) < wait:
         return
-    after = sorted(order[one] for one in activations if ready < order[one] < order[start])
+    next_one = bisect_right(order.activations, ready)
+    after = [one for one in order.activations[next_one : next_one + 2] if one < start]
     first = after[0] if after else ready
     brought, _ = _brought(wait)
-    early = [place for one in activations for other in _waits(one) if (place := order[other]) > first]
-    waited = sorted(place for place in early if place > (after[1] if len(after) > 1 else order[wait]))
-    if waited and waited[0] < order[wait]:
-        _move(edit, brought, nodes[waited[0] + 1])
-    _move(edit, [node for node in own if order[node] > first], nodes[first + 1])
+    waited = bisect_right(order.waits, after[1] if len(after) > 1 else wait)
+    if waited < len(order.waits) and (other := order.waits[waited]) < wait:
+        _move(edit, brought, other.next)
+    _move(edit, [node for node in own if node > first], first.next)
 
 
-def _move(edit: Edit, nodes: set[fx.Node] | list[fx.Node], before: fx.Node) -> None:
-    order = positions(edit.graph)
+def _move(edit: Edit, nodes: Collection[fx.Node], before: fx.Node) -> None:
     if before not in nodes:
-        edit.move(sorted(nodes, key=order.__getitem__), before=before)
+        edit.move(sorted(nodes), before=before)
 
 
-def _has_compute_behind(graph: fx.Graph, start: fx.Node) -> bool:
+def _has_compute_behind(start: fx.Node) -> bool:
     """Whether something is computed between the start and the first wait for it."""
-    order = positions(graph)
-    between = list(graph.nodes)[order[start] + 1 : min((order[wait] for wait in _waits(start)), default=0)]
-    return any(not (is_collective(node) or is_wait(node) or _lays_out(node) or role_of(node)) for node in between)
+    waits = _waits(start)
+    if not waits:
+        return False
+    node, end = start.next, min(waits)
+    while node is not end:
+        if not (is_collective(node) or is_wait(node) or _lays_out(node) or role_of(node)):
+            return True
+        node = node.next
+    return False
