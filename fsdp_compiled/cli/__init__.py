@@ -8,6 +8,7 @@ from pathlib import Path
 from fsdp_compiled.cli.bench.options import add_bench_options, bench_options
 from fsdp_compiled.cli.check.options import CheckOptions, add_check_options
 from fsdp_compiled.cli.options import add_train_options, train_options
+from fsdp_compiled.cli.simulate import add_simulate_options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -69,6 +70,15 @@ def parser() -> argparse.ArgumentParser:
         "collectives, and a step against FSDP2 on several ranks. Takes a minute or two. Exits with 1 where one fails.",
     )
     add_check_options(check)
+
+    simulate = commands.add_parser(
+        "simulate",
+        help="plan, peak memory and timeline of a step on ranks that you do not have",
+        description="Builds the step that compile_sharded would build on such a mesh, in this process, and prints "
+        "what it is thought to take, to hold and to send. Nothing of it is run; no ranks, GPU or memory for the model "
+        "are needed. Times tell which of two ways is faster, not milliseconds.",
+    )
+    add_simulate_options(simulate)
     return top
 
 
@@ -93,6 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             from fsdp_compiled.cli import convert
 
             print(convert.convert(chosen.a, chosen.b, chosen.to))
+            return 0
+        if chosen.command == "simulate":
+            from fsdp_compiled.cli import simulate
+
+            print(simulate.run(simulate.simulate_options(chosen)))
             return 0
         from fsdp_compiled.cli import show
 

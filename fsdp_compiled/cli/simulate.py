@@ -1,0 +1,161 @@
+"""`fsdp-compiled simulate`: what a step would take, hold and send on ranks that one does not have."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compiled import Policy
+from fsdp_compiled.cli.bench.presets import PRESETS, sized
+from fsdp_compiled.cli.options import positive, whole
+from fsdp_compiled.simulate import HARDWARE, Estimate, simulate
+
+SIZES = ("layers", "width", "heads", "context", "batch", "vocabulary")  # of a preset
+
+
+@dataclass(frozen=True)
+class SimulateOptions:
+    ranks: int = 8
+    replicate: int = 1
+    tp: int = 1
+    preset: str = "small"
+    setup: str | None = None  # module:function
+    layers: int | None = None  # None, here and below: as the preset has it
+    width: int | None = None
+    heads: int | None = None
+    context: int | None = None
+    batch: int | None = None
+    vocabulary: int | None = None
+    shard: str = "zero3"
+    half: bool = False
+    recompute: str = "auto"
+    hardware: str = "gpu"
+    network_gbps: float | None = None
+    inner_gbps: float | None = None
+    program: bool = False
+    json: Path | None = None
+
+
+def add_simulate_options(parser: argparse.ArgumentParser) -> None:
+    d = SimulateOptions()
+    mesh = parser.add_argument_group("the ranks")
+    mesh.add_argument("--ranks", type=whole, default=d.ranks, metavar="N", help="all of them (%(default)s)")
+    mesh.add_argument("--replicate", type=whole, default=d.replicate, metavar="N", help="replicas: HSDP (%(default)s)")
+    mesh.add_argument(
+        "--tp", type=whole, default=d.tp, metavar="N",
+        help="ranks that the model is cut over, by the plan that it brings or one that is derived (%(default)s)",
+    )  # fmt: skip
+    mesh.add_argument("--hardware", choices=tuple(HARDWARE), default=d.hardware, help="rough figures (%(default)s)")
+    mesh.add_argument("--network-gbps", type=positive, metavar="X", help="gigabits a second between ranks")
+    mesh.add_argument("--inner-gbps", type=positive, metavar="X", help="the same along tp, where it has its own wire")
+
+    model = parser.add_argument_group("the model and one rank's batch")
+    model.add_argument("--preset", choices=tuple(PRESETS), default=d.preset, help="one of bench's (%(default)s)")
+    model.add_argument(
+        "--setup", metavar="MODULE:FUNCTION",
+        help="one of your own: the function returns (model_fn, loss, batch), as fsdp_compiled.simulate takes them; "
+        "MODULE is found from the current folder",
+    )  # fmt: skip
+    for name, about in (
+        ("layers", "blocks"), ("width", "size of the residual stream"), ("heads", "attention heads"),
+        ("context", "tokens in a row"), ("batch", "rows a rank sees in a step"), ("vocabulary", "tokens (llama)"),
+    ):  # fmt: skip
+        model.add_argument(f"--{name}", type=whole, metavar="N", help=f"{about} (by preset)")
+
+    policy = parser.add_argument_group("how it is trained")
+    policy.add_argument(
+        "--shard", choices=("zero3", "zero2", "zero1", "ddp"), default=d.shard, help="what is sharded (%(default)s)"
+    )
+    policy.add_argument("--half", action="store_true", help="compute in bfloat16, reduce in float32")
+    policy.add_argument(
+        "--recompute",
+        choices=("auto", "cheap", "unit"),
+        default=d.recompute,
+        help="what backward makes again (%(default)s)",
+    )
+
+    parser.add_argument("--program", action="store_true", help="print the program too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
+
+
+def simulate_options(chosen: argparse.Namespace) -> SimulateOptions:
+    options = SimulateOptions(**{field.name: getattr(chosen, field.name) for field in fields(SimulateOptions)})
+    if options.ranks % (options.replicate * options.tp):
+        raise ValueError(
+            f"--ranks {options.ranks} are no whole number of --replicate {options.replicate} times --tp {options.tp}"
+        )
+    if options.inner_gbps is not None and options.tp == 1:
+        raise ValueError("--inner-gbps is the wire along tp; say how many ranks that is: --tp 8")
+    if options.setup is not None and (given := [name for name in SIZES if getattr(options, name) is not None]):
+        raise ValueError(f"--{given[0]} is of a preset's model, and --setup brings its own")
+    return options
+
+
+def run(options: SimulateOptions) -> str:
+    """What is printed."""
+    model_fn, loss, batch = _own(options.setup) if options.setup is not None else _preset(options)
+    machine = HARDWARE[options.hardware]
+    if options.network_gbps is not None:
+        machine = replace(machine, network=options.network_gbps * 1e9 / 8)
+    if options.inner_gbps is not None:
+        machine = replace(machine, inner=options.inner_gbps * 1e9 / 8)
+    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.half else None
+    policy = Policy(
+        shard=options.shard,  # type: ignore[arg-type]
+        tp="auto" if options.tp > 1 else None,
+        recompute=options.recompute,
+        **({"precision": precision} if precision is not None else {}),
+    )
+    shape = {
+        "replicate": options.replicate,
+        "shard": options.ranks // options.replicate // options.tp,
+        "tp": options.tp,
+    }
+    shape = {axis: size for axis, size in shape.items() if size > 1 or axis == "shard"}
+    found = simulate(model_fn, loss, batch, shape, machine, policy)
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures(found), indent=1) + "\n")
+    where = f"{options.ranks} ranks ({', '.join(f'{axis} {size}' for axis, size in shape.items())})"
+    return "\n".join([f"simulated: {where}, {options.hardware}", str(found), *[f"\n{found.program}"] * options.program])
+
+
+def figures(found: Estimate) -> dict[str, Any]:
+    return {
+        "seconds": found.seconds,
+        "exposed seconds": found.exposed,
+        "busy seconds": {lane: found.timeline.busy(lane) for lane in ("compute", "network", "tp")},
+        "sent": {axis: {"collectives": count, "bytes": size} for axis, (count, size) in found.sent.items()},
+        "bytes between steps": found.memory.persistent.total,
+        "bytes at the peak": found.memory.peak.nbytes,
+    }
+
+
+def _preset(options: SimulateOptions) -> tuple[Callable[[], Any], Any, tuple[Any, ...]]:
+    preset = sized(PRESETS[options.preset], **{name: getattr(options, name) for name in SIZES})
+    return preset.model, preset.loss, preset.batches(1, 0, 1)[0]
+
+
+def _own(setup: str) -> tuple[Callable[[], Any], Any, tuple[Any, ...]]:
+    module, _, name = setup.partition(":")
+    if not module or not name:
+        raise ValueError(f"--setup is {setup!r}; expected MODULE:FUNCTION, such as my_model:setup")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--setup {setup}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0]) and isinstance(made[2], tuple)):
+        raise ValueError(f"--setup {setup} returned {type(made).__name__}; expected (model_fn, loss, batch), a tuple")
+    return made
