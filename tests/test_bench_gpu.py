@@ -103,6 +103,7 @@ def test_tensors_are_rotated_until_they_do_not_fit_a_cache(monkeypatch: pytest.M
     assert len(gpu_kernels.rotated(lambda: gpu_kernels.Contest("small", 10))) == gpu_kernels.MOST
 
 
+@pytest.mark.exhaustive  # the contest is run in this process above
 def test_a_tiny_run_checks_losses_and_writes_what_it_has(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -23,7 +23,7 @@ from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.passes.check import check
 from fsdp_compiled.runtime.compute_copies import Copies
 from tests import models
-from tests.chosen import chosen
+from tests.chosen import chosen, examples
 from tests.models import Block, Recipe
 from tests.recipes import built, program_of, trained
 from tests.simulate import Simulation
@@ -89,7 +89,11 @@ def test_placements_train_bit_for_bit_without_casting_a_shard(
 
 
 @settings(
-    max_examples=3, deadline=None, derandomize=True, phases=(Phase.generate,), suppress_health_check=list(HealthCheck)
+    max_examples=examples(2, 3),
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.generate,),
+    suppress_health_check=list(HealthCheck),
 )
 @given(recipe=models.recipes(), kernels=st.booleans())
 def test_generated_models_train_bit_for_bit(recipe: Recipe, kernels: bool) -> None:
@@ -197,11 +201,14 @@ WRITES = (in_place, under_inference_mode, by_another_tensor, by_hand)
 
 @pytest.mark.parametrize(
     ("write", "lower", "kernels"),
-    [
-        *((write, "eager", number % 2 == 0) for number, write in enumerate(WRITES)),
-        (in_place, "inductor", False),
-        (by_another_tensor, "inductor", True),
-    ],
+    chosen(
+        [
+            *((write, "eager", number % 2 == 0) for number, write in enumerate(WRITES)),
+            (in_place, "inductor", False),
+            (by_another_tensor, "inductor", True),
+        ],
+        [(write, "eager", number % 2 == 0) for number, write in enumerate(WRITES)],
+    ),
 )
 def test_a_shard_that_a_person_writes_is_followed(write: Callable[[Sharded], None], lower: str, kernels: bool) -> None:
     plain, kept = (make(copies, lower=lower, kernels=kernels) for copies in (False, True))

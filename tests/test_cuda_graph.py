@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.lower.cuda_graph import RESTARTS, WARM, Held, Results
+from tests.chosen import chosen, examples
 from tests.graphs import adamw, make, same, stand_in
 from tests.standin import Seen, StandIn
 from tests.toys import EAGER, batches, build, mse, same_weights, sgd
@@ -32,7 +33,7 @@ def each(calls: Sequence[Callable[[], torch.Tensor]]) -> list[torch.Tensor]:
     return results
 
 
-@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("kernels", chosen([False, True], [True]))
 def test_200_launches_with_changing_batches_rates_and_dropout_are_the_steps_themselves(kernels: bool) -> None:
     policy = replace(EAGER, clip=0.05, weigh="rows", kernels=kernels)
     if kernels:  # and with copies of the shards, in memory that keeps its place
@@ -68,7 +69,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Sharded, Sharded]:
     return make(True, policy, dropout=0.2), make(False, policy, dropout=0.2)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=examples(6, 12), deadline=None, derandomize=True)
 @given(plans=st.lists(st.tuples(st.integers(0, 2), st.sampled_from([4, 5]), st.booleans()), min_size=1, max_size=4))
 def test_steps_and_microbatches_of_two_shapes_share_state_and_memory(
     pair: tuple[Sharded, Sharded], plans: list[tuple[int, int, bool]]
@@ -218,7 +219,7 @@ def test_another_state_is_captured_on_its_own_tensors() -> None:
     assert graphed.replays == 8
 
 
-@pytest.mark.parametrize("wanted", ["auto", True])
+@pytest.mark.parametrize("wanted", chosen(["auto", True], ["auto"]))
 def test_states_that_take_turns_are_not_captured(wanted: Any, caplog: pytest.LogCaptureFixture) -> None:
     graphed, plain = make(True, wanted=wanted), make(False)
     states = [[pytree.tree_map(torch.clone, sharded.state) for _ in range(2)] for sharded in (graphed, plain)]

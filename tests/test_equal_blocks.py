@@ -175,21 +175,21 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     ("make", "runs"),
     [
         pytest.param(lambda: Model("tied"), [LAYERS], id="tied embedding"),
-        pytest.param(lambda: Model("dropout"), [LAYERS], id="dropout"),
+        pytest.param(lambda: Model("dropout"), [LAYERS], id="dropout", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("autocast"), [LAYERS], id="autocast"),
-        pytest.param(lambda: Model("around"), [LAYERS], id="something between blocks"),
-        pytest.param(lambda: Model("in place"), [LAYERS], id="written in place"),
+        pytest.param(lambda: Model("around"), [LAYERS], id="something between blocks", marks=pytest.mark.exhaustive),
+        pytest.param(lambda: Model("in place"), [LAYERS], id="written in place", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("rotary"), [LAYERS], id="read by all blocks"),
         pytest.param(lambda: Model("shared"), [LAYERS], id="gradients of what all blocks read"),
         pytest.param(lambda: Model("checkpointed"), [LAYERS], id="checkpointed"),
-        pytest.param(lambda: Model("one frozen inside"), [LAYERS], id="frozen parts"),
+        pytest.param(lambda: Model("one frozen inside"), [LAYERS], id="frozen parts", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("frozen", 9), [6], id="frozen blocks first"),
-        pytest.param(lambda: Model("", 8, odd=1), [6], id="another block first"),
+        pytest.param(lambda: Model("", 8, odd=1), [6], id="another block first", marks=pytest.mark.exhaustive),
         pytest.param(TwoLists, [LAYERS, LAYERS + 1], id="two lists"),
         # These differentiate everything as it stands.
         pytest.param(lambda: Model("index"), [], id="a number of its own"),
         pytest.param(lambda: Model("hidden states"), [], id="results read elsewhere"),
-        pytest.param(lambda: Model("", 6, odd=3), [], id="another block between"),
+        pytest.param(lambda: Model("", 6, odd=3), [], id="another block between", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_program_is_that_of_all_blocks(

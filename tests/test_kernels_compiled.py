@@ -216,7 +216,7 @@ def test_it_compiles_to_wide_accesses_without_spills(name: str, architecture: in
         assert found.registers == record["registers"][name][f"sm_{architecture}"]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", chosen(ARCHITECTURES, [90]))
 @pytest.mark.parametrize("copies", [False, True])
 def test_adamw_over_32_shards_keeps_the_memory_busy(copies: bool, architecture: int) -> None:
     """48 of a multiprocessor's 64 warps or more, each with four loads of 16 bytes a thread on their way; an element is

@@ -47,9 +47,11 @@ def _furthest(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     )
 
 
-# Llama and Gemma are decoders as Qwen3 is, BERT an encoder as in ViT, Whisper an encoder and decoder as T5.
+# Llama, Gemma and GPT-2 are decoders as Qwen3 is, BERT and ViT encoders, Whisper an encoder and decoder as T5.
 NAMES = [
-    pytest.param(name, marks=pytest.mark.exhaustive if name in ("Llama", "Gemma", "BERT", "Whisper") else ())
+    pytest.param(
+        name, marks=pytest.mark.exhaustive if name in ("Llama", "Gemma", "BERT", "Whisper", "GPT-2", "ViT") else ()
+    )
     for name in MODELS
 ]
 

@@ -1,6 +1,6 @@
 """`train` stopped, killed, and gone on with on other numbers of ranks; ranks are forks of this process.
 
-python resuming.py RESULT
+python resuming.py RESULT [WORLD ...]; the last are other numbers of ranks
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def nonfinite(world: int, name: str, choice: str) -> dict[str, Any]:
     return answer | {"result": json.loads(result.read_text()) if result.exists() else None}
 
 
-def main(result: Path) -> None:
+def main(result: Path, worlds: list[int]) -> None:
     TEXT.write_text("".join(f"line {number} of the text, which says little\n" for number in range(60)))
     warm()
     answer: dict[str, Any] = {}
@@ -98,7 +98,7 @@ def main(result: Path) -> None:
     answer["equal"] = {name: both[0][name] == both[1][name] for name in both[0]}
     answer["shown"] = show.show(disturbed.root / "run")
     answer["journal"] = journal("undisturbed")
-    answer["elsewhere"] = {str(world): elsewhere(world) for world in (1, 4)}
+    answer["elsewhere"] = {str(world): elsewhere(world) for world in worlds}
     answer["skip"] = nonfinite(2, "skip", "skip")
     answer["stop"] = nonfinite(1, "stop", "stop")
     result.write_text(json.dumps(answer))
@@ -106,4 +106,4 @@ def main(result: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), [int(world) for world in sys.argv[2:]])
