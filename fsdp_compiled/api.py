@@ -26,8 +26,9 @@ from fsdp_compiled.distributed.mesh import Mesh, agree, connect
 from fsdp_compiled.kernels.products import widening
 from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.optim.nested import all_leaves
-from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.optim.rule import Rule, eager_rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
+from fsdp_compiled.optim.together import members, numbered
 from fsdp_compiled.optim.wrapped import check_own_step, check_step_hooks, unwrapped
 from fsdp_compiled.plan.plan import Plan, make_plan
 from fsdp_compiled.plan.units import Choice, find_units
@@ -42,6 +43,7 @@ from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import TakenModel, is_taken_over
 from fsdp_compiled.runtime.tensor_parallel import check_policy, check_tensor_parallel
 from fsdp_compiled.runtime.tp_plan import apply_cuts, find_cuts
+from fsdp_compiled.runtime.whole_update import WholeUpdate, first_rank_s
 
 log = logging.getLogger("fsdp_compiled")
 
@@ -49,7 +51,7 @@ log = logging.getLogger("fsdp_compiled")
 @outside
 def compile_sharded(
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     loss: Callable[..., Any] | None = None,
     mesh: DeviceMesh | None = None,
@@ -64,8 +66,8 @@ def compile_sharded(
         objects stay, tell what they are, and refuse to be read or written. On the meta device, ``init`` fills one unit
         at a time.
     optimizer
-        A ``torch.optim`` optimizer over the model's parameters, or one that accelerate or Fabric prepared, or None:
-        then `Sharded.step` is refused.
+        A ``torch.optim`` optimizer over the model's parameters, or one that accelerate or Fabric prepared; a list of
+        several, each over its own (Muon for matrices, AdamW for the rest); or None: then `Sharded.step` is refused.
     loss
         ``loss(model, *batch, **batch) -> scalar`` or ``(scalar, aux)``. Left out: what the model returns is the loss,
         or has ``.loss``.
@@ -87,9 +89,10 @@ def compile_sharded(
     """
     failure: Exception | None = None
     text, checked = "", None
+    own: Optimizer | None = None
     try:
-        optimizer = unwrapped(optimizer)
-        checked = checked_call(model, optimizer, loss, units, policy, init)
+        own = unwrapped(optimizer)
+        checked = checked_call(model, own, loss, units, policy, init)
     except Exception as error:  # of the user's code too: the optimizer's step, the choice of units
         failure = error
     place = _connect_or_raise(mesh, model, failure)
@@ -97,9 +100,9 @@ def compile_sharded(
     notes: tuple[str, ...] = ()
     if checked is not None and checked[2].tp is not None:
         # A rank that does not come here has failed, or has another policy: it is in the exchange below meanwhile.
-        notes = _cut(model, optimizer, checked, place, loss)
+        notes = _cut(model, own, checked, place, loss)
         try:
-            checked = checked_call(model, optimizer, loss, units, policy, init)
+            checked = checked_call(model, own, loss, units, policy, init)
         except Exception as error:
             checked, failure = None, error
     if checked is not None:
@@ -109,15 +112,15 @@ def compile_sharded(
             check_tensor_parallel(model, place, leaves, policy)
             plan = make_plan(leaves, policy, place.device, place.shard, place.replicate, place.tp)
             plan = replace(plan, notes=(*plan.notes, *notes))
-            text = _fingerprint(model, plan, rules, optimizer)
+            text = _fingerprint(model, plan, rules, own)
         except Exception as error:
             failure = failure or error
     agree(place, "What compile_sharded was called with", text, failure)
     assert plan is not None and checked is not None
     with half_taken(place):
-        begin = _begin(model, optimizer, plan, place, init, checked[1])
-        taken, state, random, eager = lockstep(place, "What compile_sharded takes over", begin)
-    return Sharded(taken, optimizer, loss, plan, place, state, checked[1], random, eager)
+        begin = _begin(model, own, plan, place, init, checked[1])
+        taken, state, random, updates = lockstep(place, "What compile_sharded takes over", begin)
+    return Sharded(taken, own, loss, plan, place, state, checked[1], random, updates)
 
 
 def _cut(
@@ -160,9 +163,9 @@ def _begin(
     place: Mesh,
     init: Callable[[nn.Module], Any] | None,
     rules: tuple[Rule, ...],
-) -> Work[tuple[TakenModel, State, RandomNumbers, EagerUpdate | None]]:
+) -> Work[tuple[TakenModel, State, RandomNumbers, tuple[EagerUpdate, ...]]]:
     """Takes the model over and makes the state that training starts from; in stages, for `lockstep`."""
-    brought = state_by_name(model, optimizer) if optimizer is not None else {}
+    brought = [state_by_name(model, one) for one in members(optimizer)]
     taken, shards, buffers, existing_state = yield from take_over(model, optimizer, plan, place, init)
     random = RandomNumbers(plan.device, place.rank, place.world, place.row if place.tp > 1 else None)
     state = State(
@@ -175,13 +178,21 @@ def _begin(
         random=random.state,
         step=torch.zeros((), dtype=torch.int64, device=plan.device),
     )
-    eager = None
-    if optimizer is not None and rules[0].eagerly is not None:
-        eager = EagerUpdate(optimizer, plan, place.shard_rank, shards, brought, existing_state)
-        eager.show(state.optimizer)
+    updates: list[EagerUpdate] = []
+    for (one, first), kept in zip(numbered(optimizer) if optimizer is not None else (), brought, strict=True):
+        groups = range(first, first + len(one.param_groups))
+        own = [rule for rule in rules if rule.group in groups and rule.eagerly is not None]
+        if not own:
+            continue
+        kind: type[EagerUpdate] = WholeUpdate if own[0].whole else EagerUpdate
+        for name in [slot.name for b in plan.buffers for slot in b.slots if slot.leaf.owned and slot.name in kept]:
+            yield f"the optimizer's state of {name}"
+            kept[name] = first_rank_s(kept[name], place, plan.device)
+        updates.append(kind(one, [rule.group - first for rule in own], plan, place, shards, kept, existing_state))
+        updates[-1].show(state.optimizer)
         if place.rank == 0:
-            log.warning("%s runs as it is, on the shards, after the program: %s", rules[0].name, rules[0].eagerly)
-    return taken, state, random, eager
+            log.warning("%s runs as it is, on %s, after the program: %s", own[0].name, kind.what, own[0].eagerly)
+    return taken, state, random, tuple(updates)
 
 
 def _device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
@@ -202,15 +213,17 @@ def _device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
 
 
 def _eager_refusal(policy: Policy, rules: Sequence[Rule], place: Mesh) -> ValueError | None:
-    if place.tp > 1 and rules and rules[0].eagerly is not None:
+    if (rule := eager_rule(rules)) is None:
+        return None
+    if place.tp > 1:
         return ValueError(
-            f"{rules[0].name} runs as it is, after the program ({rules[0].eagerly}), which is not supported under "
-            "tensor parallelism yet. Take an optimizer whose update can be traced, such as AdamW."
+            f"{rule.name} runs as it is, after the program ({rule.eagerly}), which is not supported under tensor "
+            "parallelism yet. Take an optimizer whose update can be traced, such as AdamW."
         )
-    if policy.offload and rules and rules[0].eagerly is not None:
+    if policy.offload:
         return ValueError(
-            f"Policy.offload is True, but {rules[0].name} runs as it is, after the program ({rules[0].eagerly}), and "
-            "would work on shards in host memory. Leave offload out, or take an optimizer whose update can be traced."
+            f"Policy.offload is True, but {rule.name} runs as it is, after the program ({rule.eagerly}), and would "
+            "work on shards in host memory. Leave offload out, or take an optimizer whose update can be traced."
         )
     return None
 
@@ -267,6 +280,8 @@ def checked_call(
     rules = make_rules(optimizer) if optimizer is not None else ()
     read_scalars(optimizer)
     leaves = [replace(leaf, variant=variant_of(rules, leaf.group, leaf.whole_shape, leaf.dtype)) for leaf in leaves]
+    whole = {rule.group for rule in rules if rule.whole}
+    leaves = [replace(leaf, owned=leaf.trainable and leaf.group in whole) for leaf in leaves]
     return leaves, rules, policy or Policy()
 
 
@@ -282,12 +297,13 @@ def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimize
                 + (f", over tp: {leaf.tp}" if leaf.tp is not None else "")
             )
     lines += [f"buffer {name}: {str(b.dtype)[6:]}{list(b.shape)}" for name, b in model.named_buffers()]
-    if optimizer is not None:
-        for group in optimizer.param_groups:
+    for one in members(optimizer):
+        for group in one.param_groups:
             options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-            lines.append(f"optimizer {type(optimizer).__name__} {options}")
+            lines.append(f"optimizer {type(one).__name__} {options}")
+    if optimizer is not None:
         brought = {name: sorted(all_leaves(optimizer.state.get(p, {}))) for name, p in model.named_parameters()}
         lines += [f"optimizer's state of {name}: {', '.join(found)}" for name, found in brought.items() if found]
         lines += [f"optimizer's state {name}: {value.item()}" for name, value in read_scalars(optimizer).items()]
-    lines += [f"rule {rule.name} {rule.state} {rule.eagerly or ''}" for rule in rules]
+    lines += [f"rule {rule.name} {rule.state} {rule.eagerly or ''} {rule.whole}" for rule in rules]
     return "\n".join(lines)

@@ -161,9 +161,9 @@ def test_an_operator_that_mixes_elements_stops_the_step_whenever_it_comes() -> N
             sharded.step(torch.ones(4, 6))
 
 
-def test_what_does_otherwise_on_pieces_is_refused() -> None:
-    with pytest.raises(ValueError, match="ByDim is not supported: on pieces of parameters it does not do what it does"):
-        make_rules(ByDim([nn.Parameter(torch.ones(2, 3))]))
+def test_what_does_otherwise_on_pieces_gets_whole_parameters() -> None:
+    assert make_rules(ByDim([nn.Parameter(torch.ones(2, 3))]))[0].whole
+    assert not make_rules(Queue([nn.Parameter(torch.ones(2, 3))]))[0].whole
 
 
 def test_calls_that_cannot_be_made_are_refused() -> None:

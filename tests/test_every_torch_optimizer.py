@@ -12,7 +12,8 @@ from torch import fx, nn, optim
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.trial import initial
 
-MIX = ("Adafactor", "LBFGS", "Muon", "SparseAdam")  # elements, or need a closure or sparse gradients
+WHOLE = ("Adafactor", "Muon")  # mix elements of a parameter
+REFUSED = ("LBFGS", "SparseAdam")  # need a closure or sparse gradients
 RATES = (0.02, 0.05, 0.01, 0.0, 0.03, 0.02, 0.01)  # RAdam begins to rectify at step 6
 CLASSES = sorted(
     (kind for kind in vars(optim).values() if inspect.isclass(kind) and issubclass(kind, optim.Optimizer)),
@@ -70,7 +71,10 @@ def _both(
 
 @pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind is not optim.Optimizer], ids=lambda k: k.__name__)
 def test_each_option_is_as_in_eager_pytorch(kind: type[optim.Optimizer]) -> None:
-    if kind.__name__ in MIX:
+    if kind.__name__ in WHOLE:
+        assert make_rules(kind([nn.Parameter(torch.randn(4, 4))]))[0].whole  # type: ignore[call-arg]
+        return
+    if kind.__name__ in REFUSED:
         with pytest.raises(ValueError, match=f"{kind.__name__} is not supported"):
             make_rules(kind([nn.Parameter(torch.randn(4, 4))]))  # type: ignore[call-arg]
         return

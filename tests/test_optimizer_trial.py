@@ -253,14 +253,12 @@ def test_parameters_whose_shapes_are_asked_for_lie_in_buffers_of_their_rule() ->
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Norm, "norm, which does not keep every element"),
         (Noise, "randn_like"),
-        (History, "on pieces of parameters it does not do what it does on parameters"),  # as many rates as parameters
-        (Rows, "flip"),
+        (History, "depends on which"),  # as many rates as parameters
         (KeepsList, "its state still grows after"),
     ],
 )
-def test_what_cannot_be_done_on_flat_shards_is_refused_by_name(kind: type[Own], reason: str) -> None:
+def test_what_cannot_be_sharded_is_refused_by_name(kind: type[Own], reason: str) -> None:
     model = _model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match=f"{kind.__name__} is not supported: .*{reason}"):
@@ -282,8 +280,16 @@ def test_a_rule_that_differs_is_not_believed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rules, "_VERDICTS", {})
     (rule,) = make_rules(Decays([nn.Parameter(torch.randn(3, 2))]))
     assert re.match(r"on flat shards it does not do .* at step \d+ \(lr .*\) an element", rule.eagerly or "")
-    with pytest.raises(ValueError, match="ByDim is not supported: on pieces of parameters it does not do what it does"):
-        make_rules(ByDim([nn.Parameter(torch.randn(3, 2))]))
+    (rule,) = make_rules(ByDim([nn.Parameter(torch.randn(3, 2))]))
+    assert rule.whole
+
+
+@pytest.mark.parametrize("kind", [Norm, Rows])
+def test_what_mixes_the_elements_of_a_parameter_gets_it_whole(kind: type[Own]) -> None:
+    theirs, ours, sharded = trained(kind)
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value)
+    assert "updated whole: 4 parameters" in str(sharded.plan)
 
 
 def test_the_users_optimizer_is_left_as_it_was() -> None:

@@ -15,7 +15,9 @@ import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -27,9 +29,21 @@ from fsdp_compiled.optim.discovery import begin_of
 from fsdp_compiled.optim.elementwise import keeps_places
 from fsdp_compiled.optim.groups import hyper, options_of, scheduled, with_hyper
 from fsdp_compiled.optim.trial import BOUNDS, FACTORS, LATE
-from fsdp_compiled.optim.twin import Refused, attributes_of, fresh_of, named_state, plain_options, step_of, twin_of
+from fsdp_compiled.optim.twin import (
+    Refused,
+    attributes_of,
+    fresh_of,
+    meaning,
+    named_state,
+    plain_options,
+    step_of,
+    twin_of,
+)
 
 aten = torch.ops.aten
+Guard: TypeAlias = Callable[[Any], AbstractContextManager[Any]]  # around a step of this side
+# What of all parameters it is given, by which they are seen, and what is allowed.
+Way: TypeAlias = tuple[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], Guard]
 SHAPES: tuple[tuple[int, ...], ...] = ((5,), (2, 3), (), (2, 1, 4))
 STEPS, SETTLED, MOST = len(FACTORS), 4, 128  # at least; without a new entry in the state; before the trial gives up
 # On 1-d tensors these move nothing, if all shapes are the same.
@@ -90,15 +104,14 @@ def check_runs_on_pieces(optimizer: Optimizer, group: Mapping[str, Any], dtypes:
     return divides
 
 
-class _Side:
-    """The class's own steps, on whole parameters or on their pieces."""
+class Side:
+    """The class's own steps on these parameters. ``guard`` looks at every operator."""
 
     def __init__(
-        self, optimizer: Optimizer, options: Mapping[str, Any], begin: Sequence[torch.Tensor], whole: bool,
+        self, optimizer: Optimizer, options: Mapping[str, Any], begin: Sequence[torch.Tensor], guard: Guard,
         notes: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        self.parts = [[value] if whole else _pieces(value) for value in begin]  # views
-        self.parameters = [nn.Parameter(part) for row in self.parts for part in row]
+        self.parameters = [nn.Parameter(value) for value in begin]
         for parameter in self.parameters:
             parameter.__dict__.update(notes)
         state: Any = defaultdict(dict)
@@ -108,28 +121,16 @@ class _Side:
             if (mine := fresh_of(optimizer, options, parameter)) is not None and mine.state.get(parameter):
                 state[parameter] = dict(mine.state[parameter])
         self.twin = twin_of(optimizer, [{**options, "params": self.parameters}], state)
-        self.whole = whole
+        self.guard = guard
 
     def step(self, gradients: Sequence[torch.Tensor], hypers: Mapping[str, float]) -> None:
         group = self.twin.param_groups[0]
         for name, value in hypers.items():
             group.update(with_hyper(group, name, value))
-        rows = gradients if self.whole else [part for gradient in gradients for part in _pieces(gradient)]
-        for parameter, gradient in zip(self.parameters, rows, strict=True):
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
-        with torch.no_grad():
-            if self.whole:
-                step_of(type(self.twin))(self.twin)
-            else:
-                with PointwiseOnly():
-                    step_of(type(self.twin))(self.twin)
-
-    def values(self) -> list[torch.Tensor]:
-        """Each parameter, 1-d."""
-        rows = iter(self.parameters)
-        return [
-            torch.cat([next(rows).detach().reshape(-1) for _ in row]).clone() for row in self.parts
-        ]  # fmt: skip
+        with torch.no_grad(), self.guard(self):
+            step_of(type(self.twin))(self.twin)
 
     def numbers(self) -> dict[tuple[str, str], float]:
         """What it keeps as numbers, by where."""
@@ -156,44 +157,71 @@ class _Side:
         return len(pytree.tree_leaves((kept, list(self.twin.state.values()))))
 
 
-def _pieces(value: torch.Tensor) -> list[torch.Tensor]:
-    """An empty one, and two."""
-    flat = value.reshape(-1)
-    cut = -(-len(flat) // 3)
-    return [flat[:0], flat[:cut], flat[cut:]]
+def _pieces(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of each an empty one, and two; views."""
+    found = []
+    for value in values:
+        flat = value.reshape(-1)
+        cut = -(-len(flat) // 3)
+        found += [flat[:0], flat[:cut], flat[cut:]]
+    return found
 
 
 def _try(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, factors: Sequence[float]) -> None:
+    def compare(sides: Sequence[Side], begin: Sequence[torch.Tensor], index: int) -> None:
+        theirs = _pieces([parameter.detach() for parameter in sides[0].parameters])
+        mine = [parameter.detach() for parameter in sides[1].parameters]
+        if (off := difference(mine, theirs, _pieces(begin), dtype)) is not None:
+            raise Refused(
+                f"on pieces of parameters it does not do what it does on parameters: at step {index + 1} {off}"
+            )
+
+    ways: list[Way] = [(list, nullcontext), (_pieces, lambda _: PointwiseOnly())]
+    run_beside(optimizer, group, dtype, factors, SHAPES, ways, compare)
+
+
+def run_beside(
+    optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, factors: Sequence[float],
+    shapes: Sequence[tuple[int, ...]], ways: Sequence[Way],
+    compare: Callable[[Sequence[Side], Sequence[torch.Tensor], int], None], steady: float = 0.0,
+) -> None:  # fmt: skip
+    """Makes the same steps on small parameters in several ways, side by side, and compares after each.
+
+    ``steady``: which part of a gradient is the same at all steps. Raises `Refused` where a step fails, or where what it
+    keeps does not stop growing.
+    """
     draw = torch.Generator().manual_seed(0)
     options = plain_options(options_of(group))
     options = begin_of(optimizer, options, fresh_of(optimizer, options, nn.Parameter(torch.ones(2, 3, dtype=dtype))))
-    begin = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in SHAPES]
+    begin = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
     rate = abs(float(group.get("lr", 0.0))) or 0.01
 
-    def both(call: Callable[[_Side], Any]) -> None:
-        for side in sides:
+    def each(call: Callable[[Side, Callable[[Any], Any]], Any]) -> None:
+        for side, (select, _) in zip(sides, ways, strict=True):
             try:
-                call(side)
+                call(side, select)
             except (Refused, ZeroDivisionError):
                 raise
             except Exception as error:
-                raise Refused(_why(error)) from error
+                raise meaning(error, "its step fails on small parameters") from error
 
     notes: dict[str, Any] = next((copy.copy(vars(p)) for p in group["params"] if vars(p)), {})
-    sides = [_Side(optimizer, options, [value.clone() for value in begin], whole, notes) for whole in (True, False)]
+    sides = [
+        Side(optimizer, options, select([value.clone() for value in begin]), guard, notes) for select, guard in ways
+    ]
     counted: list[dict[tuple[str, str], float]] = []
     sizes: list[int] = []
     last = None
+    drawn = [partial(_gradient, shape, draw) for shape in shapes]
+    always: list[torch.Tensor] = []
     for index in itertools.count():
-        gradients = [
-            (torch.randn(shape, generator=draw, dtype=torch.float64)
-             * 10 ** (3 * torch.rand(shape, generator=draw, dtype=torch.float64) - 2)).to(dtype)
-            for shape in SHAPES
-        ]  # fmt: skip
+        gradients = [gradient() for gradient in drawn]
+        always = always or gradients
+        gradients = [(one + steady * (first - one)).to(dtype) for one, first in zip(gradients, always, strict=True)]
         hypers = {name: hyper(group, name) * (1 - 0.05 * (index % 3)) for name in scheduled(group) if name != "lr"}
         hypers |= {"lr": rate * factors[index % len(factors)]} if "lr" in group else {}
-        both(lambda side, given=gradients, now=hypers: side.step(given, now))  # type: ignore[misc]
-        _compare(sides, begin, index, dtype)
+        each(lambda side, select, given=gradients, now=hypers: side.step(select(given), now))  # type: ignore[misc]
+        compare(sides, begin, index)
         counted = [*counted[-2:], sides[0].numbers()]
         sizes = [*sizes[1 - SETTLED :], sides[0].entries()]
         if last is not None:
@@ -201,10 +229,16 @@ def _try(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, fac
                 return
         elif index + 1 >= STEPS and len(sizes) == SETTLED and len(set(sizes)) == 1:
             far = [name for name in counted[-1] if _counts(counted, name)]
-            both(lambda side, far=far: side.move_on(far))  # type: ignore[misc]
+            each(lambda side, _, far=far: side.move_on(far))  # type: ignore[misc]
             last = index + 3
         elif index == MOST:
             raise Refused(f"its state still grows after {MOST} steps")
+
+
+def _gradient(shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
+    """Of elements of many sizes, float64."""
+    sizes = 10 ** (3 * torch.rand(shape, generator=draw, dtype=torch.float64) - 2)
+    return torch.randn(shape, generator=draw, dtype=torch.float64) * sizes
 
 
 def _counts(rows: Sequence[Mapping[Any, float]], name: Any) -> bool:
@@ -212,21 +246,17 @@ def _counts(rows: Sequence[Mapping[Any, float]], name: Any) -> bool:
     return len(values) == 3 and all(b - a == 1 for a, b in itertools.pairwise(values))
 
 
-def _compare(sides: Sequence[_Side], begin: Sequence[torch.Tensor], index: int, dtype: torch.dtype) -> None:
-    """Raises `Refused` where pieces are not what the whole is, but for rounding."""
-    theirs, mine = (torch.cat(side.values()) for side in sides)
-    start = torch.cat([value.reshape(-1) for value in begin]).double()
-    moved = float((theirs.double() - start).nan_to_num().abs().max())
-    bound = BOUNDS[dtype] * moved + 4 * torch.finfo(dtype).eps * theirs.double().abs()
-    difference = (mine.double() - theirs.double()).abs()
-    wrong = ~((mine == theirs) | (mine.isnan() & theirs.isnan())) & ~(difference <= bound)
-    if bool(wrong.any()):
-        raise Refused(
-            f"on pieces of parameters it does not do what it does on parameters: at step {index + 1} an element is off "
-            f"by {float(difference[wrong].max()):.2g}, where the one that moved most moved by {moved:.2g}"
-        )
-
-
-def _why(error: Exception) -> str:
-    text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
-    return f"its step fails on small parameters ({text})"
+def difference(
+    mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], begin: Sequence[torch.Tensor], dtype: torch.dtype
+) -> str | None:
+    """How far these are off, where it is more than rounding explains."""
+    if not theirs:
+        return None
+    ours, wanted, start = (torch.cat([value.reshape(-1) for value in row]) for row in (mine, theirs, begin))
+    moved = float((wanted.double() - start.double()).nan_to_num().abs().max())
+    bound = BOUNDS[dtype] * moved + 4 * torch.finfo(dtype).eps * wanted.double().abs()
+    off = (ours.double() - wanted.double()).abs()
+    wrong = ~((ours == wanted) | (ours.isnan() & wanted.isnan())) & ~(off <= bound)
+    if not bool(wrong.any()):
+        return None
+    return f"an element is off by {float(off[wrong].max()):.2g}, where the one that moved most moved by {moved:.2g}"

@@ -16,6 +16,7 @@ from fsdp_compiled.optim.attributes import Attributes
 from fsdp_compiled.optim.groups import hyper, numbers_of, options_of, signature
 from fsdp_compiled.optim.outside import Outside
 from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.optim.together import members
 
 PLAIN = (bool, int, float, str, type(None))  # a list or a tensor may be changed in place
 
@@ -29,8 +30,8 @@ class Hyperparameters:
         self.digest = 0  # of the values, below 2**60
         self._optimizer, self._device = optimizer, device
         self._fixed: list[Any] = []  # what is not scheduled
-        self._attributes: Attributes | None = None
-        self._outside: Outside | None = None
+        self._attributes: list[Attributes] = []  # of each optimizer
+        self._outside: list[Outside] = []
         self.traced()
         self._seen: list[dict[str, Any]] | None = None  # the groups at the last `write`
 
@@ -41,9 +42,7 @@ class Hyperparameters:
         except Exception:  # other parameters, which are compared by value, and refuse
             return False
         return (
-            same
-            and (self._attributes is None or self._attributes.unchanged())
-            and (self._outside is None or self._outside.unchanged())
+            same and all(one.unchanged() for one in self._attributes) and all(one.unchanged() for one in self._outside)
         )
 
     def changed(self, rules: Iterable[Rule]) -> list[str]:
@@ -53,7 +52,7 @@ class Hyperparameters:
         """
         if len(self._groups()) != len(self._fixed):
             raise ValueError("A param group was added or removed after compile_sharded; do so before.")
-        attributes = self._attributes.changed() if self._attributes is not None else []
+        attributes = [name for one in self._attributes for name in one.changed()]
         found: dict[tuple[str, int | None, str], str] = {}
         found |= {("optimizer", None, name): f"optimizer.{name}" for name in attributes}
         for index, (group, fixed) in enumerate(zip(self._groups(), self._fixed, strict=True)):
@@ -68,14 +67,13 @@ class Hyperparameters:
                         f"{rule.name}, and lives in sharded.state.optimizer[{f'{rule.key}.{entry.name}'!r}]. Write it "
                         "there, and put this back."
                     )
-        return [*found.values(), *(self._outside.changed() if self._outside is not None else ())]
+        return [*found.values(), *(name for one in self._outside for name in one.changed())]
 
     def traced(self) -> None:
         """Remembers that rules were traced with what groups, attributes and class say now."""
         self._fixed = [signature(group) for group in self._groups()]
-        if self._optimizer is not None:
-            self._attributes = Attributes(self._optimizer)
-            self._outside = Outside(type(self._optimizer))
+        self._attributes = [Attributes(one) for one in members(self._optimizer)]
+        self._outside = [Outside(type(one)) for one in members(self._optimizer)]
 
     def write(self, rules: Iterable[Rule]) -> None:
         """Brings the tensors up to date, without waiting for the device."""

@@ -66,6 +66,7 @@ class Rule:
     kinds: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()  # dtype and shape of the parameters it is for
     nonzero: bool = False  # whether the optimizer's code fails at a rate of zero
     eagerly: str | None = None  # why there is no graph, where the optimizer runs as it is after the program
+    whole: bool = False  # and then on whole parameters, each on the rank that owns it, not on pieces of all
 
     @property
     def inputs(self) -> list[RuleInput]:
@@ -80,3 +81,8 @@ class Rule:
 def rule_for(rules: Sequence[Rule], group: int, variant: int) -> Rule:
     """The rule that updates a buffer."""
     return next(rule for rule in rules if (rule.group, rule.variant) == (group, variant))
+
+
+def eager_rule(rules: Sequence[Rule]) -> Rule | None:
+    """The first of which there is no graph, so that its optimizer runs as it is."""
+    return next((rule for rule in rules if rule.eagerly is not None), None)

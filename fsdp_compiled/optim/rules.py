@@ -1,6 +1,8 @@
 """A `torch.optim` optimizer -> rules that update flat shards: traced from its own code, and tried.
 
-    discover what it keeps -> trace -> try against the optimizer itself -> believe, or refuse by name
+    discover what it keeps -> trace -> try against the optimizer itself -> believe
+    or, where that cannot be       -> try it as it is, on pieces (`eager`)  -> believe
+    or, where it needs the whole   -> try it as it is, on some (`whole`)    -> believe, or refuse by name
 
 A rule is for a whole param group. Where the code asks for a parameter's shape (no decay on vectors, a rate that is
 scaled by the fan-in), it is traced for each shape that the group has, and shapes whose graphs differ get rules of their
@@ -13,8 +15,10 @@ eager one. ``foreach``, ``fused`` and ``capturable`` choose between implementati
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +33,7 @@ from fsdp_compiled.optim.nested import Form
 from fsdp_compiled.optim.outside import Outside, notes_read
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.optim.scalars import Forks
+from fsdp_compiled.optim.together import numbered
 from fsdp_compiled.optim.tracing import Subject, for_size, text_of, trace
 from fsdp_compiled.optim.trial import FACTORS, SHAPES, Trial
 from fsdp_compiled.optim.twin import (
@@ -37,12 +42,14 @@ from fsdp_compiled.optim.twin import (
     attributes_of,
     fresh_of,
     has_stepped,
+    meaning,
     named_state,
     plain_options,
     state_of,
     step_of,
     twin_of,
 )  # fmt: skip
+from fsdp_compiled.optim.whole import check_runs_on_some
 
 CPU = torch.device("cpu")
 PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -66,42 +73,84 @@ _VERDICTS: dict[Any, Any] = {}  # a `Verdict` or a `Refused`, by class, options 
 
 
 def make_rules(optimizer: Optimizer) -> tuple[Rule, ...]:
-    """The rules of each parameter group. Raises ``ValueError`` for an optimizer that cannot be used, by name."""
+    """The rules of each parameter group. Raises ``ValueError`` for an optimizer that cannot be used, by name.
+
+    Traced where it can be; else as it is on pieces of shards, all groups; else as it is on whole parameters, those
+    groups that cannot be traced.
+    """
+    return tuple(
+        replace(rule, group=rule.group + first) for one, first in numbered(optimizer) for rule in _make_rules(one)
+    )
+
+
+def _make_rules(optimizer: Optimizer) -> tuple[Rule, ...]:
+    """Of one optimizer."""
     rules: list[Rule] = []
-    try:
-        if notes := notes_of(optimizer):
-            raise Untraceable(f"it may read {notes[0]!r}, an attribute of parameters")
-        for index, group in enumerate(optimizer.param_groups):
+    refused: dict[int, Refused] = {}
+    notes = notes_of(optimizer)
+    for index, group in enumerate(optimizer.param_groups):
+        try:
+            if notes:
+                raise Untraceable(f"it may read {notes[0]!r}, an attribute of parameters")
             rules += _rules_of(optimizer, index, group, scheduled(group))
-    except Untraceable as error:
-        return _eager_rules(optimizer, str(error))
-    except Refused as error:
-        raise ValueError(_refusal(type(optimizer), str(error))) from error
-    return tuple(rules)
+        except Refused as error:
+            refused[index] = error
+    if not refused:
+        return tuple(rules)
+    if all(isinstance(error, Untraceable) for error in refused.values()):
+        with suppress(Refused):
+            return _eager_rules(optimizer, str(next(iter(refused.values()))))
+    if any(entry.place in ("optimizer", "state") for rule in rules for entry in rule.state):
+        refused |= {index: Refused("its groups share state") for index in range(len(optimizer.param_groups))}
+    whole = {index: _whole_rule(optimizer, index, str(error)) for index, error in refused.items()}
+    traced = [rule for rule in rules if rule.group not in whole]
+    return tuple(sorted([*traced, *whole.values()], key=lambda rule: (rule.group, rule.variant)))
 
 
 def _eager_rules(optimizer: Optimizer, reason: str) -> tuple[Rule, ...]:
     """Rules that say that the optimizer's own code runs, on pieces of the shards: for all groups, which it goes through
-    by itself."""
+    by itself. Raises `Refused`."""
     rules = []
     for index, group in enumerate(optimizer.param_groups):
-        names = scheduled(group)
         dtypes = sorted({parameter.dtype for parameter in group["params"]}, key=str)
-        noted = any(vars(parameter) for parameter in group["params"])
-        key = None if noted else _key(optimizer, group, {}, torch.float64)
-        key = ("eagerly", *key, tuple(dtypes)) if key is not None else None
-        found = _VERDICTS.get(key) if key is not None else None
-        if found is None:
-            try:
-                found = check_runs_on_pieces(optimizer, group, dtypes)
-            except Refused as error:
-                found = error
-        if key is not None:
-            _VERDICTS[key] = found
-        if isinstance(found, Refused):
-            raise ValueError(_refusal(type(optimizer), str(found))) from found
-        rules.append(Rule(index, type(optimizer).__name__, (), names, _no_graph, nonzero=found, eagerly=reason))
+        nonzero = _tried(optimizer, group, ("pieces", *dtypes), partial(check_runs_on_pieces, dtypes=dtypes))
+        rules.append(_as_it_is(optimizer, index, reason, nonzero))
     return tuple(rules)
+
+
+def _whole_rule(optimizer: Optimizer, index: int, reason: str) -> Rule:
+    """A rule that says that the optimizer's own code runs, on whole parameters, of which each rank has some."""
+    group = optimizer.param_groups[index]
+    kinds = {(p.dtype, p.dim()) for p in group["params"] if p.requires_grad} or {(torch.float32, 2)}
+    ordered = sorted(kinds, key=str)
+    try:
+        nonzero = _tried(optimizer, group, ("whole", *ordered), partial(check_runs_on_some, kinds=ordered))
+    except Refused as error:
+        raise ValueError(_refusal(type(optimizer), str(error))) from error
+    return replace(_as_it_is(optimizer, index, reason, nonzero), whole=True)
+
+
+def _as_it_is(optimizer: Optimizer, index: int, reason: str, nonzero: bool) -> Rule:
+    names = scheduled(optimizer.param_groups[index])
+    return Rule(index, type(optimizer).__name__, (), names, _no_graph, nonzero=nonzero, eagerly=reason)
+
+
+def _tried(optimizer: Optimizer, group: Mapping[str, Any], kind: tuple[Any, ...], check: Callable[..., bool]) -> bool:
+    """What this check of the group says, asked once; raises `Refused`."""
+    noted = any(vars(parameter) for parameter in group["params"])
+    key = None if noted else _key(optimizer, group, {}, torch.float64)
+    key = (*kind, *key) if key is not None else None
+    found = _VERDICTS.get(key) if key is not None else None
+    if found is None:
+        try:
+            found = check(optimizer, group)
+        except Refused as error:
+            found = error.with_traceback(None)
+    if key is not None:
+        _VERDICTS[key] = found
+    if isinstance(found, Refused):
+        raise type(found)(str(found))
+    return bool(found)
 
 
 def notes_of(optimizer: Optimizer) -> list[str]:
@@ -115,16 +164,32 @@ def _no_graph(*_: Any) -> fx.Graph:
 
 def make_rules_again(optimizer: Optimizer, before: Sequence[Rule]) -> tuple[Rule, ...]:
     """The rules of an optimizer that was changed, for buffers and state that were laid out by those of ``before``."""
-    if before and before[0].eagerly is not None:
-        return _eager_rules(optimizer, before[0].eagerly)
-    rules = make_rules(optimizer)
-    if rules and rules[0].eagerly is not None:
+    found: list[Rule] = []
+    for one, first in numbered(optimizer):
+        groups = range(first, first + len(one.param_groups))
+        own = [replace(old, group=old.group - first) for old in before if old.group in groups]
+        found += [replace(rule, group=rule.group + first) for rule in _make_rules_again(one, own)]
+    return tuple(found)
+
+
+def _make_rules_again(optimizer: Optimizer, before: Sequence[Rule]) -> tuple[Rule, ...]:
+    if before and before[0].eagerly is not None and not before[0].whole:
+        try:
+            return _eager_rules(optimizer, before[0].eagerly)
+        except Refused as error:
+            raise ValueError(_refusal(type(optimizer), str(error))) from error
+    whole = {old.group: _whole_rule(optimizer, old.group, old.eagerly or "") for old in before if old.whole}
+    rules = _make_rules(optimizer) if any(not old.whole for old in before) else ()
+    if odd := [rule for rule in rules if rule.eagerly is not None and rule.group not in whole]:
         raise ValueError(
-            f"{rules[0].name} was changed after compile_sharded, and its update can no longer be traced "
-            f"({rules[0].eagerly}), which is how its state was laid out. Change it before compile_sharded."
+            f"{odd[0].name} was changed after compile_sharded, and its update can no longer be traced "
+            f"({odd[0].eagerly}), which is how its state was laid out. Change it before compile_sharded."
         )
     found = []
     for old in before:
+        if old.whole:
+            found.append(whole[old.group])
+            continue
         variants = {variant_of(rules, old.group, shape, dtype) for dtype, shape in old.kinds}
         if len(variants) > 1:
             raise ValueError(
@@ -150,8 +215,8 @@ def variant_of(rules: Sequence[Rule], group: int | None, shape: Sequence[int], d
 
 def _refusal(kind: type, reason: str) -> str:
     return (
-        f"{kind.__name__} is not supported: {reason}. An optimizer runs on flat shards if it updates each element from "
-        "its own gradient and state alone. Use an element-wise optimizer, such as AdamW, Adam, SGD, RMSprop or Adagrad."
+        f"{kind.__name__} is not supported: {reason}. An optimizer can be sharded if it updates each parameter from "
+        "its own gradient and state alone. Use one that does, such as AdamW, SGD, Adagrad, Adafactor or Muon."
     )
 
 
@@ -289,22 +354,8 @@ def _judge(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, 
     except Forks as error:
         raise Untraceable("its Python code branches on numbers that change") from error
     except Exception as error:
-        raise _meaning(error) from error
+        raise meaning(error, "its step cannot be traced", Untraceable) from error
     raise Untraceable(f"on flat shards it does not do what it does on parameters: {reasons[-1]}")
-
-
-def _meaning(error: Exception) -> Refused:
-    """What it means that the optimizer's step failed in this way."""
-    text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
-    if "closure" in text:
-        return Refused("its step needs a closure that computes the loss again, and here loss and step are one program")
-    if "does not require grad" in text:
-        return Refused("its step differentiates gradients again, and here they have no graph")
-    if isinstance(error, NotImplementedError):
-        return Refused("its class has no step: it updates in another way")
-    if "'NoneType' object is not callable" in text:
-        return Refused("its step calls a function that it was not given, such as a closure")
-    return Untraceable(f"its step cannot be traced ({text})")
 
 
 def _forms(verdict: Verdict, options: Mapping[str, Any], own: bool, begun: bool) -> list[Verdict]:

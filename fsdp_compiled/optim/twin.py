@@ -32,6 +32,20 @@ class Untraceable(Refused):
     """Why its code cannot be traced; perhaps it can run as it is."""
 
 
+def meaning(error: Exception, otherwise: str, kind: type[Refused] = Refused) -> Refused:
+    """What it means that the optimizer's step failed in this way."""
+    text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
+    if "closure" in text:
+        return Refused("its step needs a closure that computes the loss again, and here loss and step are one program")
+    if "does not require grad" in text:
+        return Refused("its step differentiates gradients again, and here they have no graph")
+    if isinstance(error, NotImplementedError):
+        return Refused("its class has no step: it updates in another way")
+    if "'NoneType' object is not callable" in text:
+        return Refused("its step calls a function that it was not given, such as a closure")
+    return kind(f"{otherwise} ({text})")
+
+
 def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
     """The class's ``step`` without the wrapper that runs hooks, those of all optimizers of the process included."""
     step: Callable[..., Any] = kind.step

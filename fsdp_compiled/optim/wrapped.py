@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim import optimizer as module
 
+from fsdp_compiled.optim.together import Together, together
 from fsdp_compiled.optim.twin import WRAPS, step_of
 
 # Their wrappers hold the user's optimizer, and add to ``step`` what happens around it, which here is the program's.
@@ -20,6 +21,8 @@ def unwrapped(optimizer: Any) -> Any:
         if inner is None or inner is optimizer:
             break
         optimizer = inner
+    if isinstance(optimizer, list | tuple):
+        return together(map(unwrapped, optimizer))
     if isinstance(optimizer, Optimizer) and not hasattr(optimizer, "param_groups"):
         raise ValueError(f"{type(optimizer).__name__} is not supported: {WRAPS}.")
     return optimizer
@@ -27,6 +30,10 @@ def unwrapped(optimizer: Any) -> Any:
 
 def check_own_step(optimizer: Optimizer) -> None:
     """Raises ``ValueError`` where ``optimizer.step`` is not its class's, which is what is traced."""
+    if isinstance(optimizer, Together):
+        for one in optimizer.optimizers:
+            check_own_step(one)
+        return
     step = vars(optimizer).get("step")
     while step is not None:
         step = getattr(step, "__func__", step)
@@ -48,6 +55,10 @@ def _is_ours(hook: object) -> bool:
 
 def check_step_hooks(optimizer: Optimizer) -> None:
     """Raises ``ValueError`` for step hooks, of this optimizer or of all: the update is inside the program."""
+    if isinstance(optimizer, Together):
+        for one in optimizer.optimizers:
+            check_step_hooks(one)
+        return
     own = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
     every = [module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks]
     if not any(own) and not any(every):

@@ -10,6 +10,7 @@ Terms, used with these meanings everywhere in the package:
 - *shard*: the slice of a buffer that one rank owns. Rank ``r`` owns elements ``[r * n, (r + 1) * n)``.
 - *by rows*: the other layout (`rows`): a rank owns rows of each parameter, as FSDP2's DTensors say it, so that shards
   are true DTensors by themselves, and gathered parameters are copied out of the buffer.
+- *owner*: the rank along the shard axis that updates a parameter whole, where its optimizer cannot do so in parts.
 - *axis*: one dimension of the device mesh: ``"shard"`` (a buffer is cut along it), ``"replicate"`` (it is repeated) or
   ``"tp"`` (tensor parallelism: parameters are cut along a dim of theirs before they are laid into buffers, and each
   rank's buffers hold its parts; parameters that are whole on every rank along it have buffers of their own).
@@ -20,12 +21,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
 
 from fsdp_compiled.plan.buckets import regroup, target
 from fsdp_compiled.plan.hardware import CPU, Machine, machine_of
+from fsdp_compiled.plan.owners import dealt, update_cost
 from fsdp_compiled.policy import Placement, Policy
 
 ALIGNMENT = 128  # bytes: where a parameter may start, so that vector loads of any width are aligned
@@ -58,6 +61,7 @@ class Leaf:
     block: str
     variant: int = 0  # of the group's rules: parameters that are updated by different ones lie in different buffers
     tp: TensorParallel | None = None  # shape and stride are of this rank's part; None: a plain tensor, which is whole
+    owned: bool = False  # one rank along the shard axis updates the whole of it (`owners`)
 
     @property
     def numel(self) -> int:
@@ -178,6 +182,22 @@ class Plan:
     def kernels(self) -> bool:
         """Whether the package's own operators are inserted."""
         return self.device.type == "cuda" if self.policy.kernels == "auto" else self.policy.kernels
+
+    @cached_property
+    def owners(self) -> dict[str, int]:
+        """By parameter's name, the rank along the shard axis that updates it, of those that are updated whole there.
+
+        Where every rank has all of the state, so has it all of the update, and nobody is an owner.
+        """
+        if not self.placement.state or self.shard == 1:
+            return {}
+        names = [slot.name for slot in self._owned]
+        ranks = dealt([update_cost(slot.leaf.shape) for slot in self._owned], self.shard)
+        return dict(zip(names, ranks, strict=True))
+
+    @property
+    def _owned(self) -> list[Slot]:
+        return [slot for buffer in self.buffers if buffer.updated for slot in buffer.slots if slot.leaf.owned]
 
     @property
     def state_device(self) -> torch.device:
@@ -369,6 +389,26 @@ def _tensor_parallel(plan: Plan) -> list[str]:
     ]
 
 
+def _whole_updates(plan: Plan) -> list[str]:
+    """Who updates what is updated whole, how evenly, and what that sends."""
+    if not (slots := plan._owned):
+        return []
+    what = f"updated whole: {len(slots)} parameters"
+    if not plan.owners:
+        return [f"{what}, by every rank for itself" if plan.world > 1 else what]
+    costs, counts = [0.0] * plan.shard, [0] * plan.shard
+    for slot in slots:
+        costs[plan.owners[slot.name]] += update_cost(slot.leaf.shape)
+        counts[plan.owners[slot.name]] += 1
+    nbytes = sum(slot.leaf.numel * slot.leaf.dtype.itemsize for slot in slots)
+    sent = nbytes * (plan.shard - 1) / plan.shard**2
+    return [
+        f"{what}, each by its owner: {min(counts)} to {max(counts)} a rank, the most work is "
+        f"{max(costs) / (sum(costs) / plan.shard):.2f} times the mean; a step sends {human(2 * sent)} a rank to owners "
+        f"and {human(sent)} back, on average"
+    ]
+
+
 def _describe(plan: Plan) -> list[str]:
     total = sum(math.prod(slot.leaf.whole_shape) for buffer in plan.buffers for slot in buffer.slots)
     lines = [
@@ -386,6 +426,7 @@ def _describe(plan: Plan) -> list[str]:
                 f"{human(plan.shard_numel(buffer) * buffer.dtype.itemsize):>14}{buffer.padding:>9}"
             )
     lines += _tensor_parallel(plan)
+    lines += _whole_updates(plan)
     lines += [f"chosen: {note}" for note in plan.notes]
     if held := plan.copy_bytes:
         lines.append(f"shards in the compute dtype, for gathers without a cast (copies): {human(held)} more a rank")

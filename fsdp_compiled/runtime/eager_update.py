@@ -12,8 +12,8 @@ no gradient, and a step that overflowed does not run, as in eager PyTorch. See `
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.program import OVERFLOW, Port
 from fsdp_compiled.optim.eager import PointwiseOnly
 from fsdp_compiled.optim.groups import options_of
@@ -30,6 +31,7 @@ from fsdp_compiled.optim.twin import Refused, attributes_of, step_of
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, encode
 
+INSTEAD = "Use one whose update of a parameter is a function of its own gradient and state alone, such as AdamW."
 Brought = Mapping[Any, Any]  # an optimizer's state as it was, by parameter's name; named state by its own
 
 
@@ -60,35 +62,39 @@ class EagerUpdate:
     by ``"<buffer key>.<name>"``.
     """
 
+    what = "the shards"  # that it runs on
+
     def __init__(
         self,
         optimizer: Optimizer,
+        groups: Sequence[int],
         plan: Plan,
-        rank: int,
+        mesh: Mesh,
         shards: Mapping[str, torch.Tensor],
         brought: Brought,
         existing_state: Mapping[str, torch.Tensor],
     ) -> None:
         self._optimizer = optimizer
         self._plan = plan
+        self._mesh = mesh
+        self._own = [optimizer.param_groups[index] for index in groups]  # those whose parameters it updates
+        self._slots = self._slots_of()
         self._shards: dict[str, torch.Tensor] = {}  # that the pieces are views of
         self._places: dict[str, tuple[Buffer, int, int]] = {}  # of pieces in their shards, by parameter's name
         self._pieces: dict[str, nn.Parameter] = {}
         self._views: dict[str, torch.Tensor] = {}
-        for buffer in plan.buffers:
-            begin, end = rank * self._size(buffer), (rank + 1) * self._size(buffer)
-            begin, end = (begin, end) if plan.placement.state else (0, buffer.numel)
-            for slot in buffer.slots:
-                first, last = slot.within(begin, end)
-                self._places[slot.name] = (buffer, first - begin, last - begin)
+        for name, (buffer, slot) in self._slots.items():
+            begin, end = self._slice(buffer, mesh.shard_rank)
+            first, last = slot.within(begin, end)
+            self._places[name] = (buffer, first - begin, last - begin)
         self._follow(shards)
-        self._groups = [[self._pieces[name] for name in row] for row in self._names_of_groups()]
+        self._groups = [[self._pieces[name] for name in row if name in self._pieces] for row in self._names_of_groups()]
         self._state: Any = defaultdict(dict)
-        slots = {slot.name: (buffer, slot) for buffer in plan.buffers for slot in buffer.slots}
+        parameters = {slot.name for buffer in plan.buffers for slot in buffer.slots}
         for name, value in brought.items():
-            if name in slots:
-                self._state[self._pieces[name]] = self._cut(*slots[name], value, existing_state)
-            else:
+            if name in self._pieces:
+                self._state[self._pieces[name]] = self._cut(*self._slots[name], value, existing_state)
+            elif name not in parameters:
                 self._state[name] = value
         self._notes = notes_of(optimizer)  # attributes that the user put on parameters
         self._shown: dict[str, tuple[torch.Tensor, int]] = {}  # state as it was shown, with versions of copies
@@ -101,53 +107,64 @@ class EagerUpdate:
         """One step on the gradients among these outputs of the program. ``state`` is what people see of the state."""
         if OVERFLOW in outputs and bool(outputs[OVERFLOW]):
             return
+        for group in self._own if self._notes else ():
+            for parameter in group["params"]:
+                if (piece := self._pieces.get(parameter._sharded_name)) is not None:
+                    piece.__dict__.update({key: vars(parameter)[key] for key in self._notes if key in vars(parameter)})
+        self._update(shards, outputs, idle)
+        torch.autograd.graph.increment_version(list(self._shards.values()))
+        self.show(state)
+
+    def _update(
+        self, shards: Mapping[str, torch.Tensor], outputs: Mapping[Port, torch.Tensor], idle: Collection[str]
+    ) -> None:
         self._follow(shards)
-        for group, pieces in zip(self._optimizer.param_groups, self._groups, strict=True):
-            for parameter, piece in zip(group["params"], pieces, strict=True) if self._notes else ():
-                piece.__dict__.update({key: vars(parameter)[key] for key in self._notes if key in vars(parameter)})
         for name, piece in self._pieces.items():
             buffer, first, last = self._places[name]
             gradient = outputs.get(Port("out", "update", buffer.key))
             piece.grad = None if gradient is None or name in idle else gradient[first:last]
-        kind = type(self._optimizer)
-        before = self._noted()
-        try:
-            with self._opened(), torch.no_grad(), PointwiseOnly():
-                step_of(kind)(self._optimizer)
-        except Refused as error:
-            raise RuntimeError(
-                f"{kind.__name__} runs as it is, on shards, and now {error}: each rank would update by another number. "
-                "Nothing in its first steps told. Use an element-wise optimizer."
-            ) from error
-        finally:
-            for piece in self._pieces.values():
-                piece.grad = None
-        now = self._noted()
-        for place, name, _ in (one for one, value in now.items() if before.get(one) != value):
-            self._written[place].add(name)
+        self._step(PointwiseOnly())
         for name, piece in self._pieces.items():
             if piece.data_ptr() != self._views[name].data_ptr():  # its code bound `p.data` anew
                 self._views[name].copy_(piece.detach())
                 piece.data = self._views[name]
-        torch.autograd.graph.increment_version(list(self._shards.values()))
-        self.show(state)
+
+    def _step(self, guard: AbstractContextManager[Any]) -> None:
+        """The optimizer's own step on the pieces that have gradients."""
+        kind = type(self._optimizer)
+        before = self._noted()
+        try:
+            with self._opened(), torch.no_grad(), guard:
+                step_of(kind)(self._optimizer)
+            for place, name, _ in (one for one, value in self._noted().items() if before.get(one) != value):
+                self._written[place].add(name)
+        except Refused as error:
+            raise RuntimeError(
+                f"{kind.__name__} runs as it is, on {self.what}, and now {error}: each rank would update by another "
+                f"number. Nothing in its first steps told. {INSTEAD}"
+            ) from error
+        finally:
+            for piece in self._pieces.values():
+                piece.grad = None
 
     def show(self, state: MutableMapping[str, torch.Tensor]) -> None:
         """Makes ``state`` what the optimizer keeps for its parameters: tensors, and copies of numbers.
 
         By ``"<parameter>.<name>"``; this rank's pieces.
         """
+        for key in self._shown:
+            state.pop(key, None)
         self._shown.clear()
         for key, value in self._kept().items():
             shown = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64)
             self._shown[key] = shown, shown._version
-        state.clear()
         state.update({key: shown for key, (shown, _) in self._shown.items()})
 
     def read(self, state: Mapping[str, torch.Tensor]) -> None:
         """What people put or wrote into the state that they see becomes the optimizer's. Raises ``ValueError``."""
-        if state.keys() != self._shown.keys():
-            odd = sorted(state.keys() ^ self._shown.keys())
+        mine = {key for key in state if key.rpartition(".")[0] in self._slots or key in self._shown}
+        if mine != self._shown.keys():
+            odd = sorted(mine ^ self._shown.keys())
             raise ValueError(
                 f"{odd[0]!r} was put into sharded.state.optimizer, or taken out: {type(self._optimizer).__name__}, "
                 "which runs as it is, keeps its state in a form of its own. Write into the tensors that there are."
@@ -212,15 +229,26 @@ class EagerUpdate:
     def refuse(self, call: str, instead: str) -> None:
         """Raises ``ValueError``: this call cannot be made with an optimizer that runs as it is."""
         raise ValueError(
-            f"{call} with {type(self._optimizer).__name__}, which runs as it is, on this rank's shards, after the "
-            f"program: {instead}"
+            f"{call} with {type(self._optimizer).__name__}, which runs as it is, on {self.what}, after the program: "
+            f"{instead}"
         )
 
-    def _size(self, buffer: Buffer) -> int:
-        return buffer.numel // self._plan.shard if self._plan.placement.state else buffer.numel
+    def _slots_of(self) -> dict[str, tuple[Buffer, Slot]]:
+        """What its groups hold, by name, each with where it lies."""
+        names = {name for row in self._names_of_groups() for name in row}
+        return {
+            slot.name: (buffer, slot) for buffer in self._plan.buffers for slot in buffer.slots if slot.name in names
+        }
+
+    def _slice(self, buffer: Buffer, rank: int) -> tuple[int, int]:
+        """The part of the buffer that the rank at this place of the shard axis updates."""
+        if not self._plan.placement.state:
+            return 0, buffer.numel
+        size = buffer.numel // self._plan.shard
+        return rank * size, (rank + 1) * size
 
     def _names_of_groups(self) -> list[list[str]]:
-        return [[parameter._sharded_name for parameter in group["params"]] for group in self._optimizer.param_groups]
+        return [[parameter._sharded_name for parameter in group["params"]] for group in self._own]
 
     def _cut(self, buffer: Buffer, slot: Slot, kept: Any, existing_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """This rank's piece of what was kept for a parameter."""
@@ -248,7 +276,7 @@ class EagerUpdate:
         """Makes the pieces views of these shards."""
         if self._shards and all(shards[key] is known for key, known in self._shards.items()):
             return
-        self._shards = {buffer.key: shards[buffer.key] for buffer in self._plan.buffers}
+        self._shards = {buffer.key: shards[buffer.key] for buffer, _ in self._slots.values()}
         for name, (buffer, first, last) in self._places.items():
             view = self._shards[buffer.key].detach()[first:last]
             self._views[name] = view
@@ -261,17 +289,18 @@ class EagerUpdate:
     def _opened(self) -> Iterator[None]:
         """Inside, the optimizer holds pieces, and its state."""
         own = self._optimizer
-        before = [group["params"] for group in own.param_groups], own.state
-        for group, pieces in zip(own.param_groups, self._groups, strict=True):
+        before = [group["params"] for group in self._own], own.param_groups, own.state
+        for group, pieces in zip(self._own, self._groups, strict=True):
             group["params"] = list(pieces)
+        own.param_groups = list(self._own)
         own.state = self._state
         try:
             yield
         finally:
             self._state = own.state
-            for group, parameters in zip(own.param_groups, before[0], strict=True):
+            for group, parameters in zip(self._own, before[0], strict=True):
                 group["params"] = parameters
-            own.state = before[1]
+            own.param_groups, own.state = before[1:]
 
     def _kept(self) -> dict[str, Any]:
         """Tensors and numbers of the parameters' state, by name."""

@@ -32,6 +32,7 @@ from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules_again
+from fsdp_compiled.optim.together import members
 from fsdp_compiled.optim.wrapped import check_step_hooks
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, Checkpoints, check_wish, path
@@ -50,6 +51,7 @@ from fsdp_compiled.runtime.program_cache import Programs, Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import TakenModel
+from fsdp_compiled.runtime.whole_update import WholeUpdate
 
 ODD = 0x9E3779B97F4A7C1  # spreads the programs' numbers over 60 bits: different ones stay different
 log = logging.getLogger("fsdp_compiled")
@@ -72,7 +74,7 @@ class Sharded:
         state: State,
         rules: Sequence[Rule],
         random: RandomNumbers,
-        eager: EagerUpdate | None = None,
+        updates: Sequence[EagerUpdate] = (),
         replays: Replays | None = None,
     ) -> None:
         self.plan = plan
@@ -82,7 +84,7 @@ class Sharded:
         self._mesh = mesh
         self._state = state
         self._hyperparameters = Hyperparameters(optimizer, plan.device)
-        self._eager = eager
+        self._updates = updates  # of optimizers that run as they are
         self.calling = RLock()  # for `one_thread`
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
@@ -138,9 +140,9 @@ class Sharded:
         draws (see `State`). `state` itself draws from PyTorch's default generator, as `step` does.
         """
         self._need_optimizer("apply")
-        if self._eager is not None:
+        for update in self._updates:
             with self._refusing():
-                self._eager.refuse("apply", "what its code keeps in groups and attributes is in no State. Call step.")
+                update.refuse("apply", "what its code keeps in groups and attributes is in no State. Call step.")
         result, new = self._run_step(state, batch, named)
         if state is self._state:
             self._state = new
@@ -192,8 +194,8 @@ class Sharded:
                 "join lets ranks without a batch take part with weight zero, but Policy.weigh is "
                 f'{self.plan.policy.weigh!r}. Pass Policy(weigh="rows") to compile_sharded.'
             )
-        if self._eager is not None:
-            self._eager.refuse("join", "it reads its own rates, not those of ranks that go on. Cut the batches even.")
+        for update in self._updates:
+            update.refuse("join", "it reads its own rates, not those of ranks that go on. Cut the batches even.")
         if self.plan.tp > 1:
             raise ValueError(
                 "join is not supported under tensor parallelism yet: ranks along the tp axis would have to run out "
@@ -296,8 +298,6 @@ class Sharded:
             given = check_extra(extra, load=False)
             self._between_steps("save")
             self._checkpoints.wait(busy)
-            if self._eager is not None:
-                self._eager.read(self._state.optimizer)
             trained = self._trained("save", eagerly=True)
         if wish.step is None:
             wish = dataclasses.replace(wish, step=int(self._state.step))
@@ -502,11 +502,18 @@ class Sharded:
 
     def _trained(self, call: str, optimizer: bool = True, eagerly: bool = False) -> Trained:
         """What is saved and loaded. ``optimizer``: whether its state is; ``eagerly``: in whatever form it is kept."""
-        if self._eager is not None and optimizer and not eagerly:
-            self._eager.refuse(call, "what its code keeps can have any form. Call save and load.")
+        updates = self._updates if optimizer else ()
+        for update in updates:
+            if not eagerly:
+                update.refuse(call, "what its code keeps can have any form. Call save and load.")
+            if not isinstance(update, WholeUpdate) and len(members(self.optimizer)) > 1:
+                update.refuse(call, "its state is saved where it is the only optimizer.")
+            update.read(self._state.optimizer)
+        whole = [update for update in updates if isinstance(update, WholeUpdate)]
+        pieces = next((update for update in updates if not isinstance(update, WholeUpdate)), None)
         self._taken.check()
         take(self._programs.replaced_buffers(), self._state.buffers)
-        return Trained(self.plan, self._state, self.optimizer, self._programs.rules, self._eager)
+        return Trained(self.plan, self._state, self.optimizer, self._programs.rules, pieces, whole)
 
     def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
         compiled, outputs = self._run("last" if state.sums else "step", state, batch, named)
@@ -521,8 +528,8 @@ class Sharded:
         try:
             if kind in ("step", "last"):
                 self._read_rates()
-                if self._eager is not None:
-                    self._eager.read(state.optimizer)
+                for update in self._updates:
+                    update.read(state.optimizer)
             self._checkpoints.check()
             self._taken.check()
             request = self._programs.find(kind, batch, named)
@@ -557,9 +564,11 @@ class Sharded:
             if compiled.copied:
                 self._copies.step_returned()
             found = dict(zip(compiled.outputs, outputs, strict=True))
-            if compiled.updates and self._eager is not None:
-                self._eager.run(state.optimizer, state.parameters, found, compiled.idle)
-                self._hyperparameters.traced()  # what its code changed is no change of the user's
+            if compiled.updates and self._updates:
+                for update in self._updates:
+                    update.run(state.optimizer, state.parameters, found, compiled.idle)
+                if not self._hyperparameters.unchanged():
+                    self._hyperparameters.traced()  # what its code changed is no change of the user's
         except BaseException as error:
             raised = self._failed.handle(compiled, state, error, ran, str(self._hyperparameters))
             if raised is error:
@@ -639,7 +648,7 @@ class Sharded:
 
     def _retrace(self, changed: Sequence[str]) -> None:
         assert self.optimizer is not None
-        if self._eager is not None:
+        if all(rule.eagerly is not None for rule in self._programs.rules):
             make_rules_again(self.optimizer, self._programs.rules)  # is tried again, and reads what changed by itself
             self._hyperparameters.traced()
             return

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compiled.optim.together import members
 from fsdp_compiled.runtime.autograd_hooks import backward_hooks, check_hooks
 from fsdp_compiled.runtime.sharded_parameter import ShardedParameter
 from fsdp_compiled.runtime.taken_optimizer import TakenOptimizer
@@ -45,7 +46,7 @@ class TakenModel:
         for module in filter(is_taken_over, model.modules()):
             module.register_state_dict_pre_hook(_refuse_state_dict)
             module.register_load_state_dict_pre_hook(_refuse_load)
-        self._optimizer = TakenOptimizer(optimizer) if optimizer is not None else None
+        self._optimizers = [TakenOptimizer(one) for one in members(optimizer)]
         self._remember()
 
     @contextmanager
@@ -68,8 +69,8 @@ class TakenModel:
             if any(self._hooks):
                 check_hooks(self.model)
             self._hooked = RemovableHandle.next_id
-        if self._optimizer is not None:
-            self._optimizer.check()
+        for one in self._optimizers:
+            one.check()
 
     def _remember(self) -> None:
         modules = list(self.model.modules())

@@ -102,7 +102,9 @@ class Checkpoints:
         self, wish: Wish, trained: Trained, extra: Mapping[str, Any], begun: list[Path]
     ) -> Work[tuple[writing.Save, writing.Own]]:
         self._count += 1
-        values, tensors = values_of(trained.state, trained.plan, trained.optimizer, trained.rules, extra)
+        values, tensors = values_of(
+            trained.state, trained.plan, trained.optimizer, trained.rules, extra, trained.updates
+        )
         return (yield from saving.prepare(wish, self._count, self._mesh, trained, values, tensors, self._image, begun))
 
     def load(
@@ -215,7 +217,8 @@ class Checkpoints:
             if (value := buffer_value(manifest, name)) is not None:
                 manifest.values[f"buffer {name}"] = value
         buffers = [f"buffer {name}" for name in found.buffers]
-        wanted = [*fixed, *constants, *buffers, *(f"extra {name}" for name in extra)]
+        owned = [*found.owned.values(), *["owners"] * bool(found.owned)]
+        wanted = [*fixed, *owned, *constants, *buffers, *(f"extra {name}" for name in extra)]
         pairs = {name: loading.values_for(manifest, name, self._mesh.rank, rows) for name in wanted}
         return {name: pair for name, pair in pairs.items() if pair is not None}
 
@@ -280,6 +283,11 @@ def _write_values(
                 _write_constant(rest, decode(tree, tensors), state)
         for total in state.sums.values():
             total.zero_()
+    owned = {name: decode(values[key][0], tensors) for name, key in found.owned.items() if key in values}
+    others = decode(values["owners"][0], tensors) if "owners" in values else []
+    for update, one in zip(trained.updates, others, strict=False):
+        update.go_on(owned, one)
+        update.show(state.optimizer)
     if trained.optimizer is not None and found.options is not None:
         groups = [{k: decode(v, {}) for k, v in one.items()} for one in found.options]
         write_groups(trained.optimizer, groups, found.written)

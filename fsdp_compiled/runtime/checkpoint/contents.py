@@ -6,6 +6,8 @@
 | ``scale`` | the loss scale: factor, steps since it changed, overflows |
 | ``optimizer`` | its class, and its groups' options |
 | ``scalars`` | state that a group has once, such as the step count, with the parameters that it is for |
+| ``owners`` | of each optimizer that has whole parameters: options that its code writes, and attributes |
+| ``owned <parameter>`` | what such an optimizer keeps for a parameter, in its own form; its owners have it |
 | ``random`` | this rank's generators: PyTorch's, Python's and NumPy's |
 | ``buffer <name>`` | a buffer of the model |
 | ``constant <name>`` | a tensor that the loss closes over and updates |
@@ -25,14 +27,23 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.optim.groups import options_of
 from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.optim.together import members
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint.values import Tensors, encode
 from fsdp_compiled.runtime.rng import default_generator, seed
 from fsdp_compiled.runtime.state import State
+from fsdp_compiled.runtime.whole_update import WholeUpdate
+
+OWNED = "owned "  # the values that only owners have begin so
 
 
 def values_of(
-    state: State, plan: Plan, optimizer: Optimizer | None, rules: Sequence[Rule], extra: Mapping[str, Any]
+    state: State,
+    plan: Plan,
+    optimizer: Optimizer | None,
+    rules: Sequence[Rule],
+    extra: Mapping[str, Any],
+    updates: Sequence[WholeUpdate] = (),
 ) -> tuple[dict[str, Any], Tensors]:
     """The values as JSON, and copies of their tensors, on the host.
 
@@ -45,6 +56,9 @@ def values_of(
         names = [[parameter._sharded_name for parameter in group["params"]] for group in optimizer.param_groups]
         values["optimizer"] = {"class": class_name(optimizer), "groups": options(optimizer), "parameters": names}
         values["scalars"] = scalars_of(state, plan, rules)
+    if updates:
+        values["owners"] = [update.of_all_ranks() for update in updates]
+        values |= {OWNED + name: one for update in updates for name, one in update.of_parameters().items()}
     values["random"] = generators(state, plan.device)
     values |= {f"buffer {name}": tensor for name, tensor in state.buffers.items()}
     values |= {f"constant {name}": tensor for name, tensor in state.constants.items()}
@@ -68,8 +82,8 @@ def check_extra(extra: Mapping[str, Any] | None, load: bool) -> dict[str, Any]:
 
 
 def class_name(optimizer: Optimizer) -> str:
-    kind = type(optimizer)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    kinds = [type(one) for one in members(optimizer)]
+    return " and ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
 
 
 def options(optimizer: Optimizer) -> list[dict[str, Any]]:

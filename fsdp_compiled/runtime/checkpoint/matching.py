@@ -14,7 +14,7 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.twin import IMPLEMENTATIONS
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.runtime.checkpoint import eager_state
-from fsdp_compiled.runtime.checkpoint.contents import class_name, plain
+from fsdp_compiled.runtime.checkpoint.contents import OWNED, class_name, plain
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.stretches import Place, held, parameter_name, per_element, state_name
@@ -31,6 +31,7 @@ class Match:
 
     wanted: list[Wanted] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    owned: dict[str, str] = field(default_factory=dict)  # by parameter, the value that is its optimizer's state
     buffers: list[str] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
     options: list[dict[str, Any]] | None = None  # of each group, as JSON, where rates are taken over
@@ -154,6 +155,8 @@ def _optimizer(
     found: Match,
 ) -> None:
     """A rule's state is loaded whole or not at all: half of it would be another optimizer's."""
+    for one in manifest.values.get("owners", {}).get("same", []):
+        found.written = (*found.written, *one["written"])
     _options(manifest, plan, optimizer, manifest.values["optimizer"]["same"], found)
     there = _Records(manifest)
     for rule in rules:
@@ -183,11 +186,18 @@ def _optimizer(
             ]
         if lost := [slot.name for slot, _ in members if parameter_name(slot) not in places]:
             problems.append(f"the optimizer's state of group {rule.group} is of other parameters ({lost[0]} is new)")
+        if rule.whole and "owners" not in manifest.values:
+            problems.append(f"the checkpoint has nothing of what {rule.name} keeps for whole parameters")
         problems += _scalars(rule, [there.records[index] for index in sorted(records)])
         if problems:
             found.differences += problems
         elif records:
             places |= fits
+            found.owned |= {
+                slot.name: OWNED + next(iter(_saved_names(manifest, slot.leaf.names)))
+                for slot, _ in members
+                if rule.whole
+            }
             found.scalars[rule.key] = there.records[min(records)]["scalars"]
 
 

@@ -17,6 +17,7 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import eager_state
 from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint.contents import OWNED
 from fsdp_compiled.runtime.checkpoint.image import Image, Part, arrange, part
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, aliases, held, tensors
@@ -24,7 +25,7 @@ from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
 from fsdp_compiled.runtime.checkpoint.writing import Own, Save
 
-ALIKE = ("updates", "scale", "optimizer", "scalars", "eager")  # values that ranks cannot differ in
+ALIKE = ("updates", "scale", "optimizer", "scalars", "eager", "owners")  # values that ranks cannot differ in
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,12 @@ def _writers(digests: list[dict[str, str]], rows: Sequence[int]) -> dict[str, li
     found = {}
     for index, name in enumerate(names):
         different = {one.get(name) for one in digests}
+        if name.startswith(OWNED):
+            holders = [rank for rank, one in enumerate(digests) if name in one]
+            if len(different - {None}) > 1:
+                raise ValueError(f"the optimizer's state of {name.removeprefix(OWNED)} differs between its owners.")
+            found[name] = [holders[index % len(holders)]]
+            continue
         if None in different:
             missing = next(rank for rank, one in enumerate(digests) if name not in one)
             raise ValueError(f"rank {missing} has no {name}, and other ranks have. Give every rank the same to save.")

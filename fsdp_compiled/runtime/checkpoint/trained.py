@@ -11,6 +11,7 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.eager_update import EagerUpdate
 from fsdp_compiled.runtime.state import State
+from fsdp_compiled.runtime.whole_update import WholeUpdate
 
 
 @dataclass(frozen=True)
@@ -22,3 +23,4 @@ class Trained:
     optimizer: Optimizer | None
     rules: Sequence[Rule]
     eager: EagerUpdate | None = None  # where the optimizer's own code runs, on pieces
+    updates: Sequence[WholeUpdate] = ()  # of optimizers that keep state in forms of their own, on owners

@@ -1,0 +1,205 @@
+"""The update of an optimizer that needs whole parameters: its own code, after the program, on those that a rank owns.
+
+    program     forward, backward, reduce, unscale, clip -> gradients of this rank's shards
+    to owners   one all-to-all along the shard axis: parts of gradients and parameters -> whole ones, on their owners
+    then        param_groups[g]["params"] = those that this rank owns; type(optimizer).step(optimizer)
+    back        one all-to-all: parts of the new parameters -> shards
+
+Ranks run one program, which their gradients leave before ranks differ: what a rank owns is of any shape, and nothing is
+padded or computed twice. Work is divided by cost (`plan.owners`): in a whole step each matrix is orthogonalised once.
+Sent are 3/world of the parameters' bytes a rank and step, where forward, backward and reduction send 2 to 3 times
+all of them: gathering gradients instead of reducing them would save nothing that can be seen.
+
+State lives on its owner alone, in whatever form the optimizer's code gives it. Where every rank has whole gradients and
+state (``"ddp"``, or one rank along the shard axis) each updates all for itself and nothing is sent. Replicas (HSDP) do
+the same work on the same numbers. The message back begins with a word: a rank whose step fails says so, and ranks
+compare what their code counts in groups and attributes, so that one that starts to depend on other parameters late in
+training is an error on all of them, before parameters are written.
+
+The eager code is what runs under both lowerings, so the numbers are those of eager PyTorch on the same gradients, bit
+for bit, Newton-Schulz in bfloat16 included. See `fsdp_compiled.optim.whole` for who may.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
+from fsdp_compiled.distributed.owners import Owned, to_owners, to_parts
+from fsdp_compiled.ir.program import Port
+from fsdp_compiled.optim.twin import attributes_of
+from fsdp_compiled.optim.whole import OnItsOwn
+from fsdp_compiled.plan.plan import Buffer, Slot
+from fsdp_compiled.runtime.eager_update import INSTEAD, EagerUpdate
+from fsdp_compiled.runtime.shard_model import read_slot, write_slot
+
+FAILED = 0  # a word
+HALF = (
+    "The optimizer's state may be half updated: load a checkpoint, or build the model and call compile_sharded again."
+)
+
+
+class WholeUpdate(EagerUpdate):
+    """Runs one optimizer's step on the whole parameters that this rank owns."""
+
+    what = "whole parameters"
+
+    @property
+    def owned(self) -> list[str]:
+        """The parameters that this rank updates."""
+        return list(self._pieces)
+
+    def of_parameters(self) -> dict[str, Any]:
+        """What it keeps for each parameter that this rank owns, by name."""
+        return {name: dict(self._state[piece]) for name, piece in self._pieces.items() if self._state.get(piece)}
+
+    def of_all_ranks(self) -> dict[str, Any]:
+        """What its code has written in groups, by name, and in attributes. Raises ``ValueError`` for other state."""
+        if named := [name for name in self._state if isinstance(name, str)]:
+            self.refuse("save", f"it keeps state {named[0]!r}, which belongs to no parameter.")
+        own = attributes_of(self._optimizer)
+        return {
+            "written": sorted(self._written["option"]),
+            "attributes": {name: own[name] for name in sorted(self._written["attribute"] & own.keys())},
+        }
+
+    def go_on(self, owned: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+        """From these, which take the places of `of_parameters` and `of_all_ranks`."""
+        for name, piece in self._pieces.items():
+            self._state.pop(piece, None)
+            if name in owned:
+                self._state[piece] = {key: _placed(value, str(key), piece.device) for key, value in owned[name].items()}
+        vars(self._optimizer).update(others["attributes"])
+        self._written = {"option": set(others["written"]), "attribute": set(others["attributes"])}
+
+    def _slots_of(self) -> dict[str, tuple[Buffer, Slot]]:
+        return {name: place for name, place in super()._slots_of().items() if place[0].updated}
+
+    def _follow(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """The shards that parts are taken from; pieces hold values only while a step runs."""
+        self._shards = {buffer.key: shards[buffer.key] for buffer, _ in self._slots.values()}
+        owners = self._plan.owners
+        for name, (buffer, slot) in self._slots.items() if not self._pieces else ():
+            if owners.get(name, self._mesh.shard_rank) == self._mesh.shard_rank:
+                self._pieces[name] = nn.Parameter(_nothing(slot, buffer, self._plan.device))
+
+    def _cut(self, buffer: Buffer, slot: Slot, kept: Any, existing_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        return dict(copy.deepcopy(kept))
+
+    def _update(
+        self, shards: Mapping[str, torch.Tensor], outputs: Mapping[Port, torch.Tensor], idle: Collection[str]
+    ) -> None:
+        self._follow(shards)
+        gradients: dict[str, torch.Tensor] = {}
+        parameters: dict[str, torch.Tensor] = {}
+        for name, (buffer, first, last) in self._places.items():
+            gradient = outputs.get(Port("out", "update", buffer.key))
+            if gradient is not None and name not in idle:
+                gradients[name] = gradient[first:last]
+                parameters[name] = self._shards[buffer.key].detach()[first:last]
+        if self._plan.owners:
+            self._by_owners(gradients, parameters)
+        else:
+            self._on(gradients, parameters)
+
+    def _on(self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+        """The step on these whole ones, flat, in place."""
+        given = {name: (self._slots[name], gradients[name], values) for name, values in parameters.items()}
+        try:
+            for name, ((_, slot), gradient, values) in given.items():
+                self._pieces[name].data = _shaped(values, slot)
+                self._pieces[name].grad = _shaped(gradient, slot)
+            self._step(OnItsOwn())
+            for name, ((_, slot), _, values) in given.items():
+                if self._pieces[name].data_ptr() != values.data_ptr():  # its code bound `p.data` anew
+                    write_slot(values, Slot(slot.leaf, 0), self._pieces[name].detach())
+        finally:
+            for name, ((buffer, slot), *_) in given.items():
+                self._pieces[name].data = _nothing(slot, buffer, self._plan.device)
+
+    def _by_owners(self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
+        rows = [self._row(name, values.dtype) for name, values in parameters.items()]
+        both = [self._row(name, values.dtype) for name, values in gradients.items()] + rows
+        whole = to_owners(both, [*gradients.values(), *parameters.values()], self._mesh)
+        names = list(parameters)
+        given, values = dict(zip(names, whole[: len(names)], strict=True)), whole[len(names) :]
+        failure: BaseException | None = None
+        try:
+            self._on(
+                {name: gradient for name, gradient in given.items() if gradient is not None},
+                {name: value for name, value in zip(names, values, strict=True) if value is not None},
+            )
+        except BaseException as error:  # an interrupt too would leave the others waiting
+            failure = error
+        word = FAILED if failure is not None else self._counted_so_far()
+        parts, words = to_parts(rows, values, word, self._mesh)
+        if failure is not None:
+            raise failure
+        if FAILED in words:
+            raise RankError(
+                f"The update of what rank {words.index(FAILED)} along the shard axis owns failed there, so no rank "
+                f"wrote its own. {HALF}"
+            )
+        if odd := [rank for rank, other in enumerate(words) if other != words[0]]:
+            raise RankError(
+                f"What {type(self._optimizer).__name__} keeps in its groups and attributes is not the same on ranks 0 "
+                f"and {odd[0]} along the shard axis, whose parameters are others: how it updates one depends on others "
+                f"now. No rank wrote its own. {INSTEAD} {HALF}"
+            )
+        for name, part in zip(names, parts, strict=True):
+            parameters[name].copy_(part)
+
+    def _counted_so_far(self) -> int:
+        """A checksum of what its groups and attributes say, which is the same on all owners."""
+        return zlib.crc32(repr(sorted(self._noted().items())).encode()) + 1
+
+    def _row(self, name: str, dtype: torch.dtype) -> Owned:
+        """Who owns a parameter, and which of its elements each rank has."""
+        buffer, slot = self._slots[name]
+        parts = []
+        for rank in range(self._plan.shard):
+            first, last = slot.within(*self._slice(buffer, rank))
+            begin = min(max(first - slot.offset, 0), slot.leaf.numel)
+            parts.append((begin, max(min(last - slot.offset, slot.leaf.numel), begin)))
+        return Owned(self._plan.owners[name], tuple(parts), dtype)
+
+
+def first_rank_s(value: Any, mesh: Mesh, device: torch.device) -> Any:
+    """Rank 0's tensors and numbers, on every rank; what is on a GPU there is on this rank's here. Collective."""
+    if mesh.world == 1:
+        return value
+    places: list[str] = []
+
+    def on_host(leaf: Any) -> Any:
+        places.append(leaf.device.type if isinstance(leaf, torch.Tensor) else "")
+        return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
+
+    given, where = exchange((pytree.tree_map(on_host, value), places) if mesh.rank == 0 else None, mesh)[0]
+    kinds = iter(where)
+    return pytree.tree_map(lambda leaf: leaf.to(device) if next(kinds) not in ("", "cpu") else leaf, given)
+
+
+def _placed(value: Any, name: str, device: torch.device) -> Any:
+    """What was read, where the optimizer keeps it: step counts stay on the host, as torch.optim has them."""
+
+    def one(leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) and (name != "step" or leaf.dim()) else leaf
+
+    return pytree.tree_map(one, value)
+
+
+def _shaped(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """A parameter's elements in its shape, a view."""
+    return read_slot(flat, Slot(slot.leaf, 0))
+
+
+def _nothing(slot: Slot, buffer: Buffer, device: torch.device) -> torch.Tensor:
+    """Of the parameter's shape, and of one element in memory."""
+    return torch.zeros((), dtype=buffer.dtype, device=device).expand(slot.leaf.shape)
