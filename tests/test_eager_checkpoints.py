@@ -104,8 +104,8 @@ def test_what_no_checkpoint_holds_is_refused_by_name(tmp_path: Path, kept: Any, 
     net = Idle()
     sharded = shard(net, Queue(net.parameters()))
     sharded.step(next(batches(1)))
-    assert sharded._eager is not None
-    for _, state, piece in sharded._eager.kept().states:
+    (update,) = sharded._updates
+    for _, state, piece in update.kept().states:
         state["odd"] = kept(piece)  # type: ignore[index]
     with pytest.raises(ValueError, match=why):
         sharded.save(tmp_path)
