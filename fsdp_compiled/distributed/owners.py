@@ -5,8 +5,8 @@
                               <-------------
                               back
 
-An all-to-all of bytes along the shard axis, whatever the dtypes. Each message begins with a word: a number that says
-how its sender is, for all to compare.
+An all-to-all of bytes along the shard axis, whatever the dtypes; what a rank has for itself is not copied into it. Each
+message begins with a word: a number that says how its sender is, for all to compare.
 """
 
 from __future__ import annotations
@@ -64,34 +64,46 @@ def to_parts(
 
 def _exchange(
     sent: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[tuple[int, torch.dtype]]], word: int, mesh: Mesh
-) -> tuple[list[list[torch.Tensor]], list[int]]:
-    """Sends each rank these tensors; what each rank sent, of these sizes in bytes, and each rank's word."""
+) -> tuple[list[Sequence[torch.Tensor]], list[int]]:
+    """Sends each other rank these tensors; what each rank sent, of these sizes in bytes, and each rank's word.
+
+    What this rank has for itself stays where it is.
+    """
+    me = mesh.shard_rank
     lengths = [WORD + sum(_padded(value.numel() * value.itemsize) for value in row) for row in sent]
+    coming = [WORD + sum(_padded(nbytes) for nbytes, _ in row) for row in sizes]
+    lengths[me] = coming[me] = 0
     message = torch.empty(sum(lengths), dtype=torch.uint8, device=mesh.device)
     place = 0
-    for row in sent:
+    for rank, row in enumerate(sent):
+        if rank == me:
+            continue
         message[place : place + WORD].view(torch.int64).fill_(word)
         place += WORD
         for value in row:
             nbytes = value.numel() * value.itemsize
             message[place : place + nbytes].view(value.dtype).copy_(value)
             place += _padded(nbytes)
-    coming = [WORD + sum(_padded(nbytes) for nbytes, _ in row) for row in sizes]
     collectives = torch.ops._c10d_functional
     received = collectives.wait_tensor(
         collectives.all_to_all_single(message, coming, lengths, mesh.groups["shard"])
     )  # fmt: skip
-    found: list[list[torch.Tensor]] = []
+    found: list[Sequence[torch.Tensor]] = []
     words = []
     place = 0
-    for row_sizes in sizes:
+    for rank, row_sizes in enumerate(sizes):
+        if rank == me:
+            found.append(sent[me])
+            continue
         words.append(received[place : place + WORD].view(torch.int64)[0])
         place += WORD
-        found.append([])
+        parts = []
         for nbytes, dtype in row_sizes:
-            found[-1].append(received[place : place + nbytes].view(dtype))
+            parts.append(received[place : place + nbytes].view(dtype))
             place += _padded(nbytes)
-    return found, torch.stack(words).tolist()
+        found.append(parts)
+    others = torch.stack(words).tolist()
+    return found, [*others[:me], word, *others[me:]]
 
 
 def _padded(nbytes: int) -> int:
