@@ -345,7 +345,17 @@ ROWS = (
             "test_derived_plan::test_the_trial_sees_cuts_that_fit_and_are_wrong",
         ),
     ),
-    Row("Optimizers that mix a parameter's elements", "where `DTensor` has their operators", "yes", NO),
+    Row(
+        "Optimizers that need whole matrices (Muon, Shampoo)",
+        "where `DTensor` has their operators",
+        "yes",
+        "each matrix on one rank, after the program; not with tensor parallelism",
+        (
+            "test_whole_matrices::test_as_in_eager_pytorch",
+            "test_whole_matrices::test_on_ranks",
+            "test_whole_matrices_edges::test_on_ranks_and_from_other_numbers_of_them",
+        ),
+    ),
     Row(
         "Every combination of placement, precision, accumulation, clipping and recomputation",
         "not stated",

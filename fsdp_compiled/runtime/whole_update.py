@@ -150,8 +150,9 @@ class WholeUpdate(EagerUpdate):
         if odd := [rank for rank, other in enumerate(words) if other != words[0]]:
             raise RankError(
                 f"What {type(self._optimizer).__name__} keeps in its groups and attributes is not the same on ranks 0 "
-                f"and {odd[0]} along the shard axis, whose parameters are others: how it updates one depends on others "
-                f"now. No rank wrote its own. {INSTEAD} {HALF}"
+                f"and {odd[0]} along the shard axis. Either one rank's script set an option alone: set it on all. Or "
+                "its code wrote it, for ranks own different parameters, and how it updates one depends on others now: "
+                f"{INSTEAD[0].lower()}{INSTEAD[1:]} No rank wrote its own. {HALF}"
             )
         for name, part in zip(names, parts, strict=True):
             parameters[name].copy_(part)

@@ -123,10 +123,10 @@ def _timed(call: Callable[[], Any], here: RankInfo, clock: Callable[[], float] =
     call()
     if here.device.type == "cuda":
         torch.cuda.synchronize()
-    return _of_ranks(time.perf_counter() - begun, clock() - used, here)
+    return of_ranks(time.perf_counter() - begun, clock() - used, here)
 
 
-def _of_ranks(wall: float, processor: float, here: RankInfo) -> Seconds:
+def of_ranks(wall: float, processor: float, here: RankInfo) -> Seconds:
     slowest, every = (torch.tensor(one, device=here.device) for one in (wall, processor))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dist.all_reduce(every)
@@ -144,7 +144,7 @@ def _saved(save: Callable[[], Any], here: RankInfo) -> Taken:
         future.result()
 
     whole = _timed(both, here)
-    return {"stall": _of_ranks(stall[0], stall[1], here), "save": whole}
+    return {"stall": of_ranks(stall[0], stall[1], here), "save": whole}
 
 
 def _ours(sharded: Any, folder: Path, here: RankInfo) -> Taken:

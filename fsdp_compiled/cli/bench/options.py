@@ -8,7 +8,7 @@ from fsdp_compiled.cli.bench.presets import PRESETS
 from fsdp_compiled.cli.bench.rivals import RIVALS
 from fsdp_compiled.cli.options import fraction, not_negative, positive, whole
 
-MEASURES = ("steps", "first-step", "checkpoint")
+MEASURES = ("steps", "first-step", "checkpoint", "muon")
 SIZES = ("layers", "width", "heads", "context", "batch", "rounds", "steps")  # of a preset
 
 
@@ -64,7 +64,8 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
         metavar="WHAT",
         help="steps: time, memory and collectives; first-step: how long it takes until the first step is done, with a "
         "cold and with a warm cache, in fresh processes; checkpoint: how long a step waits for one, until it is saved "
-        "and loaded, beside FSDP2 with DCP (%(default)s)",
+        "and loaded, beside FSDP2 with DCP; muon: what its update of the blocks' matrices takes, beside unsharded Muon "
+        "and FSDP2 (%(default)s)",
     )
     what.add_argument("--rounds", type=whole, metavar="N", help="in each, every rival takes its turn (by preset)")
     what.add_argument("--steps", type=whole, metavar="N", help="in a rival's turn (by preset)")

@@ -28,6 +28,8 @@ COMMANDS = {
     "checkpoint": "--preset large --width 1024 --heads 16 --measure checkpoint --rounds 8",
     "far-nodes": f"--network-gbps 0.1 {NODES}",
     "near-nodes": f"--network-gbps 10 {NODES}",
+    "muon-256": "--preset small --measure muon",
+    "muon-768": "--preset large --width 768 --heads 12 --layers 3 --measure muon --rounds 8",
 }
 
 

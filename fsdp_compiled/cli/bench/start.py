@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from fsdp_compiled.cli.bench import report
-from fsdp_compiled.cli.bench.checkpoint import describe, measure_checkpoint
+from fsdp_compiled.cli.bench import checkpoint, muon, report
 from fsdp_compiled.cli.bench.estimates import add_estimates
 from fsdp_compiled.cli.bench.measure import measure_first_step, measure_steps
 from fsdp_compiled.cli.bench.options import SIZES, BenchOptions
@@ -34,6 +33,7 @@ from fsdp_compiled.distributed.mesh import connect
 
 RESULT = "result.json"
 CACHES = ("cold", "warm")
+TABLES = {"checkpoint": checkpoint.describe, "muon": muon.describe}  # of measures that are no rivals' steps
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,8 @@ def parts(options: BenchOptions, rivals: Sequence[Rival]) -> list[Part]:
         made.append(Part("steps"))
     if "checkpoint" in options.measure:
         made.append(Part("checkpoint"))
+    if "muon" in options.measure:
+        made.append(Part("muon"))
     return made
 
 
@@ -160,7 +162,9 @@ def _rank(options: BenchOptions, arguments: Sequence[str]) -> int:
                 return STOPPED[signal.SIGINT]
         elif name == "checkpoint":
             rounds, folder = options.rounds or preset.rounds, options.out / "checkpoints"
-            measured = measure_checkpoint(preset, here, options.seed, rounds, folder)
+            measured = checkpoint.measure_checkpoint(preset, here, options.seed, rounds, folder)
+        elif name == "muon":
+            measured = muon.measure_muon(preset, here, options.seed, options.rounds or preset.rounds)
         else:
             _, rival, cache = name.split("/")
             seconds = measure_first_step(preset, RIVALS[rival], here, options.seed)
@@ -200,8 +204,8 @@ def assemble(options: BenchOptions, rivals: Sequence[Rival]) -> dict[str, Any]:
             measured |= facts
             for name, more in by_rival.items():
                 measured["rivals"][name] |= more
-        elif file.stem == "checkpoint":
-            measured["checkpoint"] = facts
+        elif file.stem in TABLES:
+            measured[file.stem] = facts
         else:
             measured["rivals"][facts["rival"]].setdefault("first_step", {})[facts["cache"]] = facts["seconds"]
     return measured
@@ -224,9 +228,9 @@ def finish(options: BenchOptions, preset: Preset, measured: dict[str, Any], argu
     shutil.rmtree(out / "parts")
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
     rivals = any(len(facts) > 1 for facts in measured["rivals"].values())
+    own = [describe(result[name]) for name, describe in TABLES.items() if name in result]
     text = f"{report.markdown(result)}\n" if rivals else ""
-    if "checkpoint" in result:
-        text += f"{describe(result['checkpoint'])}\n"
+    text += "".join(f"{table}\n" for table in own)
     if "conditions" in result:
         text += f"\n{report.describe(result)}\n"
         plot([(str(preset), result)], out / "plot.png")
@@ -234,7 +238,7 @@ def finish(options: BenchOptions, preset: Preset, measured: dict[str, Any], argu
     print()
     if rivals:
         report.show(result)
-    if "checkpoint" in result:
-        print(describe(result["checkpoint"]))
+    for table in own:
+        print(table)
     print("\nwrote", ", ".join(sorted(path.name + "/" * path.is_dir() for path in out.iterdir())), "in")
     print(out, flush=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_compiled.cli.bench import RESULTS, checkpoint, report
+from fsdp_compiled.cli.bench import RESULTS, checkpoint, muon, report
 from fsdp_compiled.cli.bench.plot import plot
 from fsdp_compiled.cli.bench.rivals import RIVALS
 from fsdp_compiled.cli.bench.summary import Row, ratio, rows
@@ -27,6 +27,7 @@ PRESETS = ("thin", "small", "large", "llama")
 FIRST_STEPS = ("thin-first-step", "thin-4-first-step")
 CHECKPOINT = "checkpoint"
 NODES = ("far-nodes", "near-nodes")
+MUON = ("muon-256", "muon-768")
 BLOCK = re.compile(r"(<!-- bench: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOTHING = "Not measured yet."
 # What counts is the line by PyTorch's BLAS, which all rivals use too; what oneDNN adds to it stands below.
@@ -188,11 +189,11 @@ def checkpoints(results: Results) -> str:
             assert value is not None
             cells += [f"{value:.2f}", "met" if value <= most else "**missed**"]
         lines.append(f"| {figure} | {most:g} | {' | '.join(cells)} |")
-    result = results[CHECKPOINT]
-    versions = f"torch {result['versions']['torch']}"
-    return "\n".join(
-        [checkpoint.describe(measured), "", *lines, "", f"`{result['command']}`, {result['hardware']}, {versions}."]
-    )
+    return "\n".join([checkpoint.describe(measured), "", *lines, "", _made_by(results[CHECKPOINT])])
+
+
+def _made_by(result: Mapping[str, Any]) -> str:
+    return f"`{result['command']}`, {result['hardware']}, torch {result['versions']['torch']}."
 
 
 def block(name: str, results: Results) -> str:
@@ -214,6 +215,8 @@ def block(name: str, results: Results) -> str:
     if name not in results:
         return NOTHING
     result = results[name]
+    if name in MUON:
+        return f"{muon.describe(result['muon'])}\n\n{_made_by(result)}"
     lines = [report.markdown(result), ""]
     if "conditions" in result:
         lines += [f"{report.describe(result)}.", ""]
@@ -227,7 +230,7 @@ def fill(text: str, results: Results) -> str:
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The committed results of `fsdp-compiled bench`, by name."""
-    files = {name: folder / f"{name}.json" for name in (*PRESETS, *FIRST_STEPS, CHECKPOINT, *NODES)}
+    files = {name: folder / f"{name}.json" for name in (*PRESETS, *FIRST_STEPS, CHECKPOINT, *NODES, *MUON)}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
