@@ -19,7 +19,7 @@ from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.kernels.products import product
 from fsdp_compiled.lower.backends import Backends, Host, decided, favours_onednn, this_host, vendor
 from fsdp_compiled.lower.fusions.onednn_products import onednn_products
-from fsdp_compiled.runtime import program_cache
+from fsdp_compiled.runtime import program_maker
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not there")  # type: ignore[no-untyped-call]
 
@@ -30,7 +30,7 @@ NAME = "fsdp_compiled_cpu::product"
 def hosts(monkeypatch: pytest.MonkeyPatch, favours: bool) -> None:
     """Makes this machine one that is better off with oneDNN, or one that is not."""
     mine = this_host
-    monkeypatch.setattr(program_cache, "this_host", lambda: Host(mine().allowed, favours, mine().tuned))
+    monkeypatch.setattr(program_maker, "this_host", lambda: Host(mine().allowed, favours, mine().tuned))
 
 
 @contextmanager

@@ -151,7 +151,7 @@ class Job:
         return fusions_for(Target(self.plan, self.rules, trains, self.backends))
 
 
-# The steps of making one, in order; `Programs._compile` is the way through them.
+# The steps of making one, in order; `ProgramMaker.compile` is the way through them.
 
 
 def capture(model: nn.Module, job: Job) -> Capture:

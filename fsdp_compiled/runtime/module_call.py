@@ -35,7 +35,8 @@ from fsdp_compiled.runtime.module_plan import Made, make
 from fsdp_compiled.runtime.module_run import Run, run_program
 from fsdp_compiled.runtime.module_state import ModuleState, states_in, traced
 from fsdp_compiled.runtime.parameter_group import ParameterGroup
-from fsdp_compiled.runtime.program_cache import Programs, Request
+from fsdp_compiled.runtime.program_cache import Programs
+from fsdp_compiled.runtime.request import Request
 
 # Eager kernels, as FSDP2 runs them, bit for bit, unless the user asks for more.
 DEFAULT = Policy(lower="eager", cuda_graph=False)

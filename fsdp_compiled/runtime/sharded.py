@@ -47,7 +47,8 @@ from fsdp_compiled.runtime.full_state_dict import full_state_dict
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.one_thread import one_thread
-from fsdp_compiled.runtime.program_cache import Programs, Request
+from fsdp_compiled.runtime.program_cache import Programs
+from fsdp_compiled.runtime.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import TakenModel

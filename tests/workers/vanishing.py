@@ -20,7 +20,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.distributed import watchdog
-from fsdp_compiled.runtime import program_cache
+from fsdp_compiled.runtime import program_maker
 from fsdp_compiled.runtime.checkpoint import data_file, saving
 from tests.killable_ranks import Forked
 
@@ -83,7 +83,7 @@ def run(rank: int, phase: str) -> None:
         strike(way)
     if phase == "compile":
         if mine:
-            with mock.patch.object(program_cache, "transform", lambda *_: strike(way)):
+            with mock.patch.object(program_maker, "transform", lambda *_: strike(way)):
                 sharded.step(good)
         sharded.step(good)
         return

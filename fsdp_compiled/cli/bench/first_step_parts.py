@@ -33,7 +33,7 @@ def parts_of(layers: int) -> dict[str, float]:
     from fsdp_compiled import Policy, compile_sharded
     from fsdp_compiled.capture import aot_cache, dynamo_run
     from fsdp_compiled.cli.bench.host_time import GPT, batch, loss
-    from fsdp_compiled.runtime import program_cache
+    from fsdp_compiled.runtime import program_maker
 
     spent: dict[str, float] = defaultdict(float)
     running: list[str] = []
@@ -65,13 +65,13 @@ def parts_of(layers: int) -> dict[str, float]:
 
     torch.set_num_threads(1)
     step(1)
-    timed(program_cache, "capture", "Dynamo")
+    timed(program_maker, "capture", "Dynamo")
     timed(aot_cache, "differentiate", "AOTAutograd")
     timed(dynamo_run, "traced", "the trace, read and written on disk")
-    timed(program_cache, "transform", "passes and checks")
-    timed(program_cache, "fuse", "fusions")
-    timed(program_cache, "describe", "memory, predicted")
-    timed(program_cache, "Lowering", "lowering")
+    timed(program_maker, "transform", "passes and checks")
+    timed(program_maker, "fuse", "fusions")
+    timed(program_maker, "describe", "memory, predicted")
+    timed(program_maker, "Lowering", "lowering")
     running.append("the rest")
     began = time.process_time()
     step(layers)
