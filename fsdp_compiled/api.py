@@ -38,6 +38,7 @@ from fsdp_compiled.runtime.eager_update import EagerUpdate, state_by_name
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import check_initializable, half_taken, read_leaves, read_scalars, take_over
 from fsdp_compiled.runtime.sharded import Sharded
+from fsdp_compiled.runtime.sharded_tensor import is_sharded
 from fsdp_compiled.runtime.shared_memory import check_shared_memory
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import TakenModel, is_taken_over
@@ -63,8 +64,8 @@ def compile_sharded(
 
     model
         Any ``nn.Module``. Its parameters are taken over: their values, rank 0's on every rank, move into shards; the
-        objects stay, tell what they are, and refuse to be read or written. On the meta device, ``init`` fills one unit
-        at a time.
+        objects stay, and are live: DTensors over the shards, or on one rank and under ``"ddp"`` views of the buffers.
+        What is written into them in place, the next step reads. On the meta device, ``init`` fills one unit at a time.
     optimizer
         A ``torch.optim`` optimizer over the model's parameters, or one that accelerate or Fabric prepared; a list of
         several, each over its own (Muon for matrices, AdamW for the rest); or None: then `Sharded.step` is refused.
@@ -251,6 +252,11 @@ def checked_call(
         raise ValueError(
             f"This {type(model).__name__} was taken over by compile_sharded before: its parameters live in shards. "
             "Keep using the Sharded object, or build the model again and load sharded.full_state_dict() into it."
+        )
+    if name := next((name for name, one in model.named_parameters() if is_sharded(one)), None):
+        raise ValueError(
+            f"{name} of this {type(model).__name__} is a copy of a parameter that is in shards already. Build it "
+            "again, load sharded.full_state_dict() into it, and call compile_sharded on that."
         )
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer or None.")

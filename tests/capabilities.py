@@ -312,6 +312,16 @@ ROWS = (
         ),
     ),
     Row(
+        "Parameters read and written in place between steps",
+        "by `DTensor`s",
+        "yes",
+        "yes, as in eager PyTorch; what one rank writes alone is an error on all",
+        (
+            "test_taken_over_ranks::test_what_is_read_and_written_is_what_an_eager_model_has",
+            "test_taken_over_ranks::test_what_one_rank_writes_alone_is_an_error_on_both_until_the_other_does",
+        ),
+    ),
+    Row(
         "`loss.backward()` and `optimizer.step()` in a loop of one's own",
         "yes",
         "yes",

@@ -1,10 +1,10 @@
-"""Model and optimizer after compile_sharded: what is true stays; what would do nothing is refused at the call."""
+"""Model and optimizer after compile_sharded: parameters are live; what would do nothing is refused at the call."""
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,34 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import parametrize
-from torch.optim.swa_utils import AveragedModel
 
 from fsdp_compiled import CaptureError, Policy, Sharded, compile_sharded
-from fsdp_compiled.runtime.sharded_parameter import ShardedParameter
+from fsdp_compiled.runtime.sharded_parameter import WholeParameter
+from tests.live_parameters import Net, X, compare, loss
+from tests.live_parameters import build as build_sgd
 
 EAGER = Policy(lower="eager")
-X = torch.arange(12.0).reshape(3, 4) / 7
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.norm = nn.BatchNorm1d(4)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
-        self.head = nn.Linear(4, 4, bias=False)
-        self.head.weight = self.layers[1].weight  # type: ignore[assignment]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(self.norm(x) * self.scale + self.frozen)
-
-
-def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 @dataclass
@@ -72,113 +53,27 @@ def case() -> Case:
     return Case(model, optimizer, compile_sharded(model, optimizer, loss=loss, policy=EAGER), build()[0], held)
 
 
-def no_grad(call: Callable[[Case], Any]) -> Callable[[Case], Any]:
-    def inside(case: Case) -> Any:
-        with torch.no_grad():
-            return call(case)
-
-    return inside
-
-
 def assign(owner: Callable[[Case], Any], name: str, value: Any) -> Callable[[Case], Any]:
     return lambda case: setattr(owner(case), name, value)
 
 
-def iadd(case: Case) -> None:
-    with torch.no_grad():
-        case.weight += 1
-
-
-def ema(case: Case) -> None:
-    with torch.no_grad():
-        torch.zeros(4, 4).lerp_(case.weight, 0.1)
-
-
-def autocast(case: Case) -> torch.Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return F.linear(X, case.weight)
-
-
-WEIGHT = r"^layers\.0\.weight was taken over by compile_sharded: its values live in shards"
-ANY = r"was taken over by compile_sharded"
+WEIGHT = r"^layers\.0\.weight is in shards since compile_sharded"
+ANY = r"is in shards since compile_sharded|was taken over by compile_sharded"
 REFUSED: dict[str, tuple[Callable[[Case], Any], str]] = {
-    # saved, copied, converted
-    "state_dict": (lambda c: c.model.state_dict(), r"Net was taken over.*full_state_dict"),
-    "state_dict keep_vars": (lambda c: c.model.state_dict(keep_vars=True), "full_state_dict"),
-    "a submodule's state_dict": (lambda c: c.model.layers[0].state_dict(), "Linear was taken over.*full_state_dict"),
-    "load_state_dict": (lambda c: c.model.load_state_dict(c.eager.state_dict()), "Load weights before"),
-    "load_state_dict assign": (lambda c: c.model.load_state_dict(c.eager.state_dict(), assign=True), "Load weights"),
-    "a submodule's load": (lambda c: c.model.head.load_state_dict({"weight": torch.ones(4, 4)}), "Load weights before"),
-    "deepcopy": (lambda c: copy.deepcopy(c.model), "Build the model again and load"),
-    "copy of a parameter": (lambda c: copy.copy(c.weight), WEIGHT),
-    "AveragedModel": (lambda c: AveragedModel(c.model), "Build the model again and load"),
-    "torch.save": (lambda c: torch.save(c.model, io.BytesIO()), "save that"),
-    "torch.save of parameters": (lambda c: torch.save(list(c.model.parameters()), io.BytesIO()), "save that"),
-    "pickle": (lambda c: pickle.dumps(c.model), "save that"),
+    # converted, or other memory in their place
+    "load_state_dict assign": (lambda c: c.model.load_state_dict(c.eager.state_dict(), assign=True), "without assign"),
     "share_memory": (lambda c: c.model.share_memory(), ANY),
     "half": (lambda c: c.model.half(), "Convert the model before compile_sharded"),
     "double": (lambda c: c.model.double(), "Convert the model before compile_sharded"),
-    "to another device": (lambda c: c.model.to("meta"), "Convert the model before compile_sharded"),
     "to_empty": (lambda c: c.model.to_empty(device="cpu"), ANY),
-    "nn.Parameter of it": (lambda c: nn.Parameter(c.weight), WEIGHT),
-    "parameters_to_vector": (lambda c: nn.utils.parameters_to_vector(c.model.parameters()), ANY),
-    "stack_module_state": (lambda c: torch.func.stack_module_state([c.model]), ANY),  # type: ignore[arg-type]
-    # read
-    "a submodule is called": (lambda c: c.model.layers[0](X), WEIGHT + r".*sharded\(\*inputs\)"),
-    "the model is called": (lambda c: c.model(X), r"Call the Sharded object instead"),
-    "functional_call": (lambda c: torch.func.functional_call(c.model, {}, (X,)), r"Call the Sharded object instead"),
-    "sum": (lambda c: c.weight.sum(), WEIGHT),
-    "norm": (lambda c: c.weight.norm(), WEIGHT),
-    "detach": (lambda c: c.weight.detach(), WEIGHT),
-    "data": (lambda c: c.weight.data, WEIGHT),
-    "clone": (lambda c: c.weight.clone(), WEIGHT),
-    "numpy": (lambda c: c.weight.numpy(), WEIGHT),
-    "tolist": (lambda c: c.weight.tolist(), WEIGHT),
-    "item": (lambda c: c.model.scale.item(), r"^scale was taken over"),
-    "float": (lambda c: float(c.model.scale), r"^scale was taken over"),
-    "indexing": (lambda c: c.weight[0], WEIGHT),
-    "iteration": (lambda c: list(c.weight), WEIGHT),
-    "comparison": (lambda c: c.weight == c.eager.layers[0].weight, WEIGHT),
-    "torch.equal": (lambda c: torch.equal(c.weight, torch.ones(4, 4)), WEIGHT),
-    "an EMA": (ema, WEIGHT),
-    "a foreach EMA": (no_grad(lambda c: torch._foreach_lerp_([torch.ones(4, 4)], [c.weight], 0.1)), WEIGHT),
-    "copy_ from it": (lambda c: torch.empty(4, 4).copy_(c.weight), WEIGHT),
-    "data_ptr": (lambda c: c.weight.data_ptr(), WEIGHT),
-    "storage": (lambda c: c.weight.untyped_storage(), WEIGHT),
-    "under autocast": (autocast, WEIGHT),
-    # written
-    "mul_": (no_grad(lambda c: c.weight.mul_(2)), WEIGHT + ".*in place"),
-    "+=": (iadd, WEIGHT),
-    "copy_": (no_grad(lambda c: c.weight.copy_(torch.ones(4, 4))), WEIGHT),
-    "data = ...": (assign(lambda c: c.weight, "data", torch.ones(4, 4)), WEIGHT),
-    "data.copy_": (lambda c: c.weight.data.copy_(torch.ones(4, 4)), WEIGHT),
-    "nn.init": (lambda c: nn.init.normal_(c.weight), WEIGHT),
-    "nn.init of a frozen one": (lambda c: nn.init.zeros_(c.model.frozen), r"^frozen was taken over"),
-    "reset_parameters": (lambda c: c.model.layers[0].reset_parameters(), WEIGHT),
-    "model.apply": (lambda c: c.model.apply(lambda m: isinstance(m, nn.Linear) and m.reset_parameters()), ANY),
+    "data = ...": (assign(lambda c: c.weight, "data", torch.ones(4, 4)), WEIGHT + ".*in place"),
     "vector_to_parameters": (lambda c: nn.utils.vector_to_parameters(torch.ones(99), c.model.parameters()), ANY),
-    "an element": (no_grad(lambda c: c.weight.__setitem__(0, 1.0)), WEIGHT),
-    "out=": (no_grad(lambda c: torch.add(torch.ones(4, 4), 1, out=c.weight)), WEIGHT),
-    "a foreach update": (no_grad(lambda c: torch._foreach_mul_([c.weight], 0.9)), WEIGHT),
-    # gradients and hooks
-    "grad": (lambda c: c.weight.grad, WEIGHT + ".*value_and_grad"),
-    "grad = ...": (assign(lambda c: c.weight, "grad", torch.ones(4, 4)), WEIGHT),
-    "clip_grad_norm_": (lambda c: nn.utils.clip_grad_norm_(c.model.parameters(), 1.0), r"Policy\(clip"),
-    "clip_grad_value_": (lambda c: nn.utils.clip_grad_value_(c.model.parameters(), 1.0), r"Policy\(clip"),
-    "requires_grad_": (lambda c: c.model.requires_grad_(False), r"requires_grad of scale.*cannot be changed"),
-    "requires_grad = ...": (assign(lambda c: c.weight, "requires_grad", False), "cannot be changed"),
+    # hooks
     "register_hook": (lambda c: c.weight.register_hook(lambda g: g), WEIGHT + ".*parametriz"),
     "register_post_accumulate_grad_hook": (
         lambda c: c.weight.register_post_accumulate_grad_hook(lambda p: None),
         WEIGHT,
     ),
-    # rebuilt
-    "a parametrization": (
-        lambda c: parametrize.register_parametrization(c.model.layers[0], "weight", nn.Identity()),
-        WEIGHT,
-    ),
-    "weight_norm": (lambda c: nn.utils.parametrizations.weight_norm(c.model.layers[0]), WEIGHT),
-    "spectral_norm": (lambda c: nn.utils.parametrizations.spectral_norm(c.model.layers[0]), WEIGHT),
     # the optimizer
     "optimizer.step": (lambda c: c.optimizer.step(), r"sharded\.step"),
     "optimizer.state_dict": (lambda c: c.optimizer.state_dict(), r"sharded\.state\.optimizer"),
@@ -223,6 +118,20 @@ NOTICED: dict[str, tuple[Callable[[Case], Any], str]] = {
     ),
     "a group removed": (lambda c: c.optimizer.param_groups.clear(), "group"),
     "optimizer.state = ...": (lambda c: setattr(c.optimizer, "state", {}), r"optimizer\.state was replaced"),
+    "requires_grad_": (lambda c: c.model.requires_grad_(False), r"requires_grad of scale was changed"),
+    "requires_grad = ...": (assign(lambda c: c.weight, "requires_grad", False), r"layers\.0\.weight was changed"),
+    "to another device": (lambda c: c.model.to("meta"), "scale was replaced"),
+    "thawed": (lambda c: c.model.frozen.requires_grad_(), r"of frozen was changed.*it was frozen, and is trainable"),
+    "a parametrization": (
+        lambda c: parametrize.register_parametrization(c.model.layers[0], "weight", nn.Identity()),
+        r"layers\.0\.weight was removed",
+    ),
+    "spectral_norm": (
+        lambda c: nn.utils.parametrizations.spectral_norm(c.model.layers[0]), r"layers\.0\.weight was removed"
+    ),
+    "replaced by an equal one": (
+        lambda c: setattr(c.model, "scale", nn.Parameter(torch.tensor(1.5))), "scale was replaced"
+    ),
 }  # fmt: skip
 
 
@@ -259,12 +168,13 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("change", NOTICED)
 def test_what_no_call_could_refuse_is_refused_by_name_at_the_next(case: Case, change: str) -> None:
     act, words = NOTICED[change]
+    parameters = case.sharded.state.parameters
+    before = {name: value.clone() for name, value in parameters.items()}
     act(case)
-    before = {name: value.clone() for name, value in case.sharded.state.parameters.items()}
     for call in (case.sharded.step, case.sharded.value_and_grad, case.sharded):
         with pytest.raises(ValueError, match=words):
             call(X)
-    assert same(case.sharded.state.parameters, before) and case.sharded.captures == 0  # type: ignore[arg-type]
+    assert same(parameters, before) and case.sharded.captures == 0  # type: ignore[arg-type]
 
 
 TRUE: dict[str, Callable[[Net], Any]] = {
@@ -323,10 +233,88 @@ def test_the_optimizer_stays_the_place_of_the_rate(case: Case) -> None:
     assert case.sharded.captures == 1
 
 
-def test_whoever_held_a_parameter_holds_the_one_without_values(case: Case) -> None:
-    assert case.weight is case.model.layers[0].weight and isinstance(case.weight, ShardedParameter)
+def test_whoever_held_a_parameter_holds_the_live_one(case: Case) -> None:
+    assert case.weight is case.model.layers[0].weight and isinstance(case.weight, WholeParameter)
     assert case.optimizer.param_groups[0]["params"][0] is case.held[0]
-    assert "layers.0.weight: float32[4, 4] on cpu" in repr(case.weight) and f"{case.weight}" == repr(case.weight)
+    assert repr(case.weight).startswith("Parameter containing:")
+    before = case.weight.detach().clone()
+    case.sharded.step(X)
+    assert not torch.equal(case.weight, before)
+    assert torch.equal(case.weight, case.sharded.full_state_dict()["layers.0.weight"])
+
+
+def test_what_is_read_and_written_is_what_an_eager_model_has() -> None:
+    model, optimizer = build_sgd()
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=EAGER)
+    assert compare(sharded, model, *build_sgd()) == []
+
+
+def test_a_comparison_tells_a_write_that_is_lost() -> None:
+    model, optimizer = build_sgd()
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=EAGER)
+    kept = {name: shard.clone() for name, shard in sharded.state.parameters.items()}
+    inner = sharded.step
+
+    def forgetful(x: torch.Tensor) -> torch.Tensor:
+        for name, shard in sharded.state.parameters.items():
+            shard.copy_(kept[name])
+        return inner(x)
+
+    sharded.step = forgetful  # type: ignore[method-assign]
+    assert any(line.startswith("the step after mul_") for line in compare(sharded, model, *build_sgd()))
+
+
+def test_a_tensor_that_was_put_into_the_state_is_shown(case: Case) -> None:
+    for key, shard in case.sharded.state.parameters.items():
+        case.sharded.state.parameters[key] = shard * 2
+    case.sharded(X)
+    assert torch.equal(case.weight, case.eager.layers[0].weight * 2)
+    with torch.no_grad():
+        case.weight.zero_()
+    case.sharded.step(X)
+    assert (case.weight.abs() <= 0.011).all()
+
+
+def test_copies_in_the_compute_dtype_follow_what_is_written_through_the_model() -> None:
+    found = []
+    for writes in (lambda p: p.mul_(0.5), lambda p: p.data.mul_(0.5), lambda p: p.detach().mul_(0.5), lambda p: p):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        policy = Policy(
+            lower="eager", kernels=True, copies=True, precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        )
+        sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), lr=0.0), loss=loss, policy=policy)
+        sharded.step(X)
+        with torch.no_grad():
+            writes(model.weight)
+            model.bias.zero_()
+        found.append(sharded.step(X).item())
+    assert found[0] == found[1] == found[2] == pytest.approx(found[3] / 4, rel=1e-2)
+
+
+def test_a_backward_after_a_step_between_is_an_error_as_in_eager(case: Case) -> None:
+    case.sharded.step(X)
+    value = loss(case.model, X)
+    case.sharded.step(X)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_a_step_runs_no_python_for_a_parameter(case: Case) -> None:
+    case.sharded.step(X)
+    code = Counter[str]()
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        code[frame.f_code.co_filename.rsplit("/", 1)[-1]] += event == "call"
+
+    sys.setprofile(count)
+    try:
+        case.sharded.step(X)
+    finally:
+        sys.setprofile(None)
+    assert code["sharded.py"] > 0  # that it counts
+    assert code["sharded_operators.py"] == code["shard_layout.py"] == code["gathered_call.py"] == 0
+    assert code["sharded_parameter.py"] <= 4  # around one comparison of all tables
 
 
 def test_what_a_user_noted_on_a_parameter_stays_on_it() -> None:
@@ -366,13 +354,13 @@ class Aliased(nn.Linear):
 def test_a_parameter_that_is_read_past_the_model_is_refused_by_name(case: Case) -> None:
     taken = case.model.layers[0]
     for model, objective, words in (
-        (Aliased(), loss, "past the model"),
-        (nn.Linear(4, 4), lambda m, x: F.linear(m(x), case.weight).mean(), "past the model"),
-        (nn.Linear(4, 4), lambda m, x: (m(x) * case.weight.mean()).mean(), "past the model"),
-        (nn.Linear(4, 4), lambda m, x: taken(m(x)).mean(), "past the model"),
-        (nn.Linear(4, 4), lambda m, x: case.model(m(x)).mean(), "This Net was taken over"),
+        (Aliased(), loss, "which is not a parameter of the model: its gradient would be lost"),
+        (nn.Linear(4, 4), lambda m, x: F.linear(m(x), case.weight).mean(), "its gradient would be lost"),
+        (nn.Linear(4, 4), lambda m, x: (m(x) * case.weight.mean()).mean(), "its gradient would be lost"),
+        (nn.Linear(4, 4), lambda m, x: taken(m(x)).mean(), "its gradient would be lost"),
+        (nn.Linear(4, 4), lambda m, x: case.model(m(x)).mean(), "This Net was taken over.*through the other yet"),
     ):
-        with pytest.raises(CaptureError, match=f"(?s){words}.*Cure: read it through the model .*through the other yet"):
+        with pytest.raises(CaptureError, match=f"(?s){words}"):
             compile_sharded(model, loss=objective, policy=EAGER).value_and_grad(X)
 
 
@@ -382,7 +370,7 @@ def test_a_parameter_that_is_weakly_referenced_is_replaced_and_left_empty() -> N
     torch.compile(model, backend="eager")(X)  # Dynamo's guards hold weak references
     sharded = compile_sharded(model, optimizer, loss=loss, policy=EAGER)
     now = model.layers[0].weight
-    assert isinstance(now, ShardedParameter) and any(now is one for one in optimizer.param_groups[0]["params"])
+    assert isinstance(now, WholeParameter) and any(now is one for one in optimizer.param_groups[0]["params"])
     assert held is now or held.numel() == 0
     expected = build()[0]
     expected(X)  # the running statistics that the call above moved
@@ -395,8 +383,6 @@ def test_a_model_that_shares_a_parameter_or_module_with_a_taken_one_is_refused(c
     for model in (case.model, sharing, nn.Sequential(case.model.head), nn.Sequential(nn.Linear(4, 4), case.model)):
         with pytest.raises(ValueError, match="was taken over by compile_sharded before"):
             compile_sharded(model, loss=loss, policy=EAGER)
-    with pytest.raises(RuntimeError, match=r"^layers\.0\.weight was taken over"):
-        sharing(X)
     trained_as_eager(case, 1)
 
 
@@ -433,9 +419,7 @@ def test_full_state_dict_is_what_state_dict_would_be_hooks_and_metadata_included
     assert found._metadata == expected._metadata  # type: ignore[attr-defined]
     assert found["head.weight"].data_ptr() == found["layers.1.weight"].data_ptr()  # tied, as they were
     found["scale"].zero_()
-    assert same(sharded.full_state_dict(), expected)
-    with pytest.raises(RuntimeError, match="full_state_dict"):
-        model.state_dict()
+    assert same(sharded.full_state_dict(), expected) and same(model.state_dict(), expected)
 
 
 def described(model: Net, optimizer: torch.optim.Optimizer) -> Any:

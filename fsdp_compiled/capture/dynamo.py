@@ -101,7 +101,10 @@ def capture(
         )
         recorder = Recorder(objective.model, wrapped, taken=not results)
         options = {"guard_filter_fn": recorder.select}
-        compiled = torch.compile(fresh, backend=made.backend, fullgraph=True, dynamic=False, options=options)
+        backend = [made.backend]  # until it is traced: Dynamo holds for good what it was given, which holds the model
+        compiled = torch.compile(
+            fresh, backend=lambda *given: backend[0](*given), fullgraph=True, dynamic=False, options=options
+        )
         places = made.places
         cut = {name for names, _ in parts.placements for name in names}
         named = {name: made.tensors[place.name] for place in places if (name := f"model.{place.name}") in cut}
@@ -133,6 +136,8 @@ def capture(
         except BaseException:
             made.undo()
             raise
+        finally:
+            backend.clear()
         if scalar and LOSS not in made.outputs.values():
             made.undo()
             raise CaptureError(f"The loss returned a {type(value).__name__} in the place of a scalar. {CURE}")

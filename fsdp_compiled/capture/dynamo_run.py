@@ -77,7 +77,7 @@ class Trace:
         self.context = TracingContext.try_get()
         self.code = set(TracingContext.get_traced_code() or ())
         self.given = self._input_ports(module, self.inputs)
-        return lambda *_: tuple(self.results)
+        return lambda *_: tuple(results)  # which Dynamo holds for good, and no more than these
 
     def _in_order(self, module: fx.GraphModule, inputs: list[Any]) -> list[Any]:
         """The inputs, and their placeholders: the batch's, the model's as it registers them, others as they came."""

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import re
 import sys
 import types
@@ -56,6 +57,8 @@ ELSEWHERE = {
 }  # fmt: skip
 SIGNATURE = ("L['named']", "L['args']", "L['kwargs']", "L['buffers']")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# How the hooks of a module are called; fixed when one is registered.
+WAYS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 GLOBAL_HOOKS = (
     "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
 )  # fmt: skip
@@ -83,6 +86,7 @@ class Recorder:
         """``guard_filter_fn``: which guards are kept."""
         self.values = {entry.orig_guard.name: entry.value for entry in entries if entry.has_value}
         own = {id(hooks) for hooks in (getattr(self.root, name) for name in HOOKS) if all(map(_ours, hooks.values()))}
+        own |= {id(getattr(self.root, name)) for name in WAYS}
         self.empty = [entry.value for entry in entries
                       if entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT" and id(entry.value) not in own
                       and type(entry.value).__name__ == "OrderedDict"]  # fmt: skip
@@ -99,8 +103,8 @@ class Recorder:
             return not _library(entry.value) if isinstance(entry.value, types.ModuleType) else False
         if self.taken and PARAMETERS.match(name):
             return False
-        if "_hooks_with_kwargs" in name:
-            return False  # how a hook is called; fixed when it is registered
+        if "_hooks_with_kwargs" in name or "_hooks_always_called" in name:
+            return False
         source = entry.orig_guard.originating_source
         while source is not None:
             value = self.values.get(source.name)
@@ -131,6 +135,7 @@ def _identity(entry: Any) -> Any:
 
 
 def _ours(value: Any) -> bool:
+    value = value.func if isinstance(value, functools.partial) else value
     return isinstance(value, types.FunctionType) and value.__module__.split(".")[0] == PACKAGE
 
 

@@ -92,8 +92,8 @@ CURES = (
         "compile_sharded",
         "read it through the model that the loss is given (model.head.weight). A second model that is not trained can "
         "be a submodule of that one, frozen with requires_grad_(False) before compile_sharded. Where both are trained "
-        "(a GAN), one cannot be differentiated through the other yet: pass the other's outputs, other(x), or its "
-        "weights with the batch.",
+        "(a GAN), one program cannot be differentiated through the other yet: pass the other's outputs, other(x), or "
+        "its weights with the batch; or call the other model in a loss of your own, outside of compile_sharded.",
     ),
     (
         "data-dependent branching",

@@ -22,6 +22,7 @@ REFUSED = "refused: "
 ABSENT = "still absent"
 UNDECIDED = "undecided: "
 COMMUNICATING = ", communicating "
+WRITES = ", after writes to parameters that sum up to "
 CURE = (
     "Give every rank a batch of the same shapes and dtypes in every call (drop or pad the last one), and the same "
     "learning rate."
@@ -30,6 +31,10 @@ ARGUMENTS = "Give every rank the same folder, step and options, and extra object
 ALIKE = (
     "Lengths of batches may differ between ranks, but not which modules are called, in which order, and which are "
     "trained."
+)
+WROTE = (
+    "Write to parameters on every rank alike (clamps, averages, copies), never `if rank == 0` alone; the same write on "
+    "ranks that lack it is enough to go on."
 )
 CHECKPOINT = ("save to ", "load from ")
 SAME = "Make the same calls in the same order on every rank, those that only evaluate too."
@@ -165,6 +170,8 @@ def different(labels: Sequence[str]) -> str:
         return "\n".join(["A rank is gone, so nothing was updated:", *lines, JOIN])
     if any(label.startswith(ABSENT) for label in labels):
         return "\n".join(["A rank did not come in time, so nothing was updated:", *lines, HANGS])
+    if any(WRITES in label for label in labels) and len({label.partition(WRITES)[0] for label in labels}) == 1:
+        return "\n".join(["The ranks wrote to parameters otherwise, so nothing was done:", *lines, WROTE])
     if all(label.startswith(CHECKPOINT) for label in labels) and len({label[:4] for label in labels}) == 1:
         return "\n".join(["The ranks called with different arguments, so nothing was done:", *lines, ARGUMENTS])
     if len({label.split(" ")[0] for label in labels}) > 1:

@@ -43,7 +43,8 @@ class Mesh:
     """This rank's place. ``groups`` names the process group along each axis that has more than one rank.
 
     Ranks along ``tp`` see the same batch and hold parts of the same parameters; ``tp_mesh`` is that axis of the
-    ``DeviceMesh``, on which the parameters that were cut are DTensors. None: the mesh has no such axis.
+    ``DeviceMesh``, on which the parameters that were cut are DTensors. None: the mesh has no such axis. ``given``: the
+    ``DeviceMesh`` that it was made of, if one was.
     """
 
     device: torch.device
@@ -56,6 +57,7 @@ class Mesh:
     tp_rank: int = 0
     replicate_rank: int = 0
     tp_mesh: DeviceMesh | None = None
+    given: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         if self.groups and self.device.type == "cpu":
@@ -244,6 +246,7 @@ def _from_device_mesh(mesh: DeviceMesh) -> Mesh:
         place[axes["tp"]] if "tp" in axes else 0,
         place[axes["replicate"]] if "replicate" in axes else 0,
         None if "tp" not in axes else mesh if mesh.ndim == 1 else mesh["tp"],
+        given=mesh,
     )
 
 

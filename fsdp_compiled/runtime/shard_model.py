@@ -20,6 +20,7 @@ from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, dense_stride
 from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import to_state_device
+from fsdp_compiled.runtime.shard_layout import Layout, ShardPlace, place_of
 from fsdp_compiled.runtime.sharded_parameter import replace
 from fsdp_compiled.runtime.taken_model import TakenModel
 from fsdp_compiled.runtime.tensor_parallel import local_part, part_of, tensor_parallel
@@ -108,14 +109,15 @@ def half_taken(mesh: Mesh) -> Iterator[None]:
 def take_over(
     model: nn.Module, optimizer: Optimizer | None, plan: Plan, mesh: Mesh, init: Initializer | None
 ) -> Work[tuple[TakenModel, Shards, Shards, Shards]]:
-    """Moves every parameter into shards and leaves a `ShardedParameter` in its place; in stages, for `lockstep`.
+    """Moves every parameter into shards and leaves a live view in its place; in stages, for `lockstep`.
 
     Returns the taken model, the shards by buffer key, the module buffers by name, and the shards of optimizer state
     that the optimizer already had, by ``"<buffer key>.<name>"`` (per element) or ``"group <g>.<name>"`` (scalars).
     """
     holders = _holders(model)
     originals = {name: _get(places[0]) for name, places in holders.items()}
-    shards: Shards = {}
+    layout = Layout(plan, mesh)
+    shards = layout.shards
     existing_state = read_scalars(optimizer)
     for unit in plan.units:
         if plan.tp > 1:  # all of the unit, in the model's order: what is drawn does not depend on what is cut
@@ -141,10 +143,10 @@ def take_over(
                 existing_state |= yield from _shard_existing_state(optimizer, buffer, parameters, plan, mesh)
             del parameters
             for slot, owner in owners.items():
-                _replace(originals[slot.name], owner, slot.leaf, plan.device, buffer.key, optimizer)
+                _replace(originals[slot.name], owner, place_of(layout, buffer, slot), optimizer)
     _materialize_buffers(model, plan.device, init)
     buffers = yield from _take_buffers(model, plan.device, mesh)
-    return TakenModel(model, optimizer), shards, buffers, existing_state
+    return TakenModel(model, optimizer, layout), shards, buffers, existing_state
 
 
 Holder = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
@@ -226,16 +228,9 @@ def _own_slice(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> to
     return to_state_device(flat[start:stop].clone(), plan)
 
 
-def _replace(
-    original: nn.Parameter,
-    holders: Sequence[Holder],
-    leaf: Leaf,
-    device: torch.device,
-    key: str,
-    optimizer: Optimizer | None,
-) -> None:
-    """Lets the user's own parameter stand for the values that moved into shards, wherever it hangs."""
-    new = replace(original, leaf, device, key)
+def _replace(original: nn.Parameter, holders: Sequence[Holder], place: ShardPlace, optimizer: Optimizer | None) -> None:
+    """Lets the user's own parameter show the values that moved into shards, wherever it hangs."""
+    new = replace(original, place)
     for module, name in holders:
         module._parameters[name] = new
     if new is not original:

@@ -47,6 +47,7 @@ from fsdp_compiled.runtime.full_state_dict import full_state_dict
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.one_thread import one_thread
+from fsdp_compiled.runtime.parameter_writes import Writes
 from fsdp_compiled.runtime.program_cache import Programs
 from fsdp_compiled.runtime.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
@@ -95,7 +96,9 @@ class Sharded:
         self._tensors |= {f"call {part}": self._call[part] for part in range(CALL_PARTS)}
         self._copies = Copies(plan)
         self._norm: torch.Tensor | None = None
-        self._calls = Calls(mesh)
+        self._calls = taken.layout.calls = Calls(mesh)
+        self._writes = taken.layout.writes = Writes(taken.layout.shards if taken.layout.replicated else None)
+        self._writes.end()
         self._joined: Joined | None = None  # inside `join`
         self._random = random
         self._programs = Programs(taken, loss, plan, mesh, rules, self._calls, random.bound, replays=replays)
@@ -157,7 +160,8 @@ class Sharded:
 
         ``gradients``: by parameter name, this rank's shard of the gradient's mean over the ranks: the 1-d part, in
         the parameter's memory order, that lies in this rank's slice; often empty. Under ``"ddp"`` and ``"zero1"``,
-        the whole. With ``aux``, the first element is ``(loss, aux)``.
+        the whole. ``parameter.grad`` is the same memory, in the place of what it was: ``clip_grad_norm_`` there clips
+        what is returned. With ``aux``, the first element is ``(loss, aux)``.
         """
         compiled, outputs = self._run("gradient", self._state, batch, named)
         gradients: dict[str, torch.Tensor] = {}
@@ -169,6 +173,8 @@ class Sharded:
                 for slot in buffer.slots:
                     first, last = slot.within(start, start + size)
                     gradients[slot.name] = outputs[port][first - start : last - start]
+        flats = {port.key: one for port, one in outputs.items() if port.kind == "gradient"}
+        self._taken.leave_gradients(flats, compiled.idle)
         return compiled.capture.rebuild(outputs), gradients
 
     @untraced
@@ -533,6 +539,8 @@ class Sharded:
                     update.read(state.optimizer)
             self._checkpoints.check()
             self._taken.check()
+            if self._taken.layout.gradients_left and kind in ("step", "last", "accumulate"):
+                self._taken.check_gradients("step" if kind == "last" else kind)
             request = self._programs.find(kind, batch, named)
         except Exception as error:
             self._refuse(error)
@@ -546,6 +554,8 @@ class Sharded:
 
     def _execute(self, request: Request, state: State) -> tuple[Compiled, dict[Port, torch.Tensor]]:
         kind, batch, named = request.kind, request.batch, request.named
+        if self._writes.shards is not None:
+            self._writes.begin()
         take(request.buffers, state.buffers, self._state.buffers)
         if self._joined is not None:
             self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.ambient)
@@ -562,6 +572,8 @@ class Sharded:
             ):
                 ran = True
                 outputs = compiled.runner(*given)
+            if self._taken.layout.differentiated and compiled.updates:
+                self._taken.layout.written()
             if compiled.copied:
                 self._copies.step_returned()
             found = dict(zip(compiled.outputs, outputs, strict=True))
@@ -571,11 +583,13 @@ class Sharded:
                 if not self._hyperparameters.unchanged():
                     self._hyperparameters.traced()  # what its code changed is no change of the user's
         except BaseException as error:
-            raised = self._failed.handle(compiled, state, error, ran, str(self._hyperparameters))
+            raised = self._failed.handle(compiled, state, error, ran, f"{self._hyperparameters}{self._writes}")
             if raised is error:
                 raise
             raise raised from error
         finally:
+            if self._writes.shards is not None:
+                self._writes.end()
             self._calls.returned()
         return compiled, found
 
@@ -586,7 +600,7 @@ class Sharded:
         good = self._failed.begin(compiled)
         if compiled.compared:
             before = self._row.programs if compiled.updates else 0
-            call = (compiled.number + before) * ODD + self._hyperparameters.digest
+            call = (compiled.number + before) * ODD + self._hyperparameters.digest + self._writes.total
             for part in range(CALL_PARTS):
                 self._set_number(f"call {part}", float(call >> 20 * part & 0xFFFFF) if good else math.nan)
         if compiled.weighed:
@@ -663,11 +677,13 @@ class Sharded:
     @contextmanager
     def _meeting(self, label: str) -> Iterator[None]:
         """A call that is no program: all ranks make it, or none; where one is lost in it, the others say which."""
-        self._programs.meet(label)
+        self._writes.begin()
+        self._programs.meet(f"{label}{self._writes}")
         try:
             with self._calls.naming():
                 yield
         finally:
+            self._writes.end()
             self._calls.returned()
 
     @contextmanager

@@ -1,152 +1,154 @@
-"""What stands in a model for a parameter whose values live in shards.
+"""A model's parameters after compile_sharded: live views of what the next step reads.
 
-It tells the truth about what it is (shape, strides, dtype, device, whether it is trained) and holds no values. Whatever
-would read or write values is refused at once, by name: every operator (``__torch_dispatch__``, below autograd and
-autocast), and the doors of a tensor that no operator guards (``data``, ``grad``, ``numpy``, hooks, copies).
+    ddp, one rank    WholeParameter     an ordinary parameter, over its place in the flat buffer
+    else             ShardedParameter   a DTensor whose local part is a stretch of this rank's flat shard
 
-It is a wrapper subclass without storage, as DTensor is, and takes the place of the user's own parameter by
-`torch.utils.swap_tensors`: every list, optimizer or module that holds the old object holds this one.
+Both take the place of the user's own parameter by `torch.utils.swap_tensors`: every list, optimizer or module that
+holds the old object holds this one. Values can be read and written in place; what would put other memory there, or call
+hooks that no program calls, is refused by name.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import weakref
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
-from fsdp_compiled.plan.plan import Leaf, contiguous_stride
 from fsdp_compiled.runtime.autograd_hooks import ON_PARAMETER
+from fsdp_compiled.runtime.shard_layout import ShardPlace
+from fsdp_compiled.runtime.sharded_tensor import READ, ShardedTensor, Values, refusing, sharded
 
-READ = (
-    "Run the model with sharded(*inputs) or sharded.step(*batch). Read all values with sharded.full_state_dict(), or "
-    "this rank's part in sharded.state.parameters[{key!r}]."
-)
-WRITE = "Write before compile_sharded, or write this rank's part, sharded.state.parameters[{key!r}], in place."
-GRADIENT = (
-    "Gradients are inside the program: sharded.value_and_grad(*batch) returns them, Policy(clip=...) clips their norm, "
-    "sharded.grad_norm is the norm."
-)
-COPY = "Build the model again and load sharded.full_state_dict() into it; to keep the weights, save that."
+WRITE = "Write into it in place, parameter.copy_(...) under torch.no_grad()."
+OURS = frozenset({"_sharded", "_sharded_name", "_sharded_buffer", "_sharded_place", "_is_param"})
+SWAP = "Call torch.__future__.set_swap_module_params_on_conversion(False) first: then values are copied into it."
+# What gives a tensor another shape, or other memory.
+RESHAPING = (
+    "set_", "resize_", "resize_as_", "t_", "transpose_", "squeeze_", "unsqueeze_", "swapaxes_", "swapdims_",
+    "as_strided_",
+)  # fmt: skip
 CONVERT = "Convert the model before compile_sharded; Policy(precision=...) says in what dtype it computes."
-FREEZE = (
-    "Shards and optimizer state are laid out by it. Load sharded.full_state_dict() into a new model, set requires_grad "
-    "there, and call compile_sharded on that."
-)
-# Operators that users know by another name, with the cure where it is a special one.
-OPERATORS = {"_to_copy": (".to()", CONVERT), "_local_scalar_dense": (".item()", READ), "detach": ("detach", COPY)}
-# Code that looks for a gradient to drop it or to convert it: that there is none is all that it needs to know.
-NO_GRADIENT = {inspect.unwrap(f).__code__ for f in (nn.Module.zero_grad, nn.Module._apply, Optimizer.zero_grad)}
 
 
-def _refusing(what: str, cure: str) -> Callable[..., NoReturn]:
-    """A method that refuses."""
-
-    def method(self: ShardedParameter, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise self.refusal(what, cure)
-
-    return method
-
-
-class ShardedParameter(nn.Parameter):
-    """A parameter without values; it knows its name in the model, and the buffer whose shards hold its values."""
+class _Parameter:
+    """What both kinds of parameter refuse. ``_sharded_name``: in the model; ``_sharded_buffer``: whose shard."""
 
     _sharded_name: str
-    _sharded_buffer: str
-
-    def __new__(cls, leaf: Leaf, device: torch.device, key: str, notes: Mapping[str, Any]) -> ShardedParameter:
-        stride = contiguous_stride(leaf.whole_shape) if leaf.split else leaf.stride
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, leaf.whole_shape, stride, dtype=leaf.dtype, device=device, requires_grad=leaf.trainable
-        )
-        self.__dict__.update(notes, _sharded_name=leaf.names[0], _sharded_buffer=key)
-        return self
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> NoReturn:
-        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | (kwargs or {})
-        writes = [
-            named.get(argument.name)
-            for argument in func._schema.arguments
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        written = _among(writes)
-        name = func.overloadpacket.__name__
-        what, cure = OPERATORS.get(name, (name, WRITE if written else READ))
-        raise (written or _among(named))[0].refusal(what, cure)
-
-    def refusal(self, what: str, cure: str) -> RuntimeError:
-        return RuntimeError(
-            f"{self._sharded_name} was taken over by compile_sharded: its values live in shards, and `{what}` finds "
-            f"none here. {cure.format(key=self._sharded_buffer)}"
-        )
+    _sharded_place: ShardPlace
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "requires_grad":
             self.requires_grad_(value)
         elif name == "data":
             if value is not self:  # as `model.to(...)` says it where nothing has to be converted
-                raise self.refusal(".data = ...", WRITE)
+                moved = (value.dtype, value.device) != (self.dtype, self.device)  # type: ignore[attr-defined]
+                refusing(".data = ...", CONVERT if moved else WRITE)(self)
         elif name == "grad":
-            if value is not None:
-                raise self.refusal(".grad = ...", GRADIENT)
+            self._sharded_place.layout.gradients_left |= value is not None
+            super().__setattr__(name, value)
         else:
             super().__setattr__(name, value)
 
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        if bool(requires_grad) != self.requires_grad:
-            was = "trainable" if self.requires_grad else "frozen"
-            raise RuntimeError(
-                f"requires_grad of {self._sharded_name}, which was {was}, cannot be changed after compile_sharded. "
-                f"{FREEZE}"
-            )
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """For calls of the model itself; a step refuses what is trained otherwise than it was laid out for."""
+        if bool(requires_grad) != self.requires_grad:  # type: ignore[attr-defined]
+            self._sharded_place.layout.flips += 1
+            super().requires_grad_(requires_grad)  # type: ignore[misc]
         return self
 
-    @property
-    def data(self) -> NoReturn:
-        raise self.refusal(".data", READ)
+    def __eq__(self, other: object) -> Any:
+        return self is other if by_identity[0] else super().__eq__(other)
+
+    __hash__ = torch.Tensor.__hash__
+
+    register_hook = refusing("register_hook", ON_PARAMETER)
+    register_post_accumulate_grad_hook = refusing("register_post_accumulate_grad_hook", ON_PARAMETER)
+    module_load = refusing("load_state_dict with swap_tensors", SWAP)
+
+
+for _name in RESHAPING:
+    setattr(_Parameter, _name, refusing(_name, WRITE))
+
+
+class ShardedParameter(_Parameter, ShardedTensor):
+    """A parameter of which each rank has a stretch, live."""
+
+
+class WholeParameter(_Parameter, nn.Parameter):
+    """A parameter of which each rank has all, live: a view of its buffer. It has a DTensor's reading methods."""
+
+    def full_tensor(self, **_: Any) -> torch.Tensor:
+        return self.detach().clone()
+
+    def to_local(self, **_: Any) -> torch.Tensor:
+        return self.detach()
 
     @property
-    def grad(self) -> None:
-        if sys._getframe(1).f_code not in NO_GRADIENT:
-            raise self.refusal(".grad", GRADIENT)
+    def data(self) -> torch.Tensor:
+        """Unlike any tensor's, it counts writes: copies in the compute dtype follow them."""
+        return self.detach()
 
-    register_hook = _refusing("register_hook", ON_PARAMETER)
-    register_post_accumulate_grad_hook = _refusing("register_post_accumulate_grad_hook", ON_PARAMETER)
-    numpy = _refusing("numpy", READ)
-    tolist = _refusing("tolist", READ)
-    data_ptr = _refusing("data_ptr", READ)
-    storage = _typed_storage = untyped_storage = _refusing("storage", READ)
-    share_memory_ = _refusing("share_memory_", COPY)
-    __dlpack__ = _refusing("__dlpack__", READ)
-    __deepcopy__ = _refusing("deepcopy", COPY)
-    __reduce_ex__ = _refusing("pickle", COPY)
+    def __repr__(self, **_: Any) -> str:
+        return f"Parameter containing:\n{self.detach()!r}"
 
-    def __repr__(self, **_kwargs: Any) -> str:
-        kind = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}"
-        frozen = "" if self.requires_grad else ", frozen"
-        return (
-            f"ShardedParameter({self._sharded_name}: {kind}{frozen}; "
-            f"values in sharded.state.parameters[{self._sharded_buffer!r}])"
-        )
+    share_memory_ = refusing("share_memory_", READ)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            made = nn.Parameter(self.detach().clone(memory_format=torch.preserve_format), self.requires_grad)
+            memo[id(self)] = made
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(protocol)
 
 
-def replace(parameter: nn.Parameter, leaf: Leaf, device: torch.device, key: str) -> nn.Parameter:
-    """Makes this very object one whose values live in shards, so that its memory is freed whoever holds it.
+def replace(parameter: nn.Parameter, place: ShardPlace) -> nn.Parameter:
+    """Makes this very object a view of the place, so that its own memory is freed whoever holds it.
 
     Returns the object that stands for it: another one where somebody else has weak references to it, as
     `torch.compile` has to the parameters of what it compiled; the old one is then left empty.
     """
-    made = ShardedParameter(leaf, device, key, notes=parameter.__dict__)
+    notes = {"_sharded_name": place.name, "_sharded_buffer": place.buffer.key, "_sharded_place": place}
+    shard = place.layout.shards[place.buffer.key]
+    made: Any
+    if place.layout.whole:
+        view = place.in_shape(place.live)
+        made = WholeParameter(view, parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__, **notes)
+        found = _swapped(parameter, made)
+        _register(found, place)
+        return found
+    made = sharded(Values(place), place.like(shard.dtype), shard.device, ShardedParameter)
+    values = made.__dict__.pop("_sharded")
+    made.__dict__.update(parameter.__dict__, **notes)
+    found = _swapped(parameter, made)
+    found.__dict__.update(_sharded=values, _is_param=True)
+    _register(found, place)
+    torch.Tensor.requires_grad_(found, place.leaf.trainable)
+    return found
+
+
+def _register(parameter: nn.Parameter, place: ShardPlace) -> None:
+    """From here on `swap_tensors` refuses it, for a weak reference, and gradients that are added to it are noticed."""
+    layout = place.layout
+    layout.references[place.name] = weakref.ref(parameter)
+
+    def left(_: torch.Tensor) -> None:
+        layout.gradients_left = True
+
+    if parameter.is_floating_point():
+        needs = parameter.requires_grad
+        torch.Tensor.requires_grad_(parameter, True)  # else it takes no hook
+        torch.Tensor.register_post_accumulate_grad_hook(parameter, left)
+        torch.Tensor.requires_grad_(parameter, needs)
+
+
+def _swapped(parameter: nn.Parameter, made: Any) -> nn.Parameter:
     try:
         torch.utils.swap_tensors(parameter, made)
         return parameter
@@ -156,5 +158,26 @@ def replace(parameter: nn.Parameter, leaf: Leaf, device: torch.device, key: str)
         return made
 
 
-def _among(value: Any) -> list[ShardedParameter]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, ShardedParameter)]
+def show(parameters: Iterable[nn.Parameter]) -> None:
+    """Makes parameters that are whole views of the shards as they are now, where the state was given other tensors."""
+    for parameter in parameters:
+        if isinstance(parameter, WholeParameter):
+            place = parameter._sharded_place
+            view = WholeParameter(place.in_shape(place.live), parameter.requires_grad)
+            view.__dict__.update(parameter.__dict__)
+            place.layout.references.pop(place.name)
+            torch.utils.swap_tensors(parameter, view)
+            _register(parameter, place)
+
+
+def notes_on(parameter: torch.Tensor) -> dict[str, Any]:
+    """What the user wrote on it."""
+    return {name: value for name, value in vars(parameter).items() if name not in OURS}
+
+
+by_identity = [False]  # whether ``==`` of parameters is ``is``, for who compares the tables that hold them
+
+
+def is_live(tensor: Any) -> bool:
+    """Whether this is a parameter that shows what a step reads."""
+    return isinstance(tensor, WholeParameter) or type(tensor) is ShardedParameter

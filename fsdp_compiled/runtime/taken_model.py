@@ -1,8 +1,8 @@
 """The user's model and optimizer after compile_sharded took them over: what may still be done with them.
 
-The model's parameters hold no values (`ShardedParameter`), so calls that would run, save or load it are refused at
-once, each with what to call instead. What it says of itself (names, shapes, counts, modes) stays true, its buffers stay
-live, and learning-rate schedulers set the rate in the optimizer's groups.
+The model's parameters are live (`sharded_parameter`), and so are its buffers: they can be read, written in place, saved
+and loaded, and the model can be called (`gathered_call`). Learning-rate schedulers set the rate in the optimizer's
+groups.
 
 What is changed without a call that could refuse (``module.weight = other``) is noticed at the next call of the
 `Sharded`: `TakenModel.check` compares the tables of all modules with what they held.
@@ -10,9 +10,10 @@ What is changed without a call that could refuse (``module.weight = other``) is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from operator import is_
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +21,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compiled.optim.together import members
-from fsdp_compiled.runtime.autograd_hooks import backward_hooks, check_hooks
-from fsdp_compiled.runtime.sharded_parameter import ShardedParameter
+from fsdp_compiled.runtime.autograd_hooks import backward_hooks, check_module_hooks
+from fsdp_compiled.runtime.gathered_call import register
+from fsdp_compiled.runtime.shard_layout import Layout
+from fsdp_compiled.runtime.sharded_operators import gradient_at
+from fsdp_compiled.runtime.sharded_parameter import by_identity, is_live, notes_on, show
+from fsdp_compiled.runtime.sharded_tensor import is_sharded
 from fsdp_compiled.runtime.taken_optimizer import TakenOptimizer
 
 REBUILD = (
@@ -32,7 +37,7 @@ MISSING = object()
 
 
 def is_taken_over(model: nn.Module) -> bool:
-    return any(isinstance(parameter, ShardedParameter) for parameter in model.parameters())
+    return any(is_live(parameter) for parameter in model.parameters())
 
 
 class TakenModel:
@@ -40,37 +45,66 @@ class TakenModel:
 
     _hooked: int  # PyTorch's count of hooks when they were looked at
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        self.model = model
-        self._call = model.register_forward_pre_hook(_refuse_call)
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, layout: Layout) -> None:
+        self.model, self.layout = model, layout
+        self._hooks_of_call = register(model, layout)
         for module in filter(is_taken_over, model.modules()):
-            module.register_state_dict_pre_hook(_refuse_state_dict)
-            module.register_load_state_dict_pre_hook(_refuse_load)
+            module.register_load_state_dict_pre_hook(_refuse_assigned)
+        self._flips = layout.flips
+        self._shards = list(layout.shards.values())
         self._optimizers = [TakenOptimizer(one) for one in members(optimizer)]
         self._remember()
 
     @contextmanager
     def open(self) -> Iterator[nn.Module]:
         """Inside, the model may be traced: its parameters are ordinary ones, on the meta device."""
-        self._call.remove()
+        for hook in self._hooks_of_call:
+            hook.remove()
         try:
             with holding(self.model, {id(one): ordinary(one) for one in self.model.parameters()}):
                 yield self.model
         finally:
-            self._call = self.model.register_forward_pre_hook(_refuse_call)
+            self._hooks_of_call = register(self.model, self.layout)
 
     def check(self) -> None:
         """Raises ``ValueError``, by name, where parameters or hooks are not those that were taken over."""
+        if self.layout.flips != self._flips:
+            self._check_trained()
+        if self.layout.whole and not all(map(is_, self.layout.shards.values(), self._shards)):
+            show(self.model.parameters())
+            self._shards = list(self.layout.shards.values())
         if not self._same():
             if (reason := self._changed()) is not None:
                 raise ValueError(reason)
             self._remember()  # modules without parameters were exchanged: that is for the guards of programs
         if self._hooked != RemovableHandle.next_id:  # which PyTorch counts up for each hook of the process
             if any(self._hooks):
-                check_hooks(self.model)
+                check_module_hooks(self.model)
             self._hooked = RemovableHandle.next_id
         for one in self._optimizers:
             one.check()
+
+    def leave_gradients(self, flats: Mapping[str, torch.Tensor], idle: Collection[str]) -> None:
+        """Flat gradients, by buffer key, become ``grad`` of the parameters; None for those that have none."""
+        for parameter in self.model.parameters():
+            place = parameter._sharded_place  # type: ignore[attr-defined]
+            flat = flats.get(place.buffer.key)
+            none = flat is None or place.name in idle
+            parameter.grad = None if none else gradient_at(place, flat)  # type: ignore[arg-type]
+        self.layout.gradients_left = False
+
+    def check_gradients(self, call: str) -> None:
+        """Raises ``ValueError`` where a backward of the user's left a gradient, which this call would not add."""
+        for name, parameter in self.model.named_parameters():
+            gradient = parameter.grad
+            own = gradient.local if is_sharded(gradient) else gradient
+            if own is not None and bool(own.any()):
+                raise ValueError(
+                    f"{name}.grad holds a gradient that a backward of your own left, or that you put there, and {call} "
+                    "adds to no such gradients: it makes its own. Call model.zero_grad() before; what is to be added, "
+                    "add to the loss that compile_sharded is given."
+                )
+        self.layout.gradients_left = False
 
     def _remember(self) -> None:
         modules = list(self.model.modules())
@@ -82,11 +116,25 @@ class TakenModel:
         self._hooked = -1
 
     def _same(self) -> bool:
-        """Compares tables in C, and in these by identity: a parameter that is asked for its values refuses."""
+        """Compares tables in C, and in these by identity: parameters come first, and compare so inside."""
+        by_identity[0] = True
         try:
-            return self._tables == self._before and not any(self._empty)
-        except Exception:
-            return False
+            return self._before == self._tables and not any(self._empty)
+        finally:
+            by_identity[0] = False
+
+    def _check_trained(self) -> None:
+        """Raises ``ValueError`` where other parameters are trained than were laid out for it."""
+        for name, one in self.model.named_parameters():
+            if is_live(one) and one.requires_grad != (trained := one._sharded_place.leaf.trainable):  # type: ignore[attr-defined]
+                was, now = ("trainable", "frozen") if trained else ("frozen", "trainable")
+                raise ValueError(
+                    f"requires_grad of {name} was changed after compile_sharded: it was {was}, and is {now}. Shards "
+                    f"and optimizer state are laid out by it. Set it back, {name}.requires_grad_({trained}), before "
+                    "the step; or load sharded.full_state_dict() into a new model, set requires_grad there, and call "
+                    "compile_sharded on that."
+                )
+        self._flips = self.layout.flips
 
     def _changed(self) -> str | None:
         """Which parameter is not the one that was taken over."""
@@ -132,28 +180,13 @@ def ordinary(parameter: nn.Parameter) -> nn.Parameter:
     """One on the meta device, with what the user noted on it."""
     empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     found = nn.Parameter(empty, parameter.requires_grad)
-    found.__dict__.update(parameter.__dict__)
+    found.__dict__.update(notes_on(parameter))
     return found
 
 
-def _refuse_call(module: nn.Module, _inputs: Any) -> NoReturn:
-    raise RuntimeError(
-        f"This {type(module).__name__} was taken over by compile_sharded: its parameters live in shards. Call the "
-        "Sharded object instead: sharded(*inputs), sharded.step(*batch), or sharded.full_state_dict() for the weights."
-    )
-
-
-def _refuse_state_dict(module: nn.Module, *_: Any) -> None:
-    if is_taken_over(module):  # not where values are put in for a moment, for the ordinary state_dict
+def _refuse_assigned(module: nn.Module, _state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
         raise RuntimeError(
-            f"This {type(module).__name__} was taken over by compile_sharded: its state_dict would hold no values. "
-            "Call sharded.full_state_dict() on every rank: rank 0 gets the ordinary state_dict of the whole model."
+            f"This {type(module).__name__} was taken over by compile_sharded: load_state_dict(assign=True) would put "
+            "other tensors in the place of those that are trained. Load without assign, which copies into them."
         )
-
-
-def _refuse_load(module: nn.Module, *_: Any) -> NoReturn:
-    raise RuntimeError(
-        f"This {type(module).__name__} was taken over by compile_sharded: its weights live in shards, and nothing can "
-        "be loaded into it. Load weights before compile_sharded, or call sharded.load_full_state_dict(...), "
-        "sharded.import_weights(folder) or sharded.load(folder)."
-    )

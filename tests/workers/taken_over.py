@@ -5,21 +5,30 @@ torchrun --nproc-per-node 2 taken_over.py RESULT
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compiled import Policy, compile_sharded
+from tests import live_parameters as live
 from tests.launch import told
 
 RANK = int(os.environ["RANK"])
-X = torch.arange(12.0).reshape(3, 4) / 7 + RANK
+XS = [torch.arange(12.0).reshape(3, 4) / 7 + rank for rank in range(2)]
+X = XS[RANK]
 
 
 def build() -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -59,30 +68,179 @@ def age(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Callable[[], 
     return lambda: step.sub_(1)
 
 
+def compared(**options: Any) -> list[str]:
+    """All that `live_parameters` does, to a model in shards and to an eager one."""
+    mesh = options.pop("mesh", None)
+    model, optimizer = live.build()
+    policy = Policy(lower="eager", **options)
+    sharded = compile_sharded(model, optimizer, loss=live.loss, mesh=mesh, policy=policy)
+    return live.compare(sharded, model, *live.build())
+
+
+def of_each_rank() -> dict[str, Any]:
+    """Batches that differ: gradients are means over ranks; draws that differ are rank 0's."""
+    model, optimizer = build()
+    plain, _ = build()
+    compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
+    loss(model, X).backward()
+    sum(loss(plain, x) / 2 for x in XS).backward()  # type: ignore[union-attr]
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    same = [torch.allclose(one.grad.full_tensor(), other.grad, atol=1e-6) for one, other in pairs]  # type: ignore[union-attr, arg-type]
+    torch.manual_seed(RANK)
+    nn.init.normal_(model[0].weight)
+    torch.manual_seed(0)
+    nn.init.normal_(plain[0].weight)
+    drawn = torch.equal(model[0].weight.full_tensor(), plain[0].weight)
+    return {"same": all(same), "drawn": drawn, "elsewhere": not torch.allclose(plain[0].weight, plain[2].weight)}
+
+
 def saved() -> dict[str, Any]:
-    """A step, and the model's own state_dict, on every rank; then what to call instead."""
+    """The model's own state_dict, through `torch.distributed.checkpoint` and its state_dict functions."""
     model, optimizer = build()
     sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
     sharded.step(X)
-    error = told(model.state_dict)
-    clipped = told(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-    found = sharded.full_state_dict()
-    plain, plain_optimizer = build()
-    xs = [torch.arange(12.0).reshape(3, 4) / 7 + rank for rank in range(2)]
-    sum(loss(plain, x) / 2 for x in xs).backward()  # type: ignore[union-attr]
-    plain_optimizer.step()
-    same = [torch.allclose(found[name], value, atol=1e-6) for name, value in plain.state_dict().items() if found]
+    before = sharded.full_state_dict()
+    folder = sys.argv[1] + ".dcp"
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    full = not before or all(torch.equal(whole[name], value) for name, value in before.items())
+    sharded.step(X)
+    moved = sharded.full_state_dict()
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    after = sharded.full_state_dict()
+    same = all(torch.equal(value, before[name]) for name, value in after.items())
+    apart = not before or any(not torch.equal(value, before[name]) for name, value in moved.items())
+    return {"full": full, "same": same, "apart": apart}
+
+
+def written_alone(shard: str) -> dict[str, Any]:
+    """Rank 1 writes to a parameter by itself; then rank 0 does so too."""
+    model, optimizer = build()
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager", shard=shard))
+    sharded.step(X)
+    weight = model[0].weight
+
+    def halve() -> None:
+        with torch.no_grad():
+            weight.mul_(0.5)
+
+    if RANK:
+        halve()
+    before = weight.to_local().clone()
+    errors = [told(lambda: sharded.step(X)), told(lambda: sharded.save(sys.argv[1] + ".alone", wait=True))]
+    same = torch.equal(weight.to_local(), before)
+    if not RANK:
+        halve()
+    return {"errors": errors, "same": same, "finite": bool(sharded.step(X).isfinite())}
+
+
+def loaded(shard: str) -> bool:
+    """What is loaded past the calls is no write of one rank alone."""
+    model, optimizer = build()
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager", shard=shard))
+    first = sharded.step(X)
+    folder = f"{sys.argv[1]}.{shard}"
+    dcp.save({"model": model.state_dict(), "all": sharded.state_dict()}, checkpoint_id=folder)
+    second = sharded.step(X)
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder)
+    again = sharded.step(X)
+    dcp.load({"all": (found := sharded.state_dict())}, checkpoint_id=folder)
+    sharded.load_state_dict(found)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    return bool(first != second) and torch.equal(second, again) and torch.equal(sharded.step(X), second)
+
+
+def with_an_optimizer_of_ones_own() -> bool:
+    """``value_and_grad``, clipping and an optimizer over the live parameters, beside the same in eager PyTorch."""
+    model, plain = build()[0], build()[0]
+    sharded = compile_sharded(model, loss=loss, policy=Policy(lower="eager"))
+    pairs = [(one, torch.optim.AdamW(one.parameters(), lr=0.01)) for one in (model, plain)]
+    for _ in range(3):
+        sharded.value_and_grad(X)
+        pairs[1][1].zero_grad()
+        sum(loss(plain, x) / 2 for x in XS).backward()  # type: ignore[union-attr]
+        for one, optimizer in pairs:
+            nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            optimizer.step()
+    return alike(model, plain)
+
+
+def under_tp() -> bool:
+    """Two ranks that hold parts of the same parameters, which are written and read, beside an eager model."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, (plain, other) = build()[0], build()
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sharded = compile_sharded(model, optimizer, loss=loss, mesh=mesh, policy=Policy(lower="eager"))
+    writes: list[Callable[[nn.Sequential], Any]] = [
+        lambda m: m[0].weight.mul_(0.5),
+        lambda m: m[2].weight.clamp_(-0.2, 0.2),
+        lambda m: m[2].weight[1].fill_(0.25),
+        lambda m: m[0].weight.copy_(torch.arange(16.0).view(4, 4) / 16),
+        lambda m: m[0].bias.div_(m[2].weight.norm()),
+        lambda m: m.load_state_dict(build()[0].state_dict()),
+    ]
+    good = True
+    for write in writes:
+        with torch.no_grad():
+            write(model), write(plain)
+            good &= torch.allclose(model(XS[0]), plain(XS[0]), atol=1e-6)
+        other.zero_grad()
+        expected = loss(plain, XS[0])
+        expected.backward()
+        other.step()
+        good &= torch.allclose(sharded.step(XS[0]), expected, atol=1e-6) and alike(model, plain)
+    return good
+
+
+def alike(model: nn.Module, plain: nn.Module) -> bool:
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return all(torch.allclose(one.full_tensor(), other, atol=1e-6) for one, other in pairs)  # type: ignore[operator]
+
+
+def refused() -> dict[str, str]:
+    """What would be wrong in shards, in words."""
+    model, optimizer = build()
+    other, _ = build()
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
+    weight = model[0].weight
+    weight.square().sum().backward()
+    left = told(lambda: sharded.step(X))
+    model.zero_grad()
+
+    def past(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (m(x) * weight.mean()).mean()
+
+    def through(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(m(x)).mean()
+
+    read = compile_sharded(other, loss=past, policy=Policy(lower="eager"))
+    called = compile_sharded(build()[0], loss=through, policy=Policy(lower="eager"))
     return {
-        "error": error,
-        "clipped": clipped,
-        "names": list(found),
-        "same": all(same),
-        "again": told(model.state_dict),
+        "left": left,
+        "a layer with gradients": told(lambda: model[0](X)),
+        "pickle": told(lambda: pickle.dumps(model)),
+        "numpy": told(lambda: weight.detach().numpy()),
+        "half": told(model.half),
+        "rows": told(lambda: weight.redistribute(placements=[Shard(0)])),
+        "past the model": told(lambda: read.value_and_grad(X)),
+        "through the model": told(lambda: called.value_and_grad(X)),
+        "a copy": told(lambda: compile_sharded(copy.deepcopy(model), loss=loss)),
+        "a collective": told(lambda: dist.all_reduce(weight.detach())),
+        "transposed": told(lambda: weight.detach().t_()),
+        "swapped": told(lambda: torch.utils.swap_tensors(weight, nn.Parameter(torch.ones(4, 4)))),
+        "one rank alone": told(lambda: weight.norm() if RANK else weight.sum()),
     }
 
 
 def main() -> None:
-    result = {"hook": refused_on_one(hook), "state": refused_on_one(age), "saved": saved()}
+    result = {"hook": refused_on_one(hook), "state": refused_on_one(age), "saved": saved(), "refused": refused()}
+    result["zero3"], result["zero1"], result["ddp"] = compared(), compared(shard="zero1"), compared(shard="ddp")
+    result["replicas"] = compared(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    result["ranks"] = of_each_rank()
+    for shard in ("zero3", "ddp"):
+        result[f"{shard} alone"], result[f"{shard} loaded"] = written_alone(shard), loaded(shard)
+    result["own optimizer"], result["tp"] = with_an_optimizer_of_ones_own(), under_tp()
     every: list[Any] = [None, None]
     dist.all_gather_object(every, result)
     if RANK == 0:

@@ -29,6 +29,7 @@ from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.rectangles import rectangles
 from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, per_element, tensors
 from fsdp_compiled.runtime.checkpoint.trained import Trained
+from fsdp_compiled.runtime.shard_layout import ShardPlace
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, LocalShardsWrapper, TensorMeta
 
 Parts = list[tuple[tuple[int, ...], torch.Tensor]]  # offsets in the whole tensor, and a view
@@ -112,6 +113,20 @@ def parts_of(entry: Entry, one: Stretch) -> Parts:
         view = one.values[first - one.start : first - one.start + count].view(sizes).permute(back)
         found.append((tuple(offsets[place] + begin[dim] for dim, place in enumerate(back)), view))
     return found
+
+
+def rectangles_of(place: ShardPlace, values: torch.Tensor) -> LocalShardsWrapper | None:
+    """What this rank has of a parameter, or of its gradient or average, as DCP writes and reads it; None: nothing.
+
+    ``values``: this rank's, 1-d, at ``place``.
+    """
+    leaf, mesh = place.leaf, place.layout.mesh
+    cut = Place(mesh.shard_rank, mesh.tp_rank).cut(leaf, place.layout.plan)
+    start, stop = place.own
+    if start == stop:
+        return None
+    parts = parts_of(Entry(tuple(place.shape), values.dtype, leaf.order), Stretch(place.name, start, stop, values, cut))
+    return LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts])
 
 
 def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Callable[[], None]:
