@@ -30,7 +30,8 @@ from fsdp_compiled.optim.rule import Rule, eager_rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
 from fsdp_compiled.optim.together import members, numbered
 from fsdp_compiled.optim.wrapped import check_own_step, check_step_hooks, unwrapped
-from fsdp_compiled.plan.plan import Plan, make_plan
+from fsdp_compiled.plan.make_plan import make_plan
+from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks

@@ -30,7 +30,9 @@ from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.plan.hardware import CPU, GPU, Machine
-from fsdp_compiled.plan.plan import Plan, human, make_plan
+from fsdp_compiled.plan.make_plan import make_plan
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.plan.text import human
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.compile import Job, capture, memory_of, transform

@@ -34,7 +34,8 @@ from fsdp_compiled.optim.groups import hyper
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.passes import FORWARD, GRADIENT, MICROBATCH, Pass, run, step
-from fsdp_compiled.plan.plan import Plan, make_plan
+from fsdp_compiled.plan.make_plan import make_plan
+from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.rng import seed

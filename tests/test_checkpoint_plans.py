@@ -19,7 +19,8 @@ from fsdp_compiled import Policy
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.optim.rule import Rule, StateTensor
-from fsdp_compiled.plan.plan import Leaf, Plan, TensorParallel, dense_stride, make_plan
+from fsdp_compiled.plan.make_plan import make_plan
+from fsdp_compiled.plan.plan import Leaf, Plan, TensorParallel, dense_stride
 from fsdp_compiled.runtime.checkpoint import data_file, loading, writing
 from fsdp_compiled.runtime.checkpoint.image import Image, arrange, described, part
 from fsdp_compiled.runtime.checkpoint.loading import Wanted

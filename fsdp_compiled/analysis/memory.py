@@ -19,7 +19,8 @@ import torch
 
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.optim.rule import Rule, rule_for
-from fsdp_compiled.plan.plan import Plan, human
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.plan.text import human
 
 GENERATOR = {"cpu": 5056, "cuda": 16}  # bytes of a generator's state
 BAR = 60  # the longest bar of the timeline

@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.nodes import is_collective, is_wait, mutated, owner, role_of
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.plan.plan import human
+from fsdp_compiled.plan.text import human
 
 
 def summary(program: Program) -> str:

@@ -26,13 +26,10 @@ from typing import Literal
 
 import torch
 
-from fsdp_compiled.plan.buckets import regroup, target
-from fsdp_compiled.plan.hardware import CPU, Machine, machine_of
+from fsdp_compiled.plan.hardware import CPU, Machine
 from fsdp_compiled.plan.owners import dealt, update_cost
+from fsdp_compiled.plan.text import describe
 from fsdp_compiled.policy import Placement, Policy
-
-ALIGNMENT = 128  # bytes: where a parameter may start, so that vector loads of any width are aligned
-SLICE = 16  # bytes: what a rank's slice is a multiple of
 
 Axis = Literal["shard", "replicate", "tp"]
 
@@ -279,7 +276,7 @@ class Plan:
         return held
 
     def __str__(self) -> str:
-        return "\n".join(_describe(self))
+        return "\n".join(describe(self))
 
     __repr__ = __str__  # what a prompt shows
 
@@ -301,139 +298,3 @@ def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
             return contiguous_stride(shape)
         size *= max(shape[dim], 1)
     return tuple(stride)
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
-    first = leaves[0]
-    itemsize = first.dtype.itemsize
-    slots, offset = [], 0
-    for leaf in leaves:
-        offset = _round_up(offset, max(ALIGNMENT // itemsize, 1))
-        slots.append(Slot(leaf, offset))
-        offset += leaf.numel
-    numel = _round_up(max(offset, 1), world * max(SLICE // itemsize, 1))  # nothing is a collective of nothing
-    return Buffer(
-        key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel, first.variant, split=first.split
-    )
-
-
-def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
-    dtype = policy.precision.param_dtype if leaf.dtype.is_floating_point else None
-    return leaf.numel * (dtype or leaf.dtype).itemsize
-
-
-def make_plan(
-    leaves: Sequence[Leaf],
-    policy: Policy,
-    device: torch.device,
-    shard: int = 1,
-    replicate: int = 1,
-    tp: int = 1,
-    machine: Machine | None = None,
-) -> Plan:
-    """Groups the leaves, given in registration order, into units and lays their buffers out.
-
-    Which blocks make a unit is chosen by `Policy.bucket_mb`, and said in the plan's notes. ``machine``: another than
-    the device is taken for.
-
-    Registration order is kept inside a buffer, because the place of an element decides the order in which a ring
-    reduction sums it, and so its last bits.
-    """
-    machine = machine or machine_of(device, shard * replicate * tp, policy.bandwidth_gbps, tp)
-    gathered = policy.placement.parameter and shard > 1
-    blocks, sizes = [leaf.block for leaf in leaves], [_wire_bytes(leaf, policy) for leaf in leaves]
-    merge, split, reason = target(policy.bucket_mb, blocks, sizes, machine, shard * replicate, gathered)
-    by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None, int, bool], list[Leaf]]] = {}
-    for leaf, unit in zip(leaves, regroup(blocks, sizes, merge, split, gathered), strict=True):
-        kind = (leaf.dtype, leaf.trainable, *((leaf.group, leaf.variant) if leaf.trainable else (None, 0)), leaf.split)
-        by_unit.setdefault(unit, {}).setdefault(kind, []).append(leaf)
-    units = []
-    for name, kinds in by_unit.items():
-        buffers = tuple(
-            _lay_out(name, name if len(kinds) == 1 else f"{name}#{index}", members, shard)
-            for index, members in enumerate(kinds.values())
-        )
-        units.append(Unit(name, buffers))
-    return Plan(tuple(units), policy, device, shard, replicate, machine, (reason,), tp)
-
-
-def human(nbytes: float) -> str:
-    """``1536`` -> ``'1.5 KiB'``."""
-    for suffix in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or suffix == "GiB":
-            return f"{nbytes:.0f} B" if suffix == "B" else f"{nbytes:.1f} {suffix}"
-        nbytes /= 1024
-    raise AssertionError("unreachable")
-
-
-def _kind(buffer: Buffer) -> str:
-    if not buffer.trainable:
-        return "frozen"
-    variant = f".{buffer.variant}" if buffer.variant else ""
-    return "no optimizer" if buffer.group is None else f"group {buffer.group}{variant}"
-
-
-def _tensor_parallel(plan: Plan) -> list[str]:
-    """What is cut over the tp axis, and what ranks along it have whole."""
-    if plan.tp == 1:
-        return []
-    split, whole = ([s for b in plan.buffers if b.split == cut for s in b.slots] for cut in (True, False))
-    held = sum(plan.shard_numel(b) * b.dtype.itemsize for b in plan.buffers if not b.split)
-    return [
-        f"tensor parallelism: {len(split)} parameters cut over {plan.tp} ranks (sizes above are of a rank's parts), "
-        f"{len(whole)} whole on each, of which a rank holds {human(held)}"
-    ]
-
-
-def _whole_updates(plan: Plan) -> list[str]:
-    """Who updates what is updated whole, how evenly, and what that sends."""
-    if not (slots := plan._owned):
-        return []
-    what = f"updated whole: {len(slots)} parameters"
-    if not plan.owners:
-        return [f"{what}, by every rank for itself" if plan.world > 1 else what]
-    costs, counts = [0.0] * plan.shard, [0] * plan.shard
-    for slot in slots:
-        costs[plan.owners[slot.name]] += update_cost(slot.leaf.shape)
-        counts[plan.owners[slot.name]] += 1
-    nbytes = sum(slot.leaf.numel * slot.leaf.dtype.itemsize for slot in slots)
-    sent = nbytes * (plan.shard - 1) / plan.shard**2
-    return [
-        f"{what}, each by its owner: {min(counts)} to {max(counts)} a rank, the most work is "
-        f"{max(costs) / (sum(costs) / plan.shard):.2f} times the mean; a step sends {human(2 * sent)} a rank to owners "
-        f"and {human(sent)} back, on average"
-    ]
-
-
-def _describe(plan: Plan) -> list[str]:
-    total = sum(math.prod(slot.leaf.whole_shape) for buffer in plan.buffers for slot in buffer.slots)
-    lines = [
-        f"plan: {plan.policy.shard} on {plan.shard} rank{'s' * (plan.shard > 1)}"
-        + (f" x {plan.replicate} replicas" if plan.replicate > 1 else "")
-        + (f" x {plan.tp} tensor-parallel" if plan.tp > 1 else "")
-        + f", {len(plan.units)} units, {total:,} parameters, of which a rank holds {human(plan.persistent_bytes)}",
-        f"{'unit':<24}{'buffer':<20}{'parameters':>12}{'gathered':>12}{'a rank holds':>14}{'padding':>9}",
-    ]
-    for unit in plan.units:
-        for index, buffer in enumerate(unit.buffers):
-            lines.append(
-                f"{unit.name if index == 0 else '':<24}{str(buffer.dtype)[6:] + ', ' + _kind(buffer):<20}"
-                f"{len(buffer.slots):>12}{human(buffer.nbytes):>12}"
-                f"{human(plan.shard_numel(buffer) * buffer.dtype.itemsize):>14}{buffer.padding:>9}"
-            )
-    lines += _tensor_parallel(plan)
-    lines += _whole_updates(plan)
-    lines += [f"chosen: {note}" for note in plan.notes]
-    if held := plan.copy_bytes:
-        lines.append(f"shards in the compute dtype, for gathers without a cast (copies): {human(held)} more a rank")
-    if held := plan.sum_bytes():
-        kept = plan.policy.accumulate
-        other = "full" if kept == "shards" else "shards"
-        instead = plan.sum_bytes(other)
-        note = f"; under {other!r} it would be {human(instead)}" if instead != held else ""
-        lines.append(f"while microbatches are added up (accumulate={kept!r}): {human(held)} more a rank{note}")
-    return lines

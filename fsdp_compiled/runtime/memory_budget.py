@@ -19,7 +19,8 @@ from fsdp_compiled import passes
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.ir.liveness import live_ranges, most_gathered
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.plan.plan import Plan, human
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.plan.text import human
 from fsdp_compiled.policy import MOST_AHEAD, Policy
 
 log = logging.getLogger("fsdp_compiled")

@@ -1,0 +1,73 @@
+"""Leaves -> Plan: which of them make a unit, and where each lies in its unit's flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_compiled.plan.buckets import regroup, target
+from fsdp_compiled.plan.hardware import Machine, machine_of
+from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, Unit
+from fsdp_compiled.policy import Policy
+
+ALIGNMENT = 128  # bytes: where a parameter may start, so that vector loads of any width are aligned
+SLICE = 16  # bytes: what a rank's slice is a multiple of
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
+    first = leaves[0]
+    itemsize = first.dtype.itemsize
+    slots, offset = [], 0
+    for leaf in leaves:
+        offset = _round_up(offset, max(ALIGNMENT // itemsize, 1))
+        slots.append(Slot(leaf, offset))
+        offset += leaf.numel
+    numel = _round_up(max(offset, 1), world * max(SLICE // itemsize, 1))  # nothing is a collective of nothing
+    return Buffer(
+        key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel, first.variant, split=first.split
+    )
+
+
+def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
+    dtype = policy.precision.param_dtype if leaf.dtype.is_floating_point else None
+    return leaf.numel * (dtype or leaf.dtype).itemsize
+
+
+def make_plan(
+    leaves: Sequence[Leaf],
+    policy: Policy,
+    device: torch.device,
+    shard: int = 1,
+    replicate: int = 1,
+    tp: int = 1,
+    machine: Machine | None = None,
+) -> Plan:
+    """Groups the leaves, given in registration order, into units and lays their buffers out.
+
+    Which blocks make a unit is chosen by `Policy.bucket_mb`, and said in the plan's notes. ``machine``: another than
+    the device is taken for.
+
+    Registration order is kept inside a buffer, because the place of an element decides the order in which a ring
+    reduction sums it, and so its last bits.
+    """
+    machine = machine or machine_of(device, shard * replicate * tp, policy.bandwidth_gbps, tp)
+    gathered = policy.placement.parameter and shard > 1
+    blocks, sizes = [leaf.block for leaf in leaves], [_wire_bytes(leaf, policy) for leaf in leaves]
+    merge, split, reason = target(policy.bucket_mb, blocks, sizes, machine, shard * replicate, gathered)
+    by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None, int, bool], list[Leaf]]] = {}
+    for leaf, unit in zip(leaves, regroup(blocks, sizes, merge, split, gathered), strict=True):
+        kind = (leaf.dtype, leaf.trainable, *((leaf.group, leaf.variant) if leaf.trainable else (None, 0)), leaf.split)
+        by_unit.setdefault(unit, {}).setdefault(kind, []).append(leaf)
+    units = []
+    for name, kinds in by_unit.items():
+        buffers = tuple(
+            _lay_out(name, name if len(kinds) == 1 else f"{name}#{index}", members, shard)
+            for index, members in enumerate(kinds.values())
+        )
+        units.append(Unit(name, buffers))
+    return Plan(tuple(units), policy, device, shard, replicate, machine, (reason,), tp)
