@@ -68,6 +68,11 @@ REFUSED: dict[str, tuple[Callable[[Case], Any], str]] = {
     "to_empty": (lambda c: c.model.to_empty(device="cpu"), ANY),
     "data = ...": (assign(lambda c: c.weight, "data", torch.ones(4, 4)), WEIGHT + ".*in place"),
     "vector_to_parameters": (lambda c: nn.utils.vector_to_parameters(torch.ones(99), c.model.parameters()), ANY),
+    "a parametrization": (
+        lambda c: parametrize.register_parametrization(c.model.layers[0], "weight", nn.Identity()),
+        WEIGHT + ".*Register parametrizations before compile_sharded",
+    ),
+    "spectral_norm": (lambda c: nn.utils.parametrizations.spectral_norm(c.model.layers[0]), WEIGHT + ".*before"),
     # hooks
     "register_hook": (lambda c: c.weight.register_hook(lambda g: g), WEIGHT + ".*parametriz"),
     "register_post_accumulate_grad_hook": (
@@ -122,13 +127,6 @@ NOTICED: dict[str, tuple[Callable[[Case], Any], str]] = {
     "requires_grad = ...": (assign(lambda c: c.weight, "requires_grad", False), r"layers\.0\.weight was changed"),
     "to another device": (lambda c: c.model.to("meta"), "scale was replaced"),
     "thawed": (lambda c: c.model.frozen.requires_grad_(), r"of frozen was changed.*it was frozen, and is trainable"),
-    "a parametrization": (
-        lambda c: parametrize.register_parametrization(c.model.layers[0], "weight", nn.Identity()),
-        r"layers\.0\.weight was removed",
-    ),
-    "spectral_norm": (
-        lambda c: nn.utils.parametrizations.spectral_norm(c.model.layers[0]), r"layers\.0\.weight was removed"
-    ),
     "replaced by an equal one": (
         lambda c: setattr(c.model, "scale", nn.Parameter(torch.tensor(1.5))), "scale was replaced"
     ),

@@ -71,7 +71,7 @@ class _Parameter:
 
 
 for _name in RESHAPING:
-    setattr(_Parameter, _name, refusing(_name, WRITE))
+    setattr(_Parameter, _name, refusing(_name, f"{WRITE} Register parametrizations before compile_sharded."))
 
 
 class ShardedParameter(_Parameter, ShardedTensor):
