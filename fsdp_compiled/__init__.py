@@ -5,6 +5,7 @@ import fsdp_compiled.capture.cache_folder  # noqa: F401  before anything that im
 # isort: split
 from fsdp_compiled.api import compile_sharded
 from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.sequence_attention import SequenceAttention, stretch
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.fully_shard import (
     CPUOffloadPolicy,
@@ -39,6 +40,7 @@ __all__ = [
     "Program",
     "ProgramError",
     "RankError",
+    "SequenceAttention",
     "Sharded",
     "State",
     "UnshardHandle",
@@ -46,4 +48,5 @@ __all__ = [
     "fully_shard",
     "register_fsdp_forward_method",
     "simulate",
+    "stretch",
 ]

@@ -20,6 +20,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from fsdp_compiled.capture.ambient import outside
+from fsdp_compiled.capture.sequence_attention import check_attention
 from fsdp_compiled.capture.sync_batchnorm import check_norms
 from fsdp_compiled.distributed.lockstep import Work, lockstep
 from fsdp_compiled.distributed.mesh import Mesh, agree, connect
@@ -277,6 +278,7 @@ def checked_call(
         raise ValueError(f"{odd} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
     check_names((policy or Policy()).without)
     check_norms(model, policy or Policy())
+    check_attention(model, policy or Policy())
     check_hooks(model)
     check_shared_memory(model)
     check_initializable(model, init)

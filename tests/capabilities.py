@@ -356,6 +356,16 @@ ROWS = (
         ),
     ),
     Row(
+        "Context parallelism: stretches of long sequences",
+        "`context_parallel`, on GPUs",
+        "not stated",
+        "`SequenceAttention`, `stretch`",
+        (
+            "test_sequence_attention::test_stretches_train_as_whole_sequences_do",
+            "test_tensor_parallel_models::test_stretches_of_sequences_train_as_whole_ones_under_both_faces",
+        ),
+    ),
+    Row(
         "Optimizers that need whole matrices (Muon, Shampoo)",
         "where `DTensor` has their operators",
         "yes",

@@ -39,6 +39,18 @@ def test_a_model_without_a_plan_is_cut_by_one_that_is_derived(results: dict[str,
     assert all(one["copies"] and one["tied"] for one in found)
 
 
+def test_stretches_of_sequences_train_as_whole_ones_under_both_faces(results: dict[str, Any]) -> None:
+    found = answers(results, "stretches")
+    for face in ("step", "loop"):
+        assert all(found[0][face][what] < 1e-6 for what in ("loss", "weights")), found[0]
+    for one in found:
+        assert (
+            one["theirs"].startswith("ValueError: step inside PyTorch's context_parallel")
+            or "SequenceAttention" in one["theirs"]
+        )
+        assert "Context parallelism has no axis of its own" in one["cp"]
+
+
 def test_gradients_of_a_vit_are_parts_of_the_true_ones(results: dict[str, Any]) -> None:
     for found in answers(results, "vit"):
         assert found["apart"] < 1e-6 < 1e-3 < found["other parts"]

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.backends import mha
+from torch.nn import functional
 from torch.nn.modules import module
 from torch.utils.module_tracker import ModuleTracker
 
@@ -196,6 +197,12 @@ def check(call: str, trains: bool, seen: bool, saves: bool = False) -> None:
             f"{call} with torch.autograd.set_detect_anomaly(True): a compiled step has no backward of autograd's that "
             "could be checked for NaN. Turn it off around the call; to find where a NaN comes from, run the plain "
             'model under it, or the step under a TorchDispatchMode that checks results, with Policy(lower="eager").'
+        )
+    if "_context_parallel" in (getattr(functional.scaled_dot_product_attention, "__module__", None) or ""):
+        raise ValueError(
+            f"{call} inside PyTorch's context_parallel, whose attention looks for tensors of its own at every call and "
+            "does not get into a program. Give ranks their stretches with fsdp_compiled.stretch, and let the model "
+            "attend with fsdp_compiled.SequenceAttention (docs/context_parallel.md)."
         )
     if _C._functorch.peek_interpreter_stack() is not None:
         raise ValueError(

@@ -20,6 +20,7 @@ from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.captured import Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
 from fsdp_compiled.capture.dynamo import capture
+from fsdp_compiled.capture.sequence_attention import along_sequences
 from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.capture.sync_batchnorm import synchronised
 from fsdp_compiled.capture.tensor_parallel import parts_of
@@ -98,7 +99,7 @@ def capture_on(
 
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, example, (args, dict(kwargs)))
     tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()}, whole)
-    with _casting(inside(model), plan.policy.precision), synchronised(plan.axes):
+    with _casting(inside(model), plan.policy.precision), synchronised(plan.axes), along_sequences(plan.axes):
         return capture(
             model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, results=results, ambient=ambient,
             parts=parts_of(plan, tp_mesh),

@@ -47,6 +47,7 @@ from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compiled.capture.ambient import is_tracker
+from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
 from fsdp_compiled.torch_private.dynamo import cache_entries, closure_vars
 
@@ -110,7 +111,7 @@ class Recorder:
             value = self.values.get(source.name)
             if _ours(value) or id(value) in own:
                 return False
-            if isinstance(value, nn.SyncBatchNorm) and "['forward']" in name:
+            if isinstance(value, nn.SyncBatchNorm | SequenceAttention) and "['forward']" in name:
                 return False  # this package's, while it is traced
             source = getattr(source, "base", None)
         return True

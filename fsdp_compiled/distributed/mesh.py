@@ -336,6 +336,12 @@ def _axes_of(mesh: DeviceMesh) -> dict[str, int]:
             f'mesh has axes {names or mesh.ndim}; expected one axis, which shards, or two named ("replicate", "shard"),'
             ' and for tensor parallelism one named "tp" besides. torchtitan\'s names (dp_replicate, dp_shard or fsdp, '
             "tp) mean the same."
+            + (
+                ' Context parallelism has no axis of its own: ranks along "shard" or "replicate" have stretches of '
+                "their sequences (SequenceAttention, docs/context_parallel.md)."
+                if "cp" in names
+                else ""
+            )
         )
     return found
 

@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_compiled import api, compile_sharded
+from fsdp_compiled import api, compile_sharded, fully_shard, stretch
 from fsdp_compiled.ir.nodes import role_of
 from tests.cut_models import (
     RANK,
@@ -39,6 +40,7 @@ from tests.cut_models import (
     copies_equal,
     cut,
     loss_fn,
+    mean,
     net,
     ours,
     sgd,
@@ -47,6 +49,9 @@ from tests.cut_models import (
 )
 from tests.derived_models import Experts, Llama, Softmax, Stack
 from tests.launch import told
+from tests.long_sequences import Long, eager, whole
+from tests.long_sequences import loss as long_loss
+from tests.long_sequences import sgd as long_sgd
 from tests.toys import EAGER
 
 warnings.filterwarnings("ignore")
@@ -107,6 +112,36 @@ def derived() -> Any:
     found = compare(mine, unsharded(reference, adamw(reference), 2, clip=0.5))
     return {"eager": found, "plan": str(sharded.plan), "copies": copies_equal(sharded, mesh),
             "tied": model.head.weight is model.tokens.weight}  # fmt: skip
+
+
+def stretches() -> Any:
+    """Context parallelism on real ranks: each two have halves of one sequence; under both faces."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    row = mesh["replicate"].get_local_rank()
+    steps = [tuple(stretch(one, mesh["shard"], one.dim() - 1) for one in whole(step, row)) for step in range(STEPS)]
+    torch.manual_seed(0)
+    losses, weights = eager(Long(keys=2), 2)
+    torch.manual_seed(0)
+    model = Long(keys=2)
+    sharded = compile_sharded(model, long_sgd(model), loss=long_loss, mesh=mesh, policy=EAGER)
+    mine = [sharded.step(*one).item() for one in steps], [], sharded.full_state_dict()
+    torch.manual_seed(0)
+    model = Long(keys=2)
+    fully_shard(model, mesh=mesh, policy=EAGER)
+    optimizer = long_sgd(model)
+    seen = []
+    for one in steps:
+        loss = long_loss(model, *one)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(mean(loss.detach(), 4))
+    loop = seen, [], {name: value.full_tensor().detach() for name, value in model.named_parameters()}
+    found = {name: compare(run, (losses, [], weights)) for name, run in (("step", mine), ("loop", loop))}
+    with context_parallel(mesh["shard"], buffers=[torch.zeros(2, 4)], buffer_seq_dims=[1]):
+        said = told(lambda: sharded.step(*steps[0]))
+    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "cp"))
+    return found | {"theirs": said, "cp": told(lambda: compile_sharded(Long(), loss=long_loss, mesh=axes))}
 
 
 class ViT(nn.Module):
@@ -306,6 +341,6 @@ def cube() -> Any:
 
 
 if __name__ == "__main__":
-    cases = (by_its_own_plan, derived, vit, refusals) if os.environ["WORLD_SIZE"] == "4" else (cube,)
+    cases = (by_its_own_plan, derived, stretches, vit, refusals) if os.environ["WORLD_SIZE"] == "4" else (cube,)
     named = [case for case in (offloaded, generated) if case.__name__ in sys.argv[2:]]
     answer_all(named or cases, sys.argv[1])
