@@ -42,8 +42,8 @@ class Hyperparameters:
         except Exception:  # other parameters, which are compared by value, and refuse
             return False
         return (
-            same and all(one.unchanged() for one in self._attributes) and all(one.unchanged() for one in self._outside)
-        )
+            same and all(map(Attributes.unchanged, self._attributes)) and all(map(Outside.unchanged, self._outside))
+        )  # in C: at every step
 
     def changed(self, rules: Iterable[Rule]) -> list[str]:
         """What changed and is not scheduled, so that rules have to be traced again, by name.
