@@ -71,7 +71,7 @@ PAGES: Mapping[str, Callable[[], str]] = {"policy.md": policy, "reference.md": r
 def _members(name: str, kind: type) -> Iterator[str]:
     """A heading and a text for what the class lets people call or read, in the order of its source."""
     yield f"## `{name}`\n\n{_doc(kind)}\n"
-    for member, value in vars(kind).items():
+    for member, value in [entry for one in kind.__mro__ for entry in vars(one).items()]:
         value = inspect.unwrap(value) if callable(value) else value
         if not (member.startswith("_") and member != "__call__") and _is_documented(value):
             call = f"{_signature(value, bound=True)}" if callable(value) else ""

@@ -70,7 +70,7 @@ def test_a_page_of_docstrings_is_what_they_say(name: str) -> None:
 def test_every_field_of_the_policy_and_every_call_is_described() -> None:
     described = re.findall(r"^## `(\w+) ", policy(), re.MULTILINE)
     assert described == [field.name for field in fields(Policy)]
-    public = {name for name in vars(Sharded) if not name.startswith("_")}
+    public = {name for name in dir(Sharded) if not name.startswith("_")}
     assert public <= set(re.findall(r"^### `(\w+)", reference(), re.MULTILINE))
 
 

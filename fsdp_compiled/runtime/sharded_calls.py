@@ -1,0 +1,267 @@
+"""How a call of a `Sharded` is made: its program found, its inputs bound, and what fails told to the other ranks."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from threading import RLock
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fsdp_compiled.capture.ambient import outside_modes
+from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.call_store import Posted
+from fsdp_compiled.distributed.mesh import Mesh, RankError
+from fsdp_compiled.distributed.uneven_inputs import Joined
+from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port
+from fsdp_compiled.lower.cuda_graph import Replays
+from fsdp_compiled.lower.lowering import below_autograd
+from fsdp_compiled.optim.hyperparameters import Hyperparameters
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.optim.rules import make_rules_again
+from fsdp_compiled.optim.wrapped import check_step_hooks
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.checkpoint.checkpoints import Checkpoints
+from fsdp_compiled.runtime.compile import Compiled, Kind
+from fsdp_compiled.runtime.compute_copies import Copies
+from fsdp_compiled.runtime.eager_update import EagerUpdate
+from fsdp_compiled.runtime.failed_calls import FailedCalls
+from fsdp_compiled.runtime.module_buffers import take
+from fsdp_compiled.runtime.parameter_writes import Writes
+from fsdp_compiled.runtime.program_cache import Programs
+from fsdp_compiled.runtime.request import Request
+from fsdp_compiled.runtime.rng import RandomNumbers
+from fsdp_compiled.runtime.state import State, optimizer_state
+from fsdp_compiled.runtime.taken_model import TakenModel
+
+ODD = 0x9E3779B97F4A7C1  # spreads the programs' numbers over 60 bits: different ones stay different
+log = logging.getLogger("fsdp_compiled")
+
+
+class ShardedCalls:
+    """What a `Sharded` is made of, and its calls of programs."""
+
+    def __init__(
+        self,
+        taken: TakenModel,
+        optimizer: Optimizer | None,
+        loss: Callable[..., Any] | None,
+        plan: Plan,
+        mesh: Mesh,
+        state: State,
+        rules: Sequence[Rule],
+        random: RandomNumbers,
+        updates: Sequence[EagerUpdate] = (),
+        replays: Replays | None = None,
+    ) -> None:
+        self.plan = plan
+        self.model = taken.model
+        self._taken = taken
+        self.optimizer = optimizer
+        self._mesh = mesh
+        self._state = state
+        self._hyperparameters = Hyperparameters(optimizer, plan.device)
+        self._updates = updates  # of optimizers that run as they are
+        self.calling = RLock()  # for `one_thread`
+        self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
+        # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
+        self._numbers = {"rows": 0.0} | {f"call {part}": 0.0 for part in range(CALL_PARTS)}
+        self._call = torch.zeros(CALL_PARTS, dtype=torch.float64, device=plan.device)
+        self._tensors = {"rows": torch.zeros((), dtype=torch.float64, device=plan.device)}
+        self._tensors |= {f"call {part}": self._call[part] for part in range(CALL_PARTS)}
+        self._copies = Copies(plan)
+        self._norm: torch.Tensor | None = None
+        self._calls = taken.layout.calls = Calls(mesh)
+        self._writes = taken.layout.writes = Writes(taken.layout.shards if taken.layout.replicated else None)
+        self._writes.end()
+        self._joined: Joined | None = None  # inside `join`
+        self._random = random
+        self._programs = Programs(taken, loss, plan, mesh, rules, self._calls, random.bound, replays=replays)
+        self._failed = FailedCalls(mesh, self._calls, self._programs, self._copies.tensors)
+        self._row = self._failed.row  # of microbatches
+        self._checkpoints = Checkpoints(mesh, self._calls)
+        self._calls.take_part = weakref.WeakMethod(self._take_part)
+
+    def _need_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"{call} needs an optimizer, and compile_sharded was called without one. Pass it: "
+                "compile_sharded(model, torch.optim.AdamW(model.parameters()), ...); or use value_and_grad."
+            )
+
+    def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
+        compiled, outputs = self._run("last" if state.sums else "step", state, batch, named)
+        self._row.end()
+        self._norm = outputs.get(NORM)
+        return compiled.capture.rebuild(outputs), state.consume()
+
+    def _run(
+        self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]
+    ) -> tuple[Compiled, dict[Port, torch.Tensor]]:
+        self._calls.check_open()
+        try:
+            if kind in ("step", "last"):
+                self._read_rates()
+                for update in self._updates:
+                    update.read(state.optimizer)
+            self._checkpoints.check()
+            self._taken.check()
+            if self._taken.layout.gradients_left and kind in ("step", "last", "accumulate"):
+                self._taken.check_gradients("step" if kind == "last" else kind)
+            request = self._programs.find(kind, batch, named)
+        except Exception as error:
+            self._refuse(error)
+            raise
+        try:
+            with outside_modes(watched=True):
+                return self._execute(request, state)
+        except RankError as error:
+            self._checkpoints.heard(str(error))
+            raise
+
+    def _execute(self, request: Request, state: State) -> tuple[Compiled, dict[Port, torch.Tensor]]:
+        kind, batch, named = request.kind, request.batch, request.named
+        if self._writes.shards is not None:
+            self._writes.begin()
+        take(request.buffers, state.buffers, self._state.buffers)
+        if self._joined is not None:
+            self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.ambient)
+        self._calls.hypers = f"{self._hyperparameters.digest:x}"
+        with self._calls.naming():
+            compiled = self._programs.get(request, self._state.buffers)
+        self._programs.read_closed(compiled, request, state)
+        ran = False
+        try:
+            given = self._bind(compiled, state, request)
+            with (
+                below_autograd(),
+                self._random.drawing(state.drawn_from, compiled.shared) if compiled.random else nullcontext(),
+            ):
+                ran = True
+                outputs = compiled.runner(*given)
+            if self._taken.layout.differentiated and compiled.updates:
+                self._taken.layout.written()
+            if compiled.copied:
+                self._copies.step_returned()
+            found = dict(zip(compiled.outputs, outputs, strict=True))
+            if compiled.updates and self._updates:
+                for update in self._updates:
+                    update.run(state.optimizer, state.parameters, found, compiled.idle)
+                if not self._hyperparameters.unchanged():
+                    self._hyperparameters.traced()  # what its code changed is no change of the user's
+        except BaseException as error:
+            raised = self._failed.handle(compiled, state, error, ran, f"{self._hyperparameters}{self._writes}")
+            if raised is error:
+                raise
+            raise raised from error
+        finally:
+            if self._writes.shards is not None:
+                self._writes.end()
+            self._calls.returned()
+        return compiled, found
+
+    def _bind(self, compiled: Compiled, state: State, request: Request) -> Sequence[Any]:
+        """The program's inputs, with the numbers that this call sets."""
+        if compiled.kind == "accumulate" and not state.sums:
+            state.sums.update(compiled.zeros())
+        good = self._failed.begin(compiled)
+        if compiled.compared:
+            before = self._row.programs if compiled.updates else 0
+            call = (compiled.number + before) * ODD + self._hyperparameters.digest + self._writes.total
+            for part in range(CALL_PARTS):
+                self._set_number(f"call {part}", float(call >> 20 * part & 0xFFFFF) if good else math.nan)
+        if compiled.weighed:
+            shadows = self._joined is not None and self._joined.shadows is not None
+            self._set_number("rows", 0 if shadows else request.rows)
+        if compiled.copied:
+            self._copies.follow(state.parameters)
+        return compiled.input_binding.inputs(request.leaves, state.held, lambda: self._holders(compiled, state))
+
+    def _holders(self, compiled: Compiled, state: State) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Who holds a program's inputs, by kind, but for the batch.
+
+        ``call`` is what ranks compare in the reduction of the loss: program, microbatches' programs, and scheduled
+        rates; in parts below 2**20, so that their squares, summed over thousands of ranks, are exact in float64.
+        """
+        return {
+            "shard": state.parameters,
+            "copy": self._copies.tensors,
+            "buffer": state.buffers,
+            "state": state.optimizer,
+            "constant": compiled.constants(state),
+            "hyper": self._hyperparameters.tensors,
+            "rank": {"": self._rank},
+            "sum": state.sums,
+            "scale": state.scale,
+            "call": {"": self._call},
+            "drawn": {"": self._random.drawn},
+            "rows": {"": self._tensors["rows"]},
+            "step": {"": state.step},
+        }
+
+    def _set_number(self, name: str, value: float) -> None:
+        if value != self._numbers[name]:
+            self._tensors[name].fill_(float(value))  # filled, not copied to a GPU, which makes the host wait
+            self._numbers[name] = value
+
+    def _take_part(self, call: Posted, quiet: bool) -> bool:
+        """Takes this rank's part in a call that it does not make, so that those who make it learn that."""
+        with outside_modes():
+            return self._failed.take_part(self._state, call, quiet)
+
+    def _read_rates(self) -> None:
+        """Writes rates that changed to the device; a change of any other hyperparameter traces new rules."""
+        if self.optimizer is not None:
+            check_step_hooks(self.optimizer)
+        if not self._hyperparameters.unchanged():
+            with outside_modes():  # tensors made in the caller's inference mode could never be written again
+                if changed := self._hyperparameters.changed(self._programs.rules):
+                    self._retrace(changed)
+                self._hyperparameters.write(self._programs.rules)
+        if self._joined is not None and self._joined.shadows is not None:
+            self._hyperparameters.overwrite(self._joined.shadows.hypers)
+
+    def _retrace(self, changed: Sequence[str]) -> None:
+        assert self.optimizer is not None
+        if all(rule.eagerly is not None for rule in self._programs.rules):
+            make_rules_again(self.optimizer, self._programs.rules)  # is tried again, and reads what changed by itself
+            self._hyperparameters.traced()
+            return
+        log.warning("%s changed, which is not scheduled: the step is compiled again.", ", ".join(changed))
+        with outside_modes():
+            self._programs.retrace(make_rules_again(self.optimizer, self._programs.rules))
+        self._hyperparameters.traced()
+        for name, value in optimizer_state(self.plan, self._programs.rules, {}).items():
+            self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one
+
+    @contextmanager
+    def _meeting(self, label: str) -> Iterator[None]:
+        """A call that is no program: all ranks make it, or none; where one is lost in it, the others say which."""
+        self._writes.begin()
+        self._programs.meet(f"{label}{self._writes}")
+        try:
+            with self._calls.naming():
+                yield
+        finally:
+            self._writes.end()
+            self._calls.returned()
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """A call that this rank refuses is an error on every rank: the others may be on their way into a collective."""
+        try:
+            yield
+        except Exception as error:
+            self._refuse(error)
+            raise
+
+    def _refuse(self, error: Exception) -> None:
+        reason = self._calls.refusal(error)
+        if self._joined is not None and self._joined.shadows is None:  # else the others are in the call already
+            self._joined.refuse(reason)
+        self._calls.refuse(reason)

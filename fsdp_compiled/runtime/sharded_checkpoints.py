@@ -1,0 +1,228 @@
+"""What a `Sharded` holds, saved and loaded: checkpoints, state dictionaries, Hugging Face's layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from fsdp_compiled.capture.ambient import outside_modes, untraced
+from fsdp_compiled.optim.together import members
+from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, check_wish, path
+from fsdp_compiled.runtime.checkpoint.contents import check_extra
+from fsdp_compiled.runtime.checkpoint.trained import Trained
+from fsdp_compiled.runtime.checkpoint.writing import Saving
+from fsdp_compiled.runtime.full_state_dict import full_state_dict
+from fsdp_compiled.runtime.module_buffers import take
+from fsdp_compiled.runtime.one_thread import one_thread
+from fsdp_compiled.runtime.sharded_calls import ShardedCalls
+from fsdp_compiled.runtime.whole_update import WholeUpdate
+
+
+class ShardedCheckpoints(ShardedCalls):
+    """Saving and loading."""
+
+    @untraced
+    @one_thread
+    def full_state_dict(self) -> dict[str, Any]:
+        """The ordinary ``model.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
+        state = self._state
+        if self._joined is not None:
+            raise RuntimeError("full_state_dict inside join: the other ranks may still train. Call it after the block.")
+        with self._refusing():
+            self._taken.check()
+            take(self._programs.replaced_buffers(), state.buffers, self._state.buffers)
+        with self._meeting("full_state_dict"), outside_modes():
+            return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
+
+    @untraced
+    @one_thread
+    def save(
+        self,
+        folder: str | Path,
+        step: int | None = None,
+        keep: int | None = None,
+        wait: bool = False,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        replace: bool = False,
+        busy: Busy = "wait",
+    ) -> Saving:
+        """Saves all that training goes on from in ``folder/step-N/``, for any number of ranks. Collective.
+
+        ``step``: N; left out, how many updates were made. ``keep``: how many checkpoints stay, older ones are removed
+        once this one is complete; None: all. ``extra``: objects by name, whose ``state_dict()`` goes along: a
+        scheduler, a sampler. ``replace``: a checkpoint of this step may be there already.
+
+        Returns a future once the state is copied; files are written in the background (``wait``: not so), and
+        ``result()`` is the checkpoint's folder, or raises `SaveError` on every rank, as does the next call. ``busy``:
+        what to do while the one before is being written, ``"wait"`` or ``"refuse"``.
+        """
+        with self._refusing():
+            if busy not in ("wait", "refuse"):
+                raise ValueError(f'busy is {busy!r}; expected "wait" or "refuse".')
+            wish = check_wish(folder, step, keep, replace)
+            given = check_extra(extra, load=False)
+            self._between_steps("save")
+            self._checkpoints.wait(busy)
+            trained = self._trained("save", eagerly=True)
+        if wish.step is None:
+            wish = dataclasses.replace(wish, step=int(self._state.step))
+        with self._meeting(f"save to {wish}, extra {list(given)}"), outside_modes():
+            future = self._checkpoints.save(wish, trained, given)
+        if wait:
+            future.result()
+        return future
+
+    @untraced
+    @one_thread
+    def load(
+        self,
+        folder: str | Path,
+        step: int | None = None,
+        strict: bool = True,
+        extra: Mapping[str, Any] | None = None,
+    ) -> int | None:
+        """Goes on from the newest complete checkpoint in the folder, or the one of this step. Collective.
+
+        Returns its step, or None where there is none. Whatever number of ranks, placement and units wrote it, all
+        tensors keep their places, and programs stay compiled. ``extra``: objects whose ``load_state_dict`` gets what
+        was saved under their names. Nothing is changed unless every rank has read and verified all of it: raises
+        ``ValueError``, by name, for a damaged checkpoint, and for one of another model or optimizer, of which
+        ``strict=False`` loads what fits by name, shape and dtype, and says what did not.
+        """
+        with self._refusing():
+            if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+                raise ValueError(f"step is {step!r}; expected a whole number, or None for the newest checkpoint.")
+            place, given = path(folder), check_extra(extra, load=True)
+            if self._joined is not None:
+                raise RuntimeError("load inside join: the other ranks may still train. Call it after the block.")
+            self._checkpoints.wait()
+            trained = self._trained("load", eagerly=True)
+        label = f"load from {place}, step {step}, strict={bool(strict)}, extra {list(given)}"
+        # One rank may load after a call that left its state half updated.
+        with self._meeting(label) if self._mesh.world > 1 else nullcontext(), outside_modes():
+            found = self._checkpoints.load(place, step, bool(strict), trained, given)
+        if found is not None:
+            self._row.end()
+            self._calls.reopen()
+        return found
+
+    @untraced
+    @one_thread
+    def export(self, folder: str | Path) -> None:
+        """Writes the weights in the layout of Hugging Face, for ``from_pretrained(folder)``. Collective.
+
+        Safetensors files, their index where there are several, ``config.json`` where the model has a ``config``. No
+        rank holds more than its own shards. ``folder`` must not exist, or be empty; it is there whole or not at all.
+        """
+        with self._refusing():
+            place = path(folder)
+            trained = self._trained("export", optimizer=False)
+        with self._meeting(f"export to {place}"), outside_modes():
+            self._checkpoints.export(place, self.model, trained)
+
+    @untraced
+    @one_thread
+    def import_weights(self, folder: str | Path, strict: bool = True) -> None:
+        """Loads weights in the layout of Hugging Face, cast to the parameters' dtypes. Collective.
+
+        The optimizer's state stays as it is. No rank reads more than its own shards. Raises ``ValueError``, by name,
+        for weights of another model, of which ``strict=False`` loads what fits, and says what did not.
+        """
+        with self._refusing():
+            place = path(folder)
+            trained = self._trained("import_weights", optimizer=False)
+        with self._meeting(f"import from {place}, strict={bool(strict)}"), outside_modes():
+            self._checkpoints.import_weights(place, bool(strict), self.model, trained)
+
+    @untraced
+    @one_thread
+    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads an ordinary ``model.state_dict()``, that of rank 0; others may give ``{}``. Collective.
+
+        The optimizer's state stays as it is. Raises ``ValueError``, by name, for weights of another model.
+        """
+        with self._refusing():
+            trained = self._trained("load_full_state_dict", optimizer=False)
+        with self._meeting("load_full_state_dict"), outside_modes():
+            self._checkpoints.load_weights(state_dict, self.model, trained)
+
+    @untraced
+    @one_thread
+    def full_optimizer_state_dict(self) -> dict[str, Any]:
+        """The ordinary ``optimizer.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
+        with self._refusing():
+            self._need_optimizer("full_optimizer_state_dict")
+            trained = self._trained("full_optimizer_state_dict")
+        with self._meeting("full_optimizer_state_dict"), outside_modes():
+            return self._checkpoints.optimizer_state_dict(trained)
+
+    @untraced
+    @one_thread
+    def load_full_optimizer_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads an ordinary ``optimizer.state_dict()``, that of rank 0; others may give ``{}``. Collective.
+
+        Of the groups' options rates are taken over. Raises ``ValueError``, by name, for what does not fit.
+        """
+        with self._refusing():
+            self._need_optimizer("load_full_optimizer_state_dict")
+            trained = self._trained("load_full_optimizer_state_dict")
+        with self._meeting("load_full_optimizer_state_dict"), outside_modes():
+            self._checkpoints.load_optimizer(state_dict, trained)
+
+    @untraced
+    @one_thread
+    def state_dict(self) -> dict[str, Any]:
+        """For `torch.distributed.checkpoint`: ``dcp.save({"app": sharded})``. Collective.
+
+        ``{"model": {...}, "optim": {"state": {...}, "param_groups": [...]}, "updates": ...}`` by the model's own
+        names. What this rank holds a part of is a DTensor of the whole, over views of the shards, so that DCP copies
+        out of the state itself, and into it when it loads: a load of DCP's that fails leaves half of it, unlike
+        `load`. Random states are not in it.
+        """
+        with self._refusing():
+            self._between_steps("state_dict")
+            self._checkpoints.wait()
+            trained = self._trained("state_dict")
+        with self._meeting("state_dict"), outside_modes():
+            return self._checkpoints.state_dict(trained)
+
+    @untraced
+    @one_thread
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` returned and DCP filled, or one like it with whole tensors. Collective.
+
+        Raises ``ValueError`` by name, with nothing changed, for what does not fit.
+        """
+        with self._refusing():
+            trained = self._trained("load_state_dict")
+        with self._meeting("load_state_dict"), outside_modes():
+            self._checkpoints.load_state_dict(state_dict, trained)
+        self._row.end()
+
+    def _between_steps(self, call: str) -> None:
+        """Raises for a call that is possible only between steps."""
+        if self._joined is not None:
+            raise RuntimeError(f"{call} inside join: the other ranks may still train. Call it after the block.")
+        if self._row.programs or self._row.failure is not None:
+            raise RuntimeError(
+                f"{call} between microbatches: their sums are no part of a checkpoint. Call it after sharded.step."
+            )
+
+    def _trained(self, call: str, optimizer: bool = True, eagerly: bool = False) -> Trained:
+        """What is saved and loaded. ``optimizer``: whether its state is; ``eagerly``: in whatever form it is kept."""
+        updates = self._updates if optimizer else ()
+        for update in updates:
+            if not eagerly:
+                update.refuse(call, "what its code keeps can have any form. Call save and load.")
+            if not isinstance(update, WholeUpdate) and len(members(self.optimizer)) > 1:
+                update.refuse(call, "its state is saved where it is the only optimizer.")
+            update.read(self._state.optimizer)
+        whole = [update for update in updates if isinstance(update, WholeUpdate)]
+        pieces = next((update for update in updates if not isinstance(update, WholeUpdate)), None)
+        self._taken.check()
+        take(self._programs.replaced_buffers(), self._state.buffers)
+        return Trained(self.plan, self._state, self.optimizer, self._programs.rules, pieces, whole)
