@@ -51,6 +51,15 @@ def test_stretches_of_sequences_train_as_whole_ones_under_both_faces(results: di
         assert "Context parallelism has no axis of its own" in one["cp"]
 
 
+def test_buffers_are_rank_zeros_along_tp_and_parts_are_not_written_to_them(results: dict[str, Any]) -> None:
+    found = answers(results, "buffers")
+    for one in found:
+        assert one["loss"] < 1e-6 and one["scale"] == 1.0
+        assert "Forward writes to buffer seen what differs between ranks along the tp axis" in one["part"]
+    for one, other in ((0, 1), (2, 3)):  # along tp
+        assert found[one]["seen"] == found[other]["seen"] > 0
+
+
 def test_gradients_of_a_vit_are_parts_of_the_true_ones(results: dict[str, Any]) -> None:
     for found in answers(results, "vit"):
         assert found["apart"] < 1e-6 < 1e-3 < found["other parts"]

@@ -32,6 +32,7 @@ from tests.cut_models import (
     VOCABULARY,
     WIDTH,
     Block,
+    Net,
     adamw,
     answer_all,
     batch,
@@ -142,6 +143,45 @@ def stretches() -> Any:
         said = told(lambda: sharded.step(*steps[0]))
     axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "cp"))
     return found | {"theirs": said, "cp": told(lambda: compile_sharded(Long(), loss=long_loss, mesh=axes))}
+
+
+class Scaled(Net):
+    """A buffer that the loss is made with, and one that forward writes."""
+
+    scale: torch.Tensor
+    seen: torch.Tensor
+
+    def __init__(self, part: bool = False) -> None:
+        super().__init__()
+        self.part = part
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) * self.scale
+        up = self.up(x)
+        self.seen += (up if self.part else x).detach().square().mean()
+        return self.head(x + self.down(F.gelu(up)))
+
+
+def buffers() -> Any:
+    """Each rank's are its own before: rank 0's are everybody's afterwards. What of a part is written is refused."""
+    mesh = two_by_two()
+    row = mesh["shard"].get_local_rank()
+
+    def made(part: bool) -> Any:
+        torch.manual_seed(0)
+        model = Scaled(part)
+        model.scale.fill_(1.0 + RANK)
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return compile_sharded(model, sgd(model), loss=loss_fn, mesh=mesh, policy=EAGER)
+
+    sharded = made(part=False)
+    first = sharded.step(*batch(0, row)).item()
+    reference = net(None)
+    expected = sum(loss_fn(reference, *batch(0, r)) for r in range(2)).item() / 2
+    values = {name: value.item() for name, value in sharded.state.buffers.items()}
+    return {"loss": abs(first - expected), **values, "part": told(lambda: made(part=True).step(*batch(0, row)))}
 
 
 class ViT(nn.Module):
@@ -341,6 +381,8 @@ def cube() -> Any:
 
 
 if __name__ == "__main__":
-    cases = (by_its_own_plan, derived, stretches, vit, refusals) if os.environ["WORLD_SIZE"] == "4" else (cube,)
+    cases = (
+        (by_its_own_plan, derived, stretches, buffers, vit, refusals) if os.environ["WORLD_SIZE"] == "4" else (cube,)
+    )
     named = [case for case in (offloaded, generated) if case.__name__ in sys.argv[2:]]
     answer_all(named or cases, sys.argv[1])
