@@ -6,6 +6,7 @@ import fsdp_compiled.capture.cache_folder  # noqa: F401  before anything that im
 from fsdp_compiled.api import compile_sharded
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.sequence_attention import SequenceAttention, stretch
+from fsdp_compiled.chunked_loss import chunked_cross_entropy
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.fully_shard import (
     CPUOffloadPolicy,
@@ -44,6 +45,7 @@ __all__ = [
     "Sharded",
     "State",
     "UnshardHandle",
+    "chunked_cross_entropy",
     "compile_sharded",
     "fully_shard",
     "register_fsdp_forward_method",
