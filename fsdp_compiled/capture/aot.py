@@ -18,7 +18,7 @@ from torch import fx
 from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of
 from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.torch_private.dynamo import aot_autograd
+from fsdp_compiled.torch_private.dynamo import TensorifyScalarRestartAnalysis, TensorifyState, aot_autograd
 from fsdp_compiled.torch_private.functorch import (
     BackwardTokenAOTInput,
     BackwardTokenAOTOutput,
@@ -90,8 +90,15 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     draws = inductor_config.patch(fallback_random=True)
     # Backward as `loss.backward()` after an autocast block, as PyTorch recommends: in the dtypes that forward chose.
     backward = config.patch(backward_pass_autocast="off")
-    with contextlib.suppress(_Captured), draws, backward:
-        compiler(module, list(inputs))
+    try:
+        while not taken:
+            # A restart is meant for Dynamo, which would make no unknown again of a number that had to be a certain one.
+            # What was asked of it stands in the guards (`closed_numbers`), and its name is known the second time.
+            restart = contextlib.suppress(_Captured, TensorifyScalarRestartAnalysis)
+            with restart, draws, backward:
+                compiler(module, list(inputs))
+    finally:
+        TensorifyState.clear()
     return taken[0]
 
 

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.batch_changes import changed, contents
 from fsdp_compiled.capture.captured import CURE, Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamo_run import Trace
 from fsdp_compiled.capture.guards import Recorder
@@ -31,7 +32,7 @@ from fsdp_compiled.capture.model_tensors import check_parameters, in_place, plac
 from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
 from fsdp_compiled.capture.output_ports import closed, output_ports
 from fsdp_compiled.capture.random_calls import refused
-from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects, inside, speech, unwrapped
+from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects, inside, speech, tell_batch, unwrapped
 from fsdp_compiled.capture.source_lines import explanation, reason, user_line
 from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, name_axes, whole
 from fsdp_compiled.ir.program import LOSS, Port
@@ -72,6 +73,7 @@ def capture(
 
     def function(named: dict[str, torch.Tensor], args: Any, kwargs: Any, buffers: list[Any]) -> Any:
         args, kwargs = apart(args, kwargs)
+        given = contents(args, kwargs)
         if parts.mesh is None:
             result = objective(*args, **kwargs)
         else:
@@ -81,16 +83,17 @@ def capture(
             if table[key] is not before:
                 replaced[name] = own(table[key])
                 table[key] = before
+        touched = changed(given)
         said = [layout_of(leaf) for leaf in pytree.tree_leaves(result)] if results and parts.mesh is not None else []
         if not gradient:
-            return own(apart_from_others(result) if results else result), None, False, replaced, said
+            return own(apart_from_others(result) if results else result), None, False, replaced, said, touched
         if results:
-            return apart_from_others(result), None, False, replaced, said
+            return apart_from_others(result), None, False, replaced, said, touched
         pair = loss is not None and isinstance(result, tuple) and len(result) == 2
         value, aux = result if pair else (find_loss(result, first=loss is None), None)
         if isinstance(value, torch.Tensor):
             value = whole(value).clone().detach()  # `Trace.program` differentiates what is detached here
-        return value, own(aux), pair, replaced, said
+        return value, own(aux), pair, replaced, said, touched
 
     def trace(symbolic: Collection[str] = ()) -> Trace:
         """One run of Dynamo, with these sources of integers as unknowns. What it changed is not undone yet."""
@@ -115,7 +118,7 @@ def capture(
         ]
         try:
             with torch.compiler.config.patch(unbacked_sources=",".join(symbolic)), in_place(places, made.tensors):
-                value, aux, pair, replaced, said = compiled(named, args, dict(kwargs), buffers)
+                value, aux, pair, replaced, said, made.touched = compiled(named, args, dict(kwargs), buffers)
                 check_parameters(places, made.tensors)
                 made.side_effects = SideEffects(made.mutations, made.closed, {id(result) for result in made.results})
             scope = dict(zip(fresh.__code__.co_freevars, (cell.cell_contents for cell in fresh.__closure__ or ())))
@@ -164,7 +167,10 @@ def capture(
             made.undo()
         if made.side_effects.rest:
             made.side_effects.tell(model, made.tables())
+        if made.touched:
+            tell_batch(model, made.touched)
         program = made.program()
+        made.guards.closed.numbers = made.numbers(made.guards.scope)
         name_axes(program, parts.mesh)
     leaves = tuple(made.outputs.get(id(leaf)) or closed(leaf, made) for leaf in made.flat)
     made.results.clear()  # Dynamo's code, which the guards keep, holds the function that returned them

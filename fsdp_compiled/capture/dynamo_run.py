@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.aot_cache import traced
 from fsdp_compiled.capture.captured import CURE, Tensors
+from fsdp_compiled.capture.closed_numbers import Numbers
 from fsdp_compiled.capture.guards import Guards
 from fsdp_compiled.capture.model_tensors import Place
 from fsdp_compiled.capture.mutations import Mutations
@@ -32,6 +33,7 @@ class Trace:
     mutations: Mutations
     guards: Guards
     side_effects: SideEffects
+    touched: list[str]  # containers of the batch that the code changes
     flat: list[Any]  # what the function returned, and its structure
     spec: pytree.TreeSpec
     outputs: dict[int, Port]  # what of it is which result, by identity
@@ -152,6 +154,11 @@ class Trace:
             found = traced(self.module, self.inputs, self.given, list(wanted))
         self.constants |= found.literals
         return found.program
+
+    def numbers(self, scope: Mapping[str, Any]) -> Numbers:
+        """What the trace, AOTAutograd's part included, relied on of closed-over tensors that it read as numbers."""
+        mode = self.context.fake_mode if self.context is not None else None
+        return Numbers(mode.shape_env if mode is not None else None, scope)
 
     def _input_ports(self, module: fx.GraphModule, inputs: list[torch.Tensor]) -> list[Port]:
         found = []

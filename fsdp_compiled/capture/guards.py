@@ -13,6 +13,7 @@ are kept, less those that this package answers for in another way:
   is found by, and in `capture.dynamic_shapes`.
 - *Tensors* (TENSOR_MATCH): parameters live in shards that keep their layout; module buffers are watched by identity
   (`runtime.program_cache`), and tensors that are closed over by `Closed` here.
+  Of a size or number (SHAPE_ENV) that was read out of one, ``if step.item() > 3``, `closed_numbers` asks again.
 - *Modes* (GLOBAL_STATE, GRAD_MODE, DETERMINISTIC_ALGORITHMS, TORCH_FUNCTION_STATE, DEFAULT_DEVICE,
   AUTOGRAD_SAVED_TENSORS_HOOKS): capture sets its own around the trace; those of the caller's that mean anything are in
   the key.
@@ -47,6 +48,7 @@ from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compiled.capture.ambient import is_tracker
+from fsdp_compiled.capture.closed_numbers import Numbers
 from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
 from fsdp_compiled.torch_private.dynamo import cache_entries, closure_vars
@@ -215,7 +217,7 @@ class Guards:
                 return f"{function.__name__}'s {function.__code__.co_freevars[int(match[2])]}"
             return match[0]
 
-        text = re.sub(r"(L\['\w+'\]|G\['\w+'\](?:\.\w+)*)\.__closure__\[(\d+)\]\.cell_contents", cell, text)
+        text = re.sub(r"([LG]\['\w+'\](?:\.\w+)*)\.__closure__\[(\d+)\]\.cell_contents", cell, text)
         return plain_names(text)
 
 
@@ -333,7 +335,10 @@ class Closed:
 
     A tensor that has taken another's place (``weights = weights * 2``, a teacher's new parameter) becomes the program's
     input if it is laid out as the other was and shares memory with the same; else the program is not for it.
+    ``numbers``: what it relies on of those whose value was read as a Python number.
     """
+
+    numbers = Numbers()
 
     def __init__(self, closed: Mapping[str, tuple[torch.Tensor, Any]], scope: Mapping[str, Any]) -> None:
         self.tensors = {name: tensor for name, (tensor, _) in closed.items()}
@@ -348,24 +353,31 @@ class Closed:
             now = self._read()
         except Exception:  # one of the places is gone
             return None
+        if not self.numbers.hold():
+            return None
         if all(map(is_, now, self.tensors.values())):
             return {}
         return None if self._odd(now) else {
             name: new for new, (name, old) in zip(now, self.tensors.items(), strict=True) if new is not old
         }  # fmt: skip
 
-    def odd(self) -> str | None:
-        """The first that the program is not for."""
+    def odd(self) -> tuple[str, str] | None:
+        """The first that the program is not for, as Dynamo names it, and what the program relies on of it."""
         try:
-            return self._odd(self._read())
+            name = self._odd(self._read())
         except Exception as error:
-            return f"a tensor that is read from outside ({type(error).__name__})"
+            name = f"a tensor that is read from outside ({type(error).__name__})"
+        if name is not None:
+            return name, f"the shape, dtype, strides and sharing of {name}, which are others now"
+        if (asked := self.numbers.broken()) is not None:
+            return asked, f"the number in {asked}, which is another now"
+        return None
 
     def _odd(self, now: Sequence[Any]) -> str | None:
         names = list(self.tensors)
         found = [name for name, new in zip(names, now, strict=True) if _layout(new) != self._layouts[name]]
         found += [name for name, one, two in zip(names, _shared(now), self._shared, strict=True) if one != two]
-        return plain_names(found[0]) if found else None
+        return found[0] if found else None
 
     def replace(self, moved: Mapping[str, torch.Tensor]) -> None:
         """These are the tensors from now on."""

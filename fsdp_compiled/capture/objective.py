@@ -23,6 +23,10 @@ class Objective(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs) if self.loss is None else self.loss(self.model, *args, **kwargs)
 
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Past the hooks of all modules, which are for the user's: this one is no module of theirs."""
+        return self.forward(*args, **kwargs)
+
 
 def find_loss(result: Any, first: bool) -> Any:
     """The loss in what was returned: itself, ``.loss``, ``["loss"]`` or, of a model, the ``first`` of a tuple."""

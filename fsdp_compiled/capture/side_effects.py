@@ -111,23 +111,34 @@ class SideEffects:
 
     def tell(self, model: nn.Module, tables: Collection[int]) -> None:
         """Names what is not kept, once for each model, but for tables that the program computes from nothing."""
-        told = _TOLD.setdefault(model, set())
-
-        def say(text: str) -> None:
-            if text not in told:
-                told.add(text)
-                log.warning("%s", text)
-
         if lost := [entry.name for entry in self.rest if entry.keeps_tensors and not _all_in(entry, tables)]:
-            say(
+            _say(
+                model,
                 f"forward keeps tensors in {', '.join(lost)}, which hold their old values again: return them as aux to "
-                "see them, or make them buffers to use them in the next step"
+                "see them, or make them buffers to use them in the next step",
             )
         if counted := [str(entry) for entry in self.rest if not entry.keeps_tensors]:
-            say(
+            _say(
+                model,
                 f"forward changes {', '.join(counted)}, which a program does not: it holds its old value again. What "
-                "must count steps is a buffer"
+                "must count steps is a buffer",
             )
+
+
+def tell_batch(model: nn.Module, changed: Sequence[str]) -> None:
+    """Names the containers of the batch that the code changes, once for each model."""
+    _say(
+        model,
+        f"forward changes {_some(changed)} of the batch, which a program does not: your own list or dictionary holds "
+        "what it held. Change it before the call, or a copy of it in forward; return as aux what is to be seen",
+    )
+
+
+def _say(model: nn.Module, text: str) -> None:
+    told = _TOLD.setdefault(model, set())
+    if text not in told:
+        told.add(text)
+        log.warning("%s", text)
 
 
 def _all_in(entry: Entry, tables: Collection[int]) -> bool:

@@ -46,6 +46,7 @@ from fsdp_compiled.runtime.request import CALLS, Changed, Request, misfit
 from fsdp_compiled.runtime.training import Backward
 
 log = logging.getLogger("fsdp_compiled")
+LIBRARIES = (__name__.split(".")[0], "torch", "torchvision")  # whose subclasses of tensors mean what their values do
 
 
 class Programs:
@@ -79,6 +80,7 @@ class Programs:
         self._buffers = ModuleBuffers(taken.model, plan.device)
         self._cached: dict[int, Compiled] = {}  # by number; the last is the one used last
         self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
+        self._mentioned: set[str] = set()  # attributes of batch tensors
         self._written: dict[str, torch.Tensor] = {}  # closed-over tensors that programs write, as they were last seen
         self._revision = 0  # of the rules
         self._evicted = 0
@@ -121,6 +123,8 @@ class Programs:
         around = ambient.now()
         leaves, spec = flatten(batch, named)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if {*map(type, tensors)} - {torch.Tensor} or any(map(vars, tensors)):
+            self._check_classes(batch, named)
         sizes = sizes_of(policy.moving, tensors)
         read = [traceable(tensor, sizes) for tensor in tensors]
         if not all(map(is_, read, tensors)):
@@ -209,6 +213,24 @@ class Programs:
         """The programs of calls that look like this, in the same order on every rank."""
         return sorted(self._variants.get(key, ()), key=lambda compiled: compiled.number)
 
+    def _check_classes(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Raises ``ValueError`` for a tensor of a class of the user's; says once of attributes that nobody will see."""
+        for place, tensor in batch_tensors(batch, named).items():
+            if type(tensor).__module__.split(".")[0] not in LIBRARIES:
+                raise ValueError(
+                    f"batch {place} is a {type(tensor).__qualname__}, a subclass of torch.Tensor, and a program knows "
+                    "nothing of what its class makes of operators. Pass its values: tensor.as_subclass(torch.Tensor)."
+                )
+            names = [name for name in vars(tensor) if not name.startswith("_")]
+            if not self._mentioned.issuperset(names):
+                self._mentioned.update(names)
+                log.warning(
+                    "batch %s has attributes of its own (%s), which a program does not see: pass what forward or the "
+                    "loss reads of them with the batch",
+                    place,
+                    ", ".join(names),
+                )
+
     def _change(self, compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> Changed:
         """Why this program is not for this call."""
         guards = compiled.capture.guards
@@ -217,9 +239,9 @@ class Programs:
             return Changed(
                 f", after {what} changed", f"{compiled.label} relies on {reason}", what.endswith(".training")
             )
-        if (name := guards.closed.odd()) is not None:
-            reason = f"{compiled.label} relies on the shape, dtype, strides and sharing of {name}, which are others now"
-            return Changed(f", after {name} changed", reason)
+        if (odd := guards.closed.odd()) is not None:
+            what, reason = map(guards.words, odd)
+            return Changed(f", after {what} changed", f"{compiled.label} relies on {reason}")
         reason = misfit(compiled, batch, named, sizes) or "its sizes"
         return Changed(f", instead of {reason}", "Policy.dynamic: the model or the loss asks for certain sizes")
 

@@ -2,7 +2,8 @@
 
 Capturing relies on: the settings (``config``), the errors of what cannot be traced, the backend that hands a graph to
 AOTAutograd, the tracer itself with its record of mutated Python objects, the table of compiled code with its guards,
-and on ``variables.misc`` or ``variables.user_defined`` for the function that calls Python's random numbers.
+the source of a number that is read out of a tensor, the record of those that cannot stay unknown, and on
+``variables.misc`` or ``variables.user_defined`` for the function that calls Python's random numbers.
 """
 
 from torch._dynamo import config, maybe_mark_dynamic
@@ -10,13 +11,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list as cache_entries
 from torch._dynamo.exc import (
     BackendCompilerFailed,
+    TensorifyScalarRestartAnalysis,
     TorchDynamoException,
     Unsupported,
     UserError,
     UserErrorType,
 )
 from torch._dynamo.guards import _get_closure_vars as closure_vars
-from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.source import CallMethodItemSource
+from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._dynamo.variables import misc, user_defined
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._guards import TracingContext, tracing
@@ -24,7 +27,10 @@ from torch._guards import TracingContext, tracing
 __all__ = [
     "AttributeMutationExisting",
     "BackendCompilerFailed",
+    "CallMethodItemSource",
     "InstructionTranslator",
+    "TensorifyScalarRestartAnalysis",
+    "TensorifyState",
     "TorchDynamoException",
     "TracingContext",
     "Unsupported",
