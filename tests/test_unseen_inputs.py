@@ -115,6 +115,19 @@ def test_containers_that_are_only_read_are_not_named(caplog: pytest.LogCaptureFi
     assert not [record for record in caplog.records if "of the batch" in record.getMessage()]
 
 
+@pytest.mark.parametrize("kind", ["nested", "quantized"])
+def test_tensors_without_sizes_or_strides_are_refused_with_the_cure(kind: str) -> None:
+    ((x, y),) = batches(1, width=4)
+    sharded = compile_sharded(net(), None, loss=lambda model, x, y: F.mse_loss(model(x), y), policy=EAGER)
+    odd = (
+        torch.nested.nested_tensor([x[0], x[1]])
+        if kind == "nested"
+        else torch.quantize_per_tensor(x, 0.1, 0, torch.qint8)
+    )
+    with pytest.raises(ValueError, match=f"holds a {kind} tensor"):
+        sharded.value_and_grad(odd, y)
+
+
 class Own(torch.Tensor):
     """A class whose operators could mean anything."""
 

@@ -49,7 +49,11 @@ def traceable(tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
 
     Compiled code knows nothing of a negation or conjugation that is still to be done. Where a size moves, strides may
     be those of any order of the dims, or zero (expanded); others (``x[:, ::2]``) are numbers that belong to no size.
+    Raises ``ValueError`` for one that has no sizes and strides of its own.
     """
+    if tensor.is_nested or tensor.is_quantized:
+        kind, cure = ("nested", "to_padded_tensor(0.0)") if tensor.is_nested else ("quantized", "dequantize()")
+        raise ValueError(f"The batch holds a {kind} tensor, which cannot be traced. Pass tensor.{cure}.")
     if tensor.is_neg() or tensor.is_conj():
         tensor = tensor.resolve_neg().resolve_conj()
     if sizes and moving(tensor, sizes) and not _follow(tensor):
