@@ -115,6 +115,7 @@ def test_containers_that_are_only_read_are_not_named(caplog: pytest.LogCaptureFi
     assert not [record for record in caplog.records if "of the batch" in record.getMessage()]
 
 
+@pytest.mark.filterwarnings("ignore")  # both are on their way out of PyTorch
 @pytest.mark.parametrize("kind", ["nested", "quantized"])
 def test_tensors_without_sizes_or_strides_are_refused_with_the_cure(kind: str) -> None:
     ((x, y),) = batches(1, width=4)
