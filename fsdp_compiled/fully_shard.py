@@ -30,7 +30,7 @@ from fsdp_compiled.distributed.mesh import Mesh, device_mesh_of_all, place_in, t
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.module_class import FSDPModule, give_class, register_fsdp_forward_method
-from fsdp_compiled.runtime.module_state import ModuleState, state_of
+from fsdp_compiled.runtime.module_state import ModuleState, lay_out, state_of
 from fsdp_compiled.runtime.parameter_group import Holder, ParameterGroup
 from fsdp_compiled.runtime.tensor_parallel import check_policy, check_ties, tensor_parallel
 
@@ -102,6 +102,8 @@ def fully_shard(
     group = ParameterGroup(modules, holders, device_mesh, place, mp_policy, reshard)
     for one in modules:
         give_class(one, ModuleState(group, policy))
+    for one in modules:
+        lay_out(one)
     return module
 
 

@@ -120,7 +120,8 @@ class Policy:
         a unit is freed and gathered again. ``"auto"``: what the placement and ``prefetch`` come to.
     bucket_mb
         Size of a unit on the wire, in MiB. Neighbouring blocks are merged while they stay under it, and a block over it
-        is cut between parameters. 0: one unit a block. ``"auto"``: where a collective's latency stops to matter.
+        is cut between parameters. 0: one unit a block. ``"auto"``: where a collective's latency stops to matter. With
+        `fully_shard`, modules that were marked are merged, and none is cut.
     bandwidth_gbps
         What the network carries from and to each rank, in 1e9 bits a second, where that is far from what such devices
         usually have (Ethernet between GPU nodes): the ``"auto"`` choices follow it. Along a tp axis,

@@ -16,8 +16,8 @@ WORKER = Path(__file__).parent / "workers" / "own_loop.py"
 ROUNDED = {"several_forwards", "adversarial", "methods"}
 CASES = (
     "adamw", "sgd_groups", "fused", "accumulate", "evaluation", "checkpointed", "several_forwards", "frozen",
-    "adapters", "structured", "adversarial", "autocast", "mixed_precision", "scaler", "nested", "uneven", "meta",
-    "saved", "assigned", "written", "hooks", "methods", "held_by_methods",
+    "adapters", "structured", "adversarial", "autocast", "mixed_precision", "scaler", "fused_scaler",
+    "nested", "uneven", "meta", "saved", "assigned", "written", "hooks", "methods", "held_by_methods",
     "ignored", "unsharded", "hybrid", "around",
 )  # fmt: skip
 

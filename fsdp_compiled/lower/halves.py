@@ -14,7 +14,7 @@ reads and forward writes (a buffer) is kept as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 
@@ -33,7 +33,7 @@ LATE = ("gradient", "input gradient")
 class Halves:
     """``saved``: the inputs of forward, as ports, and after them what it computed, that backward reads, in order.
 
-    ``read``: the shards, by key, whose parameters backward reads, gathered or not.
+    ``read``: the parameters that backward reads, gathered or not, by name.
     """
 
     forward: Program
@@ -72,21 +72,35 @@ def cut(program: Program) -> Halves:
     given = [(order[port], replace(port, side="in")) for port in saved]
     given += [(node, port) for node, port in inputs.items() if port.kind == "tangent"]
     backward = _part(program, [node for node in nodes if node in behind], given, [(n, p) for p, n in late.items()])
-    return Halves(forward, backward, saved, _read(program, crossing, inputs))
+    return Halves(forward, backward, saved, _read(program, crossing, behind, inputs))
 
 
-def _read(program: Program, crossing: Iterable[fx.Node], inputs: dict[fx.Node, Port]) -> frozenset[str]:
-    """The shards that these values are parameters of."""
+def _read(
+    program: Program, crossing: Iterable[fx.Node], behind: set[fx.Node], inputs: dict[fx.Node, Port]
+) -> frozenset[str]:
+    """The parameters that these values are, or that are made of them behind."""
     chains = set().union(*gathered(program.graph).values())
-    stack, seen, found = list(crossing), set(), set()
+    found: set[str] = set()
+    for node in crossing:
+        shard = node in inputs and inputs[node].kind == "shard"
+        if shard or node in chains:
+            made = _parameters([node], lambda one: [source for source in one.all_input_nodes if source in chains])
+            found |= made or _parameters([node], lambda one: [user for user in one.users if user in behind])
+    return frozenset(found)
+
+
+def _parameters(nodes: list[fx.Node], following: Callable[[fx.Node], list[fx.Node]]) -> set[str]:
+    """The names of the parameters that one comes to from these nodes."""
+    stack, seen, found = list(nodes), set(nodes), set()
     while stack:
         node = stack.pop()
-        if node in inputs and inputs[node].kind == "shard":
-            found.add(inputs[node].name)
-        elif node in chains and node not in seen:
-            seen.add(node)
-            stack += node.all_input_nodes
-    return frozenset(found)
+        if (name := node.meta.get("parameter")) is not None:
+            found.add(name)
+            continue
+        more = [one for one in following(node) if one not in seen]
+        seen.update(more)
+        stack += more
+    return found
 
 
 def reached(captured: Program) -> dict[str, frozenset[str]]:

@@ -322,7 +322,8 @@ class _Cutter:
     def _mixed(self, graph: fx.Graph) -> set[str]:
         """The buffers that lay gradients of several blocks together: apart, so that the blocks' pieces stay equal."""
         found = set()
-        for node in graph.find_nodes(op="call_function", target=aten.cat.default):
+        cats = (aten.cat.default, aten._chunk_cat.default)
+        for node in (one for cat in cats for one in graph.find_nodes(op="call_function", target=cat)):
             if role_of(node) == "flatten":
                 gradients = [near for source in node.all_input_nodes for near in _before_flatten(source)]
                 if len({self._block(gradient) for gradient in gradients} - {None}) > 1:

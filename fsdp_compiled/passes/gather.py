@@ -15,6 +15,7 @@ copy, the shard is the buffer and there is nothing to gather.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from dataclasses import replace
 from itertools import groupby
 from operator import getitem
 
@@ -63,11 +64,12 @@ def _gather_unit(
         start = first(users, order)
         with edit.at(start, start.meta["phase"]):
             for buffer, full in _full(edit, plan, shards):
-                scattered = buffer.by_rows and plan.shard > 1
-                views = _copies(edit, buffer, full, plan.shard) if scattered else _views(edit, buffer, full, used)
+                if buffer.by_rows and plan.shard > 1:
+                    views = _copies(edit, buffer, full, used, order, plan.shard)
+                else:
+                    views = _views(edit, buffer, full, used)
                 for slot, view in views:
-                    if slot not in used:
-                        continue
+                    view.meta["parameter"] = slot.name
                     used[slot].replace_all_uses_with(view)
     for slot in used:
         edit.remove_input(ports[slot])
@@ -127,20 +129,46 @@ def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: Container[Slot]) -
     return found
 
 
-def _copies(edit: Edit, buffer: Buffer, full: fx.Node, world: int) -> list[tuple[Slot, fx.Node]]:
-    """Each parameter of a buffer that is laid out by rows, put together from its part of every rank's shard."""
+def _copies(
+    edit: Edit, buffer: Buffer, full: fx.Node, used: Mapping[Slot, fx.Node], order: dict[fx.Node, int], world: int
+) -> list[tuple[Slot, fx.Node]]:
+    """Each used parameter of a buffer that is laid out by rows, put together from its part of every rank's shard.
+
+    Where a unit holds several blocks, each is copied out by itself, where it is used first: never more than that of a
+    unit is in memory twice.
+    """
     mark = Mark("view", buffer.unit, buffer.key)
-    sizes = widths(buffer, world)
     parts = edit.call(aten.view.default, full, [world, buffer.numel // world], mark=mark)
-    split = edit.call(aten.split_with_sizes_copy.default, parts, sizes, 1, mark=mark)
+    sized = zip(buffer.slots, widths(buffer, world), strict=True)
+    rows = [list(row) for _, row in groupby(sized, key=lambda one: one[0].leaf.block)]
     found = []
-    for index, slot in enumerate(buffer.slots):
-        view = edit.call(getitem, split, index, mark=mark)
-        view = edit.call(aten.view.default, view, [world * sizes[index]], mark=mark)
-        if world * sizes[index] != slot.leaf.numel:
-            view = edit.call(aten.slice.Tensor, view, 0, 0, slot.leaf.numel, mark=mark)
-        found.append((slot, edit.call(aten.view.default, view, list(slot.leaf.shape), mark=mark)))
+    for row in rows:
+        users = [user for slot, _ in row if slot in used for user in used[slot].users]
+        if not users:
+            continue
+        start = first(users, order)
+        with edit.at(start, start.meta["phase"]):
+            block = parts
+            if len(rows) > 1:
+                begin, end = row[0][0].offset, row[-1][0].offset + row[-1][1]
+                block = edit.call(aten.slice.Tensor, parts, 1, begin, end, mark=replace(mark, role="block"))
+            sizes = [size for _, size in row]
+            split = edit.call(aten.split_with_sizes_copy.default, block, sizes, 1, mark=mark)
+            found += [
+                (slot, _whole(edit, slot, edit.call(getitem, split, index, mark=mark), mark))
+                for index, (slot, _) in enumerate(row)
+                if slot in used
+            ]
     return found
+
+
+def _whole(edit: Edit, slot: Slot, rows: fx.Node, mark: Mark) -> fx.Node:
+    """The parameter, of its rows of every rank's shard: ``[world, n]``, zeros after the last."""
+    size = rows.meta["val"].numel()
+    if size != slot.leaf.numel:
+        rows = edit.call(aten.view.default, rows, [size], mark=mark)
+        rows = edit.call(aten.slice.Tensor, rows, 0, 0, slot.leaf.numel, mark=mark)
+    return edit.call(aten.view.default, rows, list(slot.leaf.shape), mark=mark)
 
 
 def _views_of_block(

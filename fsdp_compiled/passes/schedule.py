@@ -18,16 +18,21 @@ The first gathers of all, ``prefetch + 1`` of them, start with the program: noth
 starts when the last of its gradients exists, as `reduce` has it; its wait moves down until ``prefetch`` reductions are
 on the wire with it, never further, because the flat gradient lives until then. Only these few nodes move: the order of
 compute, and with it the memory of activations, is the model's own.
+
+Parameters that are copied out of what was gathered (buffers by rows) are done with it after the copy: the gather that
+would start before that use starts behind it, so that two units are not gathered at once. Of a unit of several blocks
+that is the copy of the last; there, too, reductions that have run since before the unit are waited for.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from fsdp_compiled.analysis.roofline import seconds
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.liveness import LiveRange, live_ranges, most_gathered
-from fsdp_compiled.ir.nodes import positions, role_of
+from fsdp_compiled.ir.nodes import Phase, positions, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import MOST_AHEAD
@@ -95,7 +100,7 @@ def _starts(graph: fx.Graph, found: list[LiveRange], ahead: int, most: int | Non
         phase = issue[0].meta["phase"]
         earliest = next(index for index, node in enumerate(nodes) if node.meta.get("phase") == phase)
         if place is not None:
-            at = max(entries[place - ahead][0] if place >= ahead else earliest, earliest, previous)
+            at = max(_behind_copies(entries[place - ahead], order) if place >= ahead else earliest, earliest, previous)
             at = _room(at, live_range.unit, placed, most)
             while at < now and nodes[at] in leaving:
                 at += 1
@@ -107,6 +112,18 @@ def _starts(graph: fx.Graph, found: list[LiveRange], ahead: int, most: int | Non
                 previous = live_range.start + 1
         placed.append(live_range)
     return moved
+
+
+def _copies(live_range: LiveRange, phase: Phase) -> list[fx.Node]:
+    """What copies parameters out of the gathered buffer in this phase."""
+    copy = torch.ops.aten.split_with_sizes_copy.default
+    return [node for node in live_range.aliases if node.target is copy and node.meta["phase"] == phase]
+
+
+def _behind_copies(entry: Entry, order: dict[fx.Node, int]) -> int:
+    """Where this use begins; where it is of copies, the place behind the last of them."""
+    place, opening, live_range = entry
+    return max([place, *(order[node] + 1 for node in _copies(live_range, opening.meta["phase"]))])
 
 
 def _room(at: int, unit: str, placed: list[LiveRange], most: int | None) -> int:
@@ -142,10 +159,33 @@ def _wait_late(edit: Edit, in_flight: int) -> None:
     for axis in ("shard", "replicate"):
         order = positions(edit.graph)
         starts = [node for node in edit.graph.nodes if role_of(node) == "reduce" and node.args[-1] == axis]
+        rows = _rows_of_blocks(edit.graph, order)
         for start, target in zip(starts, [*starts[in_flight:], *[end] * in_flight]):
             tail = _tail(start, order)
-            if tail and order[tail[-1]] < order[target]:
-                edit.move(tail, before=target)
+            last = next((last for first, last in rows if order[start] < order[first]), target)
+            sooner = min(_before_rows(target), last, key=order.__getitem__)
+            if tail and (order[tail[-1]] < order[target] or sooner is not target):
+                edit.move(tail, before=sooner)
+
+
+def _rows_of_blocks(graph: fx.Graph, order: dict[fx.Node, int]) -> list[tuple[fx.Node, fx.Node]]:
+    """In backward, the copies of the first and of the last block of units of several, in order."""
+    found = []
+    for live_range in live_ranges(graph):
+        copies = sorted(_copies(live_range, "backward"), key=order.__getitem__)
+        if len(copies) > 1 and any(role_of(node) == "block" for node in live_range.aliases):
+            found.append((copies[0], copies[-1]))
+    return sorted(found, key=lambda pair: order[pair[0]])
+
+
+def _before_rows(start: fx.Node) -> fx.Node:
+    """What lays the gradients of this reduction out by rows, in memory of its own; or the node itself."""
+    node = start
+    while role_of(node) in ("reduce", "scale", "flatten") and node.all_input_nodes:
+        if node.target is torch.ops.aten._chunk_cat.default:
+            return node
+        node = node.all_input_nodes[0]
+    return start
 
 
 def _tail(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:

@@ -27,11 +27,18 @@ MOST_UNITS = 2  # merging by itself never makes a unit larger than this part of 
 
 
 def target(
-    wanted: float | str, blocks: Sequence[str], sizes: Sequence[int], machine: Machine, world: int, gathered: bool
+    wanted: float | str,
+    blocks: Sequence[str],
+    sizes: Sequence[int],
+    machine: Machine,
+    world: int,
+    gathered: bool,
+    most: int = MOST_UNITS,
 ) -> tuple[float, float, str]:
     """``(merge, split, reason)``: neighbours are merged up to ``merge`` bytes, units over ``split`` bytes are cut.
 
-    ``blocks`` and ``sizes``: of each parameter, its block and its bytes on the wire.
+    ``blocks`` and ``sizes``: of each parameter, its block and its bytes on the wire. ``most``: merging by itself never
+    makes a unit larger than this part of the model.
     """
     total = sum(sizes)
     if world == 1:
@@ -41,16 +48,16 @@ def target(
         return given, given or float("inf"), f"bucket_mb={wanted:g}, as given"
     efficient = EFFICIENT * machine.latency * machine.network
     why = f"{efficient / MIB:.2g} MiB take {EFFICIENT:g} times a collective's latency of {machine.latency * 1e6:g} us"
-    part = total / MOST_UNITS
+    part = total / most
     if gathered:
         merge = min(efficient, part)
-        bound = "" if merge == efficient else f", but no more than 1/{MOST_UNITS} of the model"
+        bound = "" if merge == efficient else f", but no more than 1/{most} of the model"
         return merge, max(4 * efficient, part), f"bucket_mb={merge / MIB:.2g} (auto): {why}{bound}"
     merge = min(max(efficient, part), max(efficient, DDP_MIB * MIB))
     return (
         merge,
         merge,
-        f"bucket_mb={merge / MIB:.2g} (auto): at least {why}, 1/{MOST_UNITS} of the model at most 25 MiB",
+        f"bucket_mb={merge / MIB:.2g} (auto): at least {why}, 1/{most} of the model at most 25 MiB",
     )
 
 
@@ -71,7 +78,7 @@ def regroup(blocks: Sequence[str], sizes: Sequence[int], merge: float, split: fl
     def close() -> None:
         for packed in _pack([members[name] for name in row], sizes, merge):
             among = list(dict.fromkeys(blocks[index] for index in packed))
-            units[_name_of(among)] = packed
+            units[name_of(among)] = packed
         row.clear()
 
     for name in names:
@@ -98,7 +105,7 @@ def _with_slight_root(units: dict[str, list[int]], sizes: Sequence[int], merge: 
     root, other = (sum(sizes[index] for index in units[name]) for name in (ROOT, first))
     if root * EFFICIENT > merge or other > merge:
         return units
-    joined = {_name_of([ROOT, first]): sorted([*units[ROOT], *units[first]])}
+    joined = {name_of([ROOT, first]): sorted([*units[ROOT], *units[first]])}
     return joined | {name: indices for name, indices in units.items() if name not in (ROOT, first)}
 
 
@@ -128,7 +135,7 @@ def _cut(name: str, indices: Sequence[int], sizes: Sequence[int], capacity: floa
     return {f"{name}/{place}" if len(runs) > 1 else name: run for place, run in enumerate(runs)}
 
 
-def _name_of(names: Sequence[str]) -> str:
+def name_of(names: Sequence[str]) -> str:
     """``layers.0``, ``layers.1``, ``layers.2`` -> ``layers.0-2``."""
     if len(names) == 1:
         return names[0]

@@ -12,6 +12,7 @@ buffers out in the same way.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fsdp_compiled.plan.plan import Buffer, Leaf, Slot
 
@@ -49,3 +50,14 @@ def lay_out_by_rows(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> 
     first = leaves[0]
     numel = world * max(offset, 1)  # nothing is a collective of nothing
     return Buffer(key, unit, first.dtype, first.trainable, None, tuple(slots), numel, by_rows=True, split=first.split)
+
+
+def side_by_side(unit: str, key: str, buffers: Sequence[Buffer], world: int) -> Buffer:
+    """Buffers by rows of one kind as one: on each rank, the shard of the second follows that of the first."""
+    slots: list[Slot] = []
+    start = 0
+    for buffer in buffers:
+        slots += (replace(slot, offset=start + slot.offset) for slot in buffer.slots)
+        start += buffer.numel // world
+    trainable = any(buffer.trainable for buffer in buffers)
+    return replace(buffers[0], key=key, unit=unit, slots=tuple(slots), numel=world * start, trainable=trainable)

@@ -27,11 +27,12 @@ def reduced(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch
     return flat
 
 
-def parts(flat: torch.Tensor, entries: Iterable[Entry]) -> dict[Entry, DTensor]:
-    """These parameters' gradients, each a DTensor like the parameter over a slice of the flat gradient."""
+def parts(flat: torch.Tensor, entries: Iterable[Entry], start: int) -> dict[Entry, DTensor]:
+    """These parameters' gradients, each a DTensor like the parameter over a slice of the flat gradient, in which those
+    of their flat shard begin at ``start``."""
     return {
         entry: DTensor(
-            flat[entry.first : entry.last].view(entry.local.shape),  # type: ignore[union-attr]
+            flat[start + entry.first : start + entry.last].view(entry.local.shape),  # type: ignore[union-attr]
             entry.spec,
             requires_grad=False,
         )

@@ -33,7 +33,7 @@ from fsdp_compiled.runtime.compile import PLAIN
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.module_plan import Made, make
 from fsdp_compiled.runtime.module_run import Run, run_program
-from fsdp_compiled.runtime.module_state import ModuleState, states_in, traced
+from fsdp_compiled.runtime.module_state import ModuleState, lay_out, states_in, traced
 from fsdp_compiled.runtime.parameter_group import ParameterGroup
 from fsdp_compiled.runtime.program_cache import Programs
 from fsdp_compiled.runtime.request import Request
@@ -171,9 +171,12 @@ class ModuleCall:
             self._policy = _policy(states)
             _check_same(groups, type(self.module).__name__)
             _adopt_optimizers(groups)
+        before = [group.version for group in groups]
         for group in groups:
             group.reshard()
             group.follow()
+        if [group.version for group in groups] != before:
+            lay_out(self.module)
         self._states, self._groups = states, groups
         self._look()
         check_module_hooks(self.module, inside=True)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.runtime.module_call import ModuleCall
-from fsdp_compiled.runtime.module_state import ModuleState, state_of, states_in, tracing
+from fsdp_compiled.runtime.module_state import ModuleState, lay_out, state_of, states_in, tracing
 from fsdp_compiled.runtime.parameter_group import ParameterGroup
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -162,6 +162,7 @@ class FSDPModule(TorchFSDPModule):
         group.reshard()
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         group.follow()
+        lay_out(self)
         return result
 
 

@@ -20,13 +20,17 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.plan.buckets import name_of
 from fsdp_compiled.plan.hardware import machine_of
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot, Unit
+from fsdp_compiled.plan.rows import side_by_side
 from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime import merged_units
 from fsdp_compiled.runtime.compile import Compiled
 from fsdp_compiled.runtime.loop_random import LoopRandom
+from fsdp_compiled.runtime.merged_units import Row
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
-from fsdp_compiled.runtime.module_state import traced
+from fsdp_compiled.runtime.module_state import state_of, traced
 from fsdp_compiled.runtime.parameter_group import Entry, FlatShard, ParameterGroup
 from fsdp_compiled.runtime.program_cache import Programs
 from fsdp_compiled.runtime.taken_model import holding, ordinary
@@ -64,14 +68,14 @@ class Lent:
 
 @dataclass(eq=False)
 class Made:
-    """``flats``: by the buffer's key; ``entries``: by the parameter's name; ``gathers``: stands for the collectives
-    that gather all of it; ``trained``: what is trained of which model, equal on ranks where that is."""
+    """``rows``: of flat shards, by the buffer's key; ``entries``: by the parameter's name; ``gathers``: stands for the
+    collectives that gather all of it; ``trained``: what is trained of which model, equal on ranks where that is."""
 
     plan: Plan
     mesh: Mesh
     programs: Programs
     lent: Lent
-    flats: Mapping[str, FlatShard]
+    rows: Mapping[str, Row]
     entries: Mapping[str, Entry]
     gathers: str
     trained: str
@@ -86,11 +90,17 @@ class Made:
     @property
     def current(self) -> bool:
         """Whether the parameters are in these flat shards still."""
-        return all(flat.current for flat in self.flats.values())
+        return all(row.current for row in self.rows.values())
 
     @cached_property
-    def buffers(self) -> dict[str, Buffer]:
-        return {buffer.key: buffer for buffer in self.plan.buffers}
+    def flats(self) -> dict[str, FlatShard]:
+        """By the parameter's name."""
+        flats = {entry: flat for row in self.rows.values() for flat in row.flats for entry in flat.entries}
+        return {name: flats[entry] for name, entry in self.entries.items()}
+
+    @cached_property
+    def names(self) -> dict[Entry, str]:
+        return {entry: name for name, entry in self.entries.items()}
 
 
 def make(
@@ -106,8 +116,10 @@ def make(
     Raises ``ValueError`` for parameters on the meta device.
     """
     mesh, first = groups[0].mesh, groups[0]
-    flats: dict[str, FlatShard] = {}
-    units = _units(module, groups, flats)
+    rows: dict[str, Row] = {}
+    units = _units(module, groups, rows)
+    state = state_of(module)
+    notes = (state.merging,) if state is not None and state.merging else ()
     precision = MixedPrecisionPolicy(first.precision.param_dtype, first.precision.reduce_dtype,
                                      cast_forward_inputs=False)  # fmt: skip
     # As far ahead as FSDP2: what is best depends on the batch, whose lengths ranks may differ in, and the order of
@@ -115,15 +127,15 @@ def make(
     ahead = 1 if policy.prefetch == "auto" and policy.limit != 1 else policy.prefetch
     policy = replace(policy, precision=precision, prefetch=ahead)
     machine = machine_of(mesh.device, mesh.world, policy.bandwidth_gbps, mesh.tp)
-    plan = Plan(tuple(units), policy, mesh.device, mesh.shard, mesh.replicate, machine, tp=mesh.tp)
+    plan = Plan(tuple(units), policy, mesh.device, mesh.shard, mesh.replicate, machine, notes, tp=mesh.tp)
     buffers = ModuleBuffers(module, mesh.device)
     random = LoopRandom(mesh.device, mesh.rank) if mesh.tp > 1 else None
-    lent = Lent({key: flat.tensor for key, flat in flats.items()}, buffers.tensors(), dict(plain),
+    lent = Lent({key: row.tensor for key, row in rows.items()}, buffers.tensors(), dict(plain),
                 drawn=random.drawn if random is not None else None)  # fmt: skip
     entries = {
         slot.name: entry
         for buffer in plan.buffers
-        for slot, entry in zip(buffer.slots, flats[buffer.key].entries, strict=True)
+        for slot, entry in zip(buffer.slots, rows[buffer.key].entries, strict=True)
     }
     said, note = _trained(plan, plain)
     programs = Programs(
@@ -131,7 +143,7 @@ def make(
         plain=lent.plain, note=note,
     )  # fmt: skip
     gathers = _digest([(buffer.key, buffer.numel) for buffer in plan.buffers])
-    return Made(plan, mesh, programs, lent, flats, entries, gathers, f"{type(module).__name__}, {said}", random)
+    return Made(plan, mesh, programs, lent, rows, entries, gathers, f"{type(module).__name__}, {said}", random)
 
 
 def _trained(plan: Plan, plain: Mapping[str, torch.Tensor]) -> tuple[str, str]:
@@ -153,29 +165,37 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
-def _units(module: nn.Module, groups: Sequence[ParameterGroup], flats: dict[str, FlatShard]) -> Iterator[Unit]:
-    """The units, in the order of the groups; ``flats`` is filled, by the buffer's key."""
+def _units(module: nn.Module, groups: Sequence[ParameterGroup], rows: dict[str, Row]) -> Iterator[Unit]:
+    """The units, in the order of the groups; ``rows`` is filled, by the buffer's key."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     paths = {id(one): path for path, one in module.named_modules()}
-    for number, group in enumerate(groups):
-        path = next((paths[id(one)] for one in group.modules if id(one) in paths), f"unit {number}") or "root"
+    places = {
+        group: next((paths[id(one)] for one in group.modules if id(one) in paths), f"unit {number}") or "root"
+        for number, group in enumerate(groups)
+    }
+    for run, together in merged_units.rows(groups):
+        unit = name_of([places[group] for group in run])
         buffers = []
-        for index, flat in enumerate(group.flats):
-            if flat.tensor.is_meta:
-                raise ValueError(
-                    f"The parameters of {path} are on the meta device. Give them memory and values before the "
-                    "first call: model.to_empty(device=...), then reset_parameters() or load_state_dict()."
-                )
-            key = path if len(group.flats) == 1 else f"{path}#{index}"
-            slots = []
-            for place, (entry, slot) in enumerate(zip(flat.entries, flat.buffer.slots, strict=True)):
-                own = tuple(names.get(id(entry.parameter), [f"({key}, {place}, outside)"]))
-                leaf = replace(slot.leaf, names=own, block=path, trainable=entry.parameter.requires_grad)
-                slots.append(Slot(leaf, slot.offset))
-            trainable = any(slot.leaf.trainable for slot in slots)
-            buffers.append(replace(flat.buffer, key=key, unit=path, slots=tuple(slots), trainable=trainable))
-            flats[key] = flat
-        if buffers:
-            yield Unit(path, tuple(buffers), group.reshard_after_forward is not False)
+        for index, row in enumerate(together):
+            key = unit if len(together) == 1 else f"{unit}#{index}"
+            own = [_buffer(flat, places[group], names) for group, flat in zip(run, row.flats, strict=True)]
+            buffers.append(side_by_side(unit, key, own, run[0].mesh.shard))
+            rows[key] = row
+        yield Unit(unit, tuple(buffers), run[0].reshard_after_forward is not False)
+
+
+def _buffer(flat: FlatShard, path: str, names: Mapping[int, list[str]]) -> Buffer:
+    """The flat shard's, with the names that its parameters have in this model."""
+    if flat.tensor.is_meta:
+        raise ValueError(
+            f"The parameters of {path} are on the meta device. Give them memory and values before the "
+            "first call: model.to_empty(device=...), then reset_parameters() or load_state_dict()."
+        )
+    slots = []
+    for place, (entry, slot) in enumerate(zip(flat.entries, flat.buffer.slots, strict=True)):
+        own = tuple(names.get(id(entry.parameter), [f"({path}, {place}, outside)"]))
+        leaf = replace(slot.leaf, names=own, block=path, trainable=entry.parameter.requires_grad)
+        slots.append(Slot(leaf, slot.offset))
+    return replace(flat.buffer, slots=tuple(slots), trainable=any(slot.leaf.trainable for slot in slots))

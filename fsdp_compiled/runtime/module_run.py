@@ -27,7 +27,7 @@ from fsdp_compiled.runtime.failed_calls import SAME_BATCHES
 from fsdp_compiled.runtime.gradients import leave, parts, reduced
 from fsdp_compiled.runtime.module_plan import Made
 from fsdp_compiled.runtime.module_state import ModuleState
-from fsdp_compiled.runtime.parameter_group import Entry
+from fsdp_compiled.runtime.parameter_group import Entry, FlatShard
 from fsdp_compiled.torch_private.core import C
 
 
@@ -83,7 +83,8 @@ class Run:
             self.others.append((name, found))
         self.given: Sequence[torch.Tensor] = given
         self.count = len(given)
-        self.written = [(key, made.flats[key], made.flats[key].written) for key in self.training.read]
+        read = dict.fromkeys(made.flats[name] for name in self.training.read)
+        self.written = [(flat, flat.written) for flat in read]
 
     def apply(self) -> Sequence[torch.Tensor]:
         """The results of forward, for autograd to differentiate."""
@@ -106,7 +107,7 @@ class Run:
         label = f"backward of {compiled.label}" + ("" if synchronises else " without synchronisation")
         training = compiled.training
         waiting = everything and any(
-            made.flats[buffer.key].held is not None for buffer in made.plan.buffers if buffer.unit in training.units
+            made.rows[buffer.key].held for buffer in made.plan.buffers if buffer.unit in training.units
         )
         if synchronises and not waiting:
             backward = training.backward
@@ -114,7 +115,8 @@ class Run:
             outputs = run_program(partial(backward.runner, kept), self.calls)
             found: dict[Entry, DTensor] = {}
             for key, place in backward.gradients.items():
-                found |= parts(outputs[place], self._wanted(key, reached))
+                for flat, start in made.rows[key].starts:
+                    found |= parts(outputs[place], self._wanted(flat, reached), start)
             return found, {name: outputs[place] for name, place in backward.others.items()}
         with self.calls.refusing():
             whole = made.programs.whole(compiled)
@@ -122,25 +124,28 @@ class Run:
             buffer
             for buffer in made.plan.buffers
             if synchronises and buffer.unit in training.units
-            if buffer.key in whole.gradients or made.flats[buffer.key].held is not None
+            if buffer.key in whole.gradients or made.rows[buffer.key].held
         ]
         sent = [buffer.key for buffer in buffers]
         self.calls.post(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8])
         outputs = run_program(partial(whole.runner, kept), self.calls)
         for key, place in whole.gradients.items():
-            made.flats[key].hold(outputs[place], self._wanted(key, reached))
+            gradient = outputs[place].view(made.plan.shard, -1)
+            for flat, start in made.rows[key].starts:
+                own = gradient[:, start : start + flat.tensor.numel()]
+                flat.hold(own, self._wanted(flat, reached))
         found = {}
         for buffer in buffers:
-            flat, entries = made.flats[buffer.key].release()
-            shard = reduced(flat, buffer, made.plan, made.mesh)
-            found |= parts(shard, [entry for entry in entries if entry.parameter.requires_grad])
+            held, entries = made.rows[buffer.key].release(made.plan.shard)
+            shard = reduced(held, buffer, made.plan, made.mesh)
+            for start, members in entries:
+                found |= parts(shard, [entry for entry in members if entry.parameter.requires_grad], start)
         return found, {name: outputs[place] for name, place in whole.others.items()}
 
-    def _wanted(self, key: str, reached: Collection[str]) -> list[Entry]:
+    def _wanted(self, flat: FlatShard, reached: Collection[str]) -> list[Entry]:
         """The parameters of a flat shard that have gradients, and are trained still."""
-        names = (slot.name for slot in self.made.buffers[key].slots)
-        entries = zip(names, self.made.flats[key].entries, strict=True)
-        return [entry for name, entry in entries if name in reached and entry.parameter.requires_grad]
+        names = self.made.names
+        return [entry for entry in flat.entries if names[entry] in reached and entry.parameter.requires_grad]
 
     def _synchronises(self) -> bool:
         """Whether this backward reduces. Raises ``ValueError`` where parts of the model say different things."""
@@ -154,11 +159,13 @@ class Run:
 
     def _check_versions(self) -> None:
         """Raises ``RuntimeError`` where weights were written since forward, as autograd does."""
-        for key, flat, written in self.written:
+        for flat, written in self.written:
             if flat.written != written or not flat.current:
+                name = self.made.names[flat.entries[0]]
                 raise RuntimeError(
-                    f"A parameter of {key} was modified by an inplace operation between this forward and its "
-                    "backward, which needs the old value. Call backward before optimizer.step(), or run forward again."
+                    f"{name}, or a parameter beside it, was modified by an inplace operation between this forward and "
+                    "its backward, which needs the old value. Call backward before optimizer.step(), or run forward "
+                    "again."
                 )
 
 

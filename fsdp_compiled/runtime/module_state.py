@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.merged_units import merge
 from fsdp_compiled.runtime.parameter_group import ParameterGroup
 
 STATE = "_fsdp_compiled"  # the attribute
@@ -28,6 +29,7 @@ class ModuleState:
     group: ParameterGroup
     policy: Policy | None
     synchronise: bool = True  # whether backward reduces gradients
+    merging: str = ""  # how small modules inside were merged, for people
     calls: dict[str, Any] = field(default_factory=dict)
 
 
@@ -53,3 +55,10 @@ def traced() -> Iterator[None]:
         yield
     finally:
         _tracing[0] -= 1
+
+
+def lay_out(module: nn.Module) -> None:
+    """Lays small neighbours among what was marked inside side by side, so that they are gathered together."""
+    states = states_in(module)
+    policy = next((state.policy for state in states if state.policy is not None), Policy())
+    states[0].merging = merge(module, list(dict.fromkeys(state.group for state in states)), policy)

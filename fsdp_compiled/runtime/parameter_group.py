@@ -12,7 +12,7 @@ what writes to a parameter writes to what is gathered. Whoever puts other tensor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fsdp_compiled.distributed.mesh import Mesh, beside, gather_shards
 from fsdp_compiled.plan.plan import Buffer, Leaf, TensorParallel, contiguous_stride
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, widths
+from fsdp_compiled.runtime.local_updates import run_on_local_tensors
 from fsdp_compiled.runtime.tensor_parallel import local_part, tensor_parallel
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, TensorMeta
 
@@ -115,6 +116,7 @@ class ParameterGroup:
         self.unsharded: list[tuple[nn.Parameter, int]] = []  # with their versions, between `unshard` and `reshard`
         if not _counting:
             _counting.append(register_optimizer_step_post_hook(_count_updates))
+            run_on_local_tensors(lambda parameter: OURS in parameter.__dict__)
         entries = []
         for places in holders:
             module, name = places[0]
@@ -229,6 +231,23 @@ class ParameterGroup:
                     entry.local.copy_(old)
                 entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
             self.flats.append(FlatShard(tensor, buffer, members))
+
+    @torch.no_grad()
+    def move(self, places: Mapping[FlatShard, torch.Tensor]) -> None:
+        """The flat shards into this memory, values and all."""
+        moved = []
+        for flat in self.flats:
+            tensor = places[flat]
+            if not tensor.is_meta:
+                tensor.copy_(flat.tensor)
+            flat.current = False
+            moved.append(FlatShard(tensor, flat.buffer, flat.entries))
+            for entry in flat.entries:
+                assert entry.local is not None
+                entry.local = tensor[entry.first : entry.last].view(entry.local.shape)
+                entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
+        self.flats = moved
+        self.version += 1
 
     # What a person may ask for between calls.
 

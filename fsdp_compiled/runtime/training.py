@@ -79,7 +79,7 @@ class Training:
     """``sources``: of each thing saved, its place among inputs and outputs together; ``shards``: of these, the ones
     that are shards; ``tangents``: the derivatives that backward reads; ``constant``: the places of the other results;
     ``others``: inputs that have gradients beside the sharded parameters, by name, and their places; ``units``: those
-    of whose parameters this gives gradients; ``read``: the shards, by key, whose parameters backward reads.
+    of whose parameters this gives gradients; ``read``: the parameters that backward reads, by name.
     """
 
     backward: Backward

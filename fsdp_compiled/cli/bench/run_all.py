@@ -25,6 +25,8 @@ COMMANDS = {
     "llama": "--preset llama",
     "thin-first-step": "--preset thin --measure first-step --rivals ddp-compile fsdp2-compile ours",
     "thin-4-first-step": "--preset thin --layers 4 --measure first-step --rivals ours",
+    "loop-thin": "--preset thin --rivals fsdp2 ours-loop-eager ours-loop",
+    "loop-small": "--preset small --rivals fsdp2 ours-loop-eager ours-loop",
     "checkpoint": "--preset large --width 1024 --heads 16 --measure checkpoint --rounds 8",
     "far-nodes": f"--network-gbps 0.1 {NODES}",
     "near-nodes": f"--network-gbps 10 {NODES}",

@@ -22,12 +22,15 @@ from fsdp_compiled.cli.bench.rivals import RIVALS
 from fsdp_compiled.cli.bench.summary import Row, ratio, rows
 
 ROOT = RESULTS.parents[1]
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "bench" / "README.md")
+DOCUMENTS = (
+    ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "own_loop.md", ROOT / "bench" / "README.md"
+)  # fmt: skip
 PRESETS = ("thin", "small", "large", "llama")
 FIRST_STEPS = ("thin-first-step", "thin-4-first-step")
 CHECKPOINT = "checkpoint"
 NODES = ("far-nodes", "near-nodes")
 MUON = ("muon-256", "muon-768")
+LOOPS = ("loop-thin", "loop-small")
 BLOCK = re.compile(r"(<!-- bench: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOTHING = "Not measured yet."
 # What counts is the line by PyTorch's BLAS, which all rivals use too; what oneDNN adds to it stands below.
@@ -230,7 +233,8 @@ def fill(text: str, results: Results) -> str:
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The committed results of `fsdp-compiled bench`, by name."""
-    files = {name: folder / f"{name}.json" for name in (*PRESETS, *FIRST_STEPS, CHECKPOINT, *NODES, *MUON)}
+    names = (*PRESETS, *FIRST_STEPS, CHECKPOINT, *NODES, *MUON, *LOOPS)
+    files = {name: folder / f"{name}.json" for name in names}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 

@@ -1,0 +1,139 @@
+"""A fused optimizer updates sharded parameters by one call of its kernel, on the local tensors.
+
+    torch._fused_adamw_([146 DTensors], gradients, states)    DTensor unwraps, compares and wraps 730 arguments, each
+    torch._fused_adamw_([146 local tensors], ...)             by itself, and comes to this
+
+A fused update is element-wise: an element needs nothing but the elements in its place of the other lists. So lists of
+DTensors that are cut alike, place by place, need nothing but their local parts: the same kernel runs on the same
+tensors as DTensor's own dispatch would give it, bit for bit. The optimizer's code runs as it is: its state, groups,
+hooks, schedules and checkpoints are none of this file's business.
+
+From the beginning to the end of a step of an optimizer that holds parameters of `fully_shard`, DTensors have a handler
+of ours for these operators. What does not fit (other placements in one place, partial sums, tensors that are no
+DTensors) goes DTensor's way still. Lists stay lists: over one flat tensor, a kernel's vector loops would end in other
+places, and with them the last bits of an update. Foreach operators DTensor does as fast by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp_compiled.torch_private.dtensor import handlers
+
+FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+MOST_KNOWN = 16  # rows of lists that are known to be cut alike, by optimizer
+
+log = logging.getLogger("fsdp_compiled")
+specs_of, local_of = attrgetter("_spec"), attrgetter("_local_tensor")
+_hooks: list[Any] = []  # of all optimizers, once they are there
+_updates: weakref.WeakKeyDictionary[Optimizer, LocalUpdates] = weakref.WeakKeyDictionary()
+
+
+def run_on_local_tensors(ours: Callable[[Any], bool]) -> None:
+    """From now on, the steps of optimizers that hold parameters of which ``ours`` is true; once in a process."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(lambda optimizer, *_: _begin(optimizer, ours)))
+        _hooks.append(register_optimizer_step_post_hook(lambda *_: _end()))
+
+
+def _begin(optimizer: Optimizer, ours: Callable[[Any], bool]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    if any(ours(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        if (updates := _updates.get(optimizer)) is None:
+            updates = _updates[optimizer] = LocalUpdates(type(optimizer).__name__)
+        handlers().update(dict.fromkeys(_operators(), updates))
+
+
+def _end() -> None:
+    """After a step; one that raised leaves handlers until the next, which are right for every optimizer."""
+    if torch.compiler.is_compiling():
+        return
+    known = handlers()
+    for operator in _operators():
+        if isinstance(known.get(operator), LocalUpdates):
+            del known[operator]
+
+
+@cache
+def _operators() -> tuple[Any, ...]:
+    packets = [getattr(torch.ops.aten, name) for name in FUSED]
+    return tuple(getattr(packet, name) for packet in packets for name in packet.overloads() if not name.endswith("out"))
+
+
+class LocalUpdates:
+    """The handler, and which calls of one optimizer it knows."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._known: list[list[list[Any]]] = []  # specs of lists that are cut alike
+
+    def __call__(self, operator: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """What the operator gives for these arguments, some of which hold DTensors."""
+        given = [*args, *named.values()]
+        lists = [one for one in given if isinstance(one, list | tuple) and one and isinstance(one[0], Tensor)]
+        single = [one for one in given if isinstance(one, Tensor)]
+        if any(isinstance(one, DTensor) or one.numel() != 1 for one in single) or not self._alike(lists):
+            return _usual(operator, args, named)
+        return operator(*map(_local, args), **{name: _local(one) for name, one in named.items()})
+
+    def _alike(self, lists: Sequence[Sequence[Tensor]]) -> bool:
+        """Whether each is of DTensors alone, cut alike, place by place, or of plain numbers."""
+        specs = []
+        for one in lists:
+            kinds = set(map(type, one))
+            if kinds == {DTensor}:
+                specs.append(list(map(specs_of, one)))
+            elif DTensor in kinds or any(isinstance(tensor, DTensor) or tensor.dim() for tensor in one):
+                return False
+        for known in self._known:
+            if len(known) == len(specs) and all(map(_same, known, specs)):
+                return True
+        if len(set(map(len, lists))) != 1 or not all(map(_cut_alike, zip(*specs, strict=True))):
+            return False
+        if not self._known:
+            log.info("%s: sharded parameters are updated by one call of its kernel, on local tensors.", self._name)
+        if len(self._known) == MOST_KNOWN:
+            self._known.clear()
+        self._known.append(specs)
+        return True
+
+
+def _same(known: list[Any], now: list[Any]) -> bool:
+    return len(known) == len(now) and all(map(is_, known, now))
+
+
+def _cut_alike(specs: Sequence[Any]) -> bool:
+    """Whether tensors in the same place are of one shape on one mesh, with the same placements, none a partial sum."""
+    if any(isinstance(one, Partial) for one in specs[0].placements):
+        return False
+    cuts = [(spec.mesh, spec.placements, spec.shape, getattr(spec, "shard_order", None)) for spec in specs]
+    return all(cut == cuts[0] for cut in cuts[1:])
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, list | tuple) and value and isinstance(value[0], DTensor):
+        return list(map(local_of, value))
+    return value
+
+
+def _usual(operator: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    """DTensor's own way."""
+    known = handlers()
+    own = known.pop(operator, None)
+    try:
+        return operator(*args, **named)
+    finally:
+        if own is not None:
+            known[operator] = own
