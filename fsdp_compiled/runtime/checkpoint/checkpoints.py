@@ -17,7 +17,7 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work, lockstep
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import dcp, huggingface, loading, saving, whole, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
-from fsdp_compiled.runtime.checkpoint.contents import derive_generators, set_generators, values_of
+from fsdp_compiled.runtime.checkpoint.contents import check_generators, derive_generators, set_generators, values_of
 from fsdp_compiled.runtime.checkpoint.image import Image
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, match, refusal, write_groups
@@ -45,6 +45,8 @@ def check_wish(folder: Any, step: Any, keep: Any, replace: Any) -> Wish:
 def path(folder: Any) -> Path:
     if not isinstance(folder, str | os.PathLike):
         raise ValueError(f"folder is a {type(folder).__name__}; expected a path.")
+    if not str(folder) or "\0" in str(folder):
+        raise ValueError(f"folder is {str(folder)!r}; expected a path. The folder one is in is '.'.")
     return Path(folder).absolute()
 
 
@@ -195,6 +197,8 @@ class Checkpoints:
         trees = [tree for tree, _ in values.values()]
         staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees, room=self._image.room())
         _check_extra(manifest, values, extra)
+        if values.get("random", (None, False))[1]:
+            check_generators(decode(values["random"][0], staged.tensors))
         undo = _load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)
         try:
             yield "what they have read is whole"

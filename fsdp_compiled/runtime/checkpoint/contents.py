@@ -147,6 +147,23 @@ def generators(state: State, device: torch.device) -> dict[str, Any]:
     return found
 
 
+def check_generators(saved: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` where `set_generators` could not take it, on generators of its own."""
+    try:
+        torch.Generator().set_state(saved["cpu"])
+        python = saved["python"]
+        random.Random().setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        if (numpy := _numpy()) is not None and "numpy" in saved:
+            numpy.random.RandomState().set_state(_numpy_state(saved["numpy"]))
+        if "cuda" in saved and (saved["cuda"].dtype != torch.uint8 or saved["cuda"].dim() != 1):
+            raise ValueError("the GPU's is no string of bytes")
+    except Exception as error:
+        raise ValueError(
+            f"The checkpoint's random state is not one that can be set here ({type(error).__name__}: {error}), so "
+            "nothing was loaded. Load another checkpoint: load(folder, step=...)."
+        ) from error
+
+
 def set_generators(saved: Mapping[str, Any], state: State, device: torch.device) -> None:
     """Lets this rank go on drawing where the saved one stood."""
     _ = state.random
@@ -160,9 +177,12 @@ def set_generators(saved: Mapping[str, Any], state: State, device: torch.device)
     python = saved["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     if (numpy := _numpy()) is not None and "numpy" in saved:
-        one = saved["numpy"]
-        keys = one["keys"].numpy().astype("uint32")
-        numpy.random.set_state((one["kind"], keys, one["position"], one["has_gauss"], one["cached"]))
+        numpy.random.set_state(_numpy_state(saved["numpy"]))
+
+
+def _numpy_state(saved: Mapping[str, Any]) -> tuple[Any, ...]:
+    keys = saved["keys"].numpy().astype("uint32")
+    return saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]
 
 
 def derive_generators(text: str, state: State, device: torch.device) -> None:

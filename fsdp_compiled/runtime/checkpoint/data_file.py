@@ -65,7 +65,10 @@ def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) ->
         items, key=lambda item: (item.nbytes % ALIGNMENT > 0, -item.dtype.itemsize, item.nbytes == 0)
     ):  # fmt: skip
         if item.dtype not in DTYPES:
-            raise ValueError(f"{item.key} is {item.dtype}, which safetensors files cannot hold.")
+            raise ValueError(
+                f"{item.key} is {item.dtype}, which safetensors files cannot hold. Keep it in "
+                "another dtype: a complex one as torch.view_as_real(...), of two real numbers."
+            )
         if item.key in offsets:
             raise ValueError(f"Two tensors of one file are called {item.key}.")
         offsets[item.key] = position

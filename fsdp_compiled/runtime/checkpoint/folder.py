@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import threading
 import time
 import uuid
@@ -26,6 +27,11 @@ LOCK = ".lock"
 TAKEN = (errno.EACCES, errno.EAGAIN)
 UNSYNCABLE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # file systems that cannot sync a folder say one of these
 REPLACED = re.compile(r"\.(step-\d+)\.replaced")  # for the moment in which another takes its name
+OTHERS = {  # files of other layouts, which `convert` reads
+    ".metadata": "what torch.distributed.checkpoint wrote",
+    "model.safetensors": "weights as Hugging Face has them",
+    "model.safetensors.index.json": "weights as Hugging Face has them",
+}
 _locks: dict[str, tuple[int, int]] = {}  # by folder: which process has it, and its open file as long as that lives
 _writing: dict[str, tuple[str, int]] = {}  # what this process writes, by the folder aside: in which folder, which step
 _fresh: dict[Path, list[Path]] = {}  # by folder: where it and its parents were made, and that is not synced yet
@@ -46,6 +52,41 @@ def steps(folder: Path) -> list[int]:
         return []
     found = [match[1] for match in map(COMPLETE.fullmatch, os.listdir(folder)) if match]
     return sorted(int(number) for number in found if (folder / f"step-{number}" / NAME).is_file())
+
+
+def check(folder: Path) -> None:
+    """Raises ``ValueError`` for what is no folder, and would else be taken for one without checkpoints."""
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        if not folder.is_symlink():
+            return
+        raise ValueError(
+            f"{folder} is a link to {os.readlink(folder)}, which is not there. Is a disk missing?"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {error.strerror}. Give the folder of the checkpoints.") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise ValueError(f"{folder} is a file. Give the folder of the checkpoints.")
+    try:
+        os.listdir(folder)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {error.strerror}.") from error
+
+
+def refuse_other(folder: Path) -> None:
+    """Raises ``ValueError`` for a folder without checkpoints that somebody took for one with some."""
+    if (folder / NAME).is_file():
+        step = f", step={folder.name.removeprefix('step-')}" if COMPLETE.fullmatch(folder.name) else ""
+        raise ValueError(
+            f"{folder} is a checkpoint itself. Give the folder that it is in: load({str(folder.parent)!r}{step})."
+        )
+    for name, whose in OTHERS.items():
+        if (folder / name).is_file():
+            raise ValueError(
+                f"{folder} holds no checkpoints of this package, but {name}, {whose}. In a shell: "
+                f"fsdp-compiled convert {folder} NEW --to ours; then load(NEW)."
+            )
 
 
 def lock(folder: Path) -> None:
@@ -110,6 +151,8 @@ def begin(folder: Path, step: int, replace: bool) -> Path:
         lock(folder)
         restore(folder)
         there = path_of(folder, step)
+        if there.exists() and not there.is_dir():
+            raise ValueError(f"{there} is a file. Remove it, or save to another folder.")
         if there.exists() and not replace:
             raise ValueError(
                 f"{there} exists. Save another step, remove it, or pass replace=True, which replaces it whole."

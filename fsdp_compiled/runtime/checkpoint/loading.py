@@ -45,8 +45,11 @@ class Wanted:
 
 def choose(folder: Path, step: int | None) -> Path | None:
     """The folder of the newest complete checkpoint, or of the one of this step; None where there is none."""
+    folders.check(folder)
     folders.restore(folder)
     found = folders.steps(folder)
+    if not found:
+        folders.refuse_other(folder)
     if step is None:
         return folders.path_of(folder, found[-1]) if found else None
     if step not in found:

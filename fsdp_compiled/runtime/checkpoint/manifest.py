@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fsdp_compiled.runtime.checkpoint import manifest_check
 from fsdp_compiled.runtime.checkpoint.cuts import Cut, part_shape
 from fsdp_compiled.runtime.checkpoint.data_file import Corrupt
 
@@ -160,7 +161,16 @@ def read(folder: Path) -> Manifest:
     body = text[match.end() : -len(TAIL)]
     if not text.endswith(TAIL) or hashlib.sha256(body).hexdigest().encode() != match[2]:
         raise Corrupt(f"{path} is damaged: it is not what its own checksum says. {other}")
-    return _parse(json.loads(body))
+    try:
+        found = _parse(json.loads(body))
+        wrong = manifest_check.wrong(found)
+    except Exception as error:  # of another form than any that is written
+        wrong = f"{type(error).__name__}, {error}"
+    if wrong is not None:
+        raise Corrupt(
+            f"{path} says what no checkpoint of this package does, so somebody has edited it: {wrong}. {other}"
+        )
+    return found
 
 
 def _parse(content: dict[str, Any]) -> Manifest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,11 +138,13 @@ def _eagerly(manifest: Manifest, trained: Trained, place: Place, places: Mapping
         return saved.removeprefix("model.") if saved is not None else None
 
     wanted, put, wrong = eager_state.match(manifest, trained.plan, trained.eager, place, first_of)
+    idle = [slot for buffer in trained.plan.buffers if not buffer.updated for slot in buffer.slots]
     found.differences += wrong
     if len(found.differences) == before:
         found.wanted, found.put = wanted, put
     else:
         found.options = None
+    found.differences += _not_updated(idle, manifest.values["eager"]["same"]["states"], manifest)
 
 
 def _optimizer(
@@ -159,6 +161,8 @@ def _optimizer(
         found.written = (*found.written, *one["written"])
     _options(manifest, plan, optimizer, manifest.values["optimizer"]["same"], found)
     there = _Records(manifest)
+    idle = [slot for buffer in plan.buffers if not buffer.updated for slot in buffer.slots]
+    found.differences += _not_updated(idle, {*there.of, *there.states}, manifest)
     for rule in rules:
         members = [(slot, b) for b in plan.buffers if _updates(rule, b) for slot in b.slots]
         fits, problems, records = {}, [], set()
@@ -199,6 +203,15 @@ def _optimizer(
                 if rule.whole
             }
             found.scalars[rule.key] = there.records[min(records)]["scalars"]
+
+
+def _not_updated(slots: Iterable[Slot], saved: Container[str], manifest: Manifest) -> list[str]:
+    """What the checkpoint has of the optimizer's for parameters that it does not update here."""
+    return [
+        f"the checkpoint has the optimizer's state of {slot.name}, which is not updated here"
+        for slot in slots
+        if any(name in saved for name in _saved_names(manifest, slot.leaf.names))
+    ]
 
 
 def _updates(rule: Rule, buffer: Buffer) -> bool:
@@ -257,7 +270,9 @@ def _options(manifest: Manifest, plan: Plan, optimizer: Optimizer, saved: dict[s
         rows.append(before or {})
         for name, value in options_of(group).items():
             taken = (*taken_over(group), *found.written)
-            if before is None or name not in before or name in taken or name in IMPLEMENTATIONS:
+            if before is None or name not in before or name in IMPLEMENTATIONS:
+                continue
+            if name in taken and (not _is_number(plain(value)) or _is_number(decode(before[name], {}))):
                 continue
             try:
                 equal = encode(plain(value), name, {}) == before[name]
@@ -270,6 +285,10 @@ def _options(manifest: Manifest, plan: Plan, optimizer: Optimizer, saved: dict[s
                 )
                 return
     found.options = rows
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def _aliased(manifest: Manifest, names: Sequence[str]) -> list[str]:

@@ -73,7 +73,7 @@ def _encode(value: Any, name: str, where: str, tensors: Tensors) -> Any:
         return {f"${kind.__name__}": str(value).removeprefix("torch.")}
     if kind is complex:
         return {"$complex": [str(value.real), str(value.imag)]}
-    if kind.__module__ == "numpy" and hasattr(value, "dtype"):
+    if kind.__module__ == "numpy" and kind.__name__ != "matrix" and hasattr(value, "dtype"):
         try:  # torch takes neither negative strides nor another byte order
             array = torch.as_tensor(value.astype(value.dtype.newbyteorder("="), order="C"))
         except TypeError:
