@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_compiled.distributed.lockstep import lockstep
@@ -163,11 +164,19 @@ def _from_dcp(folder: Path) -> Contents:
     found = Contents()
     rest = dict(lazy)
     if prefix is not None:
+        begin = f"{prefix}state."
+        states = {key: key.removeprefix(begin).rsplit(".", 1) for key in lazy if key.startswith(begin)}
+        # Of a parameter that is no number itself, what is one is there once: a step count, a product of rates.
+        whole = {parameter for key, (parameter, _) in states.items() if lazy[key].shape}
+        once = {
+            "step",
+            *(name for key, (parameter, name) in states.items() if parameter in whole and not lazy[key].shape),
+        }
         for key, one in lazy.items():
-            if key.startswith(f"{prefix}state."):
+            if key in states:
                 del rest[key]
-                parameter, name = key.removeprefix(f"{prefix}state.").rsplit(".", 1)
-                if one.shape == () and name == "step":
+                parameter, name = states[key]
+                if one.shape == () and name in once:
                     found.numbers.setdefault(parameter, {})[name] = one.read().item()
                 else:
                     found.state.setdefault(parameter, {})[name] = one
@@ -179,9 +188,27 @@ def _from_dcp(folder: Path) -> Contents:
             found.left_out.append(key)
         else:  # a buffer or a parameter: DCP does not say, and a load takes it as either
             found.parameters[name] = one
+    _tie(found)
     steps = {int(numbers["step"]) for numbers in found.numbers.values() if "step" in numbers}
     found.step = max(steps, default=0)
     return found
+
+
+def _tie(found: Contents) -> None:
+    """Notes the other names of tied parameters: DCP has the values under each, and state of the optimizer under one."""
+    trained: dict[tuple[Any, ...], str] = {}
+    for state in (True, False):
+        for name, one in found.parameters.items():
+            if (name in found.state or name in found.numbers) is state:
+                kind = one.shape, one.dtype
+                if state:
+                    trained[(*kind, _digest(one))] = name
+                elif any(kind == known[:2] for known in trained) and (*kind, _digest(one)) in trained:
+                    found.aliases[name] = trained[(*kind, _digest(one))]
+
+
+def _digest(one: Lazy) -> str:
+    return xxhash.xxh3_128_hexdigest(memory_of(one.read().contiguous()))
 
 
 def _model_prefix(rest: Mapping[str, Lazy], found: Contents) -> str:
@@ -220,8 +247,7 @@ def _dcp_items(contents: Contents) -> Iterator[tuple[tuple[str, ...], Any]]:
         yield ("model", other), contents.parameters[first].read()
     for parameter in dict.fromkeys([*contents.state, *contents.numbers]):
         for name, number in contents.numbers.get(parameter, {}).items():
-            if name == "step":
-                yield ("optim", "state", parameter, name), torch.tensor(float(number))
+            yield ("optim", "state", parameter, name), _number(number)
         for name, one in contents.state.get(parameter, {}).items():
             yield ("optim", "state", parameter, name), one.read()
     for index, (parameters, options) in enumerate(contents.groups):
@@ -230,6 +256,12 @@ def _dcp_items(contents: Contents) -> Iterator[tuple[tuple[str, ...], Any]]:
             for parameter in parameters:
                 yield ("optim", "param_groups", parameter, name), value
         yield ("optim", "param_groups", str(index), "params"), parameters
+
+
+def _number(value: Any) -> torch.Tensor:
+    """As torch.optim keeps it, with all of its bits."""
+    single = torch.tensor(float(value))
+    return single if single.item() == value else torch.tensor(float(value), dtype=torch.float64)
 
 
 def _write_hf(folder: Path, contents: Contents) -> None:

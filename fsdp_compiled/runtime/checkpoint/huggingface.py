@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import os
 import shutil
 import uuid
@@ -218,7 +219,7 @@ def read_manifest(folder: Path) -> Manifest:
     """What is in the folder's safetensors files, by key. Raises ``ValueError`` where there are none, or bad ones."""
     try:
         if (folder / INDEX).is_file():
-            names = sorted(set(json.loads((folder / INDEX).read_text())["weight_map"].values()))
+            names = _indexed(folder / INDEX)
         elif (folder / "model.safetensors").is_file():
             names = ["model.safetensors"]
         else:
@@ -229,12 +230,22 @@ def read_manifest(folder: Path) -> Manifest:
             )
         found = Manifest(0, 1, {}, {}, {}, {}, {"id": str(folder)})
         for name in names:
-            if Path(name).name != name:
-                raise ValueError(f"{folder / INDEX} names a file in another folder: {name}.")
             _read_header(folder / name, found)
-    except (OSError, KeyError, json.JSONDecodeError) as error:
+    except OSError as error:
         raise ValueError(f"{folder} cannot be read: {type(error).__name__}: {error}.") from error
     return found
+
+
+def _indexed(path: Path) -> list[str]:
+    """The files that the index names."""
+    try:
+        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} is no index of weights, or damaged ({type(error).__name__}: {error}).") from error
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+            raise ValueError(f"{path} names {name!r}, which is no file of its folder.")
+    return names
 
 
 def _read_header(path: Path, found: Manifest) -> None:
@@ -244,19 +255,42 @@ def _read_header(path: Path, found: Manifest) -> None:
         if not 2 <= length <= size - 8:
             raise ValueError(f"{path} is no safetensors file: its header would be {length} bytes long, of {size}.")
         try:
-            header = dict(json.loads(file.read(length)))
-        except (ValueError, TypeError) as error:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+        except (ValueError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no safetensors file, or damaged: its header is no JSON ({error}).") from error
     found.files[path.name] = DataFile(path.name, size, None)
-    header.pop("__metadata__", None)
-    for key, entry in header.items():
-        shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-        dtype = TORCH.get(entry["dtype"])
-        if dtype is None or torch.Size(shape).numel() * dtype.itemsize != end - begin or 8 + length + end > size:
-            raise ValueError(f"{path}: {key} is {entry}, in a file of {size} bytes. The file is damaged, or of a dtype "
-                             "that is not known here.")  # fmt: skip
-        whole = Piece(0, int(torch.Size(shape).numel()), path.name, 8 + length + begin)
-        found.tensors[key] = Entry(shape, dtype, tuple(range(len(shape))), [whole] if whole.stop else [])
+    spans = []
+    for key, described in header.items():
+        try:
+            entry, begin, end = _entry(described)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path}: {key} is {described!r}. The file is damaged, or of a dtype that is not known here."
+            ) from error
+        if entry.numel:
+            entry.pieces.append(Piece(0, entry.numel, path.name, 8 + length + begin))
+        found.tensors[key] = entry
+        spans.append((begin, end, key))
+    position = 0
+    for begin, end, key in sorted(spans):  # end to end, as the format has it
+        if begin != position:
+            raise ValueError(
+                f"{path}: {key} begins at byte {begin}, and what is before it ends at {position}: damaged."
+            )
+        position = end
+    if 8 + length + position != size:
+        raise ValueError(f"{path} has {size} bytes, and its tensors end at {8 + length + position}: damaged.")
+
+
+def _entry(described: Any) -> tuple[Entry, int, int]:
+    """What a header says of one tensor, without pieces, and where its bytes begin and end."""
+    dtype, shape, (begin, end) = TORCH[described["dtype"]], described["shape"], described["data_offsets"]
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
+        raise ValueError("not in whole numbers")
+    if math.prod(shape) * dtype.itemsize != end - begin:
+        raise ValueError("not as many bytes as elements")
+    return Entry(tuple(shape), dtype, tuple(range(len(shape)))), begin, end
 
 
 def read(
@@ -284,6 +318,8 @@ def read(
         elif odd := [key for key in there if manifest.tensors[key].shape != whole[f"model.{name}"].shape]:
             shape = list(manifest.tensors[odd[0]].shape)
             wrong.append(f"{name} has shape {list(whole[f'model.{name}'].shape)} here, and {shape} there")
+        elif odd := [key for key in there if _loses(manifest.tensors[key].dtype, whole[f"model.{name}"].dtype)]:
+            wrong.append(f"{name} is {whole[f'model.{name}'].dtype} here, and {manifest.tensors[odd[0]].dtype} there")
         else:
             places[f"model.{name}"] = there
     for key, name in keys.buffers.items():
@@ -307,6 +343,11 @@ def read(
     trees = [{"$tensor": key} for _, key in buffers]
     staged = yield from loading.read(folder, manifest, mesh, wanted, trees)
     return Staged(_once(staged.pairs, folder), staged.tensors), buffers, wrong
+
+
+def _loses(there: torch.dtype, here: torch.dtype) -> bool:
+    """Whether a cast would make another kind of number of it: of whole ones, which scales may belong to, or complex."""
+    return (there.is_floating_point, there.is_complex) != (here.is_floating_point, here.is_complex)
 
 
 def _once(pairs: Sequence[tuple[Wanted, torch.Tensor]], folder: Path) -> list[tuple[Wanted, torch.Tensor]]:

@@ -89,7 +89,8 @@ def _parameters(manifest: Manifest, plan: Plan, buffers: Iterable[str], found: M
         else:
             places[parameter_name(slot)] = _saved_as(saved)
     saved_parameters = {name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")}
-    saved_parameters -= used | set(buffers)  # other formats do not tell them apart
+    # Other formats do not tell parameters and buffers apart, and have a tied one under each of its names.
+    saved_parameters -= used | set(buffers) | {name for name, first in manifest.aliases.items() if first in used}
     found.differences += [f"{name} is not in the model" for name in sorted(saved_parameters)]
     return places
 
