@@ -50,6 +50,16 @@ def test_what_one_rank_writes_alone_is_an_error_on_both_until_the_other_does(res
             assert error.startswith("RankError: The ranks wrote to parameters otherwise, so nothing was done")
 
 
+@pytest.mark.parametrize("how", ["zero3", "ddp"])
+def test_evaluation_gathers_once_for_many_calls(results: dict[str, Any], how: str) -> None:
+    for answer in results[f"{how} gathered"]:
+        assert answer["good"]
+        for error in answer["errors"][:2]:
+            assert error.startswith("RuntimeError: Inside of sharded.gathered()"), error
+        for error in answer["errors"][2:]:
+            assert "0.weight was written to inside of gathered, while it was gathered, which would be lost" in error
+
+
 @pytest.mark.parametrize("what", ["zero3 loaded", "ddp loaded", "own optimizer", "tp"])
 def test_other_ways_to_write_are_those_of_an_eager_model(results: dict[str, Any], what: str) -> None:
     assert results[what] == [True, True]

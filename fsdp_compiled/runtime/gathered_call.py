@@ -7,6 +7,8 @@
 It is not compiled, and holds the whole model while it runs, and until backward where there is one: `Sharded` is what
 trains and evaluates. Hooks of the model's root do it, before all others and after, so that copies of the model
 (`copy.deepcopy`, `AveragedModel`) can be called as well.
+
+`gathered` is the same for many calls, without gradients.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from fsdp_compiled.runtime.sharded_parameter import WholeParameter
 from fsdp_compiled.runtime.sharded_tensor import ShardedTensor
 
 Tables = list[tuple[dict[str, Any], dict[str, Any]]]
-_open: dict[int, list[tuple[Tables, list[tuple[str, torch.Tensor, int]]]]] = {}  # calls that run now, by model's id
+Held = tuple[Tables, list[tuple[str, torch.Tensor, int]]]  # what stood where, and what stands there, by version
+_open: dict[int, list[Held]] = {}  # calls that run now, by model's id
 
 
 class Owner:
@@ -60,29 +63,69 @@ def _gather(owner: Owner | None, model: nn.Module, args: Any, kwargs: Any) -> An
             f"This {type(model).__name__} was taken over by compile_sharded: its parameters live in shards. In a "
             "compiled function call the Sharded object, sharded(*inputs), outside."
         )
-    held: tuple[Tables, list[tuple[str, torch.Tensor, int]]] = ([], [])
+    held: Held = ([], [])
     _open.setdefault(id(model), []).append(held)
     named = [(name, one) for name, one in model.named_parameters() if _layout_of(one) is not None]
     if not named:
-        return None
+        return _cast_inputs(owner.layout, args, kwargs) if owner.layout.gathered is model else None
     layout = _layout_of(named[0][1])
     assert layout is not None
-    precision = layout.plan.policy.precision
-    dtype = precision.param_dtype
-    if layout.mesh.world > 1 or dtype is not None or not layout.whole:
-        wholes = _wholes(layout, [one for _, one in named], type(model).__name__)
-        instead = {id(one): whole for (_, one), whole in zip(named, wholes, strict=True)}
-        for module in model.modules():
-            _exchange(module, instead, held[0])
-        held[1].extend(
-            (name, whole, whole._version)
-            for (name, one), whole in zip(named, wholes, strict=True)
-            if not isinstance(one, WholeParameter) or dtype is not None
-        )
+    if layout.mesh.world > 1 or layout.plan.policy.precision.param_dtype is not None or not layout.whole:
+        _put(model, named, _wholes(layout, [one for _, one in named], type(model).__name__), held)
     layout.differentiated |= torch.is_grad_enabled()
-    if dtype is not None and precision.cast_forward_inputs:
-        return _cast((args, kwargs), dtype)
+    return _cast_inputs(layout, args, kwargs)
+
+
+def _put(model: nn.Module, named: Sequence[tuple[str, Any]], wholes: Sequence[torch.Tensor], held: Held) -> None:
+    """Puts these in the places of the parameters."""
+    instead = {id(one): whole for (_, one), whole in zip(named, wholes, strict=True)}
+    for module in model.modules():
+        _exchange(module, instead, held[0])
+    held[1].extend(
+        (name, whole, whole._version)
+        for (name, one), whole in zip(named, wholes, strict=True)
+        if not isinstance(one, WholeParameter) or whole.dtype != one.dtype
+    )
+
+
+def _put_back(held: Held, where: str) -> None:
+    """Puts the parameters back. Raises ``RuntimeError`` where what stood in their places was written to."""
+    tables, wholes = held
+    for table, before in tables:
+        table.update(before)
+    for name, whole, version in wholes:
+        if whole._version != version:
+            raise RuntimeError(
+                f"{name} was written to {where}, while it was gathered, which would be lost: the shards are what is "
+                "trained. Write to model parameters before or after."
+            )
+
+
+def _cast_inputs(layout: Layout, args: Any, kwargs: Any) -> Any:
+    precision = layout.plan.policy.precision
+    if precision.param_dtype is not None and precision.cast_forward_inputs:
+        return _cast((args, kwargs), precision.param_dtype)
     return None
+
+
+def wholes_of(model: nn.Module) -> list[torch.Tensor]:
+    """Each of its parameters, whole and frozen, in the dtype that is computed in. Collective."""
+    with torch.no_grad():
+        return [nn.Parameter(_whole(one), requires_grad=False) for one in model.parameters()]
+
+
+def hold(model: nn.Module, layout: Layout, wholes: Sequence[torch.Tensor]) -> Held:
+    """Puts these in the places of the parameters for many calls; what `release` takes."""
+    held: Held = ([], [])
+    _put(model, list(model.named_parameters()), wholes, held)
+    layout.gathered = model
+    return held
+
+
+def release(layout: Layout, held: Held) -> None:
+    """Puts the parameters back. Raises ``RuntimeError`` where a gathered one was written to."""
+    layout.gathered = None
+    _put_back(held, "inside of gathered")
 
 
 def _free(owner: Owner | None, model: nn.Module, _args: Any, result: Any) -> Any:
@@ -91,19 +134,14 @@ def _free(owner: Owner | None, model: nn.Module, _args: Any, result: Any) -> Any
     calls = _open.get(id(model), [])
     if not calls:
         return None
-    tables, wholes = calls.pop()
+    held = calls.pop()
     if not calls:
         del _open[id(model)]
-    for table, before in tables:
-        table.update(before)
-    for name, whole, version in wholes:
-        if whole._version != version:
-            raise RuntimeError(
-                f"{name} was written to in forward, while it was gathered, which would be lost: the shards are what is "
-                "trained. Write to model parameters before or after the call."
-            )
+    _put_back(held, "in forward")
+    inside = owner.layout.gathered is model
     layout = next((found for one in model.parameters() if (found := _layout_of(one)) is not None), None)
-    if layout is not None and tables and (dtype := layout.plan.policy.precision.output_dtype) is not None:
+    layout = owner.layout if inside else layout
+    if layout is not None and (held[0] or inside) and (dtype := layout.plan.policy.precision.output_dtype) is not None:
         return _cast(result, dtype)
     return None
 

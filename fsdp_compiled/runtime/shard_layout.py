@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,6 +38,7 @@ class Layout:
     calls: Calls | None = None
     flips: int = 0  # how often ``requires_grad`` of a parameter was set to another value
     differentiated: bool = False  # whether autograd may hold parameters, from a call of the model itself
+    gathered: nn.Module | None = None  # the model, while it holds all of every parameter
     gradients_left: bool = False  # whether ``grad`` of a parameter may be what no `Sharded` put there
     writes: Writes = field(default_factory=Writes)
     references: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)  # to the parameters, by name

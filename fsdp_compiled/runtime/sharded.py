@@ -7,7 +7,7 @@ says): `Sharded.apply` consumes the state it is given, and `Sharded.step` keeps 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 
 from fsdp_compiled.analysis import dump
 from fsdp_compiled.analysis.memory import Memory
-from fsdp_compiled.capture.ambient import untraced
+from fsdp_compiled.capture.ambient import outside_modes, untraced
 from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.runtime.gathered_call import hold, release, wholes_of
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.one_thread import one_thread
@@ -104,8 +105,28 @@ class Sharded(ShardedCheckpoints):
     @one_thread
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Forward with gathered parameters and without gradient, in train or eval mode as the model is. Collective."""
+        if self._taken.layout.gathered is not None:
+            return self.model(*inputs, **named)
         compiled, outputs = self._run("forward", self._state, inputs, named)
         return compiled.capture.rebuild(outputs)
+
+    @contextmanager
+    def gathered(self) -> Iterator[torch.nn.Module]:
+        """Gathers all parameters once for many calls: ``with sharded.gathered() as model: model.generate(...)``.
+
+        Inside, without gradients, the model itself, its methods and ``sharded(*inputs)`` run the model's own code, not
+        compiled and with no communication, so that ranks may make other calls. To train, save or load is refused there,
+        and writes to parameters at its end. Each rank holds the whole model meanwhile. Collective at its beginning.
+        """
+        held = hold(self.model, self._taken.layout, self._gather_all())
+        failed = True
+        try:
+            with torch.no_grad():
+                yield self.model
+            failed = False
+        finally:
+            with suppress(RuntimeError) if failed else self._refusing():
+                release(self._taken.layout, held)
 
     @contextmanager
     def join(self) -> Iterator[Joined]:
@@ -225,6 +246,17 @@ class Sharded(ShardedCheckpoints):
 
     def __repr__(self) -> str:
         return f"Sharded({type(self.model).__name__})\n{self.plan}"
+
+    @untraced
+    @one_thread
+    def _gather_all(self) -> list[torch.Tensor]:
+        with self._refusing():
+            if self._joined is not None:
+                raise RuntimeError("gathered inside join: the other ranks may still train. Call it after the block.")
+            self._taken.check()
+            take(self._programs.replaced_buffers(), self._state.buffers)
+        with self._meeting("gathered"), outside_modes():
+            return wholes_of(self.model)
 
     def _scale(self, name: str) -> torch.Tensor:
         if self.plan.policy.scaling is None:

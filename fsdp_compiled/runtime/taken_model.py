@@ -68,6 +68,11 @@ class TakenModel:
 
     def check(self) -> None:
         """Raises ``ValueError``, by name, where parameters or hooks are not those that were taken over."""
+        if self.layout.gathered is not None:
+            raise RuntimeError(
+                "Inside of sharded.gathered() the model holds gathered parameters: train, save and load after it. "
+                "sharded(*inputs), the model itself and model.generate(...) can be called."
+            )
         if self.layout.flips != self._flips:
             self._check_trained()
         if self.layout.whole and not all(map(is_, self.layout.shards.values(), self._shards)):

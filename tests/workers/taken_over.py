@@ -198,6 +198,37 @@ def alike(model: nn.Module, plain: nn.Module) -> bool:
     return all(torch.allclose(one.full_tensor(), other, atol=1e-6) for one, other in pairs)  # type: ignore[operator]
 
 
+def gathered(shard: str) -> dict[str, Any]:
+    """Evaluation that gathers once: ranks make other numbers of calls, and what is left is trained on."""
+    model, optimizer = build()
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager", shard=shard))
+    sharded.step(X)
+    expected = sharded(X)
+    held = model[0].weight
+    with sharded.gathered() as whole:
+        found = [one(X) for one in (whole, sharded, model) for _ in range(RANK + 1)]
+        weights = {name: value.clone() for name, value in whole.state_dict().items()}
+        errors = [told(lambda: sharded.step(X)), told(lambda: sharded.save(sys.argv[1] + ".inside"))]
+
+    def writing() -> None:
+        with sharded.gathered() as inside:
+            if RANK or shard == "zero3":
+                inside[0].weight.zero_()
+
+    good = all(torch.equal(one, expected) and not one.requires_grad for one in found) and model[0].weight is held
+    good &= all(torch.equal(weights[name], one.full_tensor()) for name, one in model.named_parameters())
+    if shard == "zero3":
+        errors.append(told(writing))
+        good &= all(torch.equal(weights[name], one.full_tensor()) for name, one in model.named_parameters())
+    plain, other = build()
+    for _ in range(2):
+        other.zero_grad()
+        sum(loss(plain, x) / 2 for x in XS).backward()  # type: ignore[union-attr]
+        other.step()
+    sharded.step(X)
+    return {"good": good and alike(model, plain), "errors": errors}
+
+
 def refused() -> dict[str, str]:
     """What would be wrong in shards, in words."""
     model, optimizer = build()
@@ -240,6 +271,7 @@ def main() -> None:
     result["ranks"] = of_each_rank()
     for shard in ("zero3", "ddp"):
         result[f"{shard} alone"], result[f"{shard} loaded"] = written_alone(shard), loaded(shard)
+        result[f"{shard} gathered"] = gathered(shard)
     result["own optimizer"], result["tp"] = with_an_optimizer_of_ones_own(), under_tp()
     every: list[Any] = [None, None]
     dist.all_gather_object(every, result)
