@@ -22,8 +22,9 @@ from torch.optim import Optimizer
 from fsdp_compiled.capture.ambient import outside
 from fsdp_compiled.capture.sequence_attention import check_attention
 from fsdp_compiled.capture.sync_batchnorm import check_norms
+from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.lockstep import Work, lockstep
-from fsdp_compiled.distributed.mesh import Mesh, agree, connect
+from fsdp_compiled.distributed.mesh import Mesh, agree
 from fsdp_compiled.kernels.products import widening
 from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.optim.nested import all_leaves

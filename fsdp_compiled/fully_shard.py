@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp_compiled.capture.side_effects import inside
-from fsdp_compiled.distributed.mesh import Mesh, device_mesh_of_all, place_in, tp_beside
+from fsdp_compiled.distributed.device_mesh import device_mesh_of_all, place_in, tp_beside
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.module_class import FSDPModule, give_class, register_fsdp_forward_method

@@ -24,7 +24,7 @@ from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.analysis.timeline import Timeline, estimate
 from fsdp_compiled.api import checked_call
 from fsdp_compiled.capture import ambient
-from fsdp_compiled.distributed.mesh import connect
+from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.simulated_ranks import simulated_ranks
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Program

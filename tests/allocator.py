@@ -96,7 +96,7 @@ def held(values: Any) -> int:
     return sum(storages.values())
 
 
-def settle(least: float = 0.0) -> None:
+def let_go(least: float = 0.0) -> None:
     """Returns when no thread of gloo runs, or would, were there a processor for it; on Linux, within five seconds."""
     time.sleep(least)
     until = time.monotonic() + 5
@@ -111,7 +111,7 @@ def _is_gloo_at_work(thread: Path) -> bool:
     return False
 
 
-class Settled(TorchDispatchMode):
+class Waited(TorchDispatchMode):
     """While active, a collective has come to its end before it is waited for, and gloo has let go of it after that.
 
     Else a thread of gloo may be the last to drop a buffer, and what it frees then is not told to the profiler.
@@ -122,9 +122,9 @@ class Settled(TorchDispatchMode):
     ) -> Any:
         if function is not torch.ops._c10d_functional.wait_tensor.default:
             return function(*args, **(kwargs or {}))
-        settle(0.005)
+        let_go(0.005)
         result = function(*args, **(kwargs or {}))
-        settle()
+        let_go()
         return result
 
 

@@ -24,7 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_compiled.capture.captured import Capture, batch_tensors
 from fsdp_compiled.capture.fake_inputs import capture_on
-from fsdp_compiled.distributed.mesh import Mesh, connect
+from fsdp_compiled.distributed.device_mesh import connect
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, STEP, Port, Program
 from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, fusions_for

@@ -57,14 +57,14 @@ def test_a_folder_with_a_run_is_left_alone(alone: Path, capsys: pytest.CaptureFi
     assert "run/metrics.jsonl is a file" in refusal("--out run/metrics.jsonl", capsys)
 
 
-def test_what_was_left_open_is_settled(alone: Path) -> None:
+def test_what_was_left_open_is_made(alone: Path) -> None:
     (alone / "kept").mkdir()
     (alone / "kept" / "notes.txt").touch()
-    settled = resolve(TrainOptions(out=alone / "kept", nproc=1, lower="eager"))
-    assert (settled.out, settled.nproc, settled.lower) == (alone / "kept", 1, "eager")
-    settled = resolve(TrainOptions())
-    assert settled.out is not None and settled.out.parent == Path("runs")
-    assert settled.lower in ("eager", "inductor") and settled.nproc is not None
+    made = resolve(TrainOptions(out=alone / "kept", nproc=1, lower="eager"))
+    assert (made.out, made.nproc, made.lower) == (alone / "kept", 1, "eager")
+    made = resolve(TrainOptions())
+    assert made.out is not None and made.out.parent == Path("runs")
+    assert made.lower in ("eager", "inductor") and made.nproc is not None
 
 
 def test_help_shows_each_option(capsys: pytest.CaptureFixture[str]) -> None:

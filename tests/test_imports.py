@@ -282,3 +282,24 @@ def test_nothing_of_a_module_is_named_as_before() -> None:
     for name, tree in sources():
         defined = {one.name for one in tree.body if isinstance(one, ast.FunctionDef | ast.ClassDef)}
         assert not {one.strip("_").lower() for one in defined} & (OLD - {"pieces"}), name
+
+
+# Words that had several meanings, or one that only their author knew.
+WORDS_OF_OLD = {"holdings", "home", "homes", "remake", "scratch", "settle", "settled", "settles", "sever", "severed"}
+
+
+def words_of(tree: ast.AST) -> set[str]:
+    """The parts of every name that this code gives or uses."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        for field in ("id", "arg", "attr", "name"):
+            if isinstance(name := getattr(node, field, None), str):
+                names.add(name)
+    return {word for name in names for word in name.lower().split("_")}
+
+
+def test_the_old_words_are_in_no_name() -> None:
+    trees = {str(path): ast.parse(path.read_text()) for path in sorted(Path(__file__).parent.rglob("*.py"))}
+    trees |= dict(sources()) | {str(path): ast.parse(path.read_text()) for path in (ROOT / "kernels").glob("*.py")}
+    assert not {name: found for name, tree in trees.items() if (found := words_of(tree) & WORDS_OF_OLD)}
+    assert words_of(ast.parse("def _homes(x): return x.settle")) & WORDS_OF_OLD == {"homes", "settle"}  # the control

@@ -146,7 +146,7 @@ def test_the_peak_on_other_worlds(shard: int) -> None:
 
 
 def test_the_peak_of_mixed_precision() -> None:
-    """In double and single precision: a CPU's kernels for half precision have scratch of their own."""
+    """In double and single precision: a CPU's kernels for half precision have memory of their own."""
     model, optimizer = gpt(2, 128)
     model.double()
     precision = MixedPrecisionPolicy(

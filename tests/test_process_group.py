@@ -16,10 +16,12 @@ from torch.distributed import destroy_process_group as imported_by_name
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.launch import _gpu
-from fsdp_compiled.distributed import mesh
+from fsdp_compiled.distributed import device_mesh, process_group
 from fsdp_compiled.distributed.call_log import Calls, _finish
 from fsdp_compiled.distributed.call_store import Board
-from fsdp_compiled.distributed.mesh import Mesh, RankError, before_end, connect
+from fsdp_compiled.distributed.device_mesh import connect
+from fsdp_compiled.distributed.mesh import Mesh, RankError
+from fsdp_compiled.distributed.process_group import before_end
 from fsdp_compiled.lower.inductor import cache_place, divide
 from fsdp_compiled.runtime.failed_calls import FailedCalls
 from tests.launch import launch
@@ -40,7 +42,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     )
     for name in ("NCCL_GRAPH_REGISTER", "LOCAL_RANK", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(mesh.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(device_mesh.atexit, "register", lambda *_: None)
     yield done
     os.environ.pop("NCCL_GRAPH_REGISTER", None)
 
@@ -118,7 +120,7 @@ def test_graphs_go_before_the_process_group_whatever_name_ends_it() -> None:
         with pytest.raises(AssertionError, match="cannot be None"):  # PyTorch's own, as it was
             imported_by_name()
     finally:
-        mesh._endings.remove(call)
+        process_group._endings.remove(call)
     names = list(inspect.signature(imported_by_name).parameters)
     assert names == list(before[0].parameters) and before[1:] == (imported_by_name.__doc__, imported_by_name.__name__)
     assert imported_by_name is dist.destroy_process_group

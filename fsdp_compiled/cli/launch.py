@@ -39,7 +39,8 @@ from fsdp_compiled.cli.rank import (
     under_launcher,
 )
 from fsdp_compiled.cli.toolchain import choose_lower
-from fsdp_compiled.distributed.mesh import RankError, agree, connect, exchange
+from fsdp_compiled.distributed.device_mesh import connect
+from fsdp_compiled.distributed.mesh import RankError, agree, exchange
 
 CLAIMS = ("config.json", "metrics.jsonl", "model.pt")  # any of them makes a folder a run
 POLL = 0.1  # seconds between two looks at the ranks

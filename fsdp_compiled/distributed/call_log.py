@@ -32,7 +32,8 @@ from fsdp_compiled.distributed.call_store import (
     different,
     times,
 )
-from fsdp_compiled.distributed.mesh import Mesh, RankError, backends, close, exchange, timeout
+from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
+from fsdp_compiled.distributed.process_group import backends, close, timeout
 from fsdp_compiled.distributed.vanished import vanished
 from fsdp_compiled.distributed.watchdog import Watchdog
 

@@ -40,7 +40,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.distributed.mesh import Unanimous, before_end
+from fsdp_compiled.distributed.mesh import Unanimous
+from fsdp_compiled.distributed.process_group import before_end
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.capturable import obstacles, sentence

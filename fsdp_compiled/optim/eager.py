@@ -45,7 +45,7 @@ Guard: TypeAlias = Callable[[Any], AbstractContextManager[Any]]  # around a step
 # What of all parameters it is given, by which they are seen, and what is allowed.
 Way: TypeAlias = tuple[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], Guard]
 SHAPES: tuple[tuple[int, ...], ...] = ((5,), (2, 3), (), (2, 1, 4))
-STEPS, SETTLED, MOST = len(FACTORS), 4, 128  # at least; without a new entry in the state; before the trial gives up
+STEPS, UNCHANGED, MOST = len(FACTORS), 4, 128  # at least; without a new entry in the state; before the trial gives up
 # On 1-d tensors these move nothing, if all shapes are the same.
 SAME = frozenset(
     getattr(aten, name).default
@@ -223,11 +223,11 @@ def run_beside(
         each(lambda side, select, given=gradients, now=hypers: side.step(select(given), now))  # type: ignore[misc]
         compare(sides, begin, index)
         counted = [*counted[-2:], sides[0].numbers()]
-        sizes = [*sizes[1 - SETTLED :], sides[0].entries()]
+        sizes = [*sizes[1 - UNCHANGED :], sides[0].entries()]
         if last is not None:
             if index == last:
                 return
-        elif index + 1 >= STEPS and len(sizes) == SETTLED and len(set(sizes)) == 1:
+        elif index + 1 >= STEPS and len(sizes) == UNCHANGED and len(set(sizes)) == 1:
             far = [name for name in counted[-1] if _counts(counted, name)]
             each(lambda side, _, far=far: side.move_on(far))  # type: ignore[misc]
             last = index + 3

@@ -44,7 +44,7 @@ OPTIONAL: Mapping[Pass, Callable[[Plan], bool]] = {
     **dict.fromkeys((same_batches, compare_batches, overlap), lambda plan: plan.tp > 1),
 }
 
-SCHEDULING: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is settled what runs
+SCHEDULING: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is known what runs
 CLOSING: tuple[Pass, ...] = (write_back, offload, reshape, *SCHEDULING)
 FORWARD: tuple[Pass, ...] = (gather, overlap, same_batches, compare_batches, *CLOSING)
 DIFFERENTIATION: tuple[Pass, ...] = (scale, gather, overlap, reduce, rematerialize, recompute, weigh, same_batches)

@@ -26,7 +26,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fsdp_compiled.distributed.mesh import Mesh, beside, gather_shards
+from fsdp_compiled.distributed.device_mesh import beside
+from fsdp_compiled.distributed.mesh import Mesh, gather_shards
 from fsdp_compiled.plan.plan import Buffer, Leaf, TensorParallel, contiguous_stride
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, widths
 from fsdp_compiled.runtime.local_updates import run_on_local_tensors

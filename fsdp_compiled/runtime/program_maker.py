@@ -21,7 +21,8 @@ from fsdp_compiled.capture.across_tp import check_same, differing, digests, mark
 from fsdp_compiled.capture.captured import Capture
 from fsdp_compiled.capture.dynamic_shapes import traced_with
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.mesh import Mesh, agree, among, backends, exchange, exchange_along_tp
+from fsdp_compiled.distributed.mesh import Mesh, agree, among, exchange, exchange_along_tp
+from fsdp_compiled.distributed.process_group import backends
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.trial import use_reference
 from fsdp_compiled.lower.backends import Host, decided, this_host

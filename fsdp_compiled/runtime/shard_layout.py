@@ -20,7 +20,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.mesh import Mesh, broadcast, device_mesh_of_all, gather_parts, gather_shards
+from fsdp_compiled.distributed.device_mesh import device_mesh_of_all
+from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_parts, gather_shards
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, contiguous_stride
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.parameter_writes import Writes

@@ -109,7 +109,7 @@ class ShardedTensor(torch.Tensor):
         return tuple(self._along(name) for name in mesh.mesh_dim_names or (None,) * mesh.ndim)
 
     def _along(self, name: str | None) -> Placement:
-        from fsdp_compiled.distributed.mesh import AXES
+        from fsdp_compiled.distributed.device_mesh import AXES
 
         axis = AXES.get(name or "shard", "shard")
         if axis == "tp":

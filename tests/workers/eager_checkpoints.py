@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.distributed.mesh import connect
+from fsdp_compiled.distributed.device_mesh import connect
 from tests.launch import told
 from tests.untraced import Idle, Queue, batches, groups, loss
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from fsdp_compiled import Policy, RankError, compile_sharded
-from fsdp_compiled.distributed.mesh import connect
+from fsdp_compiled.distributed.device_mesh import connect
 from tests.untraced import Idle, Queue, batches, eagerly, groups, loss
 
 RANK = int(os.environ["RANK"])

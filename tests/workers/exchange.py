@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_compiled.distributed.mesh import close
+from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.ir.nodes import Mark
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.fusions.exchange import exchange

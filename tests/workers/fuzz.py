@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.distributed.mesh import connect
+from fsdp_compiled.distributed.device_mesh import connect
 from tests.fuzz.cases import Case, make_case
 from tests.fuzz.parts import LAYERS, OUT, RANDOM, WIDTH
 from tests.fuzz.sides import REFUSED, Differs, Ours, Plain

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import profile
 
-from fsdp_compiled.distributed.mesh import Mesh, close
+from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.process_group import close
 
 c10d = torch.ops._c10d_functional
 KINDS = [

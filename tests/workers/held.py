@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_compiled.distributed.mesh import close
+from fsdp_compiled.distributed.process_group import close
 
 dist.init_process_group("gloo")
 held = dist.group.WORLD

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.capture import aot_cache
-from fsdp_compiled.distributed.mesh import close
+from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.lower import inductor
 

@@ -20,7 +20,7 @@ from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
 from fsdp_compiled.runtime.sharded import Sharded
-from tests.allocator import Gathers, Recording, Settled, held, record
+from tests.allocator import Gathers, Recording, Waited, held, record
 
 LOST = 256  # bytes that a step may leave behind: its loss and norm
 
@@ -31,7 +31,7 @@ def recorded(run: Callable[[], Any]) -> Recording:
     A thread of gloo may still be the last to drop a buffer; then something seems to be kept, and the run is repeated.
     """
     for _ in range(60):
-        with record() as recording, Settled():
+        with record() as recording, Waited():
             run()
         whole = torch.tensor(float(recording.kept < LOST))
         dist.all_reduce(whole, op=dist.ReduceOp.MIN)
@@ -42,7 +42,7 @@ def recorded(run: Callable[[], Any]) -> Recording:
 
 def counted(run: Callable[[], Any]) -> Gathers:
     """One run's gathers; a thread of gloo that is late to drop a buffer makes them seem more, never fewer."""
-    with Gathers() as gathers, Settled():
+    with Gathers() as gathers, Waited():
         run()
     return gathers
 

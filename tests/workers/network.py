@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.bench.network import Network, slow_network
-from fsdp_compiled.distributed.mesh import close
+from fsdp_compiled.distributed.process_group import close
 
 GIGABITS, LATENCY = 0.08, 0.2  # 10 MB/s: 20 ms for what is sent below; the latency is what a busy machine may lose
 SIZE = 100_000  # elements of four bytes in a whole buffer

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.analysis.timeline import Span, Timeline
 from fsdp_compiled.cli.bench.network import Network, slow_network
-from fsdp_compiled.distributed.mesh import close
+from fsdp_compiled.distributed.process_group import close
 
 WIDTH, ROWS, STEPS = 256, 512, 3
 

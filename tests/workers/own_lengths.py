@@ -18,7 +18,8 @@ from torch import nn
 
 import fsdp_compiled as ours
 from fsdp_compiled.distributed import watchdog
-from fsdp_compiled.distributed.mesh import RankError, close
+from fsdp_compiled.distributed.mesh import RankError
+from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.policy import Policy
 from tests.loops import GPT, VOCABULARY, different, gradients, weights
 

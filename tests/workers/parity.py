@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.distributed.mesh import close
+from fsdp_compiled.distributed.process_group import close
 
 STEPS = 20
 VOCABULARY, LENGTH, BATCH = 67, 16, 2  # odd, so that slices end inside a row

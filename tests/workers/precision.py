@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import LossScale, Policy, compile_sharded
-from fsdp_compiled.distributed.mesh import close
+from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.ir.nodes import is_collective
 
 STEPS, WIDTH, ROWS = 6, 8, 4

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed import watchdog
-from fsdp_compiled.distributed.mesh import close
+from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.lower.cuda_graph import Replays
 from tests.graphs import compiled_with
 from tests.standin import Plain, StandIn

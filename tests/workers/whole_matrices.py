@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compiled import Policy, RankError, compile_sharded, fully_shard
-from fsdp_compiled.distributed.mesh import connect, exchange
+from fsdp_compiled.distributed.device_mesh import connect
+from fsdp_compiled.distributed.mesh import exchange
 from tests.matrices import Matrices, batches, loss
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

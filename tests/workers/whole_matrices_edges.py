@@ -18,7 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.distributed.mesh import connect, exchange
+from fsdp_compiled.distributed.device_mesh import connect
+from fsdp_compiled.distributed.mesh import exchange
 from tests.launch import told
 from tests.matrices import Matrices, batches, loss
 from tests.workers.whole_matrices import RANK, WORLD, gradients, muon, part, worst

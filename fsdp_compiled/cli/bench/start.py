@@ -29,7 +29,7 @@ from fsdp_compiled.cli.launch import launch, refuse_used
 from fsdp_compiled.cli.machine import hardware, versions
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, own_launcher, place, tell_failure, under_launcher
 from fsdp_compiled.cli.toolchain import choose_lower
-from fsdp_compiled.distributed.mesh import connect
+from fsdp_compiled.distributed.device_mesh import connect
 
 RESULT = "result.json"
 CACHES = ("cold", "warm")

@@ -80,7 +80,7 @@ def _sentence(rows: Sequence[tuple[str, str, str]], failed: Sequence[str], out: 
 def _rank(options: CheckOptions) -> int:
     import torch.distributed as dist
 
-    from fsdp_compiled.distributed.mesh import connect
+    from fsdp_compiled.distributed.device_mesh import connect
 
     here = place()
     connect(None, here.device)

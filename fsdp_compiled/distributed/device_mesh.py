@@ -1,0 +1,197 @@
+"""A ``DeviceMesh`` of the user's, or all ranks that torchrun started, as this rank's `Mesh`.
+
+The process group is started here where nobody has; `process_group` ends it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_compiled.distributed import rendezvous
+from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.process_group import REGISTER, close, default_device, without_registration
+
+# What the axes of a ``DeviceMesh`` are called here: by our names, and by torchtitan's.
+AXES = {
+    "replicate": "replicate", "dp_replicate": "replicate", "shard": "shard", "dp_shard": "shard", "fsdp": "shard",
+    "tp": "tp",
+}  # fmt: skip
+
+
+def connect(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh:
+    """This rank's `Mesh`: from a ``DeviceMesh``, or all ranks there are.
+
+    Without a mesh, a process group that runs already is used; under ``torchrun`` (``RANK`` and ``WORLD_SIZE`` in the
+    environment) one is started, nccl on GPUs and gloo on CPUs, and closed when Python exits; else the world is one.
+    On GPUs the rank's own becomes the current device, for a process group that runs already too: what ranks exchange
+    as Python objects goes through it.
+    """
+    if device is not None and device.type == "meta":
+        device = None
+    if mesh is not None:
+        without_registration()
+        return _place(mesh)
+    if not dist.is_available():
+        return Mesh(device or default_device())
+    if not dist.is_initialized() and "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        device = default_device()
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = {}
+        if rendezvous.outlives_restarts():
+            store = {"store": rendezvous.own_store(rank, world), "rank": rank, "world_size": world}
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            os.environ.setdefault(*REGISTER)
+            # Connects now, and knows its GPU in every call.
+            dist.init_process_group("nccl", device_id=device, **store)
+        else:
+            dist.init_process_group("gloo", **store)
+        atexit.register(close)
+    if not dist.is_initialized():
+        return Mesh(device or default_device())
+    device = device or default_device()
+    if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)
+        without_registration()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    group = dist.group.WORLD
+    assert group is not None
+    groups = {"shard": group.group_name} if world > 1 else {}
+    return Mesh(device, world, 1, rank, rank, groups)
+
+
+def _place(mesh: DeviceMesh) -> Mesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh is a {type(mesh).__name__}; expected a DeviceMesh from "
+            "torch.distributed.device_mesh.init_device_mesh."
+        )
+    axes = _axes_of(mesh)
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            f"mesh holds {mesh.size()} ranks, but the world has {dist.get_world_size()}; every rank must be in the "
+            "mesh."
+        )
+    place = mesh.get_coordinate()
+    assert place is not None
+    sizes = {axis: mesh.size(index) for axis, index in axes.items()}
+    groups = {axis: mesh.get_group(index).group_name for axis, index in axes.items() if sizes[axis] > 1 or axis == "tp"}
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = default_device()
+        torch.cuda.set_device(device)
+    return Mesh(
+        device,
+        sizes.get("shard", 1),
+        sizes.get("replicate", 1),
+        place[axes["shard"]] if "shard" in axes else 0,
+        dist.get_rank(),
+        groups,
+        sizes.get("tp", 1),
+        place[axes["tp"]] if "tp" in axes else 0,
+        place[axes["replicate"]] if "replicate" in axes else 0,
+        None if "tp" not in axes else mesh if mesh.ndim == 1 else mesh["tp"],
+        given=mesh,
+    )
+
+
+def device_mesh_of_all() -> DeviceMesh:
+    """All ranks on one axis; under ``torchrun`` the process group is started, and without, one of a world of one."""
+    place = connect(None)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(close)
+    return init_device_mesh(place.device.type, (dist.get_world_size(),))
+
+
+def tp_beside(mesh: DeviceMesh) -> DeviceMesh | None:
+    """The axis named "tp" of the mesh that this one is a part of, if it has one besides.
+
+    Relies, in torch 2.11 to 2.14, on ``DeviceMesh._get_root_mesh``.
+    """
+    root = mesh._get_root_mesh()
+    if root is mesh or "tp" not in (root.mesh_dim_names or ()) or "tp" in (mesh.mesh_dim_names or ()):
+        return None
+    return root["tp"]
+
+
+def beside(mesh: DeviceMesh, tp: DeviceMesh) -> DeviceMesh:
+    """The axes of both, those of ``mesh`` first; as FSDP2 has it, by ``DeviceMesh._concatenate``."""
+    return DeviceMesh._concatenate([mesh, tp])
+
+
+def place_in(mesh: DeviceMesh, tp: DeviceMesh | None = None) -> Mesh:
+    """This rank's place in a mesh whose only axis shards, or whose first replicates and second shards, by any name.
+
+    ``tp``: an axis beside it.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"mesh is a {type(mesh).__name__}; expected a DeviceMesh from "
+            "torch.distributed.device_mesh.init_device_mesh."
+        )
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.size() * (tp.size() if tp is not None else 1) != dist.get_world_size():
+        raise NotImplementedError(
+            f"mesh holds {mesh.size()} ranks{f', beside {tp.size()} along tp' if tp is not None else ''}, but the "
+            f"world has {dist.get_world_size()}; fsdp_compiled.fully_shard needs every rank in the mesh, or in it and "
+            'a tp axis: mesh["dp"] and mesh["tp"] of one mesh. Start as many processes as that holds.'
+        )
+    if tp is not None and set(mesh.mesh.flatten().tolist()) & set(tp.mesh.tolist()) != {dist.get_rank()}:
+        raise ValueError(
+            f"mesh holds ranks {mesh.mesh.flatten().tolist()} here and the tp axis {tp.mesh.tolist()}: expected two "
+            'axes of one mesh, mesh["dp"] for fully_shard and mesh["tp"] for parallelize_module.'
+        )
+    without_registration()
+    axes = {"shard": mesh.ndim - 1} | ({"replicate": 0} if mesh.ndim == 2 else {})
+    sizes = {axis: mesh.size(dim) for axis, dim in axes.items()}
+    groups = {axis: mesh.get_group(dim).group_name for axis, dim in axes.items() if sizes[axis] > 1}
+    device = torch.device(mesh.device_type)
+    if device.type == "cuda":
+        device = default_device()
+        torch.cuda.set_device(device)
+    rank = mesh.get_local_rank(axes["shard"])
+    if tp is None:
+        return Mesh(device, sizes["shard"], sizes.get("replicate", 1), rank, dist.get_rank(), groups)
+    groups["tp"] = tp.get_group().group_name
+    replica = mesh.get_local_rank(axes["replicate"]) if "replicate" in axes else 0
+    return Mesh(
+        device, sizes["shard"], sizes.get("replicate", 1), rank, dist.get_rank(), groups, tp.size(),
+        tp.get_local_rank(), replica, tp,
+    )  # fmt: skip
+
+
+def _axes_of(mesh: DeviceMesh) -> dict[str, int]:
+    """Which dimension of the mesh each of our axes is."""
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim == 1:
+        return {"tp" if names == ("tp",) else "shard": 0}
+    found: dict[str, int] = {}
+    for index, name in enumerate(names):
+        axis = AXES.get(name)
+        if axis is None and mesh.size(index) == 1:
+            continue  # one rank along it: there is nothing to do
+        if axis is None or axis in found:
+            found = {}
+            break
+        found[axis] = index
+    if not found:
+        raise ValueError(
+            f'mesh has axes {names or mesh.ndim}; expected one axis, which shards, or two named ("replicate", "shard"),'
+            ' and for tensor parallelism one named "tp" besides. torchtitan\'s names (dp_replicate, dp_shard or fsdp, '
+            "tp) mean the same."
+            + (
+                ' Context parallelism has no axis of its own: ranks along "shard" or "replicate" have stretches of '
+                "their sequences (SequenceAttention, docs/context_parallel.md)."
+                if "cp" in names
+                else ""
+            )
+        )
+    return found

@@ -1,0 +1,115 @@
+"""The process group: the device that it is on, what is asked of it, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compiled.distributed.mesh import Mesh
+
+REGISTER = ("NCCL_GRAPH_REGISTER", "0")
+MOMENT = 0.05  # seconds in which a thread frees what it holds, on a machine however busy
+
+
+def without_registration() -> None:
+    """Switches NCCL's registration of graphs' buffers off, if its communicator is not made yet, when that is read.
+
+    To register, ranks exchange handles while they capture: a rank whose capture fails in Python leaves the others
+    waiting for ever; and tiny collectives beside large registered ones may hang across nodes (NVIDIA/nccl 2389). It
+    gains little for buffers as large as a unit's. Whoever sets ``NCCL_GRAPH_REGISTER`` decides.
+    """
+    group = dist.group.WORLD
+    if group is None or not torch.cuda.is_available() or "nccl" not in str(dist.get_backend_config()):
+        return
+    initialized = getattr(group._get_backend(torch.device("cuda")), "_is_initialized", lambda: True)
+    if not initialized():
+        os.environ.setdefault(*REGISTER)
+
+
+def default_device() -> torch.device:
+    """The GPU that the process group is bound to, that was made current, or that torchrun says, in this order."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    group = dist.group.WORLD if dist.is_available() else None
+    bound = getattr(group, "bound_device_id", None)
+    if bound is not None and bound.type == "cuda":
+        return bound
+    current, local = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", 0))
+    # Of one GPU that this process sees (CUDA_VISIBLE_DEVICES), the number is 0, whatever torchrun's is.
+    return torch.device("cuda", local if current == 0 and local < torch.cuda.device_count() else current)
+
+
+def close() -> None:
+    """Ends the process group, if there is one, and lets its threads let go.
+
+    gloo's threads end with the last reference to the group, and something may hold one (a ``DeviceMesh``, FSDP2's and
+    DDP's modules). A thread that is still about to free a collective's tensors, for which it needs the interpreter's
+    lock, would be stopped by Python's shutdown in the middle, and take a process that had done its work down with it:
+    ``terminate called without an active exception``. Here the lock is left to them for a moment.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        time.sleep(MOMENT)
+
+
+_endings: list[Callable[[], None]] = []
+_end: list[Callable[..., None]] = []  # PyTorch's own code to end a process group
+
+
+def before_end(call: Callable[[], None]) -> None:
+    """Has this called before a process group ends, whoever ends it.
+
+    NCCL waits, however long it takes, for the graphs that hold its collectives to be destroyed; PyTorch has no place to
+    say so, and a script may end its process group while it still holds what it trained with. So once something asks
+    for it, the function has other code: scripts hold the function itself (``from torch.distributed import
+    destroy_process_group``), and a name of another function would not reach them.
+    """
+    if not _end:
+        function = dist.destroy_process_group
+        _end.append(_copied(function))
+        try:
+            function.__code__ = _destroy_process_group.__code__
+        except ValueError:  # it is wrapped around others, and its code is bound to them
+            dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = _destroy_process_group
+    _endings.append(call)
+
+
+def _copied(function: Any) -> Callable[..., None]:
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _destroy_process_group(group=None):  # type: ignore[no-untyped-def]
+    # Runs as PyTorch's own function, among its names: what it needs it imports.
+    from fsdp_compiled.distributed import process_group
+
+    process_group._end_graphs()
+    process_group._end[0](group)
+
+
+def _end_graphs() -> None:
+    for ending in _endings:
+        ending()
+
+
+def backends(mesh: Mesh) -> dict[str, str]:
+    """Who carries out collectives along each axis, for tensors on the mesh's device: ``"nccl"``, ``"gloo"``."""
+    resolve = dist.distributed_c10d._resolve_process_group
+    return {axis: resolve(name)._get_backend(mesh.device).name() for axis, name in mesh.groups.items()}
+
+
+def timeout(mesh: Mesh) -> float:
+    """Seconds that a rank waits for others in a collective, as the process group was started with."""
+    group = dist.group.WORLD
+    options = getattr(group._get_backend(mesh.device), "options", None) if group is not None else None
+    found = getattr(options, "_timeout", None)
+    return found.total_seconds() if found is not None else 1800.0
