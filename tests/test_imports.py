@@ -20,6 +20,7 @@ PACKAGE = ROOT.name
 PRIVATE = {
     "accelerate": "integrations.accelerate",
     "torch._C": "torch_private.core",
+    "torch._decomp": "capture.recurrent_layers",
     "torch._dynamo": "torch_private.dynamo",
     "torch._functorch": "torch_private.functorch",
     "torch._guards": "torch_private.dynamo",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compiled.capture.recurrent_layers import dropout_between_layers
 from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of
 from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
@@ -95,7 +96,7 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
             # A restart is meant for Dynamo, which would make no unknown again of a number that had to be a certain one.
             # What was asked of it stands in the guards (`closed_numbers`), and its name is known the second time.
             restart = contextlib.suppress(_Captured, TensorifyScalarRestartAnalysis)
-            with restart, draws, backward:
+            with restart, draws, backward, dropout_between_layers():
                 compiler(module, list(inputs))
     finally:
         TensorifyState.clear()
