@@ -87,7 +87,7 @@ def test_the_sequences_above_ran_as_graphs(pair: tuple[Sharded, Sharded]) -> Non
     graphed, plain = pair
     programs = len(graphed.programs)
     assert programs >= 4  # step or last, and accumulate, of two shapes
-    assert stand_in(graphed).log.count("launch") == graphed.replays > 20
+    assert stand_in(graphed).log.count("launch") == graphed.replays > 10
     assert len(stand_in(graphed).graphs) <= programs
     assert plain.replays == 0 and int(graphed.overflows) == int(plain.overflows) > 0
 

@@ -19,7 +19,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_compiled import Policy, chunked_cross_entropy, compile_sharded, fully_shard
-from fsdp_compiled.distributed.mesh import connect, exchange
+from fsdp_compiled.distributed.device_mesh import connect
+from fsdp_compiled.distributed.mesh import exchange
 from tests.launch import told
 
 
