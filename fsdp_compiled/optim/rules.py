@@ -139,18 +139,22 @@ def _tried(optimizer: Optimizer, group: Mapping[str, Any], kind: tuple[Any, ...]
     """What this check of the group says, asked once; raises `Refused`."""
     noted = any(vars(parameter) for parameter in group["params"])
     key = None if noted else _key(optimizer, group, {}, torch.float64)
-    key = (*kind, *key) if key is not None else None
+    return bool(_once((*kind, *key) if key is not None else None, lambda: check(optimizer, group)))
+
+
+def _once(key: Any, judge: Callable[[], Any]) -> Any:
+    """What ``judge`` says or refuses, asked once for each key; every time where that is None."""
     found = _VERDICTS.get(key) if key is not None else None
     if found is None:
         try:
-            found = check(optimizer, group)
+            found = judge()
         except Refused as error:
             found = error.with_traceback(None)
-    if key is not None:
-        _VERDICTS[key] = found
+        if key is not None:
+            _VERDICTS[key] = found
     if isinstance(found, Refused):
         raise type(found)(str(found))
-    return bool(found)
+    return found
 
 
 def notes_of(optimizer: Optimizer) -> list[str]:
@@ -292,17 +296,7 @@ def _verdict(
     optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, float], dtype: torch.dtype
 ) -> Verdict:
     key = _key(optimizer, group, values, dtype)
-    found = _VERDICTS.get(key) if key is not None else None
-    if found is None:
-        try:
-            found = _judge(optimizer, group, values, dtype)
-        except Refused as error:
-            found = error.with_traceback(None)
-        if key is not None:
-            _VERDICTS[key] = found
-    if isinstance(found, Refused):
-        raise type(found)(str(found))
-    return found  # type: ignore[no-any-return]
+    return _once(key, lambda: _judge(optimizer, group, values, dtype))  # type: ignore[no-any-return]
 
 
 def _key(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, float], dtype: torch.dtype) -> Any:
