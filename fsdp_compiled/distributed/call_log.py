@@ -203,6 +203,17 @@ class Calls:
             raise
 
     @contextmanager
+    def meeting(self, label: str) -> Iterator[None]:
+        """What is no program: all ranks do it, or none; where one is lost in it, the others say which."""
+        self.post(label)
+        self.meet(label)
+        try:
+            with self.naming():
+                yield
+        finally:
+            self.returned()
+
+    @contextmanager
     def naming(self) -> Iterator[None]:
         """Where what ranks do together fails because one is gone, or does something else: an error that names it."""
         try:

@@ -81,6 +81,15 @@ class Leaf:
             return contiguous
         return tuple(sorted(contiguous, key=lambda dim: -self.stride[dim]))
 
+    def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
+        """``[numel]``, in the parameter's memory order -> the view in its shape."""
+        order = self.order
+        return flat.view([self.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
+
+    def in_memory_order(self, value: torch.Tensor) -> torch.Tensor:
+        """The other way round."""
+        return value.permute(self.order).reshape(-1)
+
 
 @dataclass(frozen=True)
 class Slot:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compiled.distributed.lockstep import Work, lockstep
+from fsdp_compiled.distributed.lockstep import Work
 from fsdp_compiled.distributed.mesh import Mesh, gather_parts, gather_shards
 from fsdp_compiled.plan.plan import Buffer, Plan
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
@@ -42,22 +42,12 @@ def full_state_dict(
     mesh: Mesh,
     shards: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
-) -> dict[str, Any]:
-    """The ordinary ``model.state_dict()``, on rank 0 and on the CPU; an empty dictionary elsewhere. Collective.
-
-    What fails on one rank, such as a hook of the model's on rank 0, is an error on every rank; nothing is changed.
-    """
-    return lockstep(mesh, "What full_state_dict collects", _collecting(model, plan, mesh, shards, buffers))
-
-
-def _collecting(
-    model: nn.Module,
-    plan: Plan,
-    mesh: Mesh,
-    shards: Mapping[str, torch.Tensor],
-    buffers: Mapping[str, torch.Tensor],
 ) -> Work[dict[str, Any]]:
-    """`full_state_dict`, in stages as `lockstep` wants them."""
+    """The ordinary ``model.state_dict()``, on rank 0 and on the CPU; an empty dictionary elsewhere.
+
+    In stages, for `lockstep`: what fails on one rank, such as a hook of the model's on rank 0, is an error on every
+    rank; nothing is changed.
+    """
     wait_for_host_memory(plan)
     whole: dict[str, torch.Tensor] = {}
     for buffer in plan.buffers:

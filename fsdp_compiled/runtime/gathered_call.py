@@ -147,9 +147,8 @@ def _free(owner: Owner | None, model: nn.Module, _args: Any, result: Any) -> Any
 
 
 def _layout_of(parameter: Any) -> Layout | None:
-    if isinstance(parameter, WholeParameter):
-        return parameter._sharded_place.layout
-    return parameter._sharded.place.layout if issubclass(type(parameter), ShardedTensor) else None
+    taken = isinstance(parameter, WholeParameter) or issubclass(type(parameter), ShardedTensor)
+    return _place_of(parameter).layout if taken else None
 
 
 def _place_of(parameter: Any) -> ShardPlace:
@@ -237,8 +236,7 @@ class _Gathered(torch.autograd.Function):
                 flat = torch.zeros(buffer.numel, dtype=plan.reduce_dtype(buffer), device=plan.device)
                 for place, gradient in zip(ctx.places, gradients, strict=True):
                     if place.buffer is buffer and gradient is not None:
-                        order = place.leaf.order
-                        flat[place.slot.offset : place.slot.end].copy_(gradient.permute(order).reshape(-1))
+                        flat[place.slot.offset : place.slot.end].copy_(place.leaf.in_memory_order(gradient))
                 mean = reduced(flat, buffer, plan, mesh)
                 if mean.numel() == buffer.numel and plan.placement.parameter:  # under zero1, all of it
                     start, stop = plan.slice_of(buffer, mesh.shard_rank)

@@ -70,15 +70,8 @@ class Layout:
         if self.calls is None:
             yield
             return
-        self.calls.check_open()
-        label += str(self.writes)
-        self.calls.post(label)
-        self.calls.meet(label)
-        try:
-            with self.calls.naming():
-                yield
-        finally:
-            self.calls.returned()
+        with self.calls.meeting(f"{label}{self.writes}"):
+            yield
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,23 +142,18 @@ class ShardPlace:
             rows = gather_shards(padded, mesh).view(len(sizes), -1)
             flat = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).view(flat.dtype)
         parts = gather_parts(flat, mesh) if self.leaf.split else [flat]
-        return whole_value([self.in_shape(part) for part in parts], self.leaf).to(local.device)
+        return whole_value([self.leaf.in_shape(part) for part in parts], self.leaf).to(local.device)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of the whole: the parameter's shape -> ``[last - first]``."""
         mesh = self.layout.mesh
         value = part_of(whole, self.leaf, mesh.tp, mesh.tp_rank) if self.leaf.split else whole
         first, last = self.own
-        return value.permute(self.leaf.order).reshape(-1)[first:last]
+        return self.leaf.in_memory_order(value)[first:last]
 
     def agree(self, whole: torch.Tensor) -> None:
         """Rank 0's values on every rank, in place. Collective."""
         broadcast(whole, self.layout.mesh)
-
-    def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
-        order = self.leaf.order
-        view = flat.view([self.leaf.shape[dim] for dim in order])
-        return view.permute([order.index(dim) for dim in range(len(order))])
 
 
 def place_of(layout: Layout, buffer: Buffer, slot: Slot) -> ShardPlace:

@@ -213,14 +213,12 @@ def _fill(module: nn.Module, init: Initializer | None) -> None:
 
 def write_slot(flat: torch.Tensor, slot: Slot, value: torch.Tensor) -> None:
     """Copies a parameter-shaped tensor into its place, in the parameter's memory order."""
-    flat[slot.offset : slot.end].copy_(value.permute(slot.leaf.order).reshape(-1))
+    flat[slot.offset : slot.end].copy_(slot.leaf.in_memory_order(value))
 
 
 def read_slot(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     """The parameter-shaped view of its place."""
-    order = slot.leaf.order
-    view = flat[slot.offset : slot.end].view([slot.leaf.shape[dim] for dim in order])
-    return view.permute([order.index(dim) for dim in range(len(order))])
+    return slot.leaf.in_shape(flat[slot.offset : slot.end])
 
 
 def _own_slice(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch.Tensor:

@@ -243,13 +243,11 @@ class ShardedCalls:
     def _meeting(self, label: str) -> Iterator[None]:
         """A call that is no program: all ranks make it, or none; where one is lost in it, the others say which."""
         self._writes.begin()
-        self._programs.meet(f"{label}{self._writes}")
-        try:
-            with self._calls.naming():
+        with self._calls.meeting(f"{label}{self._writes}"):
+            try:
                 yield
-        finally:
-            self._writes.end()
-            self._calls.returned()
+            finally:
+                self._writes.end()
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:

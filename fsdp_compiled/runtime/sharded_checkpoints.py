@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_compiled.capture.ambient import outside_modes, untraced
+from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.optim.together import members
 from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, check_wish, path
 from fsdp_compiled.runtime.checkpoint.contents import check_extra
@@ -35,7 +36,8 @@ class ShardedCheckpoints(ShardedCalls):
             self._taken.check()
             take(self._programs.replaced_buffers(), state.buffers, self._state.buffers)
         with self._meeting("full_state_dict"), outside_modes():
-            return full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
+            work = full_state_dict(self.model, self.plan, self._mesh, state.parameters, state.buffers)
+            return lockstep(self._mesh, "What full_state_dict collects", work)
 
     @untraced
     @one_thread

@@ -81,14 +81,14 @@ def stretch(flat: torch.Tensor, place: ShardPlace) -> ShardedTensor:
 def gradient_at(place: ShardPlace, flat: torch.Tensor) -> torch.Tensor:
     """One parameter's gradient, a view of the flat one: this rank's shard of it, or all of it."""
     if place.layout.whole:
-        return place.in_shape(flat[place.first : place.last])
+        return place.leaf.in_shape(flat[place.first : place.last])
     if flat.numel() < place.buffer.numel or place.layout.mesh.shard == 1:
         return stretch(flat[place.first : place.last], place)
     whole = flat[place.slot.offset : place.slot.end]
     if place.leaf.split:
         first, last = place.own
         return stretch(whole[first:last], place)
-    return wrapped(place.in_shape(whole), place)
+    return wrapped(place.leaf.in_shape(whole), place)
 
 
 def _check_meaning(func: Any, ours: Sequence[ShardedTensor]) -> None:

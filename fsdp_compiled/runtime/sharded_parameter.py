@@ -117,7 +117,7 @@ def replace(parameter: nn.Parameter, place: ShardPlace) -> nn.Parameter:
     shard = place.layout.shards[place.buffer.key]
     made: Any
     if place.layout.whole:
-        view = place.in_shape(place.live)
+        view = place.leaf.in_shape(place.live)
         made = WholeParameter(view, parameter.requires_grad)
         made.__dict__.update(parameter.__dict__, **notes)
         found = _swapped(parameter, made)
@@ -163,7 +163,7 @@ def show(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if isinstance(parameter, WholeParameter):
             place = parameter._sharded_place
-            view = WholeParameter(place.in_shape(place.live), parameter.requires_grad)
+            view = WholeParameter(place.leaf.in_shape(place.live), parameter.requires_grad)
             view.__dict__.update(parameter.__dict__)
             place.layout.references.pop(place.name)
             torch.utils.swap_tensors(parameter, view)

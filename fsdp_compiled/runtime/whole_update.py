@@ -38,7 +38,7 @@ from fsdp_compiled.optim.twin import attributes_of
 from fsdp_compiled.optim.whole import OnItsOwn
 from fsdp_compiled.plan.plan import Buffer, Slot
 from fsdp_compiled.runtime.eager_update import INSTEAD, EagerUpdate
-from fsdp_compiled.runtime.shard_model import read_slot, write_slot
+from fsdp_compiled.runtime.shard_model import write_slot
 
 FAILED = 0  # a word
 HALF = (
@@ -114,8 +114,8 @@ class WholeUpdate(EagerUpdate):
         given = {name: (self._slots[name], gradients[name], values) for name, values in parameters.items()}
         try:
             for name, ((_, slot), gradient, values) in given.items():
-                self._pieces[name].data = _shaped(values, slot)
-                self._pieces[name].grad = _shaped(gradient, slot)
+                self._pieces[name].data = slot.leaf.in_shape(values)
+                self._pieces[name].grad = slot.leaf.in_shape(gradient)
             self._step(OnItsOwn())
             for name, ((_, slot), _, values) in given.items():
                 if self._pieces[name].data_ptr() != values.data_ptr():  # its code bound `p.data` anew
@@ -194,11 +194,6 @@ def _placed(value: Any, name: str, device: torch.device) -> Any:
         return leaf.to(device) if isinstance(leaf, torch.Tensor) and (name != "step" or leaf.dim()) else leaf
 
     return pytree.tree_map(one, value)
-
-
-def _shaped(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
-    """A parameter's elements in its shape, a view."""
-    return read_slot(flat, Slot(slot.leaf, 0))
 
 
 def _nothing(slot: Slot, buffer: Buffer, device: torch.device) -> torch.Tensor:
