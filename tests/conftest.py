@@ -4,6 +4,7 @@ leave off; and what files leave as it was."""
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -45,14 +46,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """For tests of `fully_shard` on one process, which starts a process group as FSDP2's does."""
+    """`fully_shard` on one process starts a process group, as FSDP2's does: the files after it start their own."""
     yield
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture

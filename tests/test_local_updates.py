@@ -16,7 +16,6 @@ from fsdp_compiled.runtime import local_updates
 from fsdp_compiled.torch_private.dtensor import handlers
 from tests.toys import net
 
-pytestmark = pytest.mark.usefixtures("no_process_group_is_left")
 Make = Callable[[Any], torch.optim.Optimizer]
 
 

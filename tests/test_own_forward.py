@@ -11,8 +11,6 @@ from torch import nn
 from fsdp_compiled import fully_shard
 from tests.toys import net
 
-pytestmark = pytest.mark.usefixtures("no_process_group_is_left")
-
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
 

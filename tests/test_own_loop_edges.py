@@ -20,8 +20,6 @@ from tests.allocator import record
 from tests.launch import ROOT, launch
 from tests.toys import net
 
-pytestmark = pytest.mark.usefixtures("no_process_group_is_left")
-
 sharding = sys.modules["fsdp_compiled.fully_shard"]  # the name in the package is the function's
 X, Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 2)
 

@@ -14,8 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_compiled as ours
 
-pytestmark = pytest.mark.usefixtures("no_process_group_is_left")
-
 TOKENS = torch.tensor([[1, 4, 5]])
 
 
