@@ -145,10 +145,18 @@ def test_a_tensor_of_the_users_class_is_refused_by_both_faces() -> None:
         model(x.as_subclass(Own))
 
 
-def test_attributes_of_batch_tensors_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    sharded = compile_sharded(net(), None, loss=lambda model, x, y: F.mse_loss(model(x), y), policy=EAGER)
-    with caplog.at_level(logging.WARNING, "fsdp_compiled"):
-        for x, y in batches(3, width=4):
-            x.weight = 2.0  # type: ignore[attr-defined]
-            sharded.value_and_grad(x, y)
-    assert len([record for record in caplog.records if "attributes of its own (weight)" in record.getMessage()]) == 1
+def test_an_attribute_of_a_batch_tensor_is_refused_where_it_is_asked_for() -> None:
+    """At the first call and later; without a reader it is nobody's business."""
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(x), y) * getattr(x, "weight", 1.0)
+
+    (x, y), (other, _) = batches(2, width=4)
+    x.weight = 2.0  # type: ignore[attr-defined]
+    read = compile_sharded(net(), None, loss=loss, policy=EAGER)
+    unread = compile_sharded(net(), None, loss=lambda model, x, y: F.mse_loss(model(x), y), policy=EAGER)
+    unread.value_and_grad(x, y)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"batch \[0\] has an attribute .*\(weight\)"):
+            read.value_and_grad(x, y)
+        read.value_and_grad(other, y)

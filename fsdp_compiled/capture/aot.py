@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.capture.recurrent_layers import dropout_between_layers
-from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of
+from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of, user_line
 from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.torch_private.dynamo import TensorifyScalarRestartAnalysis, TensorifyState, aot_autograd
@@ -98,9 +98,24 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
             restart = contextlib.suppress(_Captured, TensorifyScalarRestartAnalysis)
             with restart, draws, backward, dropout_between_layers():
                 compiler(module, list(inputs))
+    except KeyError as error:
+        raise CaptureError(_not_a_number(module, error)) from error
     finally:
         TensorifyState.clear()
     return taken[0]
+
+
+def _not_a_number(module: fx.GraphModule, error: KeyError) -> str:
+    """What PyTorch (to 2.13) has no operators for: the float of a truth value that is read out of a tensor."""
+    floats = [node for node in module.graph.nodes if isinstance(node.meta.get("example_value"), torch.SymFloat)]
+    node = next((node for node in floats if node.meta["example_value"].node.expr.free_symbols & {*error.args}), None)
+    if node is None:
+        raise error
+    return (
+        "A truth value that is read out of a tensor is made a float, which cannot be traced.\n"
+        f"{user_line(RuntimeError(node.stack_trace))}\n"
+        "  Cure: stay with tensors: `y * mask.to(y.dtype)` in the place of `y * float(mask)`."
+    )
 
 
 def _lift_literals(joint: fx.GraphModule, ports: list[Port]) -> dict[str, torch.Tensor]:

@@ -39,6 +39,7 @@ class Capture:
     leaves: tuple[Any, ...]  # a `Port` for each tensor that the function returned, other values as they are
     guards: Guards
     layouts: Mapping[Port, Layout] = field(default_factory=dict)  # of results that are DTensors
+    asked: frozenset[str] = frozenset()  # attributes that tensors were asked for, and that are not PyTorch's
 
     @property
     def written_constants(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture import random_calls, unknown_reads
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.batch_changes import changed, contents
@@ -31,7 +32,6 @@ from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, places_of, put_back
 from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
 from fsdp_compiled.capture.output_ports import closed, output_ports
-from fsdp_compiled.capture.random_calls import refused
 from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects, inside, speech, tell_batch, unwrapped
 from fsdp_compiled.capture.source_lines import explanation, reason, user_line
 from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, name_axes, whole
@@ -146,6 +146,7 @@ def capture(
             raise CaptureError(f"The loss returned a {type(value).__name__} in the place of a scalar. {CURE}")
         return made
 
+    asked: set[str] = set()
     around = ambient.entered() if ambient is not None else contextlib.nullcontext()
     classes = loss_parallel() if parts.mesh is not None else contextlib.nullcontext()
     with (
@@ -153,7 +154,7 @@ def capture(
         around,
         classes,
         torch.set_grad_enabled(gradient),
-        _dynamo(),
+        _dynamo(asked),
         unwrapped(objective),
         put_back(objective.model),  # after all that is undone, which knows the tensors of the trace alone
     ):
@@ -175,7 +176,7 @@ def capture(
     leaves = tuple(made.outputs.get(id(leaf)) or closed(leaf, made) for leaf in made.flat)
     made.results.clear()  # Dynamo's code, which the guards keep, holds the function that returned them
     lain = {leaf: one for leaf, one in zip(leaves, made.layouts) if one is not None and isinstance(leaf, Port)}
-    return Capture(program, made.constants, made.spec, leaves, made.guards, lain)
+    return Capture(program, made.constants, made.spec, leaves, made.guards, lain, frozenset(asked))
 
 
 def _check_next(made: Trace, trace: Callable[[Collection[str]], Trace]) -> None:
@@ -206,7 +207,7 @@ def _placed(parts: Parts) -> Parts:
 
 
 @contextlib.contextmanager
-def _dynamo() -> Iterator[None]:
+def _dynamo(asked: set[str]) -> Iterator[None]:
     """Dynamo as capturing needs it.
 
     nn.LSTM and its kin are traced: Dynamo steps aside for them unless told not to, and the fused CPU operator that
@@ -222,7 +223,12 @@ def _dynamo() -> Iterator[None]:
     wanted["skip_nnmodule_hook_guards"] = False
     wanted["run_gc_after_compile"] = False  # up to a tenth of a small capture; garbage is collected in its own time
     try:
-        with torch.compiler.set_stance("default"), config.patch(wanted), refused():
+        with (
+            torch.compiler.set_stance("default"),
+            config.patch(wanted),
+            random_calls.refused(),
+            unknown_reads.refused(asked),
+        ):
             yield
     finally:
         C._set_mkldnn_enabled(before)

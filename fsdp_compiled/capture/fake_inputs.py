@@ -24,6 +24,7 @@ from fsdp_compiled.capture.sequence_attention import along_sequences
 from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.capture.sync_batchnorm import synchronised
 from fsdp_compiled.capture.tensor_parallel import parts_of
+from fsdp_compiled.capture.unknown_reads import check_attributes
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.plan.plan import Plan, contiguous_stride
 from fsdp_compiled.torch_private.dynamo import maybe_mark_dynamic
@@ -59,6 +60,7 @@ def capture_on(
     def twin(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in seen:
             seen[id(tensor)] = fake_tensor(mode, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+            seen[id(tensor)].__dict__.update(vars(tensor))
         return seen[id(tensor)]
 
     parameters: dict[str, torch.Tensor] = {}
@@ -77,6 +79,7 @@ def capture_on(
         known = id(parameter) in seen
         fake = twin(parameter)
         whole[name] = fake if known else nn.Parameter(fake, requires_grad=gradient and parameter.requires_grad)
+        whole[name].__dict__.update(vars(parameter))
         seen[id(parameter)] = whole[name]
     for place, tensor in {**batch_tensors(args, kwargs), **buffers}.items():
         if isinstance(tensor, DTensor):
@@ -100,10 +103,12 @@ def capture_on(
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, example, (args, dict(kwargs)))
     tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()}, whole)
     with _casting(inside(model), plan.policy.precision), synchronised(plan.axes), along_sequences(plan.axes):
-        return capture(
+        made = capture(
             model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, results=results, ambient=ambient,
             parts=parts_of(plan, tp_mesh),
         )  # fmt: skip
+    check_attributes(batch_tensors(args, kwargs), made.asked)
+    return made
 
 
 def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Sizes) -> torch.Tensor:

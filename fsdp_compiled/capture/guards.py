@@ -104,7 +104,7 @@ class Recorder:
             return False
         if entry.guard_type == "DUPLICATE_INPUT" and isinstance(entry.value, types.ModuleType | torch.Tensor):
             return not _library(entry.value) if isinstance(entry.value, types.ModuleType) else False
-        if self.taken and PARAMETERS.match(name):
+        if self.taken and PARAMETERS.match(name) and entry.guard_type != "HASATTR":  # what is noted on one may change
             return False
         if "_hooks_with_kwargs" in name or "_hooks_always_called" in name:
             return False

@@ -25,6 +25,7 @@ from fsdp_compiled.capture import ambient
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.captured import batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traceable
+from fsdp_compiled.capture.unknown_reads import check_attributes
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh, exchange
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
@@ -80,7 +81,7 @@ class Programs:
         self._buffers = ModuleBuffers(taken.model, plan.device)
         self._cached: dict[int, Compiled] = {}  # by number; the last is the one used last
         self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
-        self._mentioned: set[str] = set()  # attributes of batch tensors
+        self._asked: set[str] = set()  # attributes that are not PyTorch's, which programs asked tensors for
         self._written: dict[str, torch.Tensor] = {}  # closed-over tensors that programs write, as they were last seen
         self._revision = 0  # of the rules
         self._evicted = 0
@@ -172,6 +173,7 @@ class Programs:
                 else:
                     self.meet(request.label)
                     compiled = self._maker.compile(request, buffers, self.rules, room)
+            self._asked |= compiled.capture.asked
         else:
             self._calls.post(compiled.label, compiled.wire)
             del self._cached[compiled.number]
@@ -214,22 +216,15 @@ class Programs:
         return sorted(self._variants.get(key, ()), key=lambda compiled: compiled.number)
 
     def _check_classes(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Raises ``ValueError`` for a tensor of a class of the user's; says once of attributes that nobody will see."""
-        for place, tensor in batch_tensors(batch, named).items():
+        """Raises ``ValueError`` for a tensor of the user's class, or with an attribute that a program asked for."""
+        tensors = batch_tensors(batch, named)
+        for place, tensor in tensors.items():
             if type(tensor).__module__.split(".")[0] not in LIBRARIES:
                 raise ValueError(
                     f"batch {place} is a {type(tensor).__qualname__}, a subclass of torch.Tensor, and a program knows "
                     "nothing of what its class makes of operators. Pass its values: tensor.as_subclass(torch.Tensor)."
                 )
-            names = [name for name in vars(tensor) if not name.startswith("_")]
-            if not self._mentioned.issuperset(names):
-                self._mentioned.update(names)
-                log.warning(
-                    "batch %s has attributes of its own (%s), which a program does not see: pass what forward or the "
-                    "loss reads of them with the batch",
-                    place,
-                    ", ".join(names),
-                )
+        check_attributes(tensors, self._asked)
 
     def _change(self, compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> Changed:
         """Why this program is not for this call."""

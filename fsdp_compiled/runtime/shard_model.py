@@ -303,6 +303,7 @@ def _take_buffers(model: nn.Module, device: torch.device, mesh: Mesh) -> Stages:
                 own = own.clone() if own.is_contiguous() is False else own
                 yield f"buffer {path}.{name}: {own.dtype}{list(own.shape)}"
                 broadcast(own, mesh)
+                own.__dict__.update(vars(tensor))  # what the model noted on it
                 moved[id(tensor)] = own
                 moved[id(own)] = own
             module._buffers[name] = moved[id(tensor)]

@@ -3,7 +3,8 @@
 Capturing relies on: the settings (``config``), the errors of what cannot be traced, the backend that hands a graph to
 AOTAutograd, the tracer itself with its record of mutated Python objects, the table of compiled code with its guards,
 the source of a number that is read out of a tensor, the record of those that cannot stay unknown, and on
-``variables.misc`` or ``variables.user_defined`` for the function that calls Python's random numbers.
+``variables.misc`` or ``variables.user_defined`` for the function that calls Python's random numbers, ``misc`` and
+``variables.tensor`` for what texts, tensors and their storages answer.
 """
 
 from torch._dynamo import config, maybe_mark_dynamic
@@ -20,7 +21,8 @@ from torch._dynamo.exc import (
 from torch._dynamo.guards import _get_closure_vars as closure_vars
 from torch._dynamo.source import CallMethodItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
-from torch._dynamo.variables import misc, user_defined
+from torch._dynamo.variables import ConstantVariable, misc, user_defined
+from torch._dynamo.variables import tensor as tensor_variables
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._guards import TracingContext, tracing
 
@@ -28,6 +30,7 @@ __all__ = [
     "AttributeMutationExisting",
     "BackendCompilerFailed",
     "CallMethodItemSource",
+    "ConstantVariable",
     "InstructionTranslator",
     "TensorifyScalarRestartAnalysis",
     "TensorifyState",
@@ -43,6 +46,7 @@ __all__ = [
     "config",
     "maybe_mark_dynamic",
     "misc",
+    "tensor_variables",
     "tracing",
     "user_defined",
 ]

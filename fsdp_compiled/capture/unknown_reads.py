@@ -1,0 +1,71 @@
+"""What forward asks of a tensor that a trace cannot answer as the call would.
+
+While it traces, Dynamo has stand-ins in the place of the tensors, and answers of them: no gradient, no version, no
+base, no attributes of the user's, and the name of an unknown in the place of a number that is part of a text. Most of
+it ends in an error of Dynamo's own; what would go through with another answer than the call's is refused here, by the
+user's line. Written for torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from fsdp_compiled.torch_private.dynamo import ConstantVariable, UserError, UserErrorType, misc, tensor_variables
+
+NEVER = {
+    "_version": "how often a tensor was written",
+    "_base": "which tensor another is a view of",
+}
+
+
+def _refuse(what: str) -> None:
+    raise UserError(UserErrorType.ANTI_PATTERN, what)
+
+
+@contextmanager
+def refused(asked: set[str]) -> Iterator[None]:
+    """Inside, Dynamo raises for such reads. ``asked`` takes in the names of attributes that are not PyTorch's."""
+    known = {*dir(torch.Tensor), *dir(torch.nn.Parameter)}
+    read: Callable[..., Any] = tensor_variables.TensorVariable.var_getattr
+    storage: Callable[..., Any] = tensor_variables.UntypedStorageVariable.call_method
+
+    def var_getattr(self: Any, tx: Any, name: str) -> Any:
+        if name in NEVER:
+            _refuse(f"tensor.{name} is asked for: {NEVER[name]} is not known when a program is traced.")
+        if name in ("grad", "_grad") and not tx.output.side_effects.has_pending_mutation_of_attr(self, "grad"):
+            if self.source is None and self.has_grad_fn:
+                return ConstantVariable.create(None)  # as of all that is computed from parameters
+            _refuse("tensor.grad is asked for: a program is traced without the gradients that tensors have by then.")
+        if name not in known:
+            asked.add(name)
+        return read(self, tx, name)
+
+    def call_method(self: Any, tx: Any, name: str, *given: Any) -> Any:
+        if name in ("size", "nbytes"):
+            _refuse(f"untyped_storage().{name}() is asked for: a view's storage is its own when a program is traced.")
+        return storage(self, tx, name, *given)
+
+    def hash_impl(*_: Any) -> Any:
+        _refuse("a text with a number in it that is read out of a tensor is looked up in a dictionary or set.")
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(tensor_variables.TensorVariable, "var_getattr", var_getattr))
+        stack.enter_context(patch.object(tensor_variables.UntypedStorageVariable, "call_method", call_method))
+        if hasattr(misc.StringFormatVariable, "hash_impl"):  # torch 2.11 refuses by itself
+            stack.enter_context(patch.object(misc.StringFormatVariable, "hash_impl", hash_impl))
+        yield
+
+
+def check_attributes(batch: Mapping[str, torch.Tensor], asked: Iterable[str]) -> None:
+    """Raises ``ValueError`` where a tensor of the batch, by place, has an attribute that forward asks tensors for."""
+    for place, tensor in batch.items():
+        if found := sorted(set(asked) & vars(tensor).keys()):
+            raise ValueError(
+                f"batch {place} has an attribute of its own that forward or the loss asks for ({', '.join(found)}), "
+                "and a program knows nothing of what it is at each call. Pass its value with the batch."
+            )
