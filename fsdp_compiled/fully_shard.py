@@ -33,7 +33,7 @@ from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.module_class import FSDPModule, give_class, register_fsdp_forward_method
 from fsdp_compiled.runtime.module_state import ModuleState, lay_out, state_of
 from fsdp_compiled.runtime.parameter_group import Holder, ParameterGroup
-from fsdp_compiled.runtime.tensor_parallel import check_policy, check_ties, tensor_parallel
+from fsdp_compiled.runtime.tensor_parallel import check_even, check_policy, check_ties, tensor_parallel
 
 # What a loop of the user's decides by itself, by field of `Policy`, with where.
 ELSEWHERE = {
@@ -272,7 +272,7 @@ def _check_parameter(holders: Sequence[Holder]) -> None:
         raise ValueError(f"{where} has no shape yet: call the model once on an example batch, then fully_shard.")
     assert parameter is not None
     if isinstance(parameter, DTensor) and parameter.dim():
-        tensor_parallel(where, parameter)  # refuses what is neither cut evenly nor whole
+        check_even(where, tensor_parallel(where, parameter))  # which refuses what is neither cut nor whole
     if parameter.dim() == 0:
         raise ValueError(f"fully_shard doesn't support scalar parameters. Make {where} a 1D tensor with 1 element.")
     if not parameter.is_contiguous():

@@ -131,7 +131,6 @@ REFUSED = {
     "no mesh": 'layers.0.up.weight is a DTensor, as parallelize_module makes them, but the mesh has no axis named "tp"',
     "other mesh": "of another mesh than the one passed, whose tp axis is [",
     "partial": "ValueError: norm.weight is a DTensor with placement P(sum); a parameter is cut along one dim",
-    "uneven": "ValueError: norm.weight, [17], is cut along dim 0 over 2 ranks, which do not divide 17",
     "nothing cut": 'ValueError: The mesh has 2 ranks along "tp", but no parameter is cut along it',
     "buffer": "ValueError: The buffer table is a DTensor",
     "axes": "ValueError: mesh has axes ('a', 'tp'); expected one axis, which shards, or two named",

@@ -95,7 +95,6 @@ REFUSED = {
     "no axis": 'ValueError: Policy.tp says how to cut the model along the axis "tp", which the mesh does not have',
     "cut before": "is a DTensor: the model was cut before",
     "dynamic": "ValueError: Policy.dynamic is not supported under tensor parallelism",
-    "uneven": "ValueError: 1.weight, [5, 5], would be cut along dim 0 over 2 ranks, which do not divide 5",
     "stepped": "ValueError: SGD has state of up already",
     "half tied": "ValueError: tokens.weight and head.weight are one parameter, which Policy.tp cuts in one place",
     "broken tie": "ValueError: The config of LlamaForCausalLM ties the embedding's weight and the head's",

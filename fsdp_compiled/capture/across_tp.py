@@ -41,50 +41,64 @@ CURE = (
 
 
 def digests(program: Program, constants: Mapping[str, torch.Tensor]) -> list[bytes]:
-    """Of each node, what it is but for its name; equal for nodes that do the same on two ranks."""
-    places = {node: place for place, node in enumerate(program.graph.nodes)}
+    """Of each node, what it computes of the program's inputs; equal for nodes that do the same on two ranks.
+
+    A collective along tp gives what it gives on all of them: which one it is says that. So does a draw of random
+    numbers.
+    """
     ports = {node: port for port, node in program.inputs.items()}
-    found = []
-    for node in places:
+    found: dict[fx.Node, bytes] = {}
+    sent, drawn = 0, 0
 
-        def plain(leaf: Any, places: Mapping[fx.Node, int] = places) -> Any:
-            if isinstance(leaf, fx.Node):
-                return Bare(f"<{places[leaf]}>")
-            return leaf.type if isinstance(leaf, torch.device) else leaf
+    def plain(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return Bare(found[leaf].hex())
+        return leaf.type if isinstance(leaf, torch.device) else leaf
 
-        said = repr(fx.node.map_aggregate((node.args, node.kwargs), plain))
+    for node in program.graph.nodes:
+        sends = node.op == "call_function" and is_collective(node) and node.args[-1] == "tp"
+        if node in ports:
+            said = str(ports[node])
+        elif sends:
+            said = str(sent := sent + 1)
+        else:
+            said = repr(fx.node.map_aggregate((node.args, node.kwargs), plain))
+            if is_random(node):
+                said += f" {(drawn := drawn + 1)}"
         port = ports.get(node)
         value = constants.get(port.name) if port is not None and port.kind == "constant" else None
         if value is not None:
             value = value.detach().cpu().contiguous().reshape(-1)
             numbers = value.view(torch.uint8) if value.numel() else value
             said += hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
-        found.append(hashlib.sha256(f"{node.target}{said}".encode()).digest()[:8])
-    return found
+        operator = node.target if node.op == "call_function" else node.op
+        found[node] = hashlib.sha256(f"{operator}{said}".encode()).digest()[:8]
+    return list(found.values())
 
 
-def differing(program: Program, plan: Plan, found: Sequence[Sequence[bytes]]) -> set[fx.Node]:
-    """The nodes whose values differ between ranks along tp; ``found``: the digests of each of these ranks.
+def differing(program: Program, plan: Plan, own: Sequence[bytes], found: Sequence[Sequence[bytes]]) -> set[fx.Node]:
+    """The nodes whose values differ between ranks along tp; ``own``: digests of this rank, ``found``: of each of these.
 
     The derivative by a result differs where that does.
     """
     parts = {slot.name for buffer in plan.buffers if buffer.split for slot in buffer.slots}
-    own = {node for node, said in zip(program.graph.nodes, zip(*found, strict=True), strict=True) if len(set(said)) > 1}
-    own |= {node for port, node in program.inputs.items() if port.kind == "parameter" and port.name in parts}
-    different = _spread(program, own)
+    common = set(own).intersection(*found)
+    apart = {node for node, said in zip(program.graph.nodes, own, strict=True) if said not in common}
+    apart |= {node for port, node in program.inputs.items() if port.kind == "parameter" and port.name in parts}
+    different = _spread(program, apart)
     results = {port.key for port, node in program.outputs.items() if port.kind == "result" and node in different}
     tangents = {node for port, node in program.inputs.items() if port.kind == "tangent" and port.key in results}
-    return _spread(program, own | tangents) if tangents else different
+    return _spread(program, apart | tangents) if tangents else different
 
 
-def _spread(program: Program, own: Collection[fx.Node]) -> set[fx.Node]:
+def _spread(program: Program, apart: Collection[fx.Node]) -> set[fx.Node]:
     """The nodes that differ where these do."""
     different: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op == "call_function" and is_collective(node) and node.args[-1] == "tp":
             if node.target not in UNITING:
                 different.add(node)
-        elif node in own or any(source in different for source in node.all_input_nodes):
+        elif node in apart or any(source in different for source in node.all_input_nodes):
             different.add(node)
     return different
 

@@ -200,8 +200,7 @@ def _placed(parts: Parts) -> Parts:
     return replace(
         parts,
         placements=tuple(
-            (tuple(f"model.{WRAPPED.sub('', name)}" for name in names), placement)
-            for names, placement in parts.placements
+            (tuple(f"model.{WRAPPED.sub('', name)}" for name in names), tp) for names, tp in parts.placements
         ),
     )
 

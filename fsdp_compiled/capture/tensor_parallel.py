@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.plan.plan import Plan, TensorParallel, contiguous_stride
 
 
 @dataclass(frozen=True)
@@ -34,30 +34,44 @@ class Parts:
     """Which tensors of the trace are parts of DTensors, tied ones under all their names, and where those lie."""
 
     mesh: DeviceMesh | None = None
-    placements: tuple[tuple[tuple[str, ...], Replicate | Shard], ...] = ()
+    placements: tuple[tuple[tuple[str, ...], TensorParallel], ...] = ()
 
     @property
     def hint(self) -> str:
         """What may be behind an error in the model's code."""
         if self.mesh is None or self.mesh.size() == 1:
             return ""
+        ranks = self.mesh.size()
         return (
-            f"\n  Under tensor parallelism each of {self.mesh.size()} ranks runs this on its part: a size that the "
-            f"code takes for the whole, such as a number of heads, is 1 / {self.mesh.size()} of it here. Let "
-            f"{self.mesh.size()} divide the number of heads, and write -1 for it in view and reshape."
+            f"\n  Under tensor parallelism each of {ranks} ranks runs this on its part: a size that the code takes for "
+            f"the whole, such as a number of heads, is 1 / {ranks} of it here. Let {ranks} divide the number of heads, "
+            f"and write -1 for it in view and reshape. From a layer whose size {ranks} does not divide, let a DTensor "
+            "go on, ColwiseParallel(use_local_output=False): of a plain part nobody knows the whole size. Under "
+            f"sequence parallelism {ranks} must divide the length of sequences."
         )
 
     def joined(self, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The same tensors, with a DTensor in the place of each part; traced."""
         found = dict(named)
         if self.mesh is not None:
-            for names, placement in self.placements:
+            for names, tp in self.placements:
                 here = [name for name in names if name in named]
                 if here:
-                    whole = DTensor.from_local(named[here[0]], self.mesh, (placement,), run_check=False)
+                    whole = _joined(named[here[0]], tp, self.mesh)
                     for name in here:
                         found[name] = whole
         return found
+
+
+def _joined(part: torch.Tensor, tp: TensorParallel, mesh: DeviceMesh) -> DTensor:
+    placement = Replicate() if tp.dim is None else Shard(tp.dim)
+    if not tp.uneven:
+        return DTensor.from_local(part, mesh, (placement,), run_check=False)
+    assert tp.dim is not None
+    own = part.narrow(tp.dim, 0, tp.own(mesh.get_local_rank()))  # without the zeros behind it
+    return DTensor.from_local(
+        own, mesh, (placement,), run_check=False, shape=torch.Size(tp.shape), stride=contiguous_stride(tp.shape)
+    )
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
@@ -114,14 +128,7 @@ def own_part(value: torch.Tensor) -> torch.Tensor:
 def parts_of(plan: Plan, mesh: DeviceMesh | None) -> Parts:
     """By the names of the plan's parameters."""
     leaves = [slot.leaf for buffer in plan.buffers for slot in buffer.slots]
-    return Parts(
-        mesh,
-        tuple(
-            (leaf.names, Replicate() if leaf.tp.dim is None else Shard(leaf.tp.dim))
-            for leaf in leaves
-            if leaf.tp is not None
-        ),
-    )
+    return Parts(mesh, tuple((leaf.names, leaf.tp) for leaf in leaves if leaf.tp is not None))
 
 
 def is_mesh(value: Any) -> bool:

@@ -153,10 +153,16 @@ class Program:
         """Every node on a line: what ranks compare, and what `dump` writes."""
         return "\n".join(self.lines())
 
-    def outline(self) -> str:
-        """The same without names and arguments that are numbers: what ranks along the tp axis have in common."""
+    def outline(self, uneven: bool = False) -> str:
+        """The same without names and arguments that are numbers: what ranks along the tp axis have in common.
+
+        ``uneven``: their parts differ in size, and so only what they send each other is in common.
+        """
         places = {node: place for place, node in enumerate(self.graph.nodes)}
         lines = [f"{port.side} {port}" for port in self.ports]
+        if uneven:
+            sent = [", ".join(map(describe, node.all_input_nodes)) for node in self.graph.nodes if is_collective(node)]
+            return "\n".join([*lines, *(f"{one} of {of}" for one, of in zip(self.collectives, sent, strict=True))])
         for node, place in places.items():
             operator = node.target if node.op == "call_function" else node.op
             lines.append(f"{place}: {describe(node)} = {operator}{[places[one] for one in node.all_input_nodes]}")

@@ -36,10 +36,30 @@ Axis = Literal["shard", "replicate", "tp"]
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a parameter that is a DTensor lies along the tp axis: ``dim`` is cut into equal parts, or nothing is."""
+    """How a parameter that is a DTensor lies along the tp axis: ``dim`` is cut into ``parts``, or nothing is.
+
+    Cut as ``torch.chunk`` cuts: where ``parts`` do not divide the dim, the last parts are smaller, or empty. What each
+    rank lays into its buffers is as large as the first part, with zeros at its end.
+    """
 
     dim: int | None
     shape: tuple[int, ...]  # of the whole
+    parts: int = 1
+
+    @property
+    def uneven(self) -> bool:
+        return self.dim is not None and self.shape[self.dim] % self.parts != 0
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of the first part: what each rank lays into its buffers."""
+        return tuple(-(-size // self.parts) if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    def own(self, index: int) -> int:
+        """How much of the dim the rank at this place has."""
+        assert self.dim is not None
+        each = self.part_shape[self.dim]
+        return min(max(self.shape[self.dim] - index * each, 0), each)
 
     def __str__(self) -> str:
         return "whole" if self.dim is None else f"dim {self.dim} of {list(self.shape)} cut"
@@ -57,7 +77,7 @@ class Leaf:
     group: int | None  # optimizer group; None: no optimizer updates it
     block: str
     variant: int = 0  # of the group's rules: parameters that are updated by different ones lie in different buffers
-    tp: TensorParallel | None = None  # shape and stride are of this rank's part; None: a plain tensor, which is whole
+    tp: TensorParallel | None = None  # shape and stride are of the first part; None: a plain tensor, which is whole
     owned: bool = False  # one rank along the shard axis updates the whole of it (`owners`)
 
     @property
@@ -233,6 +253,11 @@ class Plan:
     def all_axes(self) -> tuple[tuple[Axis, int], ...]:
         """The same, with the tp axis before them."""
         return ((("tp", self.tp),) if self.tp > 1 else ()) + self.axes
+
+    @property
+    def uneven(self) -> bool:
+        """Whether ranks along the tp axis have parts of different sizes, and so programs of different shapes."""
+        return any(slot.leaf.tp is not None and slot.leaf.tp.uneven for b in self.buffers for slot in b.slots)
 
     def size(self, axis: str) -> int:
         """Ranks along this axis."""

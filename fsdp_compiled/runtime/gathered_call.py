@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.plan.plan import contiguous_stride
 from fsdp_compiled.runtime.gradients import reduced
 from fsdp_compiled.runtime.shard_layout import Layout, ShardPlace
 from fsdp_compiled.runtime.sharded_operators import gradient_at, whole_of
@@ -206,8 +207,13 @@ def _whole(parameter: Any) -> torch.Tensor:
     if tp is None or mesh.tp_mesh is None:
         return value.contiguous() if place.leaf.split else value
     placement = Replicate() if tp.dim is None else Shard(tp.dim)
-    part = value if tp.dim is None else value.chunk(mesh.tp, tp.dim)[mesh.tp_rank].contiguous()
-    return DTensor.from_local(part, mesh.tp_mesh, (placement,), run_check=False)
+    part = value
+    if tp.dim is not None:
+        each, own = place.leaf.shape[tp.dim], tp.own(mesh.tp_rank)
+        part = value.narrow(tp.dim, min(mesh.tp_rank * each, tp.shape[tp.dim]), own).contiguous()
+    return DTensor.from_local(
+        part, mesh.tp_mesh, (placement,), run_check=False, shape=value.shape, stride=contiguous_stride(value.shape)
+    )
 
 
 class _Gathered(torch.autograd.Function):

@@ -110,7 +110,8 @@ class ProgramMaker:
             stages = fuse(stages, job)  # checked after each fusion
             return describe(captured, stages, predict, job)
 
-        compiled = self.together(build, lambda made: made.program.text(), lambda made: made.program.outline())  # agree
+        uneven = self._plan.uneven
+        compiled = self.together(build, lambda made: made.program.text(), lambda made: made.program.outline(uneven))
         replayed = self.can_replay(compiled)
         room()
         compiled.runner, compiled.lowered = self.lower(compiled.halves.forward if compiled.halves else compiled.program)
@@ -219,11 +220,12 @@ class ProgramMaker:
     def compare_along_tp(self, captured: Capture) -> None:
         """Ranks along the tp axis trace alike, and what is computed of their parts stays with these."""
         program, plan = captured.program, self._plan
-        self.together(lambda: None, outline=lambda _: program.outline())
-        found = exchange_along_tp(self.together(lambda: digests(program, captured.constants)), self._mesh)
+        self.together(lambda: None, outline=lambda _: program.outline(plan.uneven))
+        own = self.together(lambda: digests(program, captured.constants))
+        found = exchange_along_tp(own, self._mesh)
 
         def check() -> None:
-            different = differing(program, plan, found)
+            different = differing(program, plan, own, found)
             check_same(program, plan, different, captured.layouts, self._called is not None)
             mark_random(program, plan, different)
             if self._called is not None:

@@ -12,18 +12,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.lockstep import Work
 from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast
 from fsdp_compiled.optim.nested import all_leaves
-from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, dense_stride
+from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, contiguous_stride, dense_stride
 from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import to_state_device
 from fsdp_compiled.runtime.shard_layout import Layout, ShardPlace, place_of
 from fsdp_compiled.runtime.sharded_parameter import replace
 from fsdp_compiled.runtime.taken_model import TakenModel
-from fsdp_compiled.runtime.tensor_parallel import local_part, part_of, tensor_parallel
+from fsdp_compiled.runtime.tensor_parallel import laid_part, local_part, part_of, tensor_parallel
 
 Initializer = Callable[[nn.Module], Any]
 HALF = (
@@ -42,20 +43,25 @@ def read_leaves(model: nn.Module, optimizer: Optimizer | None, units: Sequence[s
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
-    parts = {key: local_part(parameter) for key, parameter in parameters.items()}
-    return [
-        Leaf(
-            names=tuple(names[key]),
-            shape=tuple(part.shape),
-            stride=dense_stride(part.shape, part.stride()),
-            dtype=part.dtype,
-            trainable=parameters[key].requires_grad,
-            group=groups.get(key),
-            block=unit_of(names[key], units),
-            tp=tensor_parallel(names[key][0], parameters[key]),
+    found = []
+    for key, parameter in parameters.items():
+        part, tp = local_part(parameter), tensor_parallel(names[key][0], parameter)
+        shape, stride = tuple(part.shape), part.stride()
+        if tp is not None and tp.uneven:
+            shape, stride = tp.part_shape, contiguous_stride(tp.part_shape)
+        found.append(
+            Leaf(
+                names=tuple(names[key]),
+                shape=shape,
+                stride=dense_stride(shape, stride),
+                dtype=part.dtype,
+                trainable=parameter.requires_grad,
+                group=groups.get(key),
+                block=unit_of(names[key], units),
+                tp=tp,
+            )
         )
-        for key, part in parts.items()
-    ]
+    return found
 
 
 def _groups(model: nn.Module, optimizer: Optimizer | None) -> dict[int, int]:
@@ -129,11 +135,13 @@ def take_over(
             parameters = {slot: _get(owner[0]) for slot, owner in owners.items()}
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
             for slot, parameter in parameters.items():
-                value = local_part(parameter)
-                if value.shape != slot.leaf.shape:  # filled here, as the whole that it is a part of
+                if slot.leaf.split and not isinstance(parameter, DTensor):  # filled here, as the whole that is cut
+                    value = parameter.detach()
                     yield f"{slot.name}, whole"
                     broadcast(value, mesh)
                     value = part_of(value, slot.leaf, mesh.tp, mesh.tp_rank)
+                else:
+                    value = laid_part(parameter, slot.leaf)
                 write_slot(flat, slot, value)
             yield buffer.key
             broadcast(flat, mesh, parts=buffer.split)
@@ -245,7 +253,7 @@ def _shard_existing_state(
         name
         for slot, state in states.items()
         for name, value in state.items()
-        if isinstance(value, torch.Tensor) and local_part(value).shape == slot.leaf.shape and not value.is_meta
+        if isinstance(value, torch.Tensor) and value.shape == slot.leaf.whole_shape and not value.is_meta
         # Of a parameter of one number, which of its numbers are per element is for the rules to say.
         if value.dim() or name != "step"
     }
@@ -254,8 +262,8 @@ def _shard_existing_state(
         dtype = next(value.dtype for state in states.values() if isinstance(value := state.get(name), torch.Tensor))
         flat = torch.zeros(buffer.numel, dtype=dtype, device=plan.device)
         for slot, state in states.items():
-            if isinstance(value := state.get(name), torch.Tensor) and local_part(value).shape == slot.leaf.shape:
-                write_slot(flat, slot, local_part(value).detach())
+            if isinstance(value := state.get(name), torch.Tensor) and value.shape == slot.leaf.whole_shape:
+                write_slot(flat, slot, laid_part(value, slot.leaf))
         yield f"the optimizer's {name} of {buffer.key}, {dtype}"
         broadcast(flat, mesh, parts=buffer.split)
         found[f"{buffer.key}.{name}"] = _own_slice(flat, buffer, plan, mesh)

@@ -28,8 +28,23 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def laid_part(tensor: torch.Tensor, leaf: Leaf) -> torch.Tensor:
+    """What this rank holds of it, in the leaf's shape: zeros stand behind a part that is smaller than the first."""
+    if leaf.tp is None or leaf.tp.dim is None:
+        return local_part(tensor)
+    return _padded(local_part(tensor), leaf.tp.dim, leaf.shape[leaf.tp.dim])
+
+
+def _padded(value: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """With zeros behind it."""
+    if value.shape[dim] == length:
+        return value
+    shape = [length - size if place == dim else size for place, size in enumerate(value.shape)]
+    return torch.cat([value, value.new_zeros(shape)], dim)
+
+
 def tensor_parallel(name: str, parameter: torch.Tensor) -> TensorParallel | None:
-    """How the parameter lies along the tp axis; raises ``ValueError`` where it is neither cut evenly nor whole."""
+    """How the parameter lies along the tp axis; raises ``ValueError`` where it is neither cut along it nor whole."""
     if not isinstance(parameter, DTensor):
         return None
     mesh = parameter.device_mesh
@@ -47,27 +62,35 @@ def tensor_parallel(name: str, parameter: torch.Tensor) -> TensorParallel | None
             f"{name} is a DTensor with placement {placement}; a parameter is cut along one dim, Shard(dim), or whole "
             "on each rank, Replicate()."
         )
-    dim, size = placement.dim % len(shape), mesh.size()
-    if shape[dim] % size:
+    return TensorParallel(placement.dim % len(shape), shape, mesh.size())
+
+
+def check_even(name: str, tp: TensorParallel | None) -> None:
+    """Raises ``ValueError`` where ranks would have parts of different sizes."""
+    if tp is not None and tp.dim is not None and tp.uneven:
         raise ValueError(
-            f"{name}, {list(shape)}, is cut along dim {dim} over {size} ranks, which do not divide {shape[dim]}: their "
-            f"parts would differ in size. Make it a multiple of {size} (pad the vocabulary, for one), or leave it out "
-            "of the plan."
+            f"{name}, {list(tp.shape)}, is cut along dim {tp.dim} over {tp.parts} ranks, which do not divide "
+            f"{tp.shape[tp.dim]}: their parts would differ in size, and rows of them would be no DTensor. Make it a "
+            f"multiple of {tp.parts} (pad the vocabulary, for one), leave it out of the plan, or use compile_sharded, "
+            "which takes such parts."
         )
-    return TensorParallel(dim, shape)
 
 
 def whole_value(parts: Sequence[torch.Tensor], leaf: Leaf) -> torch.Tensor:
     """The parameter, of the parts that ranks along the tp axis have of it, in order."""
-    return torch.cat(list(parts), leaf.tp.dim) if leaf.split and leaf.tp is not None else parts[0]  # type: ignore[arg-type]
+    if not leaf.split:
+        return parts[0]
+    assert leaf.tp is not None and leaf.tp.dim is not None
+    return torch.cat(list(parts), leaf.tp.dim).narrow(leaf.tp.dim, 0, leaf.tp.shape[leaf.tp.dim])
 
 
 def part_of(whole: torch.Tensor, leaf: Leaf, tp: int, index: int) -> torch.Tensor:
-    """What the rank at this place of ``tp`` ranks has of the whole parameter."""
+    """What the rank at this place of ``tp`` ranks lays into its buffers of the whole parameter."""
     if not leaf.split:
         return whole
     assert leaf.tp is not None and leaf.tp.dim is not None
-    return whole.chunk(tp, leaf.tp.dim)[index]
+    each = leaf.shape[leaf.tp.dim]
+    return _padded(whole, leaf.tp.dim, each * tp).narrow(leaf.tp.dim, index * each, each)
 
 
 def check_policy(policy: Policy, mesh: Mesh) -> None:

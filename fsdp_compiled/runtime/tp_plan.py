@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
@@ -76,7 +75,7 @@ def find_cuts(
         styles = _named(model, shown, whose, strict=not own)
         _check_heads(model, mesh.tp)
     for name, style in styles.items():
-        _check_module(name, modules[name], style, mesh.tp)
+        _check_module(name, modules[name], style)
     held = {id(one) for group in (optimizer.param_groups if optimizer else ()) for one in group["params"]}
     for places in _tied(model, styles):
         kinds = {(styles.get(path), type(module)) for path, module, _ in places}
@@ -102,7 +101,8 @@ def apply_cuts(model: nn.Module, optimizer: Optimizer | None, cuts: Cuts, mesh: 
     """Cuts the model. Collective along tp."""
     assert mesh.tp_mesh is not None
     before = dict(_places(model))
-    parallelize_module(model, mesh.tp_mesh, {name: STYLES[style]() for name, style in cuts.styles.items()})
+    made = {name: _style(model.get_submodule(name), style, mesh.tp) for name, style in cuts.styles.items()}
+    parallelize_module(model, mesh.tp_mesh, made)
     new: dict[int, nn.Parameter] = {}
     for (module, name), old in before.items():
         now = module._parameters[name]
@@ -115,6 +115,14 @@ def apply_cuts(model: nn.Module, optimizer: Optimizer | None, cuts: Cuts, mesh: 
         module._parameters[name] = new[id(old)]
     for group in optimizer.param_groups if optimizer is not None else ():
         group["params"] = [new.get(id(one), one) for one in group["params"]]
+
+
+def _style(module: nn.Module, style: str, tp: int) -> ParallelStyle:
+    """Where ranks have parts of different sizes, what goes on is a DTensor, which knows the whole size."""
+    dim = _dim(type(module), style)
+    if style == "colwise" and dim is not None and module.weight.shape[dim] % tp:  # type: ignore[union-attr, operator]
+        return ColwiseParallel(use_local_output=False)
+    return STYLES[style]()
 
 
 def _own_plan(model: Any) -> dict[str, str]:
@@ -153,20 +161,11 @@ def _named(model: nn.Module, plan: Mapping[str, str], whose: str, strict: bool) 
     return styles
 
 
-def _check_module(name: str, module: nn.Module, style: str, tp: int) -> None:
-    dim = _dim(type(module), style)
-    if style == "replicated_with_grad_allreduce":
-        return
-    if dim is None:
+def _check_module(name: str, module: nn.Module, style: str) -> None:
+    if style != "replicated_with_grad_allreduce" and _dim(type(module), style) is None:
         raise ValueError(
             f"{name} is a {type(module).__name__}, which has no style {style!r}: nn.Linear and nn.Embedding have. "
             f"{BY_HAND}"
-        )
-    weight: torch.Tensor = module.weight  # type: ignore[assignment]
-    if weight.shape[dim] % tp:
-        raise ValueError(
-            f"{name}.weight, {list(weight.shape)}, would be cut along dim {dim} over {tp} ranks, which do not divide "
-            f"{weight.shape[dim]}. Make it a multiple of {tp}, or leave it out of the plan."
         )
 
 

@@ -336,7 +336,6 @@ def refusals() -> Any:
         "no axis": lambda: made(mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)), tp=PLAN),
         "cut before": lambda: made(net(mesh["tp"]), tp=PLAN),
         "dynamic": lambda: made(tp=PLAN, dynamic=True),
-        "uneven": lambda: made(nn.Sequential(nn.Embedding(VOCABULARY, 5), nn.Linear(5, 5)), tp={"1": "colwise"}),
         "stepped": stepped,
         "half tied": half_tied,
         "broken tie": broken,

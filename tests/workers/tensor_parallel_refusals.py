@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compiled import Sharded, compile_sharded
@@ -37,11 +37,6 @@ def refusals() -> Any:
     def partial() -> GPT:
         model = build()
         model.norm.weight = nn.Parameter(DTensor.from_local(torch.ones(WIDTH), tp, [Partial()]))
-        return first(model, columns)
-
-    def uneven() -> GPT:
-        model = build()
-        model.norm.weight = nn.Parameter(distribute_tensor(torch.ones(WIDTH + 1), tp, [Shard(0)]))
         return first(model, columns)
 
     def buffered() -> GPT:
@@ -79,7 +74,6 @@ def refusals() -> Any:
         "no mesh": lambda: made(first(build(), columns), None),
         "other mesh": lambda: made(first(build(), columns, other)),
         "partial": lambda: made(partial()),
-        "uneven": lambda: made(uneven()),
         "nothing cut": lambda: made(first(build(), {"nowhere": ColwiseParallel()})),
         "buffer": lambda: made(buffered()),
         "axes": lambda: made(first(build(), columns), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "tp"))),

@@ -21,7 +21,8 @@ import torch
 
 
 class Cut(NamedTuple):
-    """One of ``parts`` equal ones along ``dim``."""
+    """One of ``parts`` along ``dim``, all as large as the first: zeros that are not in the whole end the last ones
+    where ``parts`` do not divide the dim."""
 
     dim: int
     part: int
@@ -35,15 +36,21 @@ def part_shape(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
     """The shape of a part, ``[4, 6]`` -> ``[4, 3]``."""
     if cut is None:
         return tuple(shape)
-    return tuple(size // cut.parts if dim == cut.dim else size for dim, size in enumerate(shape))
+    return tuple(-(-size // cut.parts) if dim == cut.dim else size for dim, size in enumerate(shape))
 
 
 def part_offsets(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
     """Where in the whole a part begins, in each dim."""
     begin = [0] * len(shape)
     if cut is not None:
-        begin[cut.dim] = cut.part * (shape[cut.dim] // cut.parts)
+        begin[cut.dim] = cut.part * part_shape(shape, cut)[cut.dim]
     return tuple(begin)
+
+
+def length_in_whole(shape: Sequence[int], cut: Cut) -> int:
+    """How much of the whole's dim is in the part: the rest of it is zeros."""
+    each = part_shape(shape, cut)[cut.dim]
+    return min(max(shape[cut.dim] - cut.part * each, 0), each)
 
 
 class Runs(NamedTuple):
@@ -55,16 +62,23 @@ class Runs(NamedTuple):
 
 
 def runs(shape: Sequence[int], order: Sequence[int], cut: Cut | None, start: int, stop: int) -> Runs:
-    """Elements ``[start, stop)`` of a part, in order; ``shape`` and ``order`` (slowest dim first) of the whole."""
+    """Elements ``[start, stop)`` of a part, in order; ``shape`` and ``order`` (slowest dim first) of the whole.
+
+    Those that are in the whole.
+    """
     if cut is None or start >= stop:
         one = torch.tensor([[start], [start], [stop - start]])
         return Runs(*(one if start < stop else one[:, :0]))
     sizes = [shape[dim] for dim in order]
     place = list(order).index(cut.dim)
-    stride = math.prod(sizes[place:])
-    width = stride // cut.parts
+    inner = math.prod(sizes[place + 1 :])
+    stride, width, own = (
+        size * inner for size in (shape[cut.dim], part_shape(shape, cut)[cut.dim], length_in_whole(shape, cut))
+    )
     rows = torch.arange(start // width, (stop - 1) // width + 1)
-    begin, end = (rows * width).clamp(min=start), ((rows + 1) * width).clamp(max=stop)
+    begin, end = (rows * width).clamp(min=start), (rows * width + own).clamp(max=stop)
+    some = begin < end
+    rows, begin, end = rows[some], begin[some], end[some]
     return Runs(rows * (stride - width) + cut.part * width + begin, begin, end - begin)
 
 

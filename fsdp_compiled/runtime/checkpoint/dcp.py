@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import contiguous_stride
 from fsdp_compiled.runtime.checkpoint.contents import names_of, options
-from fsdp_compiled.runtime.checkpoint.cuts import part_offsets, part_shape
+from fsdp_compiled.runtime.checkpoint.cuts import length_in_whole, part_offsets, part_shape
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.rectangles import rectangles
@@ -96,6 +96,8 @@ def _tensor(
     if one is None:
         return None
     parts = parts_of(entry, one)
+    if not parts:
+        return None
     if ranks is None or not (cut or one.cut):
         return parts[0][1]
     meta = TensorMeta(torch.Size(entry.shape), contiguous_stride(entry.shape), entry.dtype)
@@ -111,7 +113,12 @@ def parts_of(entry: Entry, one: Stretch) -> Parts:
     for offsets, sizes, first in rectangles([shape[dim] for dim in entry.order], one.start, one.stop):
         count = torch.Size(sizes).numel()
         view = one.values[first - one.start : first - one.start + count].view(sizes).permute(back)
-        found.append((tuple(offsets[place] + begin[dim] for dim, place in enumerate(back)), view))
+        at = [offsets[place] for place in back]
+        if one.cut is not None:  # without what is not in the whole
+            dim = one.cut.dim
+            view = view.narrow(dim, 0, min(max(length_in_whole(entry.shape, one.cut) - at[dim], 0), view.shape[dim]))
+        if view.numel():
+            found.append((tuple(map(sum, zip(at, begin, strict=True))), view))
     return found
 
 
@@ -126,7 +133,7 @@ def rectangles_of(place: ShardPlace, values: torch.Tensor) -> LocalShardsWrapper
     if start == stop:
         return None
     parts = parts_of(Entry(tuple(place.shape), values.dtype, leaf.order), Stretch(place.name, start, stop, values, cut))
-    return LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts])
+    return LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts]) if parts else None
 
 
 def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Callable[[], None]:
@@ -141,6 +148,8 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> C
     place = Place(mesh.shard_rank, mesh.tp_rank)
     for one in held(plan, rules, place, state.parameters, state.optimizer):
         source = _given(given, one.name)
+        if one.cut is not None and not parts_of(whole[one.name], one):
+            continue  # the zeros that end a part
         if source is None:
             wrong.append(f"{one.name} is not given")
         else:
@@ -191,10 +200,12 @@ def _copies(one: Stretch, entry: Entry, source: Any, wrong: list[str]) -> list[t
         wrong.append(f"{one.name} has shape {list(source.shape)}, not {list(entry.shape)}")
         return []
     if not isinstance(source, DTensor):
-        part = source.detach()
-        if one.cut is not None:
-            part = part.chunk(one.cut.parts, one.cut.dim)[one.cut.part]
-        return [(one.values, part.permute(entry.order).reshape(-1)[one.start : one.stop])]
+        if one.cut is None:
+            return [(one.values, source.detach().permute(entry.order).reshape(-1)[one.start : one.stop])]
+        return [
+            (view, source.detach()[tuple(slice(o, o + size) for o, size in zip(at, view.shape, strict=True))])
+            for at, view in parts_of(entry, one)
+        ]
     local = source.to_local()
     here = dict(parts_of(entry, one))
     if isinstance(local, LocalShardsWrapper):

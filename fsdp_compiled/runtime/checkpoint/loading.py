@@ -123,13 +123,15 @@ def _request(entry: Entry, one: Wanted, requests: dict[str, list[Request]], take
     if one.order != entry.order:
         return _all_of(entry, one.cut, requests)
     values = take(one.stop - one.start, entry.dtype)
+    if one.cut is not None and entry.shape[one.cut.dim] % one.cut.parts:
+        values.zero_()  # what ends a part is in no file of other parts
     _ask(entry, one.cut, one.start, one.stop, values, requests)
     return values
 
 
 def _all_of(entry: Entry, cut: Cut | None, requests: dict[str, list[Request]]) -> torch.Tensor:
     """Room for all of it, or of a part, in memory order."""
-    values = torch.empty(part_shape(entry.shape, cut), dtype=entry.dtype)
+    values = torch.zeros(part_shape(entry.shape, cut), dtype=entry.dtype)
     _ask(entry, cut, 0, entry.part_numel(cut), values, requests)
     return values
 

@@ -78,7 +78,7 @@ def _fits(cut: Cut | None, shape: tuple[int, ...]) -> bool:
         return True
     if not (_count(cut.parts, 1) and _count(cut.part) and _count(cut.dim)):
         return False
-    return cut.dim < len(shape) and cut.part < cut.parts and shape[cut.dim] % cut.parts == 0
+    return cut.dim < len(shape) and cut.part < cut.parts
 
 
 def _overlaps(manifest: Manifest) -> Iterator[str]:
