@@ -28,6 +28,7 @@ from fsdp_compiled.capture.batch_changes import changed, contents
 from fsdp_compiled.capture.captured import CURE, Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamo_run import Trace
 from fsdp_compiled.capture.guards import Recorder
+from fsdp_compiled.capture.guards_once import built_once
 from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, places_of, put_back
 from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
@@ -227,6 +228,7 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
             config.patch(wanted),
             random_calls.refused(),
             unknown_reads.refused(asked),
+            built_once(),
         ):
             yield
     finally:

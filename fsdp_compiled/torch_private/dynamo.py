@@ -2,9 +2,9 @@
 
 Capturing relies on: the settings (``config``), the errors of what cannot be traced, the backend that hands a graph to
 AOTAutograd, the tracer itself with its record of mutated Python objects, the table of compiled code with its guards,
-the source of a number that is read out of a tensor, the record of those that cannot stay unknown, and on
-``variables.misc`` or ``variables.user_defined`` for the function that calls Python's random numbers, ``misc`` and
-``variables.tensor`` for what texts, tensors and their storages answer.
+who builds guards (``CheckFunctionManager``), the source of a number that is read out of a tensor, the record of those
+that cannot stay unknown, and on ``variables.misc`` or ``variables.user_defined`` for the function that calls Python's
+random numbers, ``misc`` and ``variables.tensor`` for what texts, tensors and their storages answer.
 """
 
 from torch._dynamo import config, maybe_mark_dynamic
@@ -18,6 +18,7 @@ from torch._dynamo.exc import (
     UserError,
     UserErrorType,
 )
+from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.guards import _get_closure_vars as closure_vars
 from torch._dynamo.source import CallMethodItemSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
@@ -30,6 +31,7 @@ __all__ = [
     "AttributeMutationExisting",
     "BackendCompilerFailed",
     "CallMethodItemSource",
+    "CheckFunctionManager",
     "ConstantVariable",
     "InstructionTranslator",
     "TensorifyScalarRestartAnalysis",
