@@ -37,5 +37,5 @@ def selected(request: pytest.FixtureRequest, parameter: str, fixture: str) -> li
 
 
 def examples(few: int, many: int) -> int:
-    """How many models hypothesis draws; `make test-all` sets the variable."""
+    """How many models hypothesis draws, or steps a training takes; `make test-all` sets the variable."""
     return many if os.environ.get("ALL_TESTS") else few

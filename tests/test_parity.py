@@ -19,7 +19,7 @@ import pytest
 
 from tests.chosen import chosen, selected
 from tests.launch import launch
-from tests.workers.parity import CASES, STEPS, Case, measure
+from tests.workers.parity import CASES, Case, measure
 
 WORKER = Path(__file__).parent / "workers" / "parity.py"
 BOUND = 1e-6
@@ -88,7 +88,7 @@ def check_acted(record: Record, case: Case, world: int) -> None:
     }
     assert acted["units"] == case.layers + 1
     assert acted["captures"] == 1
-    assert acted["updates"] == STEPS
+    assert acted["updates"] == case.steps
     assert acted["gathers"] == (gathers[case.shard] if world > 1 else 0)
     assert acted["reductions"] == (acted["trainable buffers"] * (2 if case.hybrid else 1) if world > 1 else 0)
     assert acted["buffers"] > acted["trainable buffers"] > 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -100,53 +101,49 @@ def caught(call: Callable[[], Any]) -> dict[str, Any]:
     return {**found, "seconds": time.monotonic() - since}
 
 
-def goes_on(sharded: Sharded, fails: Callable[[], Any], call: Callable[..., Any]) -> dict[str, Any]:
-    """Two steps, a call that fails on rank 1, and two more, beside a run that never made that call."""
-    for step in range(2):
-        call(sharded, *batch(step))
-    before = held(sharded)
-    found = caught(fails)
-    same = all(map(torch.equal, before, held(sharded)))
-    for step in range(2, 4):
-        call(sharded, *batch(step))
-    equal = all(map(torch.equal, held(sharded), undisturbed(call, **MADE[sharded])))
-    return {**found, "unchanged": same, "as if it had not been": equal}
+@dataclass
+class Pair:
+    """One that fails, in a case after the other, and one that makes the same calls but for those that fail."""
+
+    sharded: Sharded
+    control: Sharded
+
+    def goes_on(self, fails: Callable[[], Any], call: Callable[..., Any] = Sharded.step) -> dict[str, Any]:
+        """Two calls of both, one that fails on rank 1, and two more of both: they end with the same."""
+        for step in range(2):
+            self.both(call, step)
+        before = held(self.sharded)
+        found = caught(fails)
+        same = all(map(torch.equal, before, held(self.sharded)))
+        for step in range(2, 4):
+            self.both(call, step)
+        equal = all(map(torch.equal, held(self.sharded), held(self.control)))
+        moved = not all(map(torch.equal, before, held(self.sharded)))
+        return {**found, "unchanged": same, "as if it had not been": equal and moved}
+
+    def both(self, call: Callable[..., Any], step: int) -> None:
+        for one in (self.sharded, self.control):
+            call(one, *batch(step))
 
 
-def undisturbed(call: Callable[..., Any], **options: Any) -> list[torch.Tensor]:
-    """What four such calls leave; made once for all cases with these options."""
-    key = (call, *sorted({"shard": "zero3", "lower": "eager", **options}.items()))
-    if key not in UNDISTURBED:
-        control = make(**options)
-        for step in range(4):
-            call(control, *batch(step))
-        UNDISTURBED[key] = held(control)
-    return UNDISTURBED[key]
+def pair(shard: str = "zero3", lower: str = "eager", **options: Any) -> Pair:
+    return Pair(make(shard, lower, **options), make(shard, lower, **options))
 
 
-UNDISTURBED: dict[Any, list[torch.Tensor]] = {}
-MADE: dict[Sharded, dict[str, Any]] = {}
-
-
-def during(shard: str, lower: str = "eager", bad: Callable[[], Any] = bad_words, **options: Any) -> dict[str, Any]:
+def during(two: Pair, bad: Callable[[], Any] = bad_words) -> dict[str, Any]:
     """The bad batch comes to rank 1 alone."""
-    sharded = make(shard, lower, **options)
-    MADE[sharded] = {"shard": shard, "lower": lower, **options}
-    return goes_on(sharded, lambda: sharded.step(*(bad() if RANK else batch(7))), Sharded.step)
+    return two.goes_on(lambda: two.sharded.step(*(bad() if RANK else batch(7))))
 
 
 def hsdp() -> dict[str, Any]:
     """Two replicas, of one rank each or, with four ranks, of two."""
-    return during(
-        "zero3", mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    )
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return during(pair(mesh=mesh))
 
 
-def memory() -> dict[str, Any]:
+def memory(two: Pair) -> dict[str, Any]:
     """Of rank 1, in backward, with gathers on the wire."""
-    sharded = make(prefetch=1)
-    MADE[sharded] = {"prefetch": 1}
-    return goes_on(sharded, lambda: failed_step(sharded, "memory"), Sharded.step)
+    return two.goes_on(lambda: failed_step(two.sharded, "memory"))
 
 
 def failed_step(sharded: Sharded, kind: str) -> Any:
@@ -192,44 +189,65 @@ torch.utils._pytree.register_pytree_node(
 )
 
 
-def not_flattened() -> dict[str, Any]:
+def not_flattened(two: Pair) -> dict[str, Any]:
     """The user's pytree code fails on rank 1, while the other is in the call."""
-    sharded = make()
-    MADE[sharded] = {}
-    return goes_on(sharded, lambda: sharded.step(*((Unflattened(), 1) if RANK else batch(7))), Sharded.step)
+    return two.goes_on(lambda: two.sharded.step(*((Unflattened(), 1) if RANK else batch(7))))
 
 
-def rate() -> dict[str, Any]:
+def rate(two: Pair) -> dict[str, Any]:
     """Rank 1's learning rate is no number."""
-    sharded = make()
-    MADE[sharded] = {}
 
     def fails() -> None:
-        (group,) = sharded.optimizer.param_groups  # type: ignore[union-attr]
+        (group,) = two.sharded.optimizer.param_groups  # type: ignore[union-attr]
         before = group["lr"]
         group["lr"] = "fast" if RANK else before
         try:
-            sharded.step(*batch(7))
+            two.sharded.step(*batch(7))
         finally:
             group["lr"] = before
 
-    return goes_on(sharded, fails, Sharded.step)
+    return two.goes_on(fails)
 
 
-def shapes() -> dict[str, Any]:
+def shapes(two: Pair) -> dict[str, Any]:
     """Rank 1 comes with a shape that was never seen, while the other is in the call."""
-    sharded = make()
-    MADE[sharded] = {}
     words, x = batch(7)
     rows = 2 if RANK else 3
-    return goes_on(sharded, lambda: sharded.step(words[:rows], x[:rows]), Sharded.step)
+    return two.goes_on(lambda: two.sharded.step(words[:rows], x[:rows]))
 
 
-def gradient() -> dict[str, Any]:
-    sharded = make()
-    MADE[sharded] = {}
-    fails = lambda: sharded.value_and_grad(*(bad_words() if RANK else batch(7)))  # noqa: E731
-    return goes_on(sharded, fails, Sharded.value_and_grad)
+def gradient(two: Pair) -> dict[str, Any]:
+    fails = lambda: two.sharded.value_and_grad(*(bad_words() if RANK else batch(7)))  # noqa: E731
+    found = two.goes_on(fails, Sharded.value_and_grad)  # which updates nothing but buffers
+    for step in range(2):
+        two.both(Sharded.step, step)
+    return {**found, "and steps": all(map(torch.equal, held(two.sharded), held(two.control)))}
+
+
+def all_go_on() -> dict[str, Any]:
+    """Each case in which all go on, those with the same policy on the same two models."""
+    found = {}
+    for (shard, lower), cases in GOES_ON.items():
+        two = pair(shard, lower, prefetch=1)
+        found |= {name: case(two) for name, case in cases.items()}
+    return found
+
+
+def other_placements() -> dict[str, Any]:
+    """The same in other placements."""
+    cases = (("zero2", "eager", bad_words), ("zero1", "eager", bad_words), ("zero3", "inductor", bad_numbers))
+    found = {f"{shard} {lower}": during(pair(shard, lower), bad) for shard, lower, bad in cases}
+    return found | {"ddp operator": during(pair("ddp"), bad_numbers)}
+
+
+GOES_ON: dict[tuple[str, str], dict[str, Callable[[Pair], dict[str, Any]]]] = {
+    ("zero3", "eager"): {
+        "zero3": during, "operator": partial(during, bad=bad_numbers), "memory": memory, "gradient": gradient,
+        "not_flattened": not_flattened, "rate": rate, "shapes": shapes,
+    },
+    ("ddp", "eager"): {"ddp": during},
+    ("ddp", "inductor"): {"ddp_inductor": partial(during, bad=bad_numbers)},
+}  # fmt: skip
 
 
 def forward() -> dict[str, Any]:
@@ -339,11 +357,6 @@ def told_nobody() -> dict[str, Any]:
     return found
 
 
-for one in ("zero3", "zero2", "zero1", "ddp"):
-    globals()[one] = partial(during, one)
-for one in ("zero3", "ddp"):
-    globals()[f"{one}_operator"] = partial(during, one, bad=bad_numbers)
-    globals()[f"{one}_inductor"] = partial(during, one, "inductor", bad=bad_numbers)
 for one in ("shards", "full"):
     globals()[f"microbatch_{one}"] = partial(microbatches, one)
 for one, catches in (("joined_caught", (False, True)), ("joined_uncaught", (False, False))):

@@ -27,8 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.distributed.process_group import close
+from tests.chosen import examples
 
 STEPS = 20
+SHORT = examples(8, STEPS)  # for what the others show through all of them
 VOCABULARY, LENGTH, BATCH = 67, 16, 2  # odd, so that slices end inside a row
 SEED = 1234
 
@@ -49,19 +51,20 @@ class Case:
     seeds: bool = False  # each rank builds its model from a seed of its own
     dropout: float = 0.0
     layers: int = 2
+    steps: int = SHORT
 
 
 CASES: dict[int, dict[str, Case]] = {
     1: {
-        "adamw": Case("rate", "adamw", against="plain"),
-        "sgd": Case("rate", against="plain"),
+        "adamw": Case("rate", "adamw", against="plain", steps=STEPS),
+        "sgd": Case("rate", against="plain", steps=STEPS),
         "dropout": Case("unseeded", "adamw", against="plain", dropout=0.2),
     },
     2: {
-        "adamw zero3": Case("batch", "adamw", layers=3),  # with trained blocks on both sides of the frozen one
+        "adamw zero3": Case("batch", "adamw", layers=3, steps=STEPS),  # trained blocks on both sides of the frozen one
         "sgd zero3 schedule": Case("unscheduled", schedule=True),
         "adamw zero2 groups": Case("undivided", "adamw", "zero2", groups=True),
-        "sgd zero2 seeds": Case("unseeded", shard="zero2", seeds=True),
+        "sgd zero2 seeds": Case("unseeded", shard="zero2", seeds=True, steps=STEPS),
         "adamw zero1": Case("rate", "adamw", "zero1", "ddp"),
         "sgd zero1": Case("sum", shard="zero1", against="ddp"),
         "adamw ddp": Case("batch", "adamw", "ddp", "ddp"),
@@ -143,7 +146,7 @@ def optimizer_of(case: Case, model: nn.Module, broken: str | None = None) -> tor
 def schedule_of(case: Case, optimizer: torch.optim.Optimizer, broken: str | None = None) -> Any:
     if not case.schedule or broken == "unscheduled":
         return None
-    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, case.steps)
 
 
 def batch_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,7 +177,7 @@ def ours(case: Case, rank: int, world: int) -> tuple[Run, dict[str, Any]]:
     policy = Policy(shard=case.shard, clip=case.clip, lower=case.lower, bucket_mb=0)
     sharded = compile_sharded(model, optimizer, loss=loss_of, mesh=mesh_of(case, world), policy=policy)
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(case.steps):
         losses.append(sharded.step(*batch_of(step, rank)).item())
         norms.append(sharded.grad_norm.item())
         if schedule is not None:
@@ -206,7 +209,7 @@ def reference(case: Case, rank: int, world: int, broken: str | None = None) -> R
     schedule = schedule_of(case, optimizer, broken)
     torch.manual_seed(SEED)
     losses, norms = [], []
-    for step in range(STEPS):
+    for step in range(case.steps):
         source = rank + world if broken == "batch" and rank == world - 1 else rank
         loss = loss_of(trained, *batch_of(step, source))
         (loss * world if broken == "sum" else loss).backward()
@@ -237,7 +240,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 def compare(mine: Run, other: Run) -> dict[str, Any]:
     """Relative distances, and the names of all that is not equal bit for bit."""
     names = sorted({*mine.weights, *other.weights})
-    unequal = [f"loss {step}" for step in range(STEPS) if mine.losses[step] != other.losses[step]]
+    unequal = [f"loss {step}" for step, loss in enumerate(mine.losses) if loss != other.losses[step]]
     unequal += [name for name in names if not torch.equal(mine.weights[name], other.weights[name])]
     return {
         "unequal": unequal,
