@@ -22,11 +22,13 @@ from torch.optim import Optimizer
 from fsdp_compiled.capture.ambient import outside
 from fsdp_compiled.capture.sequence_attention import check_attention
 from fsdp_compiled.capture.sync_batchnorm import check_norms
+from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.lockstep import Work, lockstep
 from fsdp_compiled.distributed.mesh import Mesh, agree
 from fsdp_compiled.kernels.products import widening
 from fsdp_compiled.lower.fusions import check_names
+from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.optim.rule import Rule, eager_rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
@@ -37,7 +39,10 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks
+from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import EagerUpdate, state_by_name
+from fsdp_compiled.runtime.program_cache import Programs
+from fsdp_compiled.runtime.program_maker import ProgramMaker
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import check_initializable, half_taken, read_leaves, read_scalars, take_over
 from fsdp_compiled.runtime.sharded import Sharded
@@ -124,7 +129,9 @@ def compile_sharded(
     with half_taken(place):
         begin = _begin(model, own, plan, place, init, checked[1])
         taken, state, random, updates = lockstep(place, "What compile_sharded takes over", begin)
-    return Sharded(taken, own, loss, plan, place, state, checked[1], random, updates)
+    maker = ProgramMaker(taken, loss, plan, place, Calls(place), random.bound)
+    hyperparameters = Hyperparameters(own, plan.device)
+    return Sharded(taken, own, Programs(maker, checked[1]), hyperparameters, Copies(plan), state, random, updates)
 
 
 def _cut(

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, Sharded, api, compile_sharded
 from fsdp_compiled.lower.cuda_graph import Replays
+from fsdp_compiled.runtime.program_maker import ProgramMaker
 from tests.standin import Plain, StandIn
 from tests.toys import EAGER, mse
 
@@ -32,7 +33,7 @@ _DEVICES: weakref.WeakKeyDictionary[Sharded, StandIn] = weakref.WeakKeyDictionar
 
 def compiled_with(replays: Replays, *given: Any, **options: Any) -> Sharded:
     """What `compile_sharded` makes of these arguments, with these graphs in the place of its device's."""
-    with mock.patch.object(api, "Sharded", partial(Sharded, replays=replays)):
+    with mock.patch.object(api, "ProgramMaker", partial(ProgramMaker, replays=replays)):
         sharded = compile_sharded(*given, **options)
     if isinstance(replays.device, StandIn):
         _DEVICES[sharded] = replays.device

@@ -25,6 +25,7 @@ from fsdp_compiled.runtime.compute_copies import Copies
 from tests import models
 from tests.chosen import chosen, examples
 from tests.models import Block, Recipe
+from tests.parts import parts
 from tests.recipes import built, program_of, trained
 from tests.simulate import Simulation
 
@@ -116,10 +117,11 @@ def test_a_group_with_and_without_copies_is_two_calls_and_one_step() -> None:
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_a_copy_is_of_the_shard_as_it_was_rounded(lower: str) -> None:
     """Parameters in fp16 that compute in bfloat16 are rounded twice."""
-    plain, kept = (make(copies, kernels=True, lower=lower, second=torch.float16) for copies in (False, True))
+    with parts() as of:
+        plain, kept = (make(copies, kernels=True, lower=lower, second=torch.float16) for copies in (False, True))
     for _ in range(4):
         assert torch.equal(plain.step(BATCH), kept.step(BATCH))
-        for name, copy in kept._copies.tensors.items():
+        for name, copy in of(kept).copies.tensors.items():
             assert torch.equal(copy, kept.state.parameters[name].bfloat16()), name
 
 
@@ -223,36 +225,39 @@ def test_a_shard_that_a_person_writes_is_followed(write: Callable[[Sharded], Non
 
 def test_between_steps_nothing_is_cast_and_a_hidden_write_lasts_one_step() -> None:
     """What the copy holds is what the step uses: were it made anew each step, rubbish in it would not show."""
-    plain, kept = make(False), make(True)
+    with parts() as of:
+        plain, kept = make(False), make(True)
     for sharded in (plain, kept):
         sharded.step(BATCH)
-    for copy in kept._copies.tensors.values():
+    for copy in of(kept).copies.tensors.values():
         copy.data.fill_(3.0)
     assert not torch.equal(plain.step(BATCH), kept.step(BATCH))
-    for name, copy in kept._copies.tensors.items():
+    for name, copy in of(kept).copies.tensors.items():
         assert torch.equal(copy, kept.state.parameters[name].bfloat16()), name
 
 
 def test_states_that_take_turns_have_one_set_of_copies() -> None:
-    plain, kept = make(False), make(True)
+    with parts() as of:
+        plain, kept = make(False), make(True)
     states = [[pytree.tree_map(torch.clone, sharded.state) for _ in range(2)] for sharded in (plain, kept)]
     with torch.no_grad():
         for one in states:
             for shard in one[1].parameters.values():
                 shard.add_(0.25)
-    places = [copy.data_ptr() for copy in kept._copies.tensors.values()]
+    places = [copy.data_ptr() for copy in of(kept).copies.tensors.values()]
     for _ in range(3):
         for which in range(2):
             states[0][which], left = plain.apply(states[0][which], BATCH)
             states[1][which], right = kept.apply(states[1][which], BATCH)
             assert torch.equal(left, right)
-    assert [copy.data_ptr() for copy in kept._copies.tensors.values()] == places
+    assert [copy.data_ptr() for copy in of(kept).copies.tensors.values()] == places
 
 
 def test_after_a_step_that_failed_copies_are_made_anew() -> None:
-    sharded = make(True)
+    with parts() as of:
+        sharded = make(True)
     sharded.step(BATCH)
-    copies = sharded._copies
+    copies = of(sharded).copies
     copies.follow(sharded.state.parameters)
     for copy in copies.tensors.values():
         copy.fill_(9.0)  # the step that follows does not come to its end
@@ -261,13 +266,14 @@ def test_after_a_step_that_failed_copies_are_made_anew() -> None:
 
 
 def test_where_they_are_kept_and_what_they_cost() -> None:
-    sharded = make(True)
+    with parts() as of:
+        sharded, plain = make(True), make(False)
     assert "shards in the compute dtype, for gathers without a cast (copies): " in str(sharded.plan)
     sharded.step(BATCH)
-    copies = sharded._copies.tensors
+    copies = of(sharded).copies.tensors
     assert sharded.memory.persistent.copies == sum(copy.nbytes for copy in copies.values()) == sharded.plan.copy_bytes
     assert "copies" in str(sharded.memory.persistent)
-    assert not make(False)._copies.tensors and "copies" not in str(make(False).plan)
+    assert not of(plain).copies.tensors and "copies" not in str(plain.plan)
     auto = replace(sharded.plan, policy=replace(EAGER, precision=BF16))
     assert not auto.copy_bytes and replace(auto, device=torch.device("cuda")).copy_bytes
     assert not replace(auto, policy=replace(EAGER, precision=BF16, kernels=True, offload=True)).copy_bytes

@@ -20,6 +20,7 @@ from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.lower.cuda_graph import RESTARTS, WARM, Held, Results
 from tests.chosen import chosen, examples
 from tests.graphs import adamw, make, same, stand_in
+from tests.parts import parts
 from tests.standin import Seen, StandIn
 from tests.toys import EAGER, batches, build, mse, same_weights, sgd
 
@@ -93,11 +94,12 @@ def test_the_sequences_above_ran_as_graphs(pair: tuple[Sharded, Sharded]) -> Non
 
 
 def test_a_step_is_one_copy_in_one_launch_and_one_copy_out() -> None:
-    sharded = make(True, replace(EAGER, clip=1.0))
+    with parts() as of:
+        sharded = make(True, replace(EAGER, clip=1.0))
     data = batches(5)
     for batch in data[:4]:
         sharded.step(*batch)
-    compiled, seen = sharded._programs.newest, Seen()
+    compiled, seen = of(sharded).programs.newest, Seen()
     launch = compiled.runner
 
     def watched(*given: Any) -> Any:  # from inside, since a step under a mode that could not see it is refused
@@ -148,10 +150,11 @@ def test_memory_that_the_caller_frees_or_moves_is_noticed() -> None:
 
 
 def test_a_number_read_on_the_host_breaks_the_capture(caplog: pytest.LogCaptureFixture) -> None:
-    sharded, plain = make(True), make(False)
+    with parts() as of:
+        sharded, plain = make(True), make(False)
     data = batches(6)
     sharded.step(*data[0])
-    compiled = sharded._programs.newest
+    compiled = of(sharded).programs.newest
     inner = compiled.runner.runner  # type: ignore[attr-defined]
 
     def reads(*inputs: torch.Tensor) -> Any:

@@ -15,7 +15,9 @@ from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.lower.cuda_graph import WARM
+from fsdp_compiled.runtime.program_cache import Programs
 from tests.launch import launch
+from tests.parts import parts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -174,9 +176,9 @@ def test_gradients_beside_a_graph_take_its_memory() -> None:
     assert reserved[1] - own <= 1.2 * reserved[0], (reserved, own)
 
 
-def broken(sharded: Sharded) -> None:
-    """From here on its newest program reads a number on the host, which a capture forbids."""
-    replay: Any = sharded._programs.newest.runner
+def broken(programs: Programs) -> None:
+    """From here on the newest program reads a number on the host, which a capture forbids."""
+    replay: Any = programs.newest.runner
     inner = replay.runner
 
     def reads(*given: Any) -> Any:
@@ -188,7 +190,8 @@ def broken(sharded: Sharded) -> None:
 
 
 def test_after_a_capture_that_fails_dropout_steps_and_other_graphs_go_on() -> None:
-    failing, plain = make("auto"), make(False)
+    with parts() as of:
+        failing, plain = make("auto"), make(False)
     tokens = list(batches(WARM + 6))
     for index, each in enumerate(tokens):
         drawn, losses = torch.cuda.get_rng_state(), []
@@ -197,7 +200,7 @@ def test_after_a_capture_that_fails_dropout_steps_and_other_graphs_go_on() -> No
             losses.append(sharded.step(each))
         torch.testing.assert_close(*losses, rtol=BOUND, atol=0)
         if index == 0:
-            broken(failing)
+            broken(of(failing).programs)
     assert failing.replays == 0
     nn.functional.dropout(torch.ones(100, device="cuda"))  # the generator is nobody's capture
     other = make(True)
@@ -213,17 +216,18 @@ def test_a_refused_program_and_close_give_memory_back() -> None:
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved()
-        sharded = make("auto" if how != "plain" else False, width=512, layers=6)
+        with parts() as of:
+            sharded = make("auto" if how != "plain" else False, width=512, layers=6)
         for index, tokens in enumerate(batches(WARM + 4, rows=64)):
             sharded.step(tokens)
             if how == "refused" and index == 0:
-                broken(sharded)
+                broken(of(sharded).programs)
         assert (sharded.replays > 0) == (how == "closed")
         sharded.close()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         held.append(torch.cuda.memory_reserved() - before)
-        del sharded
+        del sharded, of
     assert all(each <= held[0] + own + 2**22 for each in held), (held, own)
 
 

@@ -16,6 +16,7 @@ from fsdp_compiled.capture.dynamic_shapes import sizes_of, traced_with, unfit
 from fsdp_compiled.capture.fake_inputs import capture_on
 from fsdp_compiled.ir.nodes import fake_mode
 from fsdp_compiled.passes import run
+from tests.parts import parts
 from tests.simulate import enlist, passes, ranks
 from tests.toys import EAGER, batches, build, mse, same_weights, sgd
 
@@ -26,7 +27,8 @@ DYNAMIC = replace(EAGER, dynamic=True)
 def test_one_capture_serves_every_number_of_rows_bit_for_bit(kind: type[torch.optim.Optimizer]) -> None:
     model = build()
     plain = copy.deepcopy(model)
-    sharded = compile_sharded(model, kind(model.parameters(), lr=1e-2), loss=mse, policy=DYNAMIC)  # type: ignore[call-arg]
+    with parts() as of:
+        sharded = compile_sharded(model, kind(model.parameters(), lr=1e-2), loss=mse, policy=DYNAMIC)  # type: ignore[call-arg]
     optimizer = kind(plain.parameters(), lr=1e-2)  # type: ignore[call-arg]
     for rows in (5, 2, 9, 3, 4, 8, 7, 6, 64):
         x, y = batches(1, rows)[0]
@@ -38,7 +40,7 @@ def test_one_capture_serves_every_number_of_rows_bit_for_bit(kind: type[torch.op
         assert torch.equal(loss, expected)
     assert same_weights(sharded.full_state_dict(), dict(plain.state_dict()))
     assert sharded.captures == 1
-    assert "float32[rows, 6]" in sharded._programs.newest.label
+    assert "float32[rows, 6]" in of(sharded).programs.newest.label
 
 
 class Words(nn.Module):

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from tests.launch import launch
+from tests.parts import parts
 
 EAGER = Policy(lower="eager")
 SCALE = 2.0
@@ -312,12 +313,13 @@ def test_programs_that_values_ask_for_are_bounded() -> None:
     def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean() * model.temp
 
-    sharded = compile_sharded(model, loss=loss, policy=Policy(lower="eager", programs=2))
+    with parts() as of:
+        sharded = compile_sharded(model, loss=loss, policy=Policy(lower="eager", programs=2))
     for temp in (1.0, 2.0, 3.0):
         model.temp = temp  # type: ignore[assignment]
         sharded.value_and_grad(torch.ones(5, 6))
     assert sharded.captures == 3 and len(sharded.programs) == 2
-    assert len({compiled.label for compiled in sharded._programs.cached}) == 2
+    assert len({compiled.label for compiled in of(sharded).programs.cached}) == 2
 
 
 def test_a_replaced_module_with_parameters_is_refused() -> None:
@@ -330,9 +332,10 @@ def test_a_replaced_module_with_parameters_is_refused() -> None:
 
 def test_no_guard_looks_at_what_is_compared_anyway() -> None:
     """Tables of parameters, by `TakenModel`: their guards would be half of all."""
-    sharded, _ = pair()
+    with parts() as of:
+        sharded, _ = pair()
     sharded.step(*batch())
-    text = str(sharded._programs.newest.capture.guards._manager)
+    text = str(of(sharded).programs.newest.capture.guards._manager)
     assert "_modules['head']" in text and "_modules['head']._parameters" not in text
     assert ".teacher[0]._parameters" in text  # which is no part of the model
 

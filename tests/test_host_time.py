@@ -14,6 +14,7 @@ import torch
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.bench.host_time import batch, unlaunched
+from tests.parts import parts
 from tests.standin import Seen
 from tests.toys import build, mse, sgd
 
@@ -57,10 +58,11 @@ def test_a_walk_over_the_modules_would_be_noticed() -> None:
 def test_in_a_world_of_one_a_new_rate_writes_nothing_for_ranks_to_compare() -> None:
     model = build()
     optimizer = sgd(model)
-    sharded = compile_sharded(model, optimizer, loss=mse, policy=Policy(lower="eager"))
+    with parts() as of:
+        sharded = compile_sharded(model, optimizer, loss=mse, policy=Policy(lower="eager"))
     x, y = torch.randn(4, 6), torch.randn(4, 2)
     sharded.step(x, y)
-    (compiled,) = sharded._programs.cached
+    (compiled,) = of(sharded).programs.cached
     runner, results = compiled.runner, []
 
     def run(*given: Any) -> Any:

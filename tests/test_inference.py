@@ -17,6 +17,7 @@ from fsdp_compiled.ir import inference
 from fsdp_compiled.ir.inference import Inference, propagate
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.ir.program import Program
+from tests.parts import parts
 
 aten = torch.ops.aten
 
@@ -42,10 +43,11 @@ def stages(layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[Program,
 
     monkeypatch.setattr(inference, "propagate", counted)
     model = Model(layers)
-    sharded = compile_sharded(model, torch.optim.AdamW(model.parameters()), policy=Policy(lower="eager", clip=1.0))
+    with parts() as of:
+        sharded = compile_sharded(model, torch.optim.AdamW(model.parameters()), policy=Policy(lower="eager", clip=1.0))
     sharded.step(torch.ones(2, 4))
     monkeypatch.setattr(inference, "propagate", propagate)
-    return sharded._programs.newest.stages, len(ran)
+    return of(sharded).programs.newest.stages, len(ran)
 
 
 def described(program: Program) -> list[Any]:

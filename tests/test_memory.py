@@ -33,6 +33,7 @@ from tests import models
 from tests.allocator import Gathers, Recording, held, record
 from tests.chosen import chosen, examples
 from tests.launch import launch
+from tests.parts import parts
 from tests.simulate import captured, enlist, passes, ranks
 
 WORKER = Path(__file__).parent / "workers" / "memory.py"
@@ -237,7 +238,8 @@ def test_persistent_bytes_are_exact(name: str) -> None:
         policy = EAGER
         if accumulate:
             policy = replace(EAGER, loss_scale="dynamic", precision=MixedPrecisionPolicy(torch.bfloat16), copies=True)
-        sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=policy)
+        with parts() as of:
+            sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean(), policy=policy)
         if accumulate:
             sharded.accumulate(torch.randn(4, 17))
         sharded.step(torch.randn(4, 17))
@@ -247,9 +249,10 @@ def test_persistent_bytes_are_exact(name: str) -> None:
         assert found.optimizer == held(state.optimizer)
         assert found.buffers == held(state.buffers)
         assert found.sums == held(state.sums) and (found.sums > 0) == accumulate
-        copies = sharded._copies.tensors
+        copies = of(sharded).copies.tensors
         assert found.copies == held(copies) == sharded.plan.copy_bytes and (found.copies > 0) == accumulate
-        assert found.total == held((state, sharded._hyperparameters.tensors, sharded._rank, copies))
+        rank = torch.zeros(1, dtype=torch.int64)
+        assert found.total == held((state, of(sharded).hyperparameters.tensors, rank, copies))
         if accumulate:
             assert sharded.plan.sum_bytes() + 16 == found.sums  # with their count and the loss
 

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_compiled import LossScale, Policy, Sharded, compile_sharded
 from fsdp_compiled.capture import ambient
+from tests.parts import parts
 
 Around = Callable[[], AbstractContextManager[Any]]
 EAGER = Policy(lower="eager")
@@ -82,7 +83,8 @@ def off(plain: nn.Module, sharded: Sharded) -> float:
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_autocast_around_a_model_with_a_part_in_fp32(lower: Any) -> None:
     """Inside and outside in turns: two programs, and eager's numbers."""
-    plain, optimizer, sharded = pair(policy=Policy(lower=lower))
+    with parts() as of:
+        plain, optimizer, sharded = pair(policy=Policy(lower=lower))
     wrong, other, _ = pair()
     losses = []
     for step in range(4):
@@ -95,7 +97,7 @@ def test_autocast_around_a_model_with_a_part_in_fp32(lower: Any) -> None:
     assert off(plain, sharded) <= bound
     assert lower == "inductor" or off(wrong, sharded) > 0  # a control: the modes are that far apart, and no farther
     assert sharded.captures == 2
-    labels = sorted(compiled.label for compiled in sharded._programs.cached)
+    labels = sorted(compiled.label for compiled in of(sharded).programs.cached)
     assert labels[1] == labels[0] + ", under autocast(cpu, bfloat16)"
 
 
@@ -285,7 +287,8 @@ QUIET: Around = lambda: torch.autograd.detect_anomaly(check_nan=False)  # noqa: 
 )
 def test_a_mode_that_is_honoured(around: Around, label: str | None) -> None:
     """In turns with none: eager's numbers, and a program of its own if what is computed may differ."""
-    plain, optimizer, sharded = pair(Makes)
+    with parts() as of:
+        plain, optimizer, sharded = pair(Makes)
     for step in range(4):
         inside = step % 2 == 0
         forward = nullcontext() if around is torch.no_grad or not inside else around()
@@ -295,7 +298,7 @@ def test_a_mode_that_is_honoured(around: Around, label: str | None) -> None:
         assert loss.dtype == expected.dtype and torch.equal(loss, expected)
     assert off(plain, sharded) == 0.0
     assert sharded.captures == 1 + (label is not None)
-    assert label is None or label in sharded._programs.cached[0].label
+    assert label is None or label in of(sharded).programs.cached[0].label
 
 
 def test_which_attention_is_traced_follows_the_callers_choice() -> None:

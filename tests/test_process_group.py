@@ -25,6 +25,7 @@ from fsdp_compiled.distributed.process_group import before_end
 from fsdp_compiled.lower.inductor import cache_place, divide
 from fsdp_compiled.runtime.failed_calls import FailedCalls
 from tests.launch import launch
+from tests.parts import parts
 
 ASSERT = RuntimeError("CUDA error: device-side assert triggered")
 
@@ -159,7 +160,8 @@ def test_a_device_that_is_lost_over_rates_is_an_error_by_name_on_every_rank() ->
 def test_a_lost_device_is_an_error_by_name_where_it_comes_out_in_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).sum(), policy=Policy(lower="eager"))
+    with parts() as of:
+        sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).sum(), policy=Policy(lower="eager"))
     both = ranks(2)
     make(both, "aa", "ab")
     sharded._calls = both[0]
@@ -167,7 +169,7 @@ def test_a_lost_device_is_an_error_by_name_where_it_comes_out_in_a_rate(monkeypa
     def fill(*_: object) -> bool:
         raise ASSERT
 
-    monkeypatch.setattr(sharded._hyperparameters, "unchanged", fill)
+    monkeypatch.setattr(of(sharded).hyperparameters, "unchanged", fill)
     with pytest.raises(RankError, match=r"in call 1:\n  rank 0: step \(a\), rates aa"):
         sharded.step(torch.ones(1, 2))
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import whole
 
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -77,7 +78,7 @@ def test_a_whole_state_of_the_optimizer_takes_a_collective_a_buffer_and_not_a_pa
         sharded = build(0, adamw, layers)
         trained = sharded._trained("a test")
         cut = replace(trained.plan, policy=Policy(shard="zero3"))  # as on several ranks; here no collective is made
-        work = whole.optimizer_state_dict(replace(trained, plan=cut), sharded._mesh)
+        work = whole.optimizer_state_dict(replace(trained, plan=cut), Mesh(torch.device("cpu")))
         counts.append((sum(1 for _ in work), 2 * len(sharded.plan.buffers)))
     assert all(found == expected for found, expected in counts), counts
 

@@ -16,6 +16,7 @@ from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.plan.owners import dealt, update_cost
 from tests.launch import launch
 from tests.matrices import Matrices, batches, loss
+from tests.parts import parts
 
 EAGER = Policy(lower="eager")
 
@@ -264,7 +265,8 @@ def test_muon_for_matrices_and_adamw_for_the_rest() -> None:
         for one in theirs:
             one.step()
 
-    sharded = compile_sharded(model, mine, loss=loss, policy=EAGER)
+    with parts() as of:
+        sharded = compile_sharded(model, mine, loss=loss, policy=EAGER)
     _pair_steps(eager, theirs, eagerly)
     _pair_steps(model, mine, sharded.step)
     found = sharded.full_state_dict()
@@ -274,7 +276,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest() -> None:
         with pytest.raises(RuntimeError, match="was taken over by compile_sharded"):
             one.step()
     mine[0].momentum = 3.0  # type: ignore[attr-defined]
-    assert sharded._hyperparameters.changed(sharded._programs.rules) == ["optimizer.momentum"]
+    assert of(sharded).hyperparameters.changed(of(sharded).programs.rules) == ["optimizer.momentum"]
 
 
 def test_lists_that_are_none() -> None:

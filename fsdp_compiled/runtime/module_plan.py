@@ -33,6 +33,7 @@ from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.module_state import state_of, traced
 from fsdp_compiled.runtime.parameter_group import Entry, FlatShard, ParameterGroup
 from fsdp_compiled.runtime.program_cache import Programs
+from fsdp_compiled.runtime.program_maker import ProgramMaker
 from fsdp_compiled.runtime.taken_model import holding, ordinary
 
 
@@ -138,10 +139,11 @@ def make(
         for slot, entry in zip(buffer.slots, rows[buffer.key].entries, strict=True)
     }
     said, note = _trained(plan, plain)
-    programs = Programs(
-        Opened(module), None, plan, mesh, (), calls, random.bound if random is not None else None, called=function,
-        plain=lent.plain, note=note,
+    maker = ProgramMaker(
+        Opened(module), None, plan, mesh, calls, random.bound if random is not None else None, called=function,
+        plain=lent.plain,
     )  # fmt: skip
+    programs = Programs(maker, (), note)
     gathers = _digest([(buffer.key, buffer.numel) for buffer in plan.buffers])
     return Made(plan, mesh, programs, lent, rows, entries, gathers, f"{type(module).__name__}, {said}", random)
 

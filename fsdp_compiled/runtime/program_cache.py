@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import is_
 from typing import Any, get_args
 
@@ -26,12 +26,8 @@ from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.captured import batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traceable
 from fsdp_compiled.capture.unknown_reads import check_attributes
-from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.mesh import Mesh, exchange
-from fsdp_compiled.lower.cuda_graph import Replays, make_device
-from fsdp_compiled.lower.lowering import Bind
+from fsdp_compiled.distributed.mesh import exchange
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.compile import (
     Compiled,
     Constants,
@@ -42,7 +38,7 @@ from fsdp_compiled.runtime.compile import (
 )  # fmt: skip
 from fsdp_compiled.runtime.input_binding import flatten, replaced, same_tensors
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
-from fsdp_compiled.runtime.program_maker import ProgramMaker, Traceable, no_collection
+from fsdp_compiled.runtime.program_maker import ProgramMaker, no_collection
 from fsdp_compiled.runtime.request import CALLS, Changed, Request, misfit
 from fsdp_compiled.runtime.training import Backward
 
@@ -53,32 +49,15 @@ LIBRARIES = (__name__.split(".")[0], "torch", "torchvision")  # whose subclasses
 class Programs:
     """What was compiled for one model, and is kept."""
 
-    def __init__(
-        self,
-        taken: Traceable,
-        loss: Callable[..., Any] | None,
-        plan: Plan,
-        mesh: Mesh,
-        rules: Sequence[Rule],
-        calls: Calls,
-        bind: Bind | None = None,
-        called: Callable[..., Any] | None = None,
-        replays: Replays | None = None,
-        plain: Mapping[str, torch.Tensor] | None = None,
-        note: str = "",
-    ) -> None:
-        """``bind``: what a random operator becomes; None: itself, which draws from PyTorch's default generator.
-        ``called``: of a model in a loop of the user's, what calls it, in the place of ``loss``. ``replays``: the
-        graphs, in the place of those of the plan's device. ``plain``: parameters of the model that the plan does not
-        have, by name. ``note``: what labels say besides.
-        """
-        self.rules = tuple(rules)  # of the optimizer
-        graphs = plan.policy.cuda_graph if not plan.policy.offload else False
-        self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
-        self._taken, self._plan, self._mesh, self._calls = taken, plan, mesh, calls
-        self._called, self._note = called, note
-        self._maker = ProgramMaker(taken, loss, plan, mesh, calls, bind, called, self.replays, plain or {})
-        self._buffers = ModuleBuffers(taken.model, plan.device)
+    def __init__(self, maker: ProgramMaker, rules: Sequence[Rule], note: str = "") -> None:
+        """``rules``: of the optimizer. ``note``: what labels say besides."""
+        self.rules = tuple(rules)
+        self.replays = maker.replays
+        self.plan, self.mesh, self.calls = maker.plan, maker.mesh, maker.calls
+        self._taken = maker.taken
+        self._called, self._note = maker.called, note
+        self._maker = maker
+        self._buffers = ModuleBuffers(maker.taken.model, maker.plan.device)
         self._cached: dict[int, Compiled] = {}  # by number; the last is the one used last
         self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
         self._asked: set[str] = set()  # attributes that are not PyTorch's, which programs asked tensors for
@@ -118,7 +97,7 @@ class Programs:
 
     def find(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Request:
         """The call and its program, if it is kept; raises ``ValueError`` for a call that no program can be made for."""
-        policy = self._plan.policy
+        policy = self.plan.policy
         seen = policy.lower == "eager" and self.replays.device is None
         ambient.check(CALLS[kind], kind != "forward", seen, saves=self._called is not None)
         around = ambient.now()
@@ -161,7 +140,7 @@ class Programs:
         """
         compiled = request.compiled
         if compiled is None:
-            if request.changed and self._mesh.rank == 0:
+            if request.changed and self.mesh.rank == 0:
                 change = request.changed[-1]
                 log.log(
                     logging.INFO if change.quiet else logging.WARNING, "%s; compiling %s", change.reason, request.label
@@ -175,7 +154,7 @@ class Programs:
                     compiled = self._maker.compile(request, buffers, self.rules, room)
             self._asked |= compiled.capture.asked
         else:
-            self._calls.post(compiled.label, compiled.wire)
+            self.calls.post(compiled.label, compiled.wire)
             del self._cached[compiled.number]
         self._cached[compiled.number] = compiled
         variants = self._variants.setdefault(request.key, [])
@@ -272,13 +251,13 @@ class Programs:
 
     def _make_room(self, label: str) -> None:
         """Drops the program that rank 0 used the longest time ago, if `Policy.programs` are kept already."""
-        if len(self._cached) < self._plan.policy.programs:
+        if len(self._cached) < self.plan.policy.programs:
             return
         # Ranks that had a failed call in between may have another order of use, but they have the same programs.
         evicted = self._drop(exchange(next(iter(self._cached)), self._maker.ranks)[0])
         self._evicted += 1
-        if self._mesh.rank == 0:
-            log.warning("%s", _full(self._plan.policy.programs, label, evicted.label, self.labels, self._evicted))
+        if self.mesh.rank == 0:
+            log.warning("%s", _full(self.plan.policy.programs, label, evicted.label, self.labels, self._evicted))
 
     def _drop(self, number: int) -> Compiled:
         dropped = self._cached.pop(number)

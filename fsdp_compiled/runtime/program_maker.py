@@ -28,7 +28,7 @@ from fsdp_compiled.kernels.trial import use_reference
 from fsdp_compiled.lower.backends import Host, decided, this_host
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.cuda_device import environment
-from fsdp_compiled.lower.cuda_graph import Replays
+from fsdp_compiled.lower.cuda_graph import Replays, make_device
 from fsdp_compiled.lower.halves import whole_gradients
 from fsdp_compiled.lower.inductor import cache_place, compile_all, divide
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
@@ -66,7 +66,7 @@ class Traceable(Protocol):
 
 
 class ProgramMaker:
-    """Makes the programs of one model; arguments as of `Programs`."""
+    """Makes the programs of one model."""
 
     def __init__(
         self,
@@ -75,14 +75,21 @@ class ProgramMaker:
         plan: Plan,
         mesh: Mesh,
         calls: Calls,
-        bind: Bind | None,
-        called: Callable[..., Any] | None,
-        replays: Replays,
-        plain: Mapping[str, torch.Tensor],
+        bind: Bind | None = None,
+        called: Callable[..., Any] | None = None,
+        replays: Replays | None = None,
+        plain: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
+        """``bind``: what a random operator becomes; None: itself, which draws from PyTorch's default generator.
+        ``called``: of a model in a loop of the user's, what calls it, in the place of ``loss``. ``replays``: the
+        graphs, in the place of those of the plan's device. ``plain``: parameters of the model that the plan does not
+        have, by name.
+        """
         self.captures = 0
-        self._taken, self._loss, self._plan, self._mesh, self._calls = taken, loss, plan, mesh, calls
-        self._bind, self._called, self._replays, self._plain = bind, called, replays, plain
+        graphs = plan.policy.cuda_graph if not plan.policy.offload else False
+        self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
+        self.taken, self.plan, self.mesh, self.calls, self.called = taken, plan, mesh, calls, called
+        self._loss, self._bind, self._plain = loss, bind, plain or {}
         self._hosts: list[Host] | None = None  # of all ranks, where that was asked for good
         self._begun = False  # whether all ranks have a program
         self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
@@ -96,11 +103,11 @@ class ProgramMaker:
 
         def trace() -> Capture:
             check_devices(job.batch, job.named, job.plan.device)
-            with self._taken.open() as model:
+            with self.taken.open() as model:
                 return capture(model, job)
 
         captured = self.together(trace)
-        if self._mesh.tp > 1:
+        if self.mesh.tp > 1:
             self.compare_along_tp(captured)
 
         def build() -> Compiled:
@@ -110,7 +117,7 @@ class ProgramMaker:
             stages = fuse(stages, job)  # checked after each fusion
             return describe(captured, stages, predict, job)
 
-        uneven = self._plan.uneven
+        uneven = self.plan.uneven
         compiled = self.together(build, lambda made: made.program.text(), lambda made: made.program.outline(uneven))
         replayed = self.can_replay(compiled)
         room()
@@ -122,9 +129,9 @@ class ProgramMaker:
         if request.sizes:
             self.together(lambda: self._check_fit(compiled, request))
         if replayed:  # as a CUDA graph
-            compiled.runner = self._replays.wrap(compiled.runner, compiled.inputs, label, self.all_say(label))
+            compiled.runner = self.replays.wrap(compiled.runner, compiled.inputs, label, self.all_say(label))
         elif compiled.kind in ("gradient", "forward"):
-            compiled.runner = self._replays.beside(compiled.runner)
+            compiled.runner = self.replays.beside(compiled.runner)
         self.captures += 1
         self._say_idle(compiled)
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
@@ -136,7 +143,7 @@ class ProgramMaker:
         Later ones a rank makes by itself: others may have theirs, or batches of other lengths. What ranks compare of
         these is what they communicate. Ranks along tp, whose programs are parts of one, make all together.
         """
-        if self._mesh.tp > 1:
+        if self.mesh.tp > 1:
             self.meet(request.label)
             return self.compile(request, buffers, rules, room)
         if self._begun:
@@ -144,16 +151,16 @@ class ProgramMaker:
                 try:
                     compiled = self._by_itself(request, buffers, rules, room)
                 except BaseException as error:
-                    self._calls.abandon(f"It said:\n{type(error).__name__}: {error}")
+                    self.calls.abandon(f"It said:\n{type(error).__name__}: {error}")
                     raise
             else:
-                with self._calls.refusing():
+                with self.calls.refusing():
                     compiled = self._by_itself(request, buffers, rules, room)
-            self._calls.enter(compiled.label, compiled.wire, request.posted)
+            self.calls.enter(compiled.label, compiled.wire, request.posted)
             return compiled
-        self._calls.post(request.label)
-        alike = self._calls.meet(request.label, lambda label: label.partition(" (")[0])
-        self._hosts = exchange(self.together(this_host), self._mesh)
+        self.calls.post(request.label)
+        alike = self.calls.meet(request.label, lambda label: label.partition(" (")[0])
+        self._hosts = exchange(self.together(this_host), self.mesh)
         if alike:
             compiled = self.compile(request, buffers, rules, room)
         else:
@@ -171,12 +178,12 @@ class ProgramMaker:
         """What is to be compiled, with what ranks must know of each other first."""
         # Ranks may have other sizes; all trace with rank 0's.
         hints = traced_with(exchange(request.sizes, self.ranks)[0]) if request.sizes else {}
-        hosts = self._hosts or exchange(self.together(this_host), self._mesh)
+        hosts = self._hosts or exchange(self.together(this_host), self.mesh)
         return Job(
-            request.kind, self._loss, self._plan, tuple(rules), buffers, batch=request.batch, named=request.named,
+            request.kind, self._loss, self.plan, tuple(rules), buffers, batch=request.batch, named=request.named,
             label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
-            backends=decided(hosts, backends(self._mesh)), called=self._called, plain=self._plain,
-            tp_mesh=self._mesh.tp_mesh,
+            backends=decided(hosts, backends(self.mesh)), called=self.called, plain=self._plain,
+            tp_mesh=self.mesh.tp_mesh,
         )  # fmt: skip
 
     def whole(self, compiled: Compiled) -> Backward:
@@ -193,42 +200,42 @@ class ProgramMaker:
         if (reason := misfit(compiled, request.batch, request.named, request.sizes)) is not None:
             raise ValueError(
                 f"The model or the loss asks for certain sizes: the program, traced with rank 0's, is for {reason} on "
-                f"rank {self._mesh.rank}. Give all ranks sizes that agree in it, or leave Policy.dynamic out."
+                f"rank {self.mesh.rank}. Give all ranks sizes that agree in it, or leave Policy.dynamic out."
             )
 
     def _say_idle(self, compiled: Compiled) -> None:
         """Names the parameters that the loss does not reach, each once."""
         found = [name for name in compiled.idle if name not in self._idle]
         self._idle.update(found)
-        if found and self._called is None and self._mesh.rank == 0:
+        if found and self.called is None and self.mesh.rank == 0:
             log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(found))
 
     def meet(self, label: str) -> None:
         """What is rare and collective (to compile, to collect the model): all ranks do it, or none."""
-        self._calls.post(label)
-        self._calls.meet(label)
+        self.calls.post(label)
+        self.calls.meet(label)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Inside, this rank makes a program without the others."""
-        self.ranks = Mesh(self._mesh.device)
+        self.ranks = Mesh(self.mesh.device)
         try:
             yield
         finally:
-            self.ranks = self._mesh
+            self.ranks = self.mesh
 
     def compare_along_tp(self, captured: Capture) -> None:
         """Ranks along the tp axis trace alike, and what is computed of their parts stays with these."""
-        program, plan = captured.program, self._plan
+        program, plan = captured.program, self.plan
         self.together(lambda: None, outline=lambda _: program.outline(plan.uneven))
         own = self.together(lambda: digests(program, captured.constants))
-        found = exchange_along_tp(own, self._mesh)
+        found = exchange_along_tp(own, self.mesh)
 
         def check() -> None:
             different = differing(program, plan, own, found)
-            check_same(program, plan, different, captured.layouts, self._called is not None)
+            check_same(program, plan, different, captured.layouts, self.called is not None)
             mark_random(program, plan, different)
-            if self._called is not None:
+            if self.called is not None:
                 check_random(program, plan.device)
 
         self.together(check)
@@ -240,8 +247,8 @@ class ProgramMaker:
         return lowering.boxed(pieces) if boxed else lowering.runner(pieces), lowering.text(pieces)
 
     def _partition(self, program: Program) -> Lowering:
-        groups, how = self._mesh.groups, self._plan.policy.lower
-        lowering = self.together(lambda: Lowering(program, groups, how, self._plan.blocks, self._bind))
+        groups, how = self.mesh.groups, self.plan.policy.lower
+        lowering = self.together(lambda: Lowering(program, groups, how, self.plan.blocks, self._bind))
         self._try_kernels(program)
         return lowering
 
@@ -249,19 +256,19 @@ class ProgramMaker:
         """Each distinct piece is compiled by one rank of those that share code, for whose cache on disk others wait."""
         made: dict[str, Call] = {}
         if lowering.pieces and self.ranks.world > 1:
-            place, count = among(self.together(lambda: cache_place(self._plan.device)), self.ranks)
+            place, count = among(self.together(lambda: cache_place(self.plan.device)), self.ranks)
             made = self.together(lambda: compile_all(divide(lowering.pieces, count)[place]))
         return made | self.together(lambda: compile_all(lowering.pieces))
 
     def _try_kernels(self, program: Program) -> None:
         """A kernel that fails or errs on any rank's device is replaced by its reference on all: they round alike."""
-        device = self._plan.device
+        device = self.plan.device
         if not calls_kernels(program):
             return
         found = exchange(self.together(lambda: failures(program, device)), self.ranks)
         for rank, said in enumerate(found):
             for name, reason in said.items():
-                if use_reference(name, device) and self._mesh.rank == 0:
+                if use_reference(name, device) and self.mesh.rank == 0:
                     log.warning(
                         "the kernel of %s is not used: on rank %d %s. Plain PyTorch does its work. Please report it, "
                         "with: %s", name, rank, reason, environment(),
@@ -269,12 +276,12 @@ class ProgramMaker:
 
     def can_replay(self, compiled: Compiled) -> bool:
         """Whether every rank can launch this program as a graph; if not, rank 0 says why."""
-        if self._replays.device is None or compiled.kind not in ("step", "last", "accumulate"):
+        if self.replays.device is None or compiled.kind not in ("step", "last", "accumulate"):
             return False
-        program, device = compiled.program, self._plan.device
-        found = self.together(lambda: self._replays.obstacles(program, device, backends(self._mesh)))
-        reason = next(filter(None, exchange(found, self._mesh)), "")
-        if reason and self._mesh.rank == 0:
+        program, device = compiled.program, self.plan.device
+        found = self.together(lambda: self.replays.obstacles(program, device, backends(self.mesh)))
+        reason = next(filter(None, exchange(found, self.mesh)), "")
+        if reason and self.mesh.rank == 0:
             log.warning("%s runs without a CUDA graph:\n%s", compiled.label, reason)
         return not reason
 
@@ -282,8 +289,8 @@ class ProgramMaker:
         """What each rank has to say about a call that all of them make, by rank."""
 
         def exchange_texts(text: str) -> list[str]:
-            self._calls.meet(label)
-            return exchange(text, self._mesh)
+            self.calls.meet(label)
+            return exchange(text, self.mesh)
 
         return exchange_texts
 
@@ -303,10 +310,10 @@ class ProgramMaker:
             made.append(make())
         except BaseException as error:  # one that interrupts, too, would leave the others waiting
             failure = error
-        if outline is None or self._mesh.tp == 1:
+        if outline is None or self.mesh.tp == 1:
             agree(self.ranks, "The program", text(made[0]) if made else "", failure)
         else:
-            agree(self._mesh, "The program", outline(made[0]) if made else "", failure, lambda: text(made[0]))
+            agree(self.mesh, "The program", outline(made[0]) if made else "", failure, lambda: text(made[0]))
         return made[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from threading import RLock
 from typing import Any
@@ -14,18 +14,14 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_compiled.capture.ambient import outside_modes
-from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.call_store import Posted
-from fsdp_compiled.distributed.mesh import Mesh, RankError
+from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.distributed.uneven_inputs import Joined
 from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port
-from fsdp_compiled.lower.cuda_graph import Replays
 from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
-from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.optim.wrapped import check_step_hooks
-from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint.checkpoints import Checkpoints
 from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
@@ -50,23 +46,23 @@ class ShardedCalls:
         self,
         taken: TakenModel,
         optimizer: Optimizer | None,
-        loss: Callable[..., Any] | None,
-        plan: Plan,
-        mesh: Mesh,
+        programs: Programs,
+        hyperparameters: Hyperparameters,
+        copies: Copies,
         state: State,
-        rules: Sequence[Rule],
         random: RandomNumbers,
         updates: Sequence[EagerUpdate] = (),
-        replays: Replays | None = None,
     ) -> None:
+        """``updates``: of optimizers that run as they are."""
+        plan, mesh = programs.plan, programs.mesh
         self.plan = plan
         self.model = taken.model
         self._taken = taken
         self.optimizer = optimizer
         self._mesh = mesh
         self._state = state
-        self._hyperparameters = Hyperparameters(optimizer, plan.device)
-        self._updates = updates  # of optimizers that run as they are
+        self._programs, self._hyperparameters, self._copies = programs, hyperparameters, copies
+        self._updates = updates
         self.calling = RLock()  # for `one_thread`
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
@@ -74,15 +70,13 @@ class ShardedCalls:
         self._call = torch.zeros(CALL_PARTS, dtype=torch.float64, device=plan.device)
         self._tensors = {"rows": torch.zeros((), dtype=torch.float64, device=plan.device)}
         self._tensors |= {f"call {part}": self._call[part] for part in range(CALL_PARTS)}
-        self._copies = Copies(plan)
         self._norm: torch.Tensor | None = None
-        self._calls = taken.layout.calls = Calls(mesh)
+        self._calls = taken.layout.calls = programs.calls
         self._writes = taken.layout.writes = Writes(taken.layout.shards if taken.layout.replicated else None)
         self._writes.end()
         self._joined: Joined | None = None  # inside `join`
         self._random = random
-        self._programs = Programs(taken, loss, plan, mesh, rules, self._calls, random.bound, replays=replays)
-        self._failed = FailedCalls(mesh, self._calls, self._programs, self._copies.tensors)
+        self._failed = FailedCalls(mesh, self._calls, programs, copies.tensors)
         self._row = self._failed.row  # of microbatches
         self._checkpoints = Checkpoints(mesh, self._calls)
         self._calls.take_part = weakref.WeakMethod(self._take_part)

@@ -24,9 +24,11 @@ from fsdp_compiled.runtime.checkpoint import data_file
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.stretches import Place, held
 from tests.launch import told
+from tests.parts import Seen, parts
 
 WORDS, WIDTH, ROWS = 13, 5, 12  # odd sizes: nothing is a multiple of anything; rows are shared by 1 to 4 ranks
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+PARTS = Seen()
 
 
 class Model(nn.Module):
@@ -62,7 +64,8 @@ def build(seed: int, mesh: Any = None, **policy: Any) -> Sharded:
     vectors = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
     others = [p for p in model.parameters() if p.requires_grad and p.dim() >= 2]
     optimizer = torch.optim.AdamW([{"params": others}, {"params": vectors, "weight_decay": 0.0}], lr=0.01)
-    return compile_sharded(model, optimizer, loss=loss, mesh=mesh, policy=Policy(lower="eager", **policy))
+    with parts(PARTS):
+        return compile_sharded(model, optimizer, loss=loss, mesh=mesh, policy=Policy(lower="eager", **policy))
 
 
 def train(sharded: Sharded, first: int, last: int) -> list[float]:
@@ -75,11 +78,11 @@ def train(sharded: Sharded, first: int, last: int) -> list[float]:
 
 def by_name(sharded: Sharded) -> dict[str, list[float]]:
     """Every element of parameters and optimizer state, in memory order, by the model's names, from all ranks."""
-    rules = sharded._programs.rules
-    state = sharded.state
+    programs, state = PARTS(sharded).programs, sharded.state
+    place = Place(programs.mesh.shard_rank)
     own = [
         (one.name, one.start, one.values.tolist())
-        for one in held(sharded.plan, rules, Place(sharded._mesh.shard_rank), state.parameters, state.optimizer)
+        for one in held(sharded.plan, programs.rules, place, state.parameters, state.optimizer)
     ]
     every: list[Any] = [own]
     if WORLD > 1:

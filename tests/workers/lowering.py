@@ -21,6 +21,7 @@ from fsdp_compiled.capture import aot_cache
 from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.lower import inductor
+from tests.parts import parts
 
 
 class Model(nn.Module):
@@ -61,10 +62,11 @@ class Sent(TorchDispatchMode):
 
 def order(lower: str) -> dict[str, Any]:
     """The collectives of a step as the program has them, and as they ran."""
-    sharded = build(lower)
+    with parts() as of:
+        sharded = build(lower)
     sharded.step(batch())
     sent = Sent()
-    (compiled,) = sharded._programs.cached
+    (compiled,) = of(sharded).programs.cached
     run = compiled.runner
 
     def watched(*given: torch.Tensor) -> Any:  # a mode around the whole step is refused where it is compiled

@@ -21,6 +21,7 @@ from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
 from fsdp_compiled.runtime.sharded import Sharded
 from tests.allocator import Gathers, Recording, Waited, held, record
+from tests.parts import parts
 
 LOST = 256  # bytes that a step may leave behind: its loss and norm
 
@@ -47,10 +48,11 @@ def counted(run: Callable[[], Any]) -> Gathers:
     return gathers
 
 
-def compare(sharded: Sharded, memory: Memory, run: Callable[[], Any]) -> dict[str, Any]:
+def compare(sharded: Sharded, numbers: Any, memory: Memory, run: Callable[[], Any]) -> dict[str, Any]:
+    """``numbers``: what a rank holds besides its state."""
     recording = recorded(run)
     gathers = min((counted(run) for _ in range(4)), key=lambda one: (one.most, one.alive))
-    state = (sharded.state, sharded._hyperparameters.tensors, sharded._rank)
+    state = (sharded.state, numbers)
     return {
         "persistent": {"predicted": memory.persistent.total, "real": held(state)},
         "peak": {"predicted": memory.peak.nbytes, "real": held(state) + memory.batch + recording.peak},
@@ -78,13 +80,16 @@ def measure() -> dict[str, Any]:
         model = GPT(GPTConfig(layers=2, width=width, heads=2, context=32))
         optimizer = torch.optim.AdamW(model.parameters())
         policy = replace(policy, lower="eager", bucket_mb=0)
-        sharded = compile_sharded(model, optimizer, loss=next_byte_loss, policy=policy)
+        with parts() as of:
+            sharded = compile_sharded(model, optimizer, loss=next_byte_loss, policy=policy)
         batch = torch.randint(256, (2, rows, 32)).unbind()
         calls = {kind: sharded.accumulate if kind == "accumulate" else sharded.step for kind in kinds}
         for call in calls.values():  # compiles
             call(*batch)
-        for made in sharded._programs.cached:
-            found[f"{name} {made.kind}"] = compare(sharded, made.memory, partial(calls[made.kind], *batch))
+        numbers = of(sharded).hyperparameters.tensors, torch.zeros(1, dtype=torch.int64)  # and the rank
+        for made in of(sharded).programs.cached:
+            run = partial(calls[made.kind], *batch)
+            found[f"{name} {made.kind}"] = compare(sharded, numbers, made.memory, run)
     return found
 
 

@@ -27,6 +27,7 @@ from fsdp_compiled.runtime.checkpoint.cuts import Cut
 from fsdp_compiled.runtime.checkpoint.stretches import Place
 from tests.cut_models import VOCABULARY, Net, loss_fn
 from tests.launch import told
+from tests.parts import Seen, parts
 
 warnings.filterwarnings("ignore")
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -46,6 +47,9 @@ class Counting(Net):
         return super().forward(tokens)
 
 
+PARTS = Seen()
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     vectors = [p for p in model.parameters() if p.dim() < 2]
     others = [p for p in model.parameters() if p.dim() >= 2]
@@ -61,7 +65,8 @@ def build(seed: int, mesh: DeviceMesh | None, **policy: Any) -> Sharded:
         parallelize_module(model, mesh["tp"], plan | {"head": ColwiseParallel(output_layouts=Replicate())})
         model.head.weight = model.tokens.weight
     options = Policy(lower="eager", **policy)
-    return compile_sharded(model, adamw(model), loss=loss_fn, mesh=mesh, units=["up", "down"], policy=options)
+    with parts(PARTS):
+        return compile_sharded(model, adamw(model), loss=loss_fn, mesh=mesh, units=["up", "down"], policy=options)
 
 
 def batch(step: int) -> torch.Tensor:
@@ -72,7 +77,7 @@ def batch(step: int) -> torch.Tensor:
 def train(sharded: Sharded, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
-        mine = batch(step).chunk(sharded.plan.world, 1)[sharded._mesh.row]
+        mine = batch(step).chunk(sharded.plan.world, 1)[PARTS(sharded).programs.mesh.row]
         losses.append(sharded.step(*mine).item())
     return losses
 
