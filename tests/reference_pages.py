@@ -13,7 +13,16 @@ from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any
 
-from fsdp_compiled import LossScale, Policy, Sharded, State, compile_sharded
+from fsdp_compiled import (
+    LossScale,
+    Policy,
+    SequenceAttention,
+    Sharded,
+    State,
+    chunked_cross_entropy,
+    compile_sharded,
+    stretch,
+)
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.policy import PLACEMENTS
 
@@ -61,6 +70,9 @@ def reference() -> str:
         *_members("Sharded", Sharded),
         f"## `State`\n\n{_doc(State)}\n",
         *_members("Memory", Memory),
+        *_called("SequenceAttention", SequenceAttention, SequenceAttention.forward),
+        *_called("stretch", stretch),
+        *_called("chunked_cross_entropy", chunked_cross_entropy),
     ]
     return "\n".join(parts)
 
@@ -77,6 +89,13 @@ def _members(name: str, kind: type) -> Iterator[str]:
             call = f"{_signature(value, bound=True)}" if callable(value) else ""
             title = f"sharded{call}" if member == "__call__" else f"{member}{call}"
             yield f"### `{title}`\n\n{_doc(value)}\n"
+
+
+def _called(name: str, made: Callable[..., Any], forward: Callable[..., Any] | None = None) -> Iterator[str]:
+    """Of a function, or of a module and its ``forward``."""
+    yield f"## `{name}{_signature(made)}`\n\n{_doc(made)}\n"
+    if forward is not None:
+        yield f"### `forward{_signature(forward, bound=True)}`\n\n{_doc(forward)}\n"
 
 
 def _is_documented(value: Any) -> bool:

@@ -66,6 +66,14 @@ def test_gradients_of_a_vit_are_parts_of_the_true_ones(results: dict[str, Any]) 
         assert found["cuts"] == 10
 
 
+def test_a_vit_trains_as_in_one_process(results: dict[str, Any]) -> None:
+    found = answers(results, "vit_weights")[0]
+    for make in ("adamw", "sgd"):
+        mine, half = found[make]
+        assert all(mine[what] < 1e-5 for what in ("loss", "norm", "weights")), found
+        assert half["weights"] > 1e-3  # the control, on half of the rows
+
+
 @pytest.mark.exhaustive  # what fetches them is in test_host_offload, and knows nothing of the axis
 def test_shards_in_host_memory_give_the_same_numbers(more: dict[str, Any]) -> None:
     found = answers(more, "offloaded")

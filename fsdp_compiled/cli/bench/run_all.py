@@ -17,7 +17,8 @@ from pathlib import Path
 
 from fsdp_compiled.cli.bench import RESULTS
 
-NODES = "--inner-gbps 10 --node 2 --nproc 4 --preset llama --lower eager --rivals fsdp2 ours-eager ours-tp-eager"
+NODES = "--inner-gbps 10 --node 2 --nproc 4 --preset llama --rounds 6 --steps 1 --lower eager"
+NODES += " --rivals fsdp2 ours-eager ours-tp-eager"
 COMMANDS = {
     "thin": "--preset thin",
     "small": "--preset small",
