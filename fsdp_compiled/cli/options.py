@@ -114,7 +114,9 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
         help="what is sharded: parameters, gradients, optimizer state or nothing (%(default)s)",
     )
     sharding.add_argument(
-        "--lower", choices=("eager", "inductor"), help="what runs the program (inductor where it can compile)"
+        "--lower",
+        choices=("eager", "inductor"),
+        help="what runs the program (inductor where it can compile; short runs are told)",
     )
 
     model = parser.add_argument_group("the model and its batch")

@@ -1,4 +1,4 @@
-"""Whether Inductor can compile on this machine."""
+"""Whether Inductor can compile on this machine, and whether a run is long enough for it."""
 
 import importlib.util
 import os
@@ -14,6 +14,22 @@ def choose_lower(*, cuda: bool) -> tuple[str, str | None]:
     if missing is None:
         return "inductor", None
     return "eager", f"--lower eager: inductor needs {missing}, which this machine lacks"
+
+
+SHORT = 1_000_000  # tokens: on CPUs, about what a run must have left for compiled steps to make up for compiling
+
+
+def told_short(lower: str, device: str, tokens: int) -> str | None:
+    """One line where a run on CPUs compiles for fewer than `SHORT` tokens that are left; nothing is chosen by it.
+
+    Told by a count, which is the same in each run, not by a stopwatch.
+    """
+    if lower != "inductor" or device != "cpu" or tokens >= SHORT:
+        return None
+    return (
+        f"a short run: {tokens:,} tokens are left, and below {SHORT:,} compiling may take longer than it saves; "
+        "--lower eager begins at once"
+    )
 
 
 def _missing(cuda: bool) -> str | None:

@@ -29,6 +29,7 @@ from fsdp_compiled.cli.progress import Compiling, Progress, Silent, progress
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, Ranks, Stop, began
 from fsdp_compiled.cli.report import configuration, curve, printable, save, table
 from fsdp_compiled.cli.sample import first_line, generate
+from fsdp_compiled.cli.toolchain import told_short
 
 # Validation and sampling share one shape, so the forward is compiled once. Few rows, because each sampled
 # byte costs a whole forward.
@@ -132,6 +133,9 @@ class Job:
         logged = 1 if self.here.device.type == "cpu" else 10  # reading a loss makes the host wait for the GPU
         first = self.step + 1
         if first <= options.steps:
+            left = (options.steps - self.step) * self.share.batch * options.context
+            if (short := told_short(str(options.lower), self.here.device.type, left)) is not None:
+                self.progress.say(short)
             self.progress.say(f"step {first}: capturing the model and compiling the step; the slowest one ...")
         self.clock.enter("training")
         self.pace.start()
