@@ -310,11 +310,12 @@ def covering(cases: list[Case], fields: int) -> Iterator[Case]:
         yield best
 
 
-# On two ranks all values of any two fields meet, on four ranks too, the mesh among them. The other combinations are
-# for `make test-all`.
+# On four ranks all values of any two fields meet, the mesh among them; on two, each value is seen. The other
+# combinations are for `make test-all`.
 MESHES = ((4, 1), (2, 2))
 ON_FOUR = [replace(case, mesh=mesh) for case in EVERY for mesh in MESHES]
-TWO = list(covering(EVERY, 2))
+TWO = list(covering(EVERY, 1))
+PAIRS = list(covering(EVERY, 2))
 FOUR = list(covering(ON_FOUR, 2))
 
 
@@ -334,8 +335,8 @@ def test_the_lists_are_complete() -> None:
         "shard": PLACEMENTS, "precision": PRECISIONS, "accumulate": ACCUMULATIONS, "clip": CLIPS,
         "recompute": RECOMPUTES, "mesh": MESHES,
     }  # fmt: skip
-    for cases, fields in ((TWO, [*values][:5]), (FOUR, [*values])):
-        for some in itertools.combinations(fields, 2):
+    for cases, fields, together in ((TWO, [*values][:5], 1), (FOUR, [*values], 2)):
+        for some in itertools.combinations(fields, together):
             seen = {tuple(getattr(case, field) for field in some) for case in cases}
             assert seen == set(itertools.product(*(values[field] for field in some)))
 
@@ -409,7 +410,7 @@ def test_what_is_not_allowed_is_refused_before_anything_is_changed(given: dict[s
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("case", chosen(TWO, TWO[::3], ids=str))
+@pytest.mark.parametrize("case", chosen(PAIRS, PAIRS[::3], ids=str))
 def test_what_is_allowed_is_taken(case: Case) -> None:
     model, optimizer = build()
     sharded = compile_sharded(model, optimizer, loss=loss, policy=case.policy)

@@ -35,9 +35,9 @@ class Model(nn.Module):
         return x
 
 
-def build(lower: str, width: int = 16) -> Sharded:
+def build(lower: str, width: int = 16, blocks: int = 3) -> Sharded:
     torch.manual_seed(0)
-    model = Model(3, width)
+    model = Model(blocks, width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     policy = Policy(lower=lower, bucket_mb=0, clip=1.0)
     return compile_sharded(model, optimizer, loss=lambda model, x: (model(x) - 1).square().mean(), policy=policy)
@@ -117,7 +117,7 @@ def failure() -> dict[str, Any]:
     def broken(piece: Any) -> Any:
         raise RuntimeError("the compiler was not in the mood")
 
-    sharded = build("inductor", width=24)
+    sharded = build("inductor", width=24, blocks=1)
     if dist.get_rank() == 1:
         inductor._artifact = broken
     try:

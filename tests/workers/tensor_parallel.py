@@ -47,8 +47,8 @@ from tests.cut_models import (
     two_by_two,
     unsharded,
 )
+from tests.launch import told
 from tests.toys import EAGER
-from tests.workers.tensor_parallel_refusals import refusals
 
 warnings.filterwarnings("ignore")
 
@@ -348,7 +348,13 @@ def meta() -> Any:
     }
 
 
-CASES = (gpt, classes, overflow, dropout, other_batches, meta, refusals)
+def other_names() -> Any:
+    """A mesh whose axes are called something else; of one rank, any name will do."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "tp"))
+    return {"said": told(lambda: compile_sharded(net(mesh["tp"]), loss=loss_fn, mesh=mesh, policy=EAGER))}
+
+
+CASES = (gpt, classes, overflow, dropout, other_batches, other_names, meta)
 MORE = (distilled, half, experts, llama)
 
 if __name__ == "__main__":

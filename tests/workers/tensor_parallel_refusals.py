@@ -1,7 +1,12 @@
-"""What is not right under tensor parallelism, and what each rank is told; cases of workers/tensor_parallel.py."""
+"""What is not right under tensor parallelism, and what each of two ranks is told.
+
+torchrun --nproc-per-node 2 tensor_parallel_refusals.py RESULT
+"""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compiled import Sharded, compile_sharded
-from tests.cut_models import GPT, HEAD, VOCABULARY, WIDTH, batch, build, cut, loss_fn, sgd, two_by_two
+from tests.cut_models import GPT, HEAD, VOCABULARY, WIDTH, answer_all, batch, build, cut, loss_fn, sgd
 from tests.launch import told
 from tests.toys import EAGER
 from tests.untraced import Queue
@@ -21,9 +26,8 @@ from tests.untraced import Queue
 
 def refusals() -> Any:
     """What each rank is told, by what is wrong."""
-    mesh = two_by_two()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tp"))
     tp = mesh["tp"]
-    row = mesh["shard"].get_local_rank()
     columns = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
     def first(model: GPT, plan: dict[str, Any], on: DeviceMesh = tp) -> GPT:
@@ -58,16 +62,16 @@ def refusals() -> Any:
                 return self.o(y.reshape(b, t, -1))
 
         model.layers[0].attention.__class__ = Scaled
-        made(model).step(*batch(0, row))
+        made(model).step(*batch(0, 0))
 
     def part_of_classes() -> None:
         model = build()
         parallelize_module(model, tp, {"head": ColwiseParallel()})
         model.tokens.weight = nn.Parameter(torch.ones(VOCABULARY, WIDTH))
-        made(model, loss=lambda model, tokens, targets: model(tokens).square().mean()).step(*batch(0, row))
+        made(model, loss=lambda model, tokens, targets: model(tokens).square().mean()).step(*batch(0, 0))
 
-    other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    one_axis = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("shard", "tp"))["tp"]
+    one_axis = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     heads = {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {"attention.o": RowwiseParallel()}
     cases: dict[str, Callable[[], Any]] = {
         "no axis": lambda: made(first(build(), columns), one_axis),
@@ -76,12 +80,16 @@ def refusals() -> Any:
         "partial": lambda: made(partial()),
         "nothing cut": lambda: made(first(build(), {"nowhere": ColwiseParallel()})),
         "buffer": lambda: made(buffered()),
-        "axes": lambda: made(first(build(), columns), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "tp"))),
         "dynamic": lambda: made(first(build(), columns), dynamic=True),
         "join": lambda: made(first(build(), columns), weigh="rows").join().__enter__(),
         "eager optimizer": lambda: made(first(build(), columns), kind=Queue),
-        "heads": lambda: made(first(build(head=WIDTH), heads)).step(*batch(0, row)),
+        "heads": lambda: made(first(build(head=WIDTH), heads)).step(*batch(0, 0)),
         "forgotten": forgotten,
         "parts": part_of_classes,
     }
     return {name: told(case) for name, case in cases.items()}
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    answer_all([refusals], sys.argv[1])
