@@ -21,6 +21,7 @@ from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.passes.check import ProgramError
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import LossScale, Policy
+from fsdp_compiled.runtime.loop_optimizer import CompiledOptimizer, compile_optimizer
 from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.state import State
 from fsdp_compiled.simulate import Estimate, simulate
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CPUOffloadPolicy",
     "CaptureError",
+    "CompiledOptimizer",
     "Estimate",
     "FSDPModule",
     "LossScale",
@@ -46,6 +48,7 @@ __all__ = [
     "State",
     "UnshardHandle",
     "chunked_cross_entropy",
+    "compile_optimizer",
     "compile_sharded",
     "fully_shard",
     "register_fsdp_forward_method",

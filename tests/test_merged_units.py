@@ -19,11 +19,12 @@ def found() -> list[dict[str, Any]]:
 
 def test_what_is_sent(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        (merged, apart, fsdp2), units, by_module, reason = rank["collectives"]
+        (merged, apart, fsdp2), units, by_module, compiled, reason = rank["collectives"]
         assert (apart, fsdp2) == (3 * 6 + 1, 3 * 6 + 2), rank["collectives"]  # of 6 blocks; the root is read once
         early = ["layers.0", *(f"layers.{first}-{first + 1}" for first in range(1, 11, 2))]  # of 24
         assert units == ["root", *early, *(f"layers.{one}" for one in range(11, 24))]
         assert merged == 3 * 19 + 1, rank["collectives"]
+        assert compiled == [1, *[3] * 8]  # what Inductor keeps leaves room for larger ones, to the end
         assert by_module == ["root", *(f"layers.{one}" for one in range(6))]
         assert reason.startswith("chosen: bucket_mb=") and "no more than 1/12 of the model, in the first half" in reason
 

@@ -71,7 +71,7 @@ def report(program: Program, plan: Plan) -> Program:
         own = edit.call(aten._to_copy.default, loss, dtype=torch.float64, mark=mark)
         mine = [weighed(edit, own, rows, mark) if rows else own]
         if gradients:
-            mine.append(_squares(edit, gradients, plan, mark))
+            mine.append(squares_of(edit, gradients, plan, mark))
         overflow = outputs.get(OVERFLOW)
         if overflow is not None:
             mine.append(overflow)
@@ -160,7 +160,7 @@ def _assert_same(edit: Edit, packet: fx.Node, size: int, world: int, mark: Mark)
     edit.call(ASSERT, same, DISAGREE, mark=Mark("agree"))
 
 
-def _squares(edit: Edit, gradients: dict[Buffer, fx.Node], plan: Plan, mark: Mark) -> fx.Node:
+def squares_of(edit: Edit, gradients: dict[Buffer, fx.Node], plan: Plan, mark: Mark) -> fx.Node:
     """Float64: what this rank adds to the squared norm. What every rank along tp has whole is shared among them."""
     if plan.tp == 1:
         return _sum_of_squares(edit, list(gradients.values()), mark, "squares")

@@ -17,6 +17,7 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.reduction import reduction
 from fsdp_compiled.plan.plan import Buffer, Plan
 from fsdp_compiled.runtime.parameter_group import Entry
+from fsdp_compiled.torch_private.dtensor import over_slices
 
 
 def reduced(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch.Tensor:
@@ -30,14 +31,12 @@ def reduced(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch
 def parts(flat: torch.Tensor, entries: Iterable[Entry], start: int) -> dict[Entry, DTensor]:
     """These parameters' gradients, each a DTensor like the parameter over a slice of the flat gradient, in which those
     of their flat shard begin at ``start``."""
-    return {
-        entry: DTensor(
-            flat[start + entry.first : start + entry.last].view(entry.local.shape),  # type: ignore[union-attr]
-            entry.spec,
-            requires_grad=False,
-        )
+    entries = list(entries)
+    made = over_slices(
+        (flat[start + entry.first : start + entry.last].view(entry.local.shape), entry.spec)  # type: ignore[union-attr]
         for entry in entries
-    }
+    )
+    return dict(zip(entries, made, strict=True))
 
 
 @torch.no_grad()

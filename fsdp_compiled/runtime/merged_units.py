@@ -27,9 +27,10 @@ from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.parameter_group import Entry, FlatShard, ParameterGroup
 
 # Merging by itself never makes a unit larger than this part of the model, where `compile_sharded` allows a half: who
-# marks modules says how much is to be gathered at once. And it merges in the first half of the model alone: memory is
-# at its highest where forward ends and backward begins, and there units are as small as the user marked them.
-MOST_UNITS = 12
+# marks modules says how much is to be gathered at once. PyTorch's own kernels keep as much for backward as FSDP2 does:
+# so that the peak is no higher, they have smaller units, and in the first half of the model alone, since memory is at
+# its highest where forward ends and backward begins. Inductor keeps less, which leaves room for larger ones throughout.
+MOST_UNITS = {"eager": 12, "inductor": 8}
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,8 @@ def _alike(first: ParameterGroup, second: ParameterGroup) -> bool:
     )
 
 
-def _kind(flat: FlatShard) -> tuple[torch.dtype, torch.device, bool, bool]:
-    return flat.tensor.dtype, flat.tensor.device, flat.buffer.split, _trained(flat)
+def _kind(flat: FlatShard) -> tuple[torch.dtype, torch.device, bool, int | None, bool]:
+    return flat.tensor.dtype, flat.tensor.device, flat.buffer.split, flat.buffer.group, _trained(flat)
 
 
 def merge(module: nn.Module, groups: Sequence[ParameterGroup], policy: Policy) -> str:
@@ -144,9 +145,9 @@ def merge(module: nn.Module, groups: Sequence[ParameterGroup], policy: Policy) -
     names = [paths.get(id(group.modules[0]), "") or ROOT for group in groups]
     sizes = [sum(_wire_bytes(flat, group) for flat in group.flats) for group in groups]
     machine = machine_of(mesh.device, mesh.world, policy.bandwidth_gbps, mesh.tp)
-    most, _, reason = target(policy.bucket_mb, names, sizes, machine, mesh.world, True, MOST_UNITS)
+    most, _, reason = target(policy.bucket_mb, names, sizes, machine, mesh.world, True, MOST_UNITS[policy.lower])
     early = len(names)
-    if policy.bucket_mb == "auto":
+    if policy.bucket_mb == "auto" and policy.lower == "eager":
         early = sum(2 * (total - size) <= sum(sizes) for total, size in zip(accumulate(sizes), sizes, strict=True)) - 1
         reason += ", in the first half of it"
     units = [*regroup(names[:early], sizes[:early], most, float("inf"), True), *names[early:]]

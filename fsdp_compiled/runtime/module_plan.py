@@ -118,7 +118,7 @@ def make(
     """
     mesh, first = groups[0].mesh, groups[0]
     rows: dict[str, Row] = {}
-    units = _units(module, groups, rows)
+    units = units_of(module, groups, rows)
     state = state_of(module)
     notes = (state.merging,) if state is not None and state.merging else ()
     precision = MixedPrecisionPolicy(first.precision.param_dtype, first.precision.reduce_dtype,
@@ -167,7 +167,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
-def _units(module: nn.Module, groups: Sequence[ParameterGroup], rows: dict[str, Row]) -> Iterator[Unit]:
+def units_of(module: nn.Module, groups: Sequence[ParameterGroup], rows: dict[str, Row]) -> Iterator[Unit]:
     """The units, in the order of the groups; ``rows`` is filled, by the buffer's key."""
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -200,4 +200,5 @@ def _buffer(flat: FlatShard, path: str, names: Mapping[int, list[str]]) -> Buffe
         own = tuple(names.get(id(entry.parameter), [f"({path}, {place}, outside)"]))
         leaf = replace(slot.leaf, names=own, block=path, trainable=entry.parameter.requires_grad)
         slots.append(Slot(leaf, slot.offset))
-    return replace(flat.buffer, slots=tuple(slots), trainable=any(slot.leaf.trainable for slot in slots))
+    trainable = any(slot.leaf.trainable for slot in slots)
+    return replace(flat.buffer, slots=tuple(slots), trainable=trainable, group=None)

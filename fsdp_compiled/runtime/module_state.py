@@ -20,6 +20,7 @@ from fsdp_compiled.runtime.parameter_group import ParameterGroup
 
 STATE = "_fsdp_compiled"  # the attribute
 _tracing = [0]
+PLAIN = Policy(lower="eager")  # where none is given
 
 
 @dataclass(eq=False)
@@ -60,5 +61,5 @@ def traced() -> Iterator[None]:
 def lay_out(module: nn.Module) -> None:
     """Lays small neighbours among what was marked inside side by side, so that they are gathered together."""
     states = states_in(module)
-    policy = next((state.policy for state in states if state.policy is not None), Policy())
+    policy = next((state.policy for state in states if state.policy is not None), PLAIN)
     states[0].merging = merge(module, list(dict.fromkeys(state.group for state in states)), policy)

@@ -1,8 +1,10 @@
 """What DTensors are made of without communication, in torch 2.11 to 2.13, as FSDP2 and torchrec make them; and the
 operators that DTensor has handlers for, as ``torch.distributed.tensor.parallel.loss_parallel`` gives it some."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
@@ -17,4 +19,19 @@ def handlers() -> dict[Any, Any]:
     return getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
 
 
-__all__ = ["DTensorSpec", "LocalShardsWrapper", "StridedShard", "TensorMeta", "handlers"]
+def over_slices(locals_of: Iterable[tuple[torch.Tensor, DTensorSpec]]) -> Iterator[DTensor]:
+    """DTensors over slices of other tensors.
+
+    A DTensor takes the offset of what it is made of for its own, beside memory that it has none of: then
+    ``copy.deepcopy`` takes it for a tensor with memory, and fails. So it is made of what has no offset.
+    """
+    blank: torch.Tensor | None = None
+    for local, spec in locals_of:
+        if blank is None or blank.dtype != local.dtype:
+            blank = local.new_empty(0)
+        made = DTensor(blank, spec, requires_grad=False)
+        made._local_tensor = local
+        yield made
+
+
+__all__ = ["DTensorSpec", "LocalShardsWrapper", "StridedShard", "TensorMeta", "handlers", "over_slices"]

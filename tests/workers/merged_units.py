@@ -19,6 +19,8 @@ from torch.profiler import profile
 
 from fsdp_compiled import Policy, fully_shard
 from fsdp_compiled.cli.bench.observe import NOT_DATA
+from fsdp_compiled.runtime.merged_units import rows
+from fsdp_compiled.runtime.module_state import states_in
 from tests.launch import told
 
 WIDTH, LAYERS = 8, 6
@@ -103,10 +105,16 @@ EAGER = Policy(lower="eager", bucket_mb=PAIR)
 APART = Policy(lower="eager", bucket_mb=0)
 
 
+def groups_of(model: nn.Module) -> list[Any]:
+    return [state.group for state in states_in(model)]
+
+
 def collectives() -> Any:
     merged, apart, alike = deep(layers=24, policy=AUTO), deep(policy=APART), deep(theirs)
     counts = [sent(merged), sent(apart), sent(alike)]
-    return counts, units(merged), units(apart), str(merged._fsdp_compiled.calls["forward"].plan).splitlines()[-1]
+    compiled = [len(run) for run, _ in rows(groups_of(deep(layers=24, policy=Policy())))]
+    reason = str(merged._fsdp_compiled.calls["forward"].plan).splitlines()[-1]
+    return counts, units(merged), units(apart), compiled, reason
 
 
 def numbers() -> Any:
