@@ -23,7 +23,7 @@ from fsdp_compiled.passes.overlap import overlap
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.reduce import reduce
 from fsdp_compiled.passes.rematerialize import rematerialize
-from fsdp_compiled.passes.report import compare_batches, report
+from fsdp_compiled.passes.report import compare_batches, norm, report
 from fsdp_compiled.passes.reshape import reshape
 from fsdp_compiled.passes.row_weights import unweigh, weigh
 from fsdp_compiled.passes.same_batches import same_batches
@@ -61,6 +61,11 @@ def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     return (*DIFFERENTIATION, *means, *REPORTING, *cleared, clip, update(rules), skip, count_updates, *CLOSING)
 
 
+def update_alone(rules: Sequence[Rule]) -> tuple[Pass, ...]:
+    """The passes of a program of gradients that are there already."""
+    return (norm, clip, update(rules))
+
+
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:
     """Applies the passes in order; what must hold is checked after each, and each result is shown to ``observe``.
 
@@ -77,4 +82,15 @@ def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer 
     return program
 
 
-__all__ = ["FORWARD", "GRADIENT", "MICROBATCH", "OUTPUTS", "SCHEDULING", "Observer", "Pass", "run", "step"]
+__all__ = [
+    "FORWARD",
+    "GRADIENT",
+    "MICROBATCH",
+    "OUTPUTS",
+    "SCHEDULING",
+    "Observer",
+    "Pass",
+    "run",
+    "step",
+    "update_alone",
+]

@@ -71,7 +71,7 @@ def report(program: Program, plan: Plan) -> Program:
         own = edit.call(aten._to_copy.default, loss, dtype=torch.float64, mark=mark)
         mine = [weighed(edit, own, rows, mark) if rows else own]
         if gradients:
-            mine.append(squares_of(edit, gradients, plan, mark))
+            mine.append(_squares(edit, gradients, plan, mark))
         overflow = outputs.get(OVERFLOW)
         if overflow is not None:
             mine.append(overflow)
@@ -104,6 +104,26 @@ def report(program: Program, plan: Plan) -> Program:
             norm = edit.call(aten.sqrt.default, edit.call(aten.div.Tensor, squares, copies, mark=mark), mark=mark)
             edit.set_output(NORM, edit.call(aten._to_copy.default, norm, dtype=torch.float32, mark=mark))
     return edit.done("report")
+
+
+def norm(program: Program, plan: Plan) -> Program:
+    """The gradient's norm alone, float32, where there is a norm to clip at, in a program that reports nothing else."""
+    if plan.policy.clip is None:
+        return program.after("norm")
+    edit, mark, outputs = Edit(program), Mark("norm"), program.outputs
+    gradients = {
+        buffer: edit.map[node]
+        for buffer in plan.buffers
+        if buffer.updated and (node := outputs.get(Port("out", "gradient", buffer.key))) is not None
+    }
+    with edit.at(edit.end, "update"):
+        squares = _squares(edit, gradients, plan, mark)
+        if plan.shard > 1:
+            squares = edit.call(c10d.all_reduce.default, squares, "sum", "shard", mark=mark)
+            squares = edit.call(c10d.wait_tensor.default, squares, mark=mark)
+        root = edit.call(aten.sqrt.default, squares, mark=mark)
+        edit.set_output(NORM, edit.call(aten._to_copy.default, root, dtype=torch.float32, mark=mark))
+    return edit.done("norm")
 
 
 def compare_batches(program: Program, plan: Plan) -> Program:
@@ -160,7 +180,7 @@ def _assert_same(edit: Edit, packet: fx.Node, size: int, world: int, mark: Mark)
     edit.call(ASSERT, same, DISAGREE, mark=Mark("agree"))
 
 
-def squares_of(edit: Edit, gradients: dict[Buffer, fx.Node], plan: Plan, mark: Mark) -> fx.Node:
+def _squares(edit: Edit, gradients: dict[Buffer, fx.Node], plan: Plan, mark: Mark) -> fx.Node:
     """Float64: what this rank adds to the squared norm. What every rank along tp has whole is shared among them."""
     if plan.tp == 1:
         return _sum_of_squares(edit, list(gradients.values()), mark, "squares")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import torch
@@ -20,8 +21,9 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.runtime.gathered_module import gathered
 from fsdp_compiled.runtime.module_call import ModuleCall
-from fsdp_compiled.runtime.module_state import ModuleState, lay_out, state_of, states_in, tracing
+from fsdp_compiled.runtime.module_state import ModuleState, lay_out, state_of, states_in, traced, tracing
 from fsdp_compiled.runtime.parameter_group import ParameterGroup
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -75,6 +77,16 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self) -> None:
         """Registers the sharded parameters with the module again. Not recursive."""
         _state(self).group.reshard()
+
+    def gathered(self) -> AbstractContextManager[Any]:
+        """Gathers all parameters once for many calls: ``with model.gathered(): model.generate(...)``.
+
+        Inside, without gradients, the model, its parts and methods run their own code, not compiled and with no
+        communication, so that ranks may make other calls. Writes to parameters are refused at its end, and so is a call
+        after the optimizer's step. Each rank holds the whole model meanwhile. Collective at its beginning. FSDP2 has
+        nothing of the kind but `unshard`, module by module.
+        """
+        return gathered(self)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; without, a rank's own are added up until one that does."""
@@ -198,6 +210,10 @@ def _compiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def method(self: Any, *args: Any, **named: Any) -> Any:
         if not tracing():
+            if (check := _state(self).gathered) is not None:
+                check()
+                with traced():
+                    return method(self, *args, **named)
             return _call(self, name, function)(args, named)
         inputs, output = self._fsdp_compiled_casts
         if inputs is not None:
@@ -213,6 +229,10 @@ def _gathered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def method(self: Any, *args: Any, **named: Any) -> Any:
+        if (check := _state(self).gathered) is not None:
+            check()
+            with traced():
+                return function(self, *args, **named)
         return function(self, *args, **named) if tracing() else _call(self, name, function).eagerly(args, named)
 
     return method

@@ -6,7 +6,7 @@ of that program: the class that `fully_shard` gives it asks here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,13 +25,15 @@ PLAIN = Policy(lower="eager")  # where none is given
 
 @dataclass(eq=False)
 class ModuleState:
-    """One module that `fully_shard` was called on. ``calls``: by the name of the method, what runs it."""
+    """One module that `fully_shard` was called on. ``calls``: by the name of the method, what runs it. ``gathered``:
+    between gathers of many calls together and their end, what refuses those that would not mean what they say."""
 
     group: ParameterGroup
     policy: Policy | None
     synchronise: bool = True  # whether backward reduces gradients
     merging: str = ""  # how small modules inside were merged, for people
     calls: dict[str, Any] = field(default_factory=dict)
+    gathered: Callable[[], None] | None = None
 
 
 def state_of(module: nn.Module) -> ModuleState | None:

@@ -15,25 +15,18 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import Mark
-from fsdp_compiled.ir.program import NORM, Port, Program
+from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.passes.clip import clip
-from fsdp_compiled.passes.report import squares_of
-from fsdp_compiled.passes.update import update
+from fsdp_compiled.passes import update_alone
 from fsdp_compiled.plan.plan import Plan
-
-aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 
 def update_program(plan: Plan, rules: Sequence[Rule]) -> Program:
     """The program for this plan, whose ``policy.clip`` is the norm to clip at. Gradients are inputs of kind ``sum``."""
     program = _begin(plan)
-    if plan.policy.clip is not None:
-        program = clip(_with_norm(program, plan), plan)
-    return update(rules)(program, plan)
+    for transform in update_alone(rules):
+        program = transform(program, plan)
+    return program
 
 
 def _begin(plan: Plan) -> Program:
@@ -53,20 +46,6 @@ def _begin(plan: Plan) -> Program:
     graph.output(gradients)
     out = [Port("out", "gradient", buffer.key) for buffer in plan.buffers if buffer.updated]
     return Program(graph, (*ports, *out), ())
-
-
-def _with_norm(program: Program, plan: Plan) -> Program:
-    """With the global norm, float32, as an output."""
-    edit, mark = Edit(program), Mark("norm")
-    gradients = {buffer: edit.inputs[Port("in", "sum", buffer.key)] for buffer in plan.buffers if buffer.updated}
-    with edit.at(edit.end, "update"):
-        squares = squares_of(edit, gradients, plan, mark)
-        if plan.shard > 1:
-            squares = edit.call(c10d.all_reduce.default, squares, "sum", "shard", mark=mark)
-            squares = edit.call(c10d.wait_tensor.default, squares, mark=mark)
-        norm = edit.call(aten.sqrt.default, squares, mark=mark)
-        edit.set_output(NORM, edit.call(aten._to_copy.default, norm, dtype=torch.float32, mark=mark))
-    return edit.done("norm")
 
 
 def updated_by(plan: Plan, groups: Sequence[int | None]) -> Plan:
