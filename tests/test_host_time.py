@@ -18,7 +18,7 @@ from tests.parts import parts
 from tests.standin import Seen
 from tests.toys import build, mse, sgd
 
-CALLS = 130  # of Python functions, five of them only after a `fully_shard`; those of C are as many again
+CALLS = 130  # of Python functions, five of them only beside models of `fully_shard`; those of C are as many again
 
 
 def calls(run: Callable[[], Any]) -> int:

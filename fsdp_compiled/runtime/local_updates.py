@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from fsdp_compiled.torch_private.dtensor import handlers
 
@@ -36,15 +37,18 @@ MOST_KNOWN = 16  # rows of lists that are known to be cut alike, by optimizer
 
 log = logging.getLogger("fsdp_compiled")
 specs_of, local_of = attrgetter("_spec"), attrgetter("_local_tensor")
-_hooks: list[Any] = []  # of all optimizers, once they are there
 _updates: weakref.WeakKeyDictionary[Optimizer, LocalUpdates] = weakref.WeakKeyDictionary()
 
 
-def run_on_local_tensors(ours: Callable[[Any], bool]) -> None:
-    """From now on, the steps of optimizers that hold parameters of which ``ours`` is true; once in a process."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(lambda optimizer, *_: _begin(optimizer, ours)))
-        _hooks.append(register_optimizer_step_post_hook(lambda *_: _end()))
+def run_on_local_tensors(ours: Callable[[Any], bool]) -> list[RemovableHandle]:
+    """From now on, the steps of optimizers that hold parameters of which ``ours`` is true; once in a process.
+
+    Returns what takes the hooks off that do it.
+    """
+    return [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: _begin(optimizer, ours)),
+        register_optimizer_step_post_hook(lambda *_: _end()),
+    ]
 
 
 def _begin(optimizer: Optimizer, ours: Callable[[Any], bool]) -> None:

@@ -157,7 +157,7 @@ class CompiledOptimizer(Optimizer):
         for part in self._parts:
             if (flat := _flat_gradient(part)) is None:
                 self._not("a parameter has no gradient, or one that is not cut as the parameter is")
-            return None
+                return None
             gradients.append(flat)
         if not self._flat.current() and not self._flat.adopt(self._parts):
             self._not("parameters of one group have made different steps")

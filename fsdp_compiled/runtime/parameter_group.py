@@ -14,28 +14,22 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_compiled.distributed.device_mesh import beside
 from fsdp_compiled.distributed.mesh import Mesh, gather_shards
 from fsdp_compiled.plan.plan import Buffer, Leaf, TensorParallel, contiguous_stride
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, widths
-from fsdp_compiled.runtime.local_updates import run_on_local_tensors
+from fsdp_compiled.runtime.loop_hooks import OURS, Mark, mark
 from fsdp_compiled.runtime.tensor_parallel import local_part, tensor_parallel
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, TensorMeta
 
-OURS = "_fsdp_compiled_sharded"  # on parameters that stand here
-_counting: list[Any] = []  # the hook of all optimizers, once it is there
 Holder = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
 
 
@@ -52,6 +46,7 @@ class Entry:
     last: int = 0
     local: torch.Tensor | None = None
     updated_in: int | None = None
+    mark: Mark = field(default_factory=mark)
 
     @property
     def leaf(self) -> Leaf:
@@ -117,9 +112,6 @@ class ParameterGroup:
         self.flats: list[FlatShard] = []
         self.replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # plain ones, by the new
         self.unsharded: list[tuple[nn.Parameter, int]] = []  # with their versions, between `unshard` and `reshard`
-        if not _counting:
-            _counting.append(register_optimizer_step_post_hook(_count_updates))
-            run_on_local_tensors(lambda parameter: OURS in parameter.__dict__)
         entries = []
         for places in holders:
             module, name = places[0]
@@ -303,18 +295,3 @@ class ParameterGroup:
                     "the sharded parameter is what is trained. Write to that one, after reshard(); to compute with "
                     "gradients, call the module that fully_shard was called on, or register_fsdp_forward_method."
                 )
-
-
-def _count_updates(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Counts an update as a write: foreach and fused updates of DTensors leave autograd's versions as they are.
-
-    So a backward that would read weights which were updated since its forward is told, as for plain tensors.
-    """
-    increment_version(
-        [
-            parameter
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if OURS in parameter.__dict__ and parameter.grad is not None
-        ]
-    )

@@ -27,6 +27,8 @@ from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import EagerUpdate
 from fsdp_compiled.runtime.failed_calls import FailedCalls
+from fsdp_compiled.runtime.loop_hooks import idle as idle_hooks
+from fsdp_compiled.runtime.loop_hooks import remove_idle
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.parameter_writes import Writes
 from fsdp_compiled.runtime.program_cache import Programs
@@ -210,6 +212,8 @@ class ShardedCalls:
 
     def _read_rates(self) -> None:
         """Writes rates that changed to the device; a change of any other hyperparameter traces new rules."""
+        if idle_hooks:
+            remove_idle()
         if self.optimizer is not None:
             check_step_hooks(self.optimizer)
         if not self._hyperparameters.unchanged():
