@@ -80,7 +80,7 @@ PHASES: dict[str, tuple[bool, Callable[[random.Random], None]]] = {
     "step": (False, lambda draw: before(Sharded, "step", soon(draw.uniform(0, 0.02)), draw.randint(1, 8))),
     "starting": (False, lambda draw: soon(draw.uniform(0, 3))()),
     "any time": (False, lambda draw: soon(draw.uniform(0, 8))()),
-    "save": (False, lambda draw: before(saving, "arrange", lambda *_: die(), draw.randint(1, 2))),
+    "save": (False, lambda draw: before(saving, "_writers", lambda *_: die(), draw.randint(1, 2))),
     "writer": (False, lambda draw: before(data_file, "write", half_written, draw.randint(1, 3))),
     "written": (False, lambda draw: before(writing, "described", lambda *_: die(), draw.randint(1, 2))),
     "renaming": (True, lambda draw: before(folder, "commit", lambda *_: die(), draw.randint(1, 2))),

@@ -35,7 +35,7 @@ def three(folder: Path, four: object) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "what", ["losses", "own", "random", "buffer", "ddp", "zero1", "2 x 2", "from 2 x 2"]
+    "what", ["losses", "own", "random", "buffer", "ddp", "zero1", "2 x 2", "from 2 x 2", "overwritten"]
 )  # fmt: skip
 def test_as_many_ranks_go_on_bit_for_bit(four: list[dict[str, Any]], what: str) -> None:
     assert [rank[what] for rank in four] == [True] * 4
@@ -58,6 +58,7 @@ def check(ranks: list[dict[str, Any]]) -> None:
         assert rank["count"] == 7
         assert rank["from dcp"] == {"ddp": True, "zero1": True, "2 x 2": True}
         assert rank["exported"] == {"ddp": True, "zero1": True, "2 x 2": True, "whole": True}
+        assert rank["generated"] == {str(seed): [True, False] for seed in checkpoints.SEEDS}
         assert "was saved with another state on each of 4 ranks" in rank["refused"]
     assert len({rank["drawn"] for rank in ranks}) == len(ranks)  # ranks that drew other numbers still do
 
@@ -69,6 +70,7 @@ FAILED = {
     "extra": ("RankError: rank 1 failed", "ValueError: extra x.value is a builtins.object"),
     "result": ("SaveError: The checkpoint of step 70", "SaveError: The checkpoint of step 70"),
     "next step": ("SaveError: The checkpoint of step 71", "SaveError: The checkpoint of step 71"),
+    "copying": ("SaveError: The checkpoint of step 72", "SaveError: The checkpoint of step 72"),
     "after": ("nothing", "nothing"),
     "undone": ("RankError: rank 1 failed", "ArithmeticError: odd"),
     "twice": ("ValueError: Another Sharded of this process", "RankError: rank 0 failed"),
@@ -80,6 +82,8 @@ FAILED = {
 def test_what_fails_on_one_rank_is_an_error_on_both(two: list[dict[str, Any]], what: str) -> None:
     for found, expected in zip([rank[what] for rank in two], FAILED[what], strict=True):
         assert found.startswith(expected)
+    if what == "copying":
+        assert all("rank 1: MemoryError: no host memory" in rank[what] for rank in two)
     if what in ("result", "next step"):
         assert all("rank 1: No space left on device" in rank[what] for rank in two)
 

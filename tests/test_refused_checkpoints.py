@@ -65,6 +65,12 @@ def value(content: Any, name: str) -> Any:
     return content["values"][name]["same"]
 
 
+def swap(content: Any) -> None:
+    """Two tensors of one size, each with the other's bytes: all checksums are right."""
+    one, other = (content["tensors"][f"model.{layer}.weight"] for layer in (0, 1))
+    one["pieces"], other["pieces"] = other["pieces"], one["pieces"]
+
+
 EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "another folder": (lambda c: c["files"][0].update(name="../../other/file"), "'../../other/file' is no file of its"),
     "an absolute file": (lambda c: c["files"][0].update(name="/etc/hostname"), "'/etc/hostname' is no file of its"),
@@ -88,6 +94,11 @@ EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "other ranks": (lambda c: c.update(rows=[0, 1, 2]), "its ranks are 1, with batches"),
     "a random state": (lambda c: value(c, "random").pop("cpu"), "random state is not one that can be set here"),
     "a lost tensor": (lambda c: value(c, "random").update(cpu={"$tensor": "x"}), "has a tensor 'x' that is nowhere"),
+    "two swapped": (swap, r"has model.0.weight \(F32 \[4, 4\], .* the manifest says model.1.weight"),
+    "a swapped value": (
+        lambda c: value(c, "random").update(cpu={"$tensor": "model.0.weight"}),
+        "random has a tensor 'model.0.weight' of something else",
+    ),
     "a rate": (lambda c: value(c, "optimizer")["groups"][0].update(lr="x"), r"\['lr'\] is 0.1 here, and 'x' in"),
 }
 

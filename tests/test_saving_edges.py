@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import json
 import os
 import threading
 from collections import deque
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
@@ -111,3 +113,28 @@ def test_containers_with_a_bound_and_odd_arrays_come_back() -> None:
     assert found["bounded"] == value["bounded"] and found["bounded"].maxlen == 2
     for one, expected in zip(found["arrays"], value["arrays"], strict=True):
         assert np.array_equal(one, expected)
+
+
+def test_complex_numbers_of_two_float64_come_back(tmp_path: Path) -> None:
+    """Which safetensors has no word for: as pairs, and the manifest says so. Parameters are refused when they come."""
+
+    def build(seed: int) -> Sharded:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 4)
+        model.register_buffer("phase", torch.randn(5, 3, dtype=torch.complex128))
+        return compile_sharded(
+            model, torch.optim.SGD(model.parameters(), 0.1), loss=lambda m, x: m(x).sum(), policy=Policy(lower="eager")
+        )
+
+    first, second = build(0), build(1)
+    place = first.save(tmp_path, wait=True).result()
+    entry = json.loads((place / "manifest.json").read_text())["content"]["tensors"]["buffer phase"]
+    assert (entry["dtype"], entry["shape"]) == ("complex128", [5, 3])
+    with safe_open(place / "shard-00000-of-00001.safetensors", "pt") as file:
+        assert torch.equal(torch.view_as_complex(file.get_tensor("buffer phase")), first.state.buffers["phase"])
+    assert not torch.equal(first.state.buffers["phase"], second.state.buffers["phase"])
+    second.load(tmp_path)
+    assert torch.equal(first.state.buffers["phase"], second.state.buffers["phase"])
+    with pytest.raises(ValueError, match=r"phase is torch.complex128, .* Keep it as torch.view_as_real"):
+        first.export(tmp_path / "weights")
+    assert not (tmp_path / "weights").exists()

@@ -9,6 +9,7 @@ generator that says, before each of its collectives, which one is next:
         dist.broadcast(flat, 0)
         ...                                  and here
         found = yield Exchange("names", own)     what each rank gave, by rank: the same message says that all are here
+        return Last(result, Exchange("sums", mine))     its end is an exchange, one message for both: `last_exchange`
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ class Exchange(NamedTuple):
     value: Any
 
 
+class Last(NamedTuple):
+    """What a work returns that ends in an exchange."""
+
+    result: Any
+    exchange: Exchange
+
+
 Work = Generator[str | Exchange, Any, T]
 
 
@@ -37,6 +45,16 @@ def lockstep(mesh: Mesh, what: str, work: Work[T]) -> T:
     Else every rank raises at the same place: the one that failed its own exception, the others a `RankError` that
     quotes it; or all a `RankError`, if their next collectives differ. One small exchange a collective, between hosts.
     """
+    return _run(mesh, what, work)[0]
+
+
+def last_exchange(mesh: Mesh, what: str, work: Work[Last]) -> tuple[Any, list[Any]]:
+    """As `lockstep`: what ``work`` came to, and what each rank gave at its end, by rank."""
+    last, answers = _run(mesh, what, work)
+    return last.result, answers
+
+
+def _run(mesh: Mesh, what: str, work: Work[T]) -> tuple[T, Any]:
     answer = None
     while True:
         coming, value, results, failure = "", None, [], None
@@ -45,6 +63,8 @@ def lockstep(mesh: Mesh, what: str, work: Work[T]) -> T:
             coming, value = step if isinstance(step, Exchange) else (step, None)
         except StopIteration as end:
             coming, results = "the end", [end.value]
+            if isinstance(end.value, Last):
+                coming, value = end.value.exchange
         except BaseException as error:  # one that interrupts, too, would leave the others waiting
             failure = error
         try:
@@ -52,4 +72,4 @@ def lockstep(mesh: Mesh, what: str, work: Work[T]) -> T:
         finally:
             failure = None  # which holds this frame
         if results:
-            return results[0]
+            return results[0], answer

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fsdp_compiled.capture.ambient import outside_modes, untraced
 from fsdp_compiled.distributed.lockstep import lockstep
@@ -60,15 +60,16 @@ class ShardedCheckpoints(ShardedCalls):
 
         Returns a future once the state is copied; files are written in the background (``wait``: not so), and
         ``result()`` is the checkpoint's folder, or raises `SaveError` on every rank, as does the next call. ``busy``:
-        what to do while the one before is being written, ``"wait"`` or ``"refuse"``.
+        what to do while the one before is being written: ``"wait"``; ``"refuse"``; or ``"double_buffer"``: copy into a
+        second buffer, and write it after that one.
         """
         with self._refusing():
-            if busy not in ("wait", "refuse"):
-                raise ValueError(f'busy is {busy!r}; expected "wait" or "refuse".')
+            if busy not in get_args(Busy):
+                raise ValueError(f"busy is {busy!r}; expected one of {', '.join(map(repr, get_args(Busy)))}.")
             wish = check_wish(folder, step, keep, replace)
             given = check_extra(extra, load=False)
             self._between_steps("save")
-            self._checkpoints.wait(busy)
+            self._checkpoints.wait(busy, wish.folder, int(self._state.step) if wish.step is None else wish.step)
             trained = self._trained("save", eagerly=True)
         if wish.step is None:
             wish = dataclasses.replace(wish, step=int(self._state.step))
@@ -178,7 +179,7 @@ class ShardedCheckpoints(ShardedCalls):
     @untraced
     @one_thread
     def state_dict(self) -> dict[str, Any]:
-        """For `torch.distributed.checkpoint`: ``dcp.save({"app": sharded})``. Collective.
+        """For `torch.distributed.checkpoint`: ``dcp.save({"app": sharded})``, or ``async_save``. Collective.
 
         ``{"model": {...}, "optim": {"state": {...}, "param_groups": [...]}, "updates": ...}`` by the model's own
         names. What this rank holds a part of is a DTensor of the whole, over views of the shards, so that DCP copies

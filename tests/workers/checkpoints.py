@@ -22,10 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.runtime.checkpoint import data_file
 from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint.image import Image
 from fsdp_compiled.runtime.checkpoint.stretches import Place, held
+from tests import generated_models
 from tests.launch import told
 from tests.parts import Seen, parts
 
+SEEDS = range(5)  # of generated models
 WORDS, WIDTH, ROWS = 13, 5, 12  # odd sizes: nothing is a multiple of anything; rows are shared by 1 to 4 ranks
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 PARTS = Seen()
@@ -110,6 +113,29 @@ class Count:
         self.value = state["value"]
 
 
+def save_generated(folder: Path) -> None:
+    expected = {}
+    for seed in SEEDS:
+        sharded = generated_models.build(seed, 0, WORLD)
+        generated_models.train(sharded, RANK, WORLD)
+        sharded.save(folder / f"generated {seed}", wait=True)
+        expected[seed] = by_name(sharded)
+    if RANK == 0:
+        (folder / "generated.json").write_text(json.dumps(expected))
+
+
+def load_generated(folder: Path) -> dict[str, list[bool]]:
+    """Of each model: whether it is as it was saved, and the control, whether it was before."""
+    expected = json.loads((folder / "generated.json").read_text())
+    found: dict[str, list[bool]] = {}
+    for seed in SEEDS:
+        sharded = generated_models.build(seed, 1, WORLD)
+        before = by_name(sharded) == expected[str(seed)]
+        sharded.load(folder / f"generated {seed}")
+        found[str(seed)] = [by_name(sharded) == expected[str(seed)], before]
+    return found
+
+
 def save(folder: Path) -> dict[str, Any]:
     sharded = build(0)
     train(sharded, 0, 4)
@@ -138,13 +164,21 @@ def save(folder: Path) -> dict[str, Any]:
         other = build(2, **options)
         other.load(folder)
         found[name] = by_name(other) == state
-        dcp.save({"app": other}, checkpoint_id=folder / f"dcp {name}")
+        if name == "zero1":  # in the background, while the state is overwritten
+            group, place = dist.new_group(backend="gloo"), folder / f"dcp {name}"
+            future = dcp.async_save({"app": other}, checkpoint_id=place, process_group=group)
+            train(other, 4, 5)
+            future.result()
+            found["overwritten"] = by_name(other) != state
+        else:
+            dcp.save({"app": other}, checkpoint_id=folder / f"dcp {name}")
         other.export(folder / f"export {name}")
         if name == "2 x 2":  # each element is written once there too
             other.save(folder / "square", wait=True)
             third = build(3)
             third.load(folder / "square")
             found["from 2 x 2"] = by_name(third) == state
+    save_generated(folder)
     return found
 
 
@@ -176,7 +210,8 @@ def load(folder: Path) -> dict[str, Any]:
     losses = train(sharded, 4, 24)
     far = max(abs(a - b) for a, b in zip(losses, expected["losses"]))
     found = {"control": control, "step": step, "equal": equal, "far": far, "count": count.value, "refused": refused,
-             "drawn": drawn, "from dcp": from_dcp, "exported": exported}  # fmt: skip
+             "drawn": drawn, "from dcp": from_dcp, "exported": exported,
+             "generated": load_generated(folder)}  # fmt: skip
     return found | (failures(sharded, folder.parent / "failures") if WORLD == 2 else {})
 
 
@@ -201,6 +236,15 @@ def failures(sharded: Sharded, folder: Path) -> dict[str, Any]:
     future.exception()
     found["next step"] = told(lambda: train(sharded, 0, 1))
     os.write = write
+    fill = Image.fill
+    if RANK == 1:
+
+        def none(*_: Any) -> Any:
+            raise MemoryError("no host memory")
+
+        Image.fill = none  # type: ignore[method-assign]
+    found["copying"] = told(lambda: sharded.save(folder, step=72).result())
+    Image.fill = fill  # type: ignore[method-assign]
     found["after"] = told(lambda: train(sharded, 0, 1))
     found["left"] = sorted(path.name for path in folder.iterdir())
     sharded.load(folder)

@@ -111,7 +111,7 @@ def run(rank: int, phase: str) -> None:
 def save(sharded: Any, phase: str, mine: bool) -> None:
     """In the copy, or, ``writing``, in the background."""
     if mine and phase == "save":
-        saving.arrange = lambda *_: strike(way)  # type: ignore[assignment]
+        saving.digest = lambda *_: strike(way)  # type: ignore[assignment]
     if mine and phase == "writing":
         data_file.write = lambda *_: strike(way)  # type: ignore[assignment]
     sharded.save(os.environ["FOLDER"], step=1, wait=True)

@@ -68,6 +68,7 @@ def measure_checkpoint(preset: Preset, here: RankInfo, seed: int, rounds: int, f
 
     found: dict[str, list[Taken]] = {name: [] for name in TITLES}
     sizes: dict[str, int] = {}
+    first: Seconds = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # DCP's own, of its own parts
         for number in range(rounds + 1):
@@ -81,8 +82,10 @@ def measure_checkpoint(preset: Preset, here: RankInfo, seed: int, rounds: int, f
             names = [*turns][number % 4 :] + [*turns][: number % 4]
             for name in names:
                 taken = turns[name]()
-                if number:  # the first warms up
+                if number:
                     found[name].append(taken)
+                elif name == "ours":  # the first warms up, and gets the memory that it copies into
+                    first = taken["stall"]
             dist.barrier()
             if here.first:
                 sizes = {name: _size(place / name) for name in ("ours", "dcp")}
@@ -95,7 +98,7 @@ def measure_checkpoint(preset: Preset, here: RankInfo, seed: int, rounds: int, f
         "load average before and after": [round(load, 1), round(os.getloadavg()[0], 1)],
     }
     size = sum(tensor.numel() * tensor.itemsize for tensor in state)
-    return {"state_bytes": size, "disk_bytes": sizes, "conditions": conditions, "seconds": found}
+    return {"state_bytes": size, "disk_bytes": sizes, "conditions": conditions, "first stall": first, "seconds": found}
 
 
 def _fsdp2(setting: Setting, batch: Any) -> Callable[[], dict[str, Any]]:
@@ -177,6 +180,8 @@ def describe(measured: Mapping[str, Any]) -> str:
     if "conditions" in measured:
         before, after = measured["conditions"]["load average before and after"]
         head += f" Load average before and after: {before:.1f}, {after:.1f}."
+    if measured.get("first stall"):
+        head += f" The first save, into fresh memory, waits {1e3 * measured['first stall'][0]:.0f} ms."
     return "\n".join(
         [head, "", *_table(measured, 0, "wall time"), "", *_table(measured, 1, "processor time of a rank")]
     )

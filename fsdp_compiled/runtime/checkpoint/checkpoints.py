@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.lockstep import Exchange, Work, lockstep
+from fsdp_compiled.distributed.lockstep import Exchange, Last, Work, last_exchange, lockstep
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import dcp, huggingface, loading, saving, whole, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
@@ -30,7 +30,7 @@ from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.state import State
 
 T = TypeVar("T")
-Busy = Literal["wait", "refuse"]
+Busy = Literal["wait", "refuse", "double_buffer"]
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -51,38 +51,49 @@ def path(folder: Any) -> Path:
 
 
 class Checkpoints:
-    """The checkpoints of one `Sharded`: at most one is being written at a time."""
+    """The checkpoints of one `Sharded`: one is being written at a time, and at most one more waits to be."""
 
     def __init__(self, mesh: Mesh, calls: Calls) -> None:
         self._mesh, self._calls = mesh, calls
-        self._image = Image(mesh.device)
-        self._current: Saving | None = None
+        self._images = [Image(mesh.device)]  # a second one where `busy` was "double_buffer"
+        self._plans = saving.Plans()
+        self._open: list[tuple[Saving, Image]] = []  # that are written, or nobody was told that they failed
         self._count = 0
         self._ranks: list[Any] = []  # as a `DeviceMesh`, once one was asked for
 
     def check(self) -> None:
         """Raises `SaveError` where a checkpoint that was written in the background could not be, once."""
-        if self._current is not None and (error := self._current.failed()) is not None:
-            self._current.told = True
-            raise error
+        for one, _ in self._open:
+            if (error := one.failed()) is not None:
+                one.told = True
+                raise error
 
     def heard(self, text: str) -> None:
         """What other ranks said was heard: if it was this error, nobody needs to hear it again."""
-        if self._current is not None and self._current.save is not None and self._current.save.what in text:
-            self._current.told = True
+        for one, _ in self._open:
+            if one.save is not None and one.save.what in text:
+                one.told = True
 
-    def wait(self, busy: Busy = "wait") -> None:
-        """Until no checkpoint is being written; raises `SaveError` for one that failed and nobody was told of."""
-        if self._current is None:
-            return
-        if busy == "refuse" and not self._current.done():
-            raise ValueError(f"{self._current.save.what if self._current.save else ''} is still being written.")
-        told = self._current.told
-        try:
-            self._current.result()
-        except SaveError:
-            if not told:
-                raise
+    def wait(self, busy: Busy = "wait", folder: Path | None = None, step: int | None = None) -> None:
+        """Until no checkpoint is being written, or one at most under ``"double_buffer"``, if it comes before this one.
+
+        Raises `SaveError` for one that failed and nobody was told of.
+        """
+        for one, _ in list(self._open):
+            save = one.save
+            assert save is not None
+            if busy == "refuse" and not one.done():
+                raise ValueError(f"{save.what} is still being written.")
+            before = save.aside.parent != folder or step is None or save.step < step
+            if busy == "double_buffer" and before and len(self._open) == 1 and not one.done():
+                return
+            told = one.told
+            try:
+                one.result()
+            except SaveError:
+                if not told:
+                    raise
+            self._open.pop(0)
 
     def save(self, wish: Wish, trained: Trained, extra: Mapping[str, Any]) -> Saving:
         """Collective, up to the copy. All ranks have agreed that they save."""
@@ -90,24 +101,42 @@ class Checkpoints:
         begun: list[Path] = []
         work = self._prepare(wish, trained, extra, begun)
         try:
-            save, own = lockstep(self._mesh, "What save writes", work)
+            divide, said = last_exchange(self._mesh, "What save writes", work)
+            save, own = divide(said)
         except BaseException:
             for aside in begun:
                 folders.abandon(aside)
             raise
         finally:
             work.close()
-        self._current = writing.start(save, own, self._mesh.rank, self._calls.board)
-        return self._current
+        image = self._free_image()
+        copied: writing.Copied | None = None
+        try:
+            copied = image.fill(own.files)
+        except Exception as error:
+            copied = error
+        finally:  # where this rank was interrupted, too, the others hear of it
+            if copied is None:
+                copied = RuntimeError("it was interrupted while it copied")
+            after = self._open[-1][0] if self._open else None
+            self._open.append((writing.start(save, own, copied, self._mesh.rank, self._calls.board, after), image))
+        return self._open[-1][0]
 
-    def _prepare(
-        self, wish: Wish, trained: Trained, extra: Mapping[str, Any], begun: list[Path]
-    ) -> Work[tuple[writing.Save, writing.Own]]:
+    def _free_image(self) -> Image:
+        """One that is not being written."""
+        used = [image for _, image in self._open]
+        free = [image for image in self._images if not any(image is one for one in used)]
+        if not free:
+            free = [Image(self._mesh.device)]
+            self._images += free
+        return free[0]
+
+    def _prepare(self, wish: Wish, trained: Trained, extra: Mapping[str, Any], begun: list[Path]) -> Work[Last]:
         self._count += 1
         values, tensors = values_of(
             trained.state, trained.plan, trained.optimizer, trained.rules, extra, trained.updates
         )
-        return (yield from saving.prepare(wish, self._count, self._mesh, trained, values, tensors, self._image, begun))
+        return (yield from saving.prepare(wish, self._count, self._mesh, trained, values, tensors, self._plans, begun))
 
     def load(
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
@@ -195,7 +224,7 @@ class Checkpoints:
             raise ValueError(refusal(chosen, found.differences))
         values = self._values(manifest, found, extra, rows)
         trees = [tree for tree, _ in values.values()]
-        staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees, room=self._image.room())
+        staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees, room=self._images[0].room())
         _check_extra(manifest, values, extra)
         if values.get("random", (None, False))[1]:
             check_generators(decode(values["random"][0], staged.tensors))

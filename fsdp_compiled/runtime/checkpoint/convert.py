@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, huggingface, loading
+from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, header_check, huggingface, loading
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
-from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out
+from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out, refuse_pairs
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
 from fsdp_compiled.runtime.checkpoint.memory import memory_of
@@ -123,6 +123,7 @@ def _lazy(folder: Path, manifest: Manifest, name: str) -> Lazy:
 
 def _from_ours(folder: Path) -> Contents:
     manifest = manifests.read(folder)
+    header_check.check(folder, manifest, manifest.files)
     found = Contents(aliases=dict(manifest.aliases), step=manifest.step)
     for name in manifest.tensors:
         if name.startswith("model."):
@@ -266,6 +267,8 @@ def _number(value: Any) -> torch.Tensor:
 
 def _write_hf(folder: Path, contents: Contents) -> None:
     tensors = {**contents.parameters, **contents.buffers}
+    for key, one in tensors.items():
+        refuse_pairs(key, one.dtype)
     names = ["model.safetensors"]
     rows = _rows(tensors, huggingface.LARGEST)
     if len(rows) > 1:

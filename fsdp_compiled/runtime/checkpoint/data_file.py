@@ -53,6 +53,29 @@ class Layout:
     size: int
 
 
+def stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """As the file has it: a complex number of two float64 as two of them, which the manifest says."""
+    return ("F64", (*shape, 2)) if dtype == torch.complex128 else (DTYPES[dtype], shape)
+
+
+def check_dtype(key: str, dtype: torch.dtype) -> None:
+    """Raises ``ValueError`` for what safetensors cannot hold."""
+    if dtype not in DTYPES and dtype != torch.complex128:
+        raise ValueError(
+            f"{key} is {dtype}, which safetensors files cannot hold. Keep it in another dtype, such as its bytes: "
+            "tensor.view(torch.uint8)."
+        )
+
+
+def refuse_pairs(key: str, dtype: torch.dtype) -> None:
+    """Raises ``ValueError`` for what other readers of a file would take for twice as many numbers."""
+    if dtype == torch.complex128:
+        raise ValueError(
+            f"{key} is {dtype}, which safetensors files have no word for, so another reader would not know it. Keep it "
+            "as torch.view_as_real(...), of two real numbers; save(folder) writes it."
+        )
+
+
 def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) -> Layout:
     """Tensors that end where a cache line ends first, and then the widest elements, so that each tensor is aligned.
 
@@ -64,17 +87,12 @@ def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) ->
     for item in sorted(
         items, key=lambda item: (item.nbytes % ALIGNMENT > 0, -item.dtype.itemsize, item.nbytes == 0)
     ):  # fmt: skip
-        if item.dtype not in DTYPES:
-            raise ValueError(
-                f"{item.key} is {item.dtype}, which safetensors files cannot hold. Keep it in "
-                "another dtype: a complex one as torch.view_as_real(...), of two real numbers."
-            )
+        check_dtype(item.key, item.dtype)
         if item.key in offsets:
             raise ValueError(f"Two tensors of one file are called {item.key}.")
         offsets[item.key] = position
-        entries[item.key] = {
-            "dtype": DTYPES[item.dtype], "shape": list(item.shape), "data_offsets": [position, position + item.nbytes]
-        }  # fmt: skip
+        dtype, shape = stored(item.dtype, item.shape)
+        entries[item.key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + item.nbytes]}
         position += item.nbytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % ALIGNMENT)

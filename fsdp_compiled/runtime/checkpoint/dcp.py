@@ -6,12 +6,13 @@
     {"model": {name: tensor}, "optim": {"state": {parameter: {name: tensor}}, "param_groups": [...]}, "updates": ...}
 
 What a rank holds a part of is a DTensor over a `LocalShardsWrapper`, whose rectangles are views of the shards: DCP
-copies out of them and into them. Relies, in torch 2.11 to 2.14, on ``torch.distributed.tensor._shards_wrapper`` and
-``_dtensor_spec``, as torchrec does.
+copies out of them and into them, and `async_save` out of a deep copy that its stager makes. Relies, in torch 2.11 to
+2.14, on ``torch.distributed.tensor._shards_wrapper`` and ``_dtensor_spec``, as torchrec does.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -36,13 +37,33 @@ Parts = list[tuple[tuple[int, ...], torch.Tensor]]  # offsets in the whole tenso
 
 
 class StateDict(dict[str, Any]):
-    """What `Sharded.state_dict` returns. It holds views of one rank's shards, so it is for DCP, not for a file."""
+    """What `Sharded.state_dict` returns. It holds views of one rank's shards, so it is for DCP, not for a file.
+
+    A deep copy holds copies in host memory, in the same rectangles.
+    """
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
         raise TypeError(
             "sharded.state_dict() holds views of this rank's shards, for torch.distributed.checkpoint: it cannot be "
-            "pickled or copied. Use sharded.save(folder), dcp.save(...), or sharded.full_state_dict()."
+            "pickled, nor given to another process. Use sharded.save(folder), dcp.save(...), dcp.async_save(...) with "
+            "its thread, or sharded.full_state_dict()."
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDict:
+        return StateDict({key: _staged(value, memo) for key, value in self.items()})
+
+
+def _staged(value: Any, memo: dict[int, Any]) -> Any:
+    if type(value) is dict:
+        return {key: _staged(one, memo) for key, one in value.items()}
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value, memo)
+    if not isinstance(value, DTensor):
+        return value.detach().to("cpu", copy=True)
+    local = value.to_local()
+    shards = [shard.detach().to("cpu", copy=True) for shard in local.local_shards()]
+    offsets = [tuple(one) for one in local.local_offsets()]
+    return DTensor(LocalShardsWrapper(shards, offsets), value._spec, requires_grad=False)
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh | None:

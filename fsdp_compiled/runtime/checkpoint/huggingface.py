@@ -31,7 +31,7 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import loading
-from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Item, Layout, lay_out
+from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Item, Layout, lay_out, refuse_pairs
 from fsdp_compiled.runtime.checkpoint.dcp import parts_of
 from fsdp_compiled.runtime.checkpoint.loading import Staged, Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
@@ -108,6 +108,7 @@ def plan(keys: Keys, whole: Mapping[str, Entry], buffers: Mapping[str, torch.Ten
 
 
 def _item(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Item:
+    refuse_pairs(key, dtype)
     return Item(key, dtype, tuple(shape), torch.Size(shape).numel() * dtype.itemsize)
 
 

@@ -1,6 +1,6 @@
 """What one rank writes: its files as they will be, in host memory, so that the step need not wait for the disk.
 
-    stretches and values  ->  names and offsets in files (`arrange`)  ->  one copy into the image (`fill`)  ->  files
+    stretches and values  ->  names and offsets in files (`Files`)  ->  one copy into the image (`fill`)  ->  files
 
 The image is kept for the next checkpoint: fresh memory costs as much as the copy. What a load reads of a rank's shards
 stands in the same memory until it is verified.
@@ -9,7 +9,7 @@ stands in the same memory until it is verified.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,19 +35,24 @@ class Part:
 
 @dataclass(frozen=True)
 class Arranged:
-    """One file of this rank's."""
+    """One file of this rank's. ``runs``: what is copied where in it, as `runs` says."""
 
     name: str
     layout: Layout
     parts: Sequence[Part]
+    runs: Sequence[tuple[int, torch.Tensor]]
 
 
 def part(tensor: str, start: int, values: torch.Tensor, shape: Sequence[int], cut: Cut | None = None) -> Part:
     """Keyed by the tensor's name where it is whole, so that any reader of safetensors finds it."""
     stop = start + values.numel()
     whole = cut is None and start == 0 and stop == torch.Size(shape).numel()
+    return Part(tensor, start, stop, key_of(tensor, start, stop, whole, cut), values, cut)
+
+
+def key_of(tensor: str, start: int, stop: int, whole: bool, cut: Cut | None) -> str:
     key = f"{tensor}, {cut}" if cut is not None else tensor
-    return Part(tensor, start, stop, tensor if whole else f"{key}[{start}:{stop}]", values, cut)
+    return tensor if whole else f"{key}[{start}:{stop}]"
 
 
 def arrange(parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]], rank: int, world: int) -> list[Arranged]:
@@ -73,8 +78,48 @@ def arrange(parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]], rank: 
             )
             for one in row
         ]
-        found.append(Arranged(f"shard-{rank:05d}-of-{world:05d}{more}.safetensors", lay_out(items), row))
+        layout = lay_out(items)
+        name = f"shard-{rank:05d}-of-{world:05d}{more}.safetensors"
+        found.append(Arranged(name, layout, row, list(runs(row, layout))))
     return found
+
+
+class Files:
+    """A rank's files, arranged anew only where what is in them is not what was in them the last time."""
+
+    def __init__(self) -> None:
+        self._parts: Sequence[Part] = ()
+        self._alike: object = None
+        self._files: Sequence[Arranged] = ()  # with the runs of `_parts` alone
+
+    def arrange(
+        self, parts: Sequence[Part], extra: Sequence[Part], shapes: Mapping[str, tuple[int, ...]], rank: int, world: int
+    ) -> Sequence[Arranged]:
+        """``parts``: the same sequence again says that they are the same, of values in the same memory.
+
+        ``extra``: whose values lie elsewhere at each save.
+        """
+        alike = [(one.tensor, one.start, one.key, one.values.dtype, one.values.shape) for one in extra], rank, world
+        if parts is not self._parts or alike != self._alike:
+            found = arrange([*parts, *extra], shapes, rank, world)
+            moving = {one.key: replace(one, values=one.values.new_empty(0)) for one in extra}  # no longer held
+            self._files = [
+                replace(
+                    file,
+                    parts=[moving.get(one.key, one) for one in file.parts],
+                    runs=list(runs([one for one in file.parts if one.key not in moving], file.layout)),
+                )
+                for file in found
+            ]
+            self._parts, self._alike = parts, alike
+            return found
+        fresh = {one.key: one for one in extra}
+        found = []
+        for file in self._files:
+            own = [fresh[one.key] for one in file.parts if one.key in fresh]
+            row = [fresh.get(one.key, one) for one in file.parts]
+            found.append(replace(file, parts=row, runs=[*file.runs, *runs(own, file.layout)]))
+        return found
 
 
 class Image:
@@ -111,7 +156,7 @@ class Image:
         with torch.no_grad():
             for memory, file in zip(self._memory, files):
                 memory_of(memory)[: len(file.layout.header)] = file.layout.header
-                for start, values in runs(file):
+                for start, values in file.runs:
                     place = memory[start : start + values.numel() * values.itemsize]
                     place.view(values.dtype).copy_(values, non_blocking=cuda)
         if cuda:
@@ -119,7 +164,7 @@ class Image:
         return [memory_of(memory)[: file.layout.size] for memory, file in zip(self._memory, files)]
 
 
-def runs(file: Arranged) -> Iterator[tuple[int, torch.Tensor]]:
+def runs(parts: Sequence[Part], layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
     """Where in the file what goes, 1-d: parts that follow each other in memory and in the file as one, a single copy.
 
     Of a flat buffer these are nearly all. One copy of many MiB costs less than many of one.
@@ -127,9 +172,9 @@ def runs(file: Arranged) -> Iterator[tuple[int, torch.Tensor]]:
     rows: list[list[torch.Tensor]] = []
     ends: tuple[torch.dtype, int, int, int] | None = None  # dtype and storage, address and offset where the last ended
     starts: list[int] = []
-    for one in sorted(file.parts, key=lambda one: file.layout.offsets[one.key]):
-        values = one.values.reshape(-1)
-        size, start = values.numel() * values.itemsize, file.layout.offsets[one.key]
+    for one in sorted(parts, key=lambda one: layout.offsets[one.key]):
+        values = one.values.detach().reshape(-1)
+        size, start = values.numel() * values.itemsize, layout.offsets[one.key]
         if not size:
             continue
         at = values.dtype, values.untyped_storage().data_ptr(), values.data_ptr(), start

@@ -17,6 +17,7 @@ import torch
 from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint import header_check
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.cuts import Cut, common, part_shape, runs
 from fsdp_compiled.runtime.checkpoint.data_file import BLOCK, Reader, Request
@@ -94,6 +95,9 @@ def read(
         )
         for file in manifest.files.values()
     }
+    if rest:
+        known = [file.name for file in manifest.files.values() if file.checksums is not None]
+        header_check.check(path, manifest, known[mesh.rank :: mesh.world])
     requests: dict[str, list[Request]] = {name: [] for name in readers}
     pairs = [(one, _request(manifest.tensors[one.tensor], one, requests, take)) for one in wanted]
     tensors: Tensors = {}

@@ -12,6 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fsdp_compiled.runtime.checkpoint import data_file
 from fsdp_compiled.runtime.checkpoint.cuts import Cut
 from fsdp_compiled.runtime.checkpoint.data_file import DTYPES
@@ -60,7 +62,8 @@ def _file(file: DataFile) -> Iterator[str]:
 
 
 def _tensor(name: str, entry: Entry, files: Mapping[str, DataFile]) -> Iterator[str]:
-    if entry.dtype not in DTYPES or not all(map(_count, entry.shape)) or not _count(math.prod(entry.shape)):
+    known = entry.dtype in DTYPES or entry.dtype == torch.complex128
+    if not known or not all(map(_count, entry.shape)) or not _count(math.prod(entry.shape)):
         yield f"{name} is {entry.dtype} {list(entry.shape)}"
     elif sorted(entry.order) != list(range(len(entry.shape))):
         yield f"the dims of {name} are {list(entry.order)}"
@@ -104,6 +107,8 @@ def _values(manifest: Manifest) -> Iterator[str]:
         for tree in trees:
             if lost := [one for one in tensor_names(tree) if one not in manifest.tensors]:
                 yield f"{name} has a tensor {lost[0]!r} that is nowhere"
+            if others := [one for one in tensor_names(tree) if not one.startswith(name)]:
+                yield f"{name} has a tensor {others[0]!r} of something else"
             kind = name.partition(" ")[0]
             if kind in FORMS and not FORMS[kind](tree):
                 yield f"{name} is {_short(tree)}"

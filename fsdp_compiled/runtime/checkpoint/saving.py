@@ -2,28 +2,33 @@
 
 every rank   values and their digests -+- exchange ->  who writes which value  ->  copy into the image  ->  thread
 rank 0       the folder aside         -+
+
+They meet once. What each does after that follows from what all have said, so that it is refused on all ranks or on
+none; where a rank cannot copy all the same, it says so where it would say what it has written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp_compiled.distributed.lockstep import Exchange, Work
+from fsdp_compiled.distributed.lockstep import Exchange, Last, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import eager_state
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import OWNED
-from fsdp_compiled.runtime.checkpoint.image import Image, Part, arrange, part
+from fsdp_compiled.runtime.checkpoint.data_file import check_dtype
+from fsdp_compiled.runtime.checkpoint.image import Files, Part, part
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
-from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, aliases, held, tensors
+from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
-from fsdp_compiled.runtime.checkpoint.writing import Own, Save
+from fsdp_compiled.runtime.checkpoint.writing import Save, Written
+from fsdp_compiled.runtime.checkpoint.written_shards import WrittenShards
 
 ALIKE = ("updates", "scale", "optimizer", "scalars", "eager", "owners")  # values that ranks cannot differ in
 
@@ -41,6 +46,17 @@ class Wish:
         return f"{self.folder}, step {self.step}, keep={self.keep}, replace={self.replace}"
 
 
+class Plans:
+    """What is the same at each save as long as what is saved is."""
+
+    def __init__(self) -> None:
+        self.shards = WrittenShards()
+        self.files = Files()
+
+
+Divide = Callable[[list[Any]], tuple[Save, Written]]
+
+
 def prepare(
     wish: Wish,
     number: int,
@@ -48,14 +64,13 @@ def prepare(
     trained: Trained,
     values: Mapping[str, Any],
     found: Tensors,
-    image: Image,
+    plans: Plans,
     begun: list[Path],
-) -> Work[tuple[Save, Own]]:
-    """In stages, for `lockstep`; the state may be changed again once it has returned.
+) -> Work[Last]:
+    """In stages, for `last_exchange`, whose answers the function that it comes to divides the work by.
 
     ``begun``: gets the folder that rank 0 made, which has to go if a rank fails.
     """
-    plan, state, rules = trained.plan, trained.state, trained.rules
     aside: Path | None = None
     if mesh.rank == 0:
         aside = folders.begin(wish.folder, wish.step, wish.replace)
@@ -66,29 +81,34 @@ def prepare(
         kept = eager_state.own_of(trained.eager)
         agreed = eager_state.agreed((yield Exchange("what the optimizer keeps", kept.said)))
         values = {**values, "eager": agreed}
+    for name, tensor in found.items():
+        check_dtype(name, tensor.dtype)
     digests = {name: digest(tree, found) for name, tree in values.items()}
     place = Place(mesh.shard_rank, mesh.tp_rank)
-    said = yield Exchange("what they save", (aside, place, row_of(mesh), digests))
-    rows = [row for _, _, row, _ in said]
-    writers = _writers([digests for *_, digests in said], rows)
-    holders = Holders(mesh.rank, [place for _, place, *_ in said])
-    described = tensors(plan, rules, state.optimizer)
-    stretches = list(held(plan, rules, place, state.parameters, state.optimizer, holders))
-    if kept is not None:
-        described |= eager_state.entries(agreed, plan)
-        stretches += eager_state.stretches(agreed, kept.pieces, plan, place, holders)
-    shapes = {name: entry.shape for name, entry in described.items() if list(entry.order) == sorted(entry.order)}
-    parts = [part(one.name, one.start, one.values, described[one.name].shape, one.cut) for one in stretches]
-    trees, extra, entries = _own_values(mesh.rank, writers, values, found)
-    shapes |= {name: entry.shape for name, entry in entries.items()}
-    files = arrange([*parts, *extra], shapes, mesh.rank, mesh.world)
-    written_by = {"torch": str(torch.__version__), "shard": plan.policy.shard, "id": said[0][0].name}
-    save = Save(
-        number, said[0][0], wish.step, wish.keep, mesh.world, described, aliases(plan), writers, written_by, rows,
-        wish.replace,
-    )  # fmt: skip
-    own = Own(files, image.fill(files), trees, entries)
-    return save, own
+
+    def divide(said: list[Any]) -> tuple[Save, Written]:
+        """As all ranks do; which parts of which files this one writes."""
+        rows = [row for _, _, row, _ in said]
+        writers = _writers([digests for *_, digests in said], rows)
+        holders = Holders(mesh.rank, [place for _, place, *_ in said])
+        own = plans.shards.find(trained, holders)
+        described, parts = dict(own.entries), own.parts
+        if kept is not None:
+            described |= eager_state.entries(agreed, trained.plan)
+            more = eager_state.stretches(agreed, kept.pieces, trained.plan, place, holders)
+            parts = [*parts, *(part(one.name, one.start, one.values, described[one.name].shape) for one in more)]
+        shapes = {name: entry.shape for name, entry in described.items() if list(entry.order) == sorted(entry.order)}
+        trees, extra, entries = _own_values(mesh.rank, writers, values, found)
+        shapes |= {name: entry.shape for name, entry in entries.items()}
+        files = plans.files.arrange(parts, extra, shapes, mesh.rank, mesh.world)
+        written_by = {"torch": str(torch.__version__), "shard": trained.plan.policy.shard, "id": said[0][0].name}
+        save = Save(
+            number, said[0][0], wish.step, wish.keep, mesh.world, described, own.aliases, writers, written_by, rows,
+            wish.replace,
+        )  # fmt: skip
+        return save, Written(files, trees, entries)
+
+    return Last(divide, Exchange("what they save", (aside, place, row_of(mesh), digests)))
 
 
 def row_of(mesh: Mesh) -> int:

@@ -14,7 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,11 +62,10 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Own:
+class Written:
     """What this rank writes of it."""
 
     files: Sequence[Arranged]
-    images: Sequence[memoryview]
     values: Mapping[str, Any]  # as JSON
     shapes: Mapping[str, Entry]  # of the tensors of values
 
@@ -87,6 +86,10 @@ class Saving(Future[Path]):
         except SaveError:
             self.told = True
             raise
+
+    def ended(self, seconds: float) -> bool:
+        """Whether it has, in this time at most; nobody is told how."""
+        return bool(wait([self], seconds).done)
 
     def failed(self) -> SaveError | None:
         """Its error, if it has ended with one that nobody was told."""
@@ -118,19 +121,29 @@ class Posts:
             self.board.forget(f"save/{self.number}/{key}")
 
 
-def start(save: Save, own: Own, rank: int, board: Board | None) -> Saving:
-    """Writes in a thread that Python waits for at its end."""
+Copied = Sequence[memoryview] | Exception  # by file, what is in it; or why there is none
+
+
+def start(save: Save, own: Written, copied: Copied, rank: int, board: Board | None, after: Saving | None) -> Saving:
+    """Writes in a thread that Python waits for at its end; ``after`` has ended, where one is given."""
     future = Saving(save)
     posts = Posts(board, save.number)
     threading.Thread(
-        target=_run, args=(save, own, rank, posts, future), name=f"checkpoint of step {save.step}", daemon=False
-    ).start()
+        target=_run, args=(save, own, copied, rank, posts, future, after), name=f"checkpoint of step {save.step}",
+        daemon=False,
+    ).start()  # fmt: skip
     return future
 
 
-def _run(save: Save, own: Own, rank: int, posts: Posts, future: Saving) -> None:
+def _run(
+    save: Save, own: Written, copied: Copied, rank: int, posts: Posts, future: Saving, after: Saving | None
+) -> None:
     try:
-        said = _write(save, own, rank, posts)
+        beat = Heartbeat(posts, rank)
+        while after is not None and not after.ended(LOOK):
+            beat()
+        after = None  # or each would hold the one before
+        said = _write(save, own, copied, rank, beat)
         posts.set(f"part {rank}", said)
         end = _finish(save, posts) if rank == 0 else _hear(save, posts, rank)
         posts.set(f"heard {rank}", "")
@@ -146,13 +159,13 @@ def _run(save: Save, own: Own, rank: int, posts: Posts, future: Saving) -> None:
         future.set_exception(SaveError(end))
 
 
-def _write(save: Save, own: Own, rank: int, posts: Posts) -> str:
+def _write(save: Save, own: Written, copied: Copied, rank: int, beat: Heartbeat) -> str:
     """What this rank has to say: its part of the manifest, or why there is none."""
-    beat = Heartbeat(posts, rank)
     try:
+        if isinstance(copied, Exception):
+            raise copied
         checksums = [
-            data_file.write(save.aside / file.name, image, beat)
-            for file, image in zip(own.files, own.images, strict=True)
+            data_file.write(save.aside / file.name, image, beat) for file, image in zip(own.files, copied, strict=True)
         ]
     except OSError as error:
         return json.dumps({"error": f"rank {rank}: {error.strerror or error} ({error.filename or save.aside})"})
