@@ -45,7 +45,7 @@ def test_all_ranks_stop_after_the_same_step_when_one_is_asked_to(answer: dict[st
 
 
 def test_a_run_that_was_stopped_and_killed_ends_as_one_that_was_not(answer: dict[str, Any]) -> None:
-    assert answer["killed"] == ["writer", "renamed"]
+    assert answer["killed"] == ["loading", "step", "writer", "renamed"]
     assert answer["equal"] == dict.fromkeys(("journal", "weights", "sample", "summary"), True)
 
 
@@ -65,7 +65,7 @@ def test_other_numbers_of_ranks_take_the_same_windows_and_have_the_same_losses(
 
 
 def test_where_the_time_went_is_shown_later(answer: dict[str, Any]) -> None:
-    for part in ("goodput, of 4 attempts", "between attempts", "compiling", "steps that a failure made repeat"):
+    for part in ("goodput, of 6 attempts", "between attempts", "compiling", "steps that a failure made repeat"):
         assert part in answer["shown"]
 
 

@@ -164,6 +164,7 @@ def save(folder: Path) -> dict[str, Any]:
         other = build(2, **options)
         other.load(folder)
         found[name] = by_name(other) == state
+        other.export(folder / f"export {name}")
         if name == "zero1":  # in the background, while the state is overwritten
             group, place = dist.new_group(backend="gloo"), folder / f"dcp {name}"
             future = dcp.async_save({"app": other}, checkpoint_id=place, process_group=group)
@@ -172,7 +173,6 @@ def save(folder: Path) -> dict[str, Any]:
             found["overwritten"] = by_name(other) != state
         else:
             dcp.save({"app": other}, checkpoint_id=folder / f"dcp {name}")
-        other.export(folder / f"export {name}")
         if name == "2 x 2":  # each element is written once there too
             other.save(folder / "square", wait=True)
             third = build(3)

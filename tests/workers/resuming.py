@@ -22,6 +22,7 @@ from fsdp_compiled.cli import show, train
 from tests.killable_ranks import Forked
 from tests.kills import JOB, Trial, before, run, warm
 
+KILLS = ["loading", "step", "writer", "renamed"]  # at moments in them that are drawn from a seed
 ROOT = Path(tempfile.mkdtemp(prefix="resuming-"))
 TEXT = ROOT / "text.txt"
 
@@ -91,7 +92,7 @@ def main(result: Path, worlds: list[int]) -> None:
     disturbed = Trial(ROOT / "disturbed", TEXT, 2)
     answer["preempted"] = preempted(disturbed)
     answer["after"] = sorted(int(path.name[5:]) for path in (disturbed.root / "saved").glob("step-*"))
-    answer["killed"] = run(disturbed, ["writer", "renamed"], draw)
+    answer["killed"] = run(disturbed, KILLS, draw)
     both = [trial.result() for trial in (undisturbed, disturbed)]
     for one in both:
         del one["checkpoints"]
