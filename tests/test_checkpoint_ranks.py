@@ -35,7 +35,7 @@ def three(folder: Path, four: object) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "what", ["losses", "own", "random", "buffer", "ddp", "zero1", "2 x 2", "from 2 x 2", "overwritten"]
+    "what", ["losses", "own", "random", "buffer", "ddp", "zero1", "2 x 2", "from 2 x 2", "overwritten", "dealt"]
 )  # fmt: skip
 def test_as_many_ranks_go_on_bit_for_bit(four: list[dict[str, Any]], what: str) -> None:
     assert [rank[what] for rank in four] == [True] * 4
@@ -58,6 +58,10 @@ def check(ranks: list[dict[str, Any]]) -> None:
         assert rank["count"] == 7
         assert rank["from dcp"] == {"ddp": True, "zero1": True, "2 x 2": True}
         assert rank["exported"] == {"ddp": True, "zero1": True, "2 x 2": True, "whole": True}
+        counted, apart, alike = rank["dealt"]
+        for told in (counted, alike):
+            assert f"deals examples out to {len(ranks)} ranks" in told and "each of 4 had taken" in told
+        assert "was saved with another state on each of 4 ranks" in apart
         assert rank["generated"] == {str(seed): [True, False] for seed in checkpoints.SEEDS}
         assert "was saved with another state on each of 4 ranks" in rank["refused"]
     assert len({rank["drawn"] for rank in ranks}) == len(ranks)  # ranks that drew other numbers still do

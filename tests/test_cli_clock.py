@@ -75,3 +75,14 @@ def test_a_line_that_was_cut_off_does_not_take_the_next_attempt_with_it(tmp_path
         Attempts(tmp_path, Clock(time.time()), 2, 2).close()
     found = read(tmp_path)
     assert found is not None and found.attempts == 3
+
+
+def test_an_attempt_that_was_killed_before_its_first_record_has_its_time_until_it_could_say_so(tmp_path: Path) -> None:
+    attempts = Attempts(tmp_path, Clock(time.time() - 3), world=2, step=0)
+    spent = read(tmp_path)
+    assert spent is not None and spent.ends == ("",) and spent.parts["starting"] >= 3 - DRIFT
+    assert [name for name, _ in rows(spent)][:2] == ["starting, with imports", "the last attempt runs, or was killed"]
+    attempts.add(4, "complete")
+    attempts.close()
+    ended = read(tmp_path)
+    assert ended is not None and "the last attempt runs, or was killed" not in dict(rows(ended))

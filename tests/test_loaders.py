@@ -11,8 +11,10 @@ import torch
 from torch.utils.data import DistributedSampler, TensorDataset
 
 from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.runtime.checkpoint.contents import dealt_out
 
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
+StatefulDistributedSampler = pytest.importorskip("torchdata.stateful_dataloader.sampler").StatefulDistributedSampler
 DATA = TensorDataset(torch.arange(24.0)[:, None])
 
 
@@ -34,6 +36,19 @@ def sharded() -> Any:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     return compile_sharded(model, optimizer, loss=lambda m, x: m(x).square().mean(), policy=Policy(lower="eager"))
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+def test_a_loader_that_deals_examples_out_is_known() -> None:
+    """Its state is the same on all ranks, and is no place among the examples of another number of them."""
+    states = []
+    for rank in (0, 1):
+        one = loader("distributed", rank)
+        list(islice(one, 2))
+        states.append(one.state_dict())
+        assert dealt_out(one) and dealt_out(StatefulDistributedSampler(DATA, 2, rank))
+    assert states[0] == states[1], "the control: nothing else tells them apart"
+    assert not dealt_out(loader("shuffled")) and not dealt_out(torch.optim.lr_scheduler.LRScheduler)
 
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")

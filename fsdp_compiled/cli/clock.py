@@ -74,6 +74,7 @@ class Attempts:
         self._file = (out / FILE).open("a")
         print(file=self._file)  # ends a line that the attempt before, killed or out of room, did not
         self._write({"began": time.time() - sum(clock.seconds.values()), "world": world, "step": step})
+        self.add(step)
 
     def add(self, step: int, ended: str | None = None) -> None:
         """``ended``: how, if this is the attempt's last word."""
@@ -154,4 +155,6 @@ def rows(spent: Spent) -> list[tuple[str, str]]:
         if seconds >= 0.05
     ]
     attempts = f"{spent.attempts} attempt{'s' * (spent.attempts != 1)}"
+    if spent.ends and not spent.ends[-1]:
+        found.append(("the last attempt runs, or was killed", "up to its last line in the journal"))
     return [*found, (f"goodput, of {attempts}", f"{spent.total:,.1f} s  {spent.goodput:6.1%}")]

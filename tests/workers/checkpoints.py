@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -113,6 +114,14 @@ class Count:
         self.value = state["value"]
 
 
+class Dealt(Count):
+    """Whose state is the same on all ranks, and says what one of so many has taken, as a loader's does."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.batch_sampler = SimpleNamespace(sampler=SimpleNamespace(num_replicas=WORLD))
+
+
 def save_generated(folder: Path) -> None:
     expected = {}
     for seed in SEEDS:
@@ -140,7 +149,7 @@ def save(folder: Path) -> dict[str, Any]:
     sharded = build(0)
     train(sharded, 0, 4)
     torch.manual_seed(100 + RANK)
-    future = sharded.save(folder, extra={"all": Count(7), "own": Count(RANK)})
+    future = sharded.save(folder, extra={"all": Count(7), "own": Count(RANK), "dealt": Dealt(5)})
     state, drawn, seen = by_name(sharded), torch.get_rng_state(), sharded.model.seen.item()
     losses = train(sharded, 4, 24)
     future.result()
@@ -148,9 +157,10 @@ def save(folder: Path) -> dict[str, Any]:
         (folder / "expected.json").write_text(json.dumps({"state": state, "losses": losses}))
     dist.barrier()
     again = build(1)
-    own = Count(-1)
-    again.load(folder, extra={"own": own})
+    own, dealt = Count(-1), Dealt(0)
+    again.load(folder, extra={"own": own, "dealt": dealt})
     found = {
+        "dealt": dealt.value == 5,
         "losses": train(again, 4, 24) == losses,  # bit for bit
         "own": own.value == RANK,
     }
@@ -191,6 +201,11 @@ def load(folder: Path) -> dict[str, Any]:
     equal = by_name(sharded) == expected["state"]
     drawn = torch.get_rng_state().sum().item()
     refused = told(lambda: sharded.load(folder, extra={"own": Count(0)}))
+    dealt = [
+        told(lambda: sharded.load(folder, extra={"dealt": Dealt(0)})),
+        told(lambda: sharded.load(folder, extra={"dealt": Count(0)})),
+        told(lambda: sharded.load(folder, extra={"all": Dealt(0)})),
+    ]
     from_dcp, exported = {}, {}
     for name in ("ddp", "zero1", "2 x 2"):
         other = build(2)
@@ -211,7 +226,7 @@ def load(folder: Path) -> dict[str, Any]:
     far = max(abs(a - b) for a, b in zip(losses, expected["losses"]))
     found = {"control": control, "step": step, "equal": equal, "far": far, "count": count.value, "refused": refused,
              "drawn": drawn, "from dcp": from_dcp, "exported": exported,
-             "generated": load_generated(folder)}  # fmt: skip
+             "generated": load_generated(folder), "dealt": dealt}  # fmt: skip
     return found | (failures(sharded, folder.parent / "failures") if WORLD == 2 else {})
 
 

@@ -17,7 +17,13 @@ from fsdp_compiled.distributed.lockstep import Exchange, Last, Work, last_exchan
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import dcp, huggingface, loading, saving, whole, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
-from fsdp_compiled.runtime.checkpoint.contents import check_generators, derive_generators, set_generators, values_of
+from fsdp_compiled.runtime.checkpoint.contents import (
+    check_generators,
+    dealt_out,
+    derive_generators,
+    set_generators,
+    values_of,
+)
 from fsdp_compiled.runtime.checkpoint.image import Image
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, match, refusal, write_groups
@@ -136,7 +142,12 @@ class Checkpoints:
         values, tensors = values_of(
             trained.state, trained.plan, trained.optimizer, trained.rules, extra, trained.updates
         )
-        return (yield from saving.prepare(wish, self._count, self._mesh, trained, values, tensors, self._plans, begun))
+        dealt = [f"extra {name}" for name, holder in extra.items() if dealt_out(holder)]
+        return (
+            yield from saving.prepare(
+                wish, self._count, self._mesh, trained, values, tensors, self._plans, begun, dealt
+            )
+        )
 
     def load(
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
@@ -225,7 +236,7 @@ class Checkpoints:
         values = self._values(manifest, found, extra, rows)
         trees = [tree for tree, _ in values.values()]
         staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees, room=self._images[0].room())
-        _check_extra(manifest, values, extra)
+        _check_extra(manifest, values, extra, len(set(rows)))
         if values.get("random", (None, False))[1]:
             check_generators(decode(values["random"][0], staged.tensors))
         undo = _load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)
@@ -256,8 +267,18 @@ class Checkpoints:
         return {name: pair for name, pair in pairs.items() if pair is not None}
 
 
-def _check_extra(manifest: Manifest, values: Mapping[str, tuple[Any, bool]], extra: Mapping[str, Any]) -> None:
-    for name in extra:
+def _check_extra(
+    manifest: Manifest, values: Mapping[str, tuple[Any, bool]], extra: Mapping[str, Any], world: int
+) -> None:
+    """``world``: how many ranks with batches of their own there are."""
+    before = len(set(manifest.rows))
+    for name, holder in extra.items():
+        if f"extra {name}" in values and before != world and dealt_out(holder):
+            raise ValueError(
+                f"extra[{name!r}] deals examples out to {world} ranks, and its state in the checkpoint says how many "
+                f"each of {before} had taken: examples would be skipped or seen twice. Load on as many ranks, or leave "
+                "it out, and begin behind the examples that all ranks together have taken."
+            )
         if not values.get(f"extra {name}", (None, True))[1]:
             raise ValueError(
                 f"extra[{name!r}] was saved with another state on each of {manifest.world} ranks, and cannot be "

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -79,6 +80,20 @@ def check_extra(extra: Mapping[str, Any] | None, load: bool) -> dict[str, Any]:
         if not callable(getattr(holder, wanted, None)):
             raise ValueError(f"extra[{name!r}] is a {type(holder).__name__}, which has no {wanted}().")
     return dict(extra)
+
+
+def dealt_out(holder: Any) -> bool:
+    """Whether the examples of a loader are dealt out to ranks, as `DistributedSampler` does.
+
+    Then its state says how many this rank has taken, which is no place among those of another number of ranks; and it
+    is the same on all ranks all the same.
+    """
+    with suppress(Exception):  # an attribute of the user's may raise anything
+        batches = getattr(holder, "batch_sampler", None)
+        for one in (holder, getattr(holder, "sampler", None), batches, getattr(batches, "sampler", None)):
+            if any(type(getattr(one, name, None)) is int for name in ("num_replicas", "num_processes")):
+                return True
+    return False
 
 
 def class_name(optimizer: Optimizer) -> str:

@@ -66,10 +66,12 @@ def prepare(
     found: Tensors,
     plans: Plans,
     begun: list[Path],
+    dealt: Sequence[str] = (),
 ) -> Work[Last]:
     """In stages, for `last_exchange`, whose answers the function that it comes to divides the work by.
 
-    ``begun``: gets the folder that rank 0 made, which has to go if a rank fails.
+    ``begun``: gets the folder that rank 0 made, which has to go if a rank fails. ``dealt``: values that are each rank's
+    own, also where they are equal.
     """
     aside: Path | None = None
     if mesh.rank == 0:
@@ -83,7 +85,9 @@ def prepare(
         values = {**values, "eager": agreed}
     for name, tensor in found.items():
         check_dtype(name, tensor.dtype)
-    digests = {name: digest(tree, found) for name, tree in values.items()}
+    digests = {
+        name: f"{digest(tree, found)}{f' of {row_of(mesh)}' if name in dealt else ''}" for name, tree in values.items()
+    }
     place = Place(mesh.shard_rank, mesh.tp_rank)
 
     def divide(said: list[Any]) -> tuple[Save, Written]:
