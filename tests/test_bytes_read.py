@@ -18,7 +18,7 @@ from fsdp_compiled.runtime.checkpoint import data_file, loading
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.stretches import Place, held
-from tests.test_checkpoint_plans import CPU, RULES, places, save, shards, values
+from tests.saved_plans import CPU, RULES, places, save, shards, values
 
 BLOCK = 256
 LEAVES = [Leaf((f"p{index}",), (67, 33), (33, 1), torch.float32, True, 0, "") for index in range(4)]

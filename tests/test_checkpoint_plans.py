@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -18,25 +17,15 @@ from hypothesis import strategies as st
 from fsdp_compiled import Policy
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.optim.rule import Rule, StateTensor
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Leaf, Plan, TensorParallel, dense_stride
-from fsdp_compiled.runtime.checkpoint import data_file, loading, writing
-from fsdp_compiled.runtime.checkpoint.image import Image, arrange, described, part
+from fsdp_compiled.runtime.checkpoint import loading
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
-from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.rectangles import rectangles
-from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, held, tensors
-from fsdp_compiled.runtime.shard_model import write_slot
+from fsdp_compiled.runtime.checkpoint.stretches import held, tensors
+from tests.saved_plans import CPU, RULES, places, save, shards, values
 
-CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-STATE = (
-    StateTensor("exp_avg", False, 0.0, torch.float32),
-    StateTensor("exp_avg_sq", False, 0.0, None),
-    StateTensor("step", True, 0.0, torch.float32),
-)
-RULES = [Rule(group, "AdamW", STATE, (), lambda *_: None) for group in range(2)]  # type: ignore[arg-type, return-value]
 
 
 @st.composite
@@ -79,62 +68,6 @@ def part_of(draw: st.DrawFn, leaf: Leaf, tp: int) -> Leaf:
     shape = tuple(size // tp if one == dim else size for one, size in enumerate(leaf.shape))
     laid = torch.empty([shape[one] for one in leaf.order]).permute([leaf.order.index(d) for d in range(len(shape))])
     return replace(leaf, shape=shape, stride=dense_stride(shape, laid.stride()), tp=TensorParallel(dim, leaf.shape))
-
-
-def places(plan: Plan) -> list[Place]:
-    """Of all ranks: replicas, then the shard axis, then tp."""
-    return [
-        Place(shard, tp) for _ in range(plan.replicate) for shard in range(plan.shard) for tp in range(plan.tp)
-    ]  # fmt: skip
-
-
-def values(found: Sequence[Leaf]) -> dict[str, torch.Tensor]:
-    """A value for every element of every tensor, unlike all others."""
-    made, count = {}, 0
-    for leaf in found:
-        for name, dtype in (("", leaf.dtype), (".exp_avg", torch.float32), (".exp_avg_sq", leaf.dtype)):
-            numbers = torch.arange(count, count + leaf.numel, dtype=torch.float64) % 251  # exact in bfloat16
-            made[leaf.names[0] + name], count = numbers.reshape(leaf.shape).to(dtype), count + leaf.numel
-    return made
-
-
-def shards(plan: Plan, place: Place, whole: dict[str, torch.Tensor] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A rank's parameters and optimizer state: these values, or zeros."""
-    parameters: dict[str, torch.Tensor] = {}
-    optimizer: dict[str, torch.Tensor] = {}
-    for buffer in plan.buffers:
-        for name, cut in (
-            ("", plan.placement.parameter),
-            ("exp_avg", plan.placement.state),
-            ("exp_avg_sq", plan.placement.state),
-        ):
-            dtype = torch.float32 if name == "exp_avg" else buffer.dtype
-            flat = torch.zeros(buffer.numel, dtype=dtype)
-            for slot in buffer.slots if whole is not None else ():
-                value = whole[slot.name + (f".{name}" if name else "")]  # type: ignore[index]
-                if slot.leaf.split:
-                    value = value.chunk(plan.tp, slot.leaf.tp.dim)[place.tp]  # type: ignore[union-attr, arg-type]
-                write_slot(flat, slot, value)
-            size = buffer.numel // plan.shard
-            own = flat[place.shard * size : (place.shard + 1) * size].clone() if cut else flat
-            (optimizer if name else parameters)[f"{buffer.key}.{name}" if name else buffer.key] = own
-    return parameters, optimizer
-
-
-def save(plan: Plan, whole: dict[str, torch.Tensor], folder: Path) -> Manifest:
-    parts, entries = [], {}
-    for rank, place in enumerate(places(plan)):
-        parameters, optimizer = shards(plan, place, whole)
-        entries = tensors(plan, RULES, optimizer)
-        own = list(held(plan, RULES, place, parameters, optimizer, Holders(rank, places(plan))))
-        shapes = {name: entry.shape for name, entry in entries.items() if list(entry.order) == sorted(entry.order)}
-        cut = [part(o.name, o.start, o.values, entries[o.name].shape, o.cut) for o in own]
-        files = arrange(cut, shapes, rank, len(places(plan)))
-        images = Image(CPU).fill(files)
-        sums = [data_file.write(folder / file.name, image) for file, image in zip(files, images)]
-        parts.append({**described(files, sums), "values": {}, "shapes": {}})
-    made = writing.Save(1, folder, 0, None, len(places(plan)), entries, {}, {}, {})
-    return writing.assemble(made, parts)  # raises where an element is missing or written twice
 
 
 @settings(max_examples=40, deadline=None)
