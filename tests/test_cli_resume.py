@@ -65,7 +65,8 @@ def test_other_numbers_of_ranks_take_the_same_windows_and_have_the_same_losses(
 
 
 def test_where_the_time_went_is_shown_later(answer: dict[str, Any]) -> None:
-    for part in ("goodput, of 6 attempts", "between attempts", "compiling", "steps that a failure made repeat"):
+    # Not the one that was killed while it loaded, before it could write: its time is between attempts.
+    for part in ("goodput, of 5 attempts", "between attempts", "compiling", "steps that a failure made repeat"):
         assert part in answer["shown"]
 
 

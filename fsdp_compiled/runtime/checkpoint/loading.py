@@ -95,9 +95,6 @@ def read(
         )
         for file in manifest.files.values()
     }
-    if rest:
-        known = [file.name for file in manifest.files.values() if file.checksums is not None]
-        header_check.check(path, manifest, known[mesh.rank :: mesh.world])
     requests: dict[str, list[Request]] = {name: [] for name in readers}
     pairs = [(one, _request(manifest.tensors[one.tensor], one, requests, take)) for one in wanted]
     tensors: Tensors = {}
@@ -112,6 +109,8 @@ def read(
             count = -(-manifest.files[name].size // BLOCK) if manifest.files[name].checksums is not None else 0
             unseen = sorted(set(range(count)) - {block for one in seen for block in one[name]})
             reader.read([], unseen[mesh.rank :: mesh.world])
+        known = [file.name for file in manifest.files.values() if file.checksums is not None]
+        header_check.check(path, manifest, known[mesh.rank :: mesh.world])
     return Staged(
         [(one, _finished(manifest.tensors[one.tensor], one, values)) for one, values in pairs],
         {name: _in_dims(manifest.tensors[name], values).contiguous() for name, values in tensors.items()},
