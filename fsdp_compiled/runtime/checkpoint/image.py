@@ -99,7 +99,12 @@ class Files:
 
         ``extra``: whose values lie elsewhere at each save.
         """
-        alike = [(one.tensor, one.start, one.key, one.values.dtype, one.values.shape) for one in extra], rank, world
+        alike = (
+            [(one.tensor, one.start, one.key, one.values.dtype, one.values.shape) for one in extra],
+            rank,
+            world,
+            FILE,
+        )
         if parts is not self._parts or alike != self._alike:
             found = arrange([*parts, *extra], shapes, rank, world)
             moving = {one.key: replace(one, values=one.values.new_empty(0)) for one in extra}  # no longer held
