@@ -353,6 +353,17 @@ ROWS = (
             "test_tensor_parallel_models::test_a_model_of_transformers_is_cut_by_the_plan_that_it_brings",
             "test_tensor_parallel_models::test_a_model_without_a_plan_is_cut_by_one_that_is_derived",
             "test_derived_plan::test_the_trial_sees_cuts_that_fit_and_are_wrong",
+            "test_uneven_parts::test_they_are_pytorch_with_the_same_plan_to_the_bit_and_one_process",
+        ),
+    ),
+    Row(
+        "Expert parallelism: tokens are sent to the ranks that have their experts",
+        "by the model's own all-to-all",
+        "not stated",
+        "the model's own all-to-all along `tp`, captured; with room for a fixed number of tokens",
+        (
+            "test_expert_parallel::test_experts_that_tokens_are_sent_to_train_as_in_one_process",
+            "test_expert_parallel::test_what_is_not_known_to_be_right_is_refused_on_every_rank",
         ),
     ),
     Row(
