@@ -361,3 +361,22 @@ def test_nothing_is_kept_where_inductor_keeps_nothing(watch: Watch, tmp_path: Pa
         step(Model())
         step(Model())
     assert watch.traced == 2 and programs(tmp_path) == []
+
+
+class Placed(torch.Tensor):
+    """As a DTensor, it is more than its shape and strides."""
+
+
+def test_what_computes_tensors_of_other_kinds_is_traced_each_time() -> None:
+    def module(kind: type[torch.Tensor]) -> fx.GraphModule:
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        x.meta["example_value"] = torch.zeros(2)
+        y = graph.call_function(torch.relu, (x,))
+        y.meta["example_value"] = torch.zeros(2).as_subclass(kind)
+        graph.output((y,))
+        return fx.GraphModule(nn.Module(), graph)
+
+    assert aot_cache._module(module(torch.Tensor))
+    with pytest.raises(aot_cache._Unserializable):
+        aot_cache._module(module(Placed))

@@ -38,6 +38,7 @@ from fsdp_compiled.capture.repeats import differentiate
 from fsdp_compiled.ir.program import Port, Program
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
+PLAIN = (FakeTensor, torch.Tensor, nn.Parameter)  # the kinds of tensors that shape, strides and dtype describe
 MODULES = ("torch", "_operator", "math", "builtins")
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 # Of a node that Dynamo made: how and when it did so; what is read below; what AOTAutograd notes in checkpointed bodies.
@@ -89,7 +90,7 @@ def _key(module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], r
 
 def _input(value: Any, storages: dict[int, int]) -> list[Any]:
     """All of an input but its numbers; inputs that share memory have the same last entry."""
-    if type(value) not in (FakeTensor, torch.Tensor, nn.Parameter):
+    if type(value) not in PLAIN:
         raise _Unserializable(type(value))
     storage = value.untyped_storage()
     shared = storages.setdefault(storage._cdata, len(storages))
@@ -111,7 +112,7 @@ def _module(module: fx.GraphModule) -> list[Any]:
     def leaf(value: Any) -> Any:
         if isinstance(value, fx.Node):
             return {"node": value.name}
-        if isinstance(value, torch.Tensor):
+        if type(value) in PLAIN:  # of a DTensor its mesh and placements would count too
             return {"tensor": [*_layout(value), value.requires_grad]}
         raise _Unserializable(value)
 
