@@ -150,7 +150,11 @@ def merge(module: nn.Module, groups: Sequence[ParameterGroup], policy: Policy) -
     if policy.bucket_mb == "auto" and policy.lower == "eager":
         early = sum(2 * (total - size) <= sum(sizes) for total, size in zip(accumulate(sizes), sizes, strict=True)) - 1
         reason += ", in the first half of it"
-    units = [*regroup(names[:early], sizes[:early], most, float("inf"), True), *names[early:]]
+    # A root that joined its neighbour would have it gathered from the beginning of forward to the end of backward.
+    first = int(policy.bucket_mb == "auto" and names[0] == ROOT)
+    early = max(early, first)
+    among = regroup(names[first:early], sizes[first:early], most, float("inf"), True)
+    units = [*names[:first], *among, *names[early:]]
     for _, together in groupby(zip(units, groups, strict=True), key=lambda one: one[0]):
         run: list[ParameterGroup] = []
         for _, group in together:
