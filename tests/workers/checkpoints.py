@@ -125,7 +125,8 @@ class Dealt(Count):
 def save_generated(folder: Path) -> None:
     expected = {}
     for seed in SEEDS:
-        sharded = generated_models.build(seed, 0, WORLD)
+        with parts(PARTS):
+            sharded = generated_models.build(seed, 0, WORLD)
         generated_models.train(sharded, RANK, WORLD)
         sharded.save(folder / f"generated {seed}", wait=True)
         expected[seed] = by_name(sharded)
@@ -138,7 +139,8 @@ def load_generated(folder: Path) -> dict[str, list[bool]]:
     expected = json.loads((folder / "generated.json").read_text())
     found: dict[str, list[bool]] = {}
     for seed in SEEDS:
-        sharded = generated_models.build(seed, 1, WORLD)
+        with parts(PARTS):
+            sharded = generated_models.build(seed, 1, WORLD)
         before = by_name(sharded) == expected[str(seed)]
         sharded.load(folder / f"generated {seed}")
         found[str(seed)] = [by_name(sharded) == expected[str(seed)], before]
