@@ -80,6 +80,7 @@ def test_the_compilers_progress_is_said_once_a_second_and_warnings_are_as_they_w
 ) -> None:
     log = logging.getLogger("fsdp_compiled")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's
+    monkeypatch.setattr(log, "handlers", [])  # that another test left
     before = log.level, list(log.handlers)
     with Compiling(Plain(3, 10)):
         for piece in (1, 2):
