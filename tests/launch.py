@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 from tests.forked_ranks import Answer, Request
 
@@ -54,6 +54,14 @@ def told(call: Callable[[], Any]) -> str:
     return "nothing"
 
 
+def write_for_all(found: Any, result: str) -> None:
+    """What each rank found, by rank, as `launch` reads it; collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    if dist.get_rank() == 0:
+        Path(result).write_text(json.dumps(everyone))
+
+
 def answers(results: dict[str, list[Any]], case: str) -> list[Any]:
     """What each rank found in a case of `cut_models.answer_all`, which begins none after one that fails."""
     failed = [one["failed"] for found in results.values() for one in found if "failed" in one]
@@ -68,7 +76,7 @@ def environment() -> dict[str, str]:
 
 
 def _run_forked(warm: bool, script: Path, world: int, arguments: list[str], log: Path, timeout: float) -> Answer:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     request = Request(str(script), arguments, world, store.port, str(log), timeout, environment())
     server = _server(warm)
     assert server.stdin is not None and server.stdout is not None

@@ -17,16 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.passes import update_alone
+from fsdp_compiled.passes import run, update_alone
 from fsdp_compiled.plan.plan import Plan
 
 
 def update_program(plan: Plan, rules: Sequence[Rule]) -> Program:
     """The program for this plan, whose ``policy.clip`` is the norm to clip at. Gradients are inputs of kind ``sum``."""
-    program = _begin(plan)
-    for transform in update_alone(rules):
-        program = transform(program, plan)
-    return program
+    return run(_begin(plan), plan, update_alone(rules))
 
 
 def _begin(plan: Plan) -> Program:

@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 compile_optimizer.py RESULT
 from __future__ import annotations
 
 import copy
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor
 
 import fsdp_compiled as ours
-from tests.launch import told
+from tests.launch import told, write_for_all
 from tests.loops import GPT, different, full, gpt, loss_of
 
 ran: list[bool | str] = []  # of each step, whether the program made it, and why not
@@ -225,11 +224,7 @@ def main(result: str) -> None:
     views = [optimizer.state[one]["exp_avg"] for one in model.parameters()]
     found["views"] = [all(isinstance(one, DTensor) for one in views),
                       len({one._local_tensor.untyped_storage().data_ptr() for one in views}), len(views)]  # fmt: skip
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    if dist.get_rank() == 0:
-        with open(result, "w") as file:
-            json.dump(everyone, file)
+    write_for_all(found, result)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 gathered_loop.py RESULT
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.profiler import profile
 
 import fsdp_compiled as ours
 from fsdp_compiled.cli.bench.observe import NOT_DATA
-from tests.launch import told
+from tests.launch import told, write_for_all
 from tests.loops import batch, full, gpt, loss_of
 
 
@@ -92,11 +91,7 @@ def main(result: str) -> None:
         model.layers[0](torch.zeros(1, 2, 8))
     found["sent"] = sent(profiled)
     found["refused"] = refused()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    if dist.get_rank() == 0:
-        with open(result, "w") as file:
-            json.dump(everyone, file)
+    write_for_all(found, result)
 
 
 if __name__ == "__main__":

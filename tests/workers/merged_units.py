@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 merged_units.py RESULT
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,7 @@ from fsdp_compiled import Policy, fully_shard
 from fsdp_compiled.cli.bench.observe import NOT_DATA
 from fsdp_compiled.runtime.merged_units import rows
 from fsdp_compiled.runtime.module_state import states_in
-from tests.launch import told
+from tests.launch import told, write_for_all
 
 WIDTH, LAYERS = 8, 6
 
@@ -192,11 +191,7 @@ def whole() -> Any:
 def main(result: str) -> None:
     cases = (collectives, numbers, local_tensors, writes, treated_apart, alone, whole)
     found = {case.__name__: case() for case in cases}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    if dist.get_rank() == 0:
-        with open(result, "w") as file:
-            json.dump(everyone, file)
+    write_for_all(found, result)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
+from tests.launch import write_for_all
 
 WIDE = 2**62
 
@@ -151,10 +150,7 @@ def main() -> None:
         "refused": refused(),
         "masks": masks(),
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, answer)
-    if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(everyone))
+    write_for_all(answer, sys.argv[1])
     dist.destroy_process_group()
 
 
