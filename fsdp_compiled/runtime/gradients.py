@@ -9,6 +9,7 @@ reduced, whichever methods they came from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -31,11 +32,17 @@ def reduced(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch
 def parts(flat: torch.Tensor, entries: Iterable[Entry], start: int) -> dict[Entry, DTensor]:
     """These parameters' gradients, each a DTensor like the parameter over a slice of the flat gradient, in which those
     of their flat shard begin at ``start``."""
-    entries = list(entries)
-    made = over_slices(
-        (flat[start + entry.first : start + entry.last].view(entry.local.shape), entry.spec)  # type: ignore[union-attr]
-        for entry in entries
-    )
+    entries = sorted(entries, key=attrgetter("first"))
+    sizes, places, end = [start], [], 0
+    for entry in entries:  # one cut takes a third of the time of as many slices
+        if entry.first > end:
+            sizes.append(entry.first - end)
+        places.append(len(sizes))
+        sizes.append(entry.last - entry.first)
+        end = entry.last
+    cut = flat[: start + end].split_with_sizes(sizes)
+    views = (cut[place].view(entry.local.shape) for place, entry in zip(places, entries, strict=True))  # type: ignore[union-attr]
+    made = over_slices(zip(views, (entry.spec for entry in entries), strict=True))
     return dict(zip(entries, made, strict=True))
 
 

@@ -23,13 +23,14 @@ def over_slices(locals_of: Iterable[tuple[torch.Tensor, DTensorSpec]]) -> Iterat
     """DTensors over slices of other tensors.
 
     A DTensor takes the offset of what it is made of for its own, beside memory that it has none of: then
-    ``copy.deepcopy`` takes it for a tensor with memory, and fails. So it is made of what has no offset.
+    ``copy.deepcopy`` takes it for a tensor with memory, and fails. So it is made of what has no offset. By ``__new__``:
+    ``__init__`` does nothing, at the price of two guards of Dynamo's.
     """
     blank: torch.Tensor | None = None
     for local, spec in locals_of:
         if blank is None or blank.dtype != local.dtype:
             blank = local.new_empty(0)
-        made = DTensor(blank, spec, requires_grad=False)
+        made = DTensor.__new__(DTensor, blank, spec, requires_grad=False)
         made._local_tensor = local
         yield made
 
