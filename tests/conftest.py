@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.forked_ranks import seldom_collect
+
 START = time.monotonic()
 
 # More than half a minute of processor time each: first those that start ranks, the longest first.
@@ -28,6 +30,10 @@ LONG = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-test-after", type=float, metavar="SECONDS", help="skip tests that would begin later")
+
+
+def pytest_configure() -> None:
+    seldom_collect()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -5,11 +5,13 @@ reads a request a line, JSON, and answers each with a line when all its ranks ha
 ended. What torchrun does for ranks is done here: their environment, and an end to all of them once one has failed.
 The store that they meet in belongs to the caller, as it belongs to torchrun's agent. What a fork does not show, such as
 another order of a set's elements on each rank, takes `launch` with ``torchrun=True``; what a first step does to the
-process, ``warm=False``.
+process, ``warm=False``. A rank leaves its memory to the operating system, to which Python and PyTorch would return it
+piece by piece, in half a second of processor time; where the end of a process is what is tried, ``ends=True``.
 """
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -18,10 +20,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 LOOK = 0.02  # seconds between two looks at the ranks
@@ -46,6 +51,7 @@ class Request:
     log: str  # the file that all ranks write stdout and stderr to
     timeout: float  # seconds
     environment: dict[str, str]
+    ends: bool = False  # as Python ends a process; see above
 
 
 @dataclass(frozen=True)
@@ -155,13 +161,42 @@ def serve(warm: bool) -> Request | None:
     return None
 
 
+def leave(work: Callable[[], Any]) -> NoReturn:
+    """Ends this process after ``work``, whose number is the exit status, as Python would, but that it frees nothing."""
+    code = 1
+    try:
+        code = work() or 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def seldom_collect() -> None:
+    """Garbage is looked for less often: capturing makes a million objects that stay, and a test is soon over."""
+    gc.set_threshold(200_000, 20, 100)
+
+
 def main() -> None:
+    seldom_collect()
     if (request := serve(warm="--cold" not in sys.argv)) is None:
         return
     script = types.ModuleType("__main__")
     script.__file__ = request.script
     sys.modules["__main__"] = script
-    exec(compile(Path(request.script).read_text(), request.script, "exec", dont_inherit=True), script.__dict__)
+    code = compile(Path(request.script).read_text(), request.script, "exec", dont_inherit=True)
+    if request.ends:
+        exec(code, script.__dict__)
+    else:
+        leave(lambda: exec(code, script.__dict__))
 
 
 if __name__ == "__main__":

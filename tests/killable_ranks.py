@@ -10,13 +10,13 @@ import atexit
 import os
 import signal
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch.distributed import TCPStore
+
+from tests.forked_ranks import leave
 
 
 class Forked:
@@ -44,27 +44,15 @@ class Forked:
     def _fork(self, rank: int, environment: Mapping[str, str], work: Callable[[int], int | None]) -> int:
         if pid := os.fork():
             return pid
-        code = 70
-        try:
-            os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-            log = os.open(self.logs / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            atexit._clear()
-            code = work(rank) or 0
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        finally:
-            for thread in threading.enumerate():  # as Python does at its end
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()
-            atexit._run_exitfuncs()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
+        leave(lambda: self._work(rank, environment, work))
+
+    def _work(self, rank: int, environment: Mapping[str, str], work: Callable[[int], int | None]) -> int | None:
+        os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+        log = os.open(self.logs / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        atexit._clear()
+        return work(rank)
 
     def poll(self) -> list[int | None]:
         for rank, pid in enumerate(self.pids):

@@ -24,18 +24,24 @@ SHOWN = 6000  # characters of a failed run's output
 
 
 def launch(
-    script: Path, world: int, *arguments: str, timeout: float = 900, torchrun: bool = False, warm: bool = True
+    script: Path,
+    world: int,
+    *arguments: str,
+    timeout: float = 900,
+    torchrun: bool = False,
+    warm: bool = True,
+    ends: bool = False,
 ) -> Any:
     """The JSON that rank 0 of ``script RESULT arguments...`` wrote to the file RESULT.
 
-    Ranks are forked, which saves each of them five seconds of imports, and a second of the first step (``warm``), or
-    started by torchrun.
+    Ranks are forked, which saves each of them five seconds of imports, and a second of the first step (``warm``), and
+    leave without giving back their memory (unless ``ends``); or started by torchrun.
     Raises ``RuntimeError`` with the end of the output if a rank fails, nothing is written, or time runs out.
     """
     with TemporaryDirectory() as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log.txt")
         log.touch()
-        run = _run_torchrun if torchrun else functools.partial(_run_forked, warm)
+        run = _run_torchrun if torchrun else functools.partial(_run_forked, warm, ends)
         answer = run(script, world, [str(result), *arguments], log, timeout)
         if answer.code != 0 or not result.exists():
             reason = f"no end after {timeout:.0f} s" if answer.late else f"exit code {answer.code}"
@@ -75,9 +81,11 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
-def _run_forked(warm: bool, script: Path, world: int, arguments: list[str], log: Path, timeout: float) -> Answer:
+def _run_forked(
+    warm: bool, ends: bool, script: Path, world: int, arguments: list[str], log: Path, timeout: float
+) -> Answer:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    request = Request(str(script), arguments, world, store.port, str(log), timeout, environment())
+    request = Request(str(script), arguments, world, store.port, str(log), timeout, environment(), ends)
     server = _server(warm)
     assert server.stdin is not None and server.stdout is not None
     server.stdin.write(json.dumps(asdict(request)) + "\n")

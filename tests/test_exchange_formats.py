@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import torch as safetensors
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.runtime.checkpoint import huggingface
@@ -97,7 +96,7 @@ def test_an_export_is_the_state_dict_in_files_of_a_size(tmp_path: Path, monkeypa
     assert set(index.values()) == {f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}
     found: dict[str, torch.Tensor] = {}
     for name in set(index.values()):
-        found |= load_file(tmp_path / "weights" / name)
+        found |= safetensors.load_file(tmp_path / "weights" / name)
     expected = sharded.full_state_dict()
     assert set(found) == set(expected) and all(torch.equal(found[name], expected[name]) for name in expected)
     with pytest.raises(ValueError, match="exists and is not empty"):
@@ -113,6 +112,8 @@ def test_an_export_is_the_state_dict_in_files_of_a_size(tmp_path: Path, monkeypa
 
 
 def test_transformers_reads_an_export_and_its_own_files_load(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=29, hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=True,

@@ -15,7 +15,7 @@ import torch
 from fsdp_compiled.capture import dynamo
 from fsdp_compiled.capture.guards import Guards, Recorder
 from fsdp_compiled.capture.guards_once import FIRST, built_once
-from fsdp_compiled.torch_private.dynamo import CheckFunctionManager
+from fsdp_compiled.torch_private.dynamo import CheckFunctionManager, guard_building
 from tests.equal_models import Model, captured
 
 LIKE = ("dropout", "rotary", "checkpointed")
@@ -75,9 +75,14 @@ def test_each_guard_is_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("_hooks" in name and kind.startswith("EMPTY") for name, kind, _ in built)  # which none keeps
 
 
-def test_what_another_thread_compiles_is_built_as_ever() -> None:
-    """A filter of its own reads what guards were derived to."""
+def test_what_another_thread_compiles_is_built_and_timed_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter of its own reads what guards were derived to; how long they take is measured there alone."""
     derived: list[Any] = []
+    timed: list[float] = []
+    measure = guard_building.profile_guard_manager
+    monkeypatch.setattr(
+        guard_building, "profile_guard_manager", lambda *given: timed.append(measure(*given)) or timed[-1]
+    )
 
     def keep(entries: Any) -> list[bool]:
         derived.extend(entry.derived_guard_types for entry in entries)
@@ -93,4 +98,6 @@ def test_what_another_thread_compiles_is_built_as_ever() -> None:
         other = threading.Thread(target=compile_one)
         other.start()
         other.join()
-    assert any(derived)
+        assert any(derived) and len(timed) == 1
+    captured(Model("shared"))
+    assert len(timed) == 1

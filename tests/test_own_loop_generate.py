@@ -10,7 +10,6 @@ import torch
 import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import fsdp_compiled as ours
 
@@ -18,6 +17,8 @@ TOKENS = torch.tensor([[1, 4, 5]])
 
 
 def language_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,

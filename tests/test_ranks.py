@@ -193,7 +193,7 @@ def test_what_no_batch_or_one_ranks_alone_reaches_is_as_in_fsdp2_and_ddp(results
 
 
 def test_the_process_group_is_started_and_closed_for_the_user() -> None:
-    answer = launch(WORKER.parent / "exits.py", 2)
+    answer = launch(WORKER.parent / "exits.py", 2, ends=True)
     assert answer["backend"] == "gloo" and answer["world"] == 2
     assert answer["losses"][1] < answer["losses"][0]
 
@@ -201,4 +201,4 @@ def test_the_process_group_is_started_and_closed_for_the_user() -> None:
 def test_a_process_leaves_in_peace_while_something_refers_to_its_process_group() -> None:
     """Closed with PyTorch's own function, as a control, one such run in three or four is aborted; hence several."""
     for _ in range(examples(2, 6)):
-        assert launch(WORKER.parent / "held.py", 4, "closed") == "left"
+        assert launch(WORKER.parent / "held.py", 4, "closed", ends=True) == "left"

@@ -2,12 +2,14 @@
 
 Capturing relies on: the settings (``config``), the errors of what cannot be traced, the backend that hands a graph to
 AOTAutograd, the tracer itself with its record of mutated Python objects, the table of compiled code with its guards,
-who builds guards (``CheckFunctionManager``), the source of a number that is read out of a tensor, the record of those
+who builds guards (``CheckFunctionManager``) and times them
+(``guard_building.profile_guard_manager``), the source of a number that is read out of a tensor, the record of those
 that cannot stay unknown, and on ``variables.misc`` or ``variables.user_defined`` for the function that calls Python's
 random numbers, ``misc`` and ``variables.tensor`` for what texts, tensors and their storages answer.
 """
 
 from torch._dynamo import config, maybe_mark_dynamic
+from torch._dynamo import guards as guard_building
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list as cache_entries
 from torch._dynamo.exc import (
@@ -46,6 +48,7 @@ __all__ = [
     "cache_entries",
     "closure_vars",
     "config",
+    "guard_building",
     "maybe_mark_dynamic",
     "misc",
     "tensor_variables",

@@ -19,6 +19,7 @@ import torch
 
 from fsdp_compiled import Sharded, cli
 from fsdp_compiled.cli import show, train
+from tests.forked_ranks import seldom_collect
 from tests.killable_ranks import Forked
 from tests.kills import JOB, Trial, before, run, warm
 
@@ -84,6 +85,7 @@ def nonfinite(world: int, name: str, choice: str) -> dict[str, Any]:
 
 def main(result: Path, worlds: list[int]) -> None:
     TEXT.write_text("".join(f"line {number} of the text, which says little\n" for number in range(60)))
+    seldom_collect()
     warm()
     answer: dict[str, Any] = {}
     draw = random.Random(0)

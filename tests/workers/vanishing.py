@@ -22,6 +22,7 @@ from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.runtime import program_maker
 from fsdp_compiled.runtime.checkpoint import data_file, saving
+from tests.forked_ranks import seldom_collect
 from tests.killable_ranks import Forked
 
 VICTIM, LIMIT = 1, 60.0
@@ -153,5 +154,6 @@ def warm() -> None:
 
 if __name__ == "__main__":
     result, *cases = sys.argv[1:]
+    seldom_collect()
     warm()
     Path(result).write_text(json.dumps({name: case(name) for name in cases}))
