@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 ranks.py RESULT CASE [CASE ...]
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -515,6 +516,7 @@ def main(cases: Mapping[str, Any]) -> None:
         dist.init_process_group("gloo", store=dist.PrefixStore(case, store), rank=RANK, world_size=world)
         store.set(f"{case}/{RANK}", json.dumps(run(cases, case)))
         results[case] = [json.loads(store.get(f"{case}/{rank}")) for rank in range(world)]
+        gc.collect()  # a Sharded whose call has failed watches for its ranks as long as there is one
         close()
     if RANK == 0:
         with open(path, "w") as file:
