@@ -24,6 +24,7 @@ PROGRAM = {
     "missing": [True, NONE, APART, APART],
     "scaler": [True] * 3,  # and none where gradients overflow
     "written": [True, True, True, APART, True],
+    "hybrid": [True] * 3,
 }
 
 
@@ -49,6 +50,13 @@ def test_clipping_is_that_of_clip_grad_norm(found: list[dict[str, Any]]) -> None
         off, ran = rank["clipped"]
         assert 0 <= off < 1e-6
         assert ran == [True, True, NONE, True]
+
+
+def test_inductors_update_is_that_of_clip_grad_norm_and_the_optimizer(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        off, ran = rank["inductor"]
+        assert 0 <= off < 1e-6
+        assert ran == [True, True]
 
 
 def test_what_is_not_supported_is_refused_by_name(found: list[dict[str, Any]]) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_compiled as ours
@@ -166,6 +167,27 @@ def written(api: Any) -> Any:
     return left(model, optimizer)
 
 
+def hybrid(api: Any) -> Any:
+    """Whole shards on both ranks, whose gradients are all-reduced."""
+    model = gpt(api, {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))})
+    optimizer = compiled(api, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    steps(model, optimizer, 0, 3)
+    return left(model, optimizer)
+
+
+def inductor(api: Any) -> Any:
+    """Compiled, clipped."""
+    model = gpt(api, {} if api is theirs else {"policy": ours.Policy(lower="inductor", cuda_graph=False)})
+    optimizer = compiled(api, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 0.05)
+    for step in range(2):
+        loss_of(model, step).backward()
+        if api is theirs:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+    return left(model, optimizer)
+
+
 def broken(api: Any) -> Any:
     """Another rate under this package: what must be told apart."""
     model = gpt(api)
@@ -199,7 +221,7 @@ def close(one: Any, two: Any) -> float:
     return max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
 
 
-CASES: tuple[Callable[[Any], Any], ...] = (groups, momentum, saved, missing, scaler, written, broken)
+CASES: tuple[Callable[[Any], Any], ...] = (groups, momentum, saved, missing, scaler, written, hybrid, broken)
 
 
 def main(result: str) -> None:
@@ -215,8 +237,9 @@ def main(result: str) -> None:
             found[case.__name__] = [different(case(theirs), case(ours)), list(ran)]
         except Exception:
             found[case.__name__] = [traceback.format_exc()[-3000:], []]
-    ran.clear()
-    found["clipped"] = [close(clipped(theirs), clipped(ours)), list(ran)]
+    for case in (clipped, inductor):
+        ran.clear()
+        found[case.__name__] = [close(case(theirs), case(ours)), list(ran)]
     found["refused"] = refused()
     model = gpt(ours)
     optimizer = ours.compile_optimizer(model, torch.optim.AdamW(model.parameters()), max_norm=1.0)
