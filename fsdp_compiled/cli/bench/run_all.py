@@ -28,6 +28,7 @@ COMMANDS = {
     "thin-4-first-step": "--preset thin --layers 4 --measure first-step --rivals ours",
     "loop-thin": "--preset thin --rivals fsdp2 ours-loop-eager ours-loop ours-loop-update",
     "loop-small": "--preset small --rivals fsdp2 ours-loop-eager ours-loop ours-loop-update",
+    "loop-first-step": "--preset thin --layers 4 --measure first-step --rivals ours ours-loop fsdp2-compile",
     "checkpoint": "--preset large --width 1024 --heads 16 --measure checkpoint --rounds 8",
     "far-nodes": f"--network-gbps 0.1 {NODES}",
     "near-nodes": f"--network-gbps 10 {NODES}",

@@ -31,6 +31,7 @@ CHECKPOINT = "checkpoint"
 NODES = ("far-nodes", "near-nodes")
 MUON = ("muon-256", "muon-768")
 LOOPS = ("loop-thin", "loop-small")
+LOOP_FIRST_STEP = "loop-first-step"
 BLOCK = re.compile(r"(<!-- bench: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOTHING = "Not measured yet."
 # What counts is the line by PyTorch's BLAS, which all rivals use too; what oneDNN adds to it stands below.
@@ -212,7 +213,9 @@ def block(name: str, results: Results) -> str:
     if name == "goals":
         return goals(results)
     if name == "first-step":
-        return first_step(results)
+        return first_step({one: results[one] for one in FIRST_STEPS if one in results})
+    if name == LOOP_FIRST_STEP and name in results:
+        return f"{first_step({name: results[name]})}\n\n{_made_by(results[name])}"
     if name == CHECKPOINT:
         return checkpoints(results)
     if name not in results:
@@ -233,7 +236,7 @@ def fill(text: str, results: Results) -> str:
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The committed results of `fsdp-compiled bench`, by name."""
-    names = (*PRESETS, *FIRST_STEPS, CHECKPOINT, *NODES, *MUON, *LOOPS)
+    names = (*PRESETS, *FIRST_STEPS, CHECKPOINT, *NODES, *MUON, *LOOPS, LOOP_FIRST_STEP)
     files = {name: folder / f"{name}.json" for name in names}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
