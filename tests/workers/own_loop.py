@@ -36,7 +36,7 @@ together = SimpleNamespace(
     fully_shard=partial(ours.fully_shard, policy=MERGED), register_fsdp_forward_method=ours.register_fsdp_forward_method
 )
 # Loops that see single units, their gradients or their state; the others run so in `make test-all`.
-MERGED_TOO = ("accumulate", "frozen", "structured", "mixed_precision", "saved", "hooks", "unsharded")
+MERGED_TOO = ("accumulate", "structured", "saved", "unsharded")
 
 
 def adamw(api: Any) -> Any:

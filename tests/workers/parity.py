@@ -31,6 +31,7 @@ from tests.chosen import examples
 
 STEPS = 20
 SHORT = examples(8, STEPS)  # for what the others show through all of them
+FEW = examples(4, STEPS)  # on four ranks, each with a third of a core
 VOCABULARY, LENGTH, BATCH = 67, 16, 2  # odd, so that slices end inside a row
 SEED = 1234
 
@@ -76,8 +77,8 @@ CASES: dict[int, dict[str, Case]] = {
     },
     4: {
         "adamw zero3": Case("batch", "adamw"),
-        "sgd zero3": Case("rate"),
-        "hybrid": Case("sum", hybrid=True),
+        "sgd zero3": Case("rate", steps=FEW),
+        "hybrid": Case("sum", hybrid=True, steps=FEW),
     },
 }
 

@@ -414,9 +414,7 @@ def cube() -> Any:
 
 if __name__ == "__main__":
     cases = (
-        (by_its_own_plan, derived, stretches, buffers, vit, vit_weights, refusals)
-        if os.environ["WORLD_SIZE"] == "4"
-        else (cube,)
+        (by_its_own_plan, derived, stretches, buffers, vit, refusals) if os.environ["WORLD_SIZE"] == "4" else (cube,)
     )
-    named = [case for case in (offloaded, generated) if case.__name__ in sys.argv[2:]]
+    named = [case for case in (offloaded, generated, vit_weights) if case.__name__ in sys.argv[2:]]
     answer_all(named or cases, sys.argv[1])
