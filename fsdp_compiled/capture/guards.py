@@ -12,20 +12,20 @@ are kept, less those that this package answers for in another way:
 - *The tensors and the structure of the batch* (``args``, ``kwargs``) and *sizes* (SHAPE_ENV): in the key that a program
   is found by, and in `capture.dynamic_shapes`.
 - *Tensors* (TENSOR_MATCH): parameters live in shards that keep their layout; module buffers are watched by identity
-  (`runtime.program_cache`), and tensors that are closed over by `Closed` here.
+  (`runtime.program_cache`), and tensors that are closed over by `closed_tensors`.
   Of a size or number (SHAPE_ENV) that was read out of one, ``if step.item() > 3``, `closed_numbers` asks again.
 - *Modes* (GLOBAL_STATE, GRAD_MODE, DETERMINISTIC_ALGORITHMS, TORCH_FUNCTION_STATE, DEFAULT_DEVICE,
   AUTOGRAD_SAVED_TENSORS_HOOKS): capture sets its own around the trace; those of the caller's that mean anything are in
   the key.
 - *Empty dictionaries of hooks* (EMPTY_NN_MODULE_HOOKS_DICT): six a module, which would take longer than all the rest.
-  `Hooks` looks at them when PyTorch has counted a new hook, and not before.
+  `traced_functions.Hooks` looks at them when PyTorch has counted a new hook, and not before.
 - *Tables of parameters* (``module._parameters``) of a model that was taken over: `runtime.taken_model` compares all of
   them at every call, entry by entry, and refuses any other. Half of all guards are theirs.
 - *Functions of this package*, which the trace passes through, and *modules of Python's and PyTorch's own library* that
   are one and the same under two names (DUPLICATE_INPUT): neither is the user's to change.
 
-What Dynamo does not note is noted here: the methods of classes that the trace went through (`Methods`), and global
-hooks of modules.
+What Dynamo does not note is noted here: the methods of classes that the trace went through, and global
+hooks of modules (`traced_functions`).
 
 Written for torch 2.11 to 2.13, where guards, the filter for them and the manager that checks them have the same form.
 """
@@ -34,37 +34,28 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import is_
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as modules
-from torch.utils.hooks import RemovableHandle
 
-from fsdp_compiled.capture.ambient import is_tracker
-from fsdp_compiled.capture.closed_numbers import Numbers
+from fsdp_compiled.capture.closed_tensors import Closed
 from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
+from fsdp_compiled.capture.traced_functions import HOOKS, Hooks, Methods, is_ours
 from fsdp_compiled.torch_private.dynamo import cache_entries, closure_vars
 
-PACKAGE = __name__.split(".")[0]
 ELSEWHERE = {
     "TENSOR_MATCH", "SHAPE_ENV", "GLOBAL_STATE", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "TORCH_FUNCTION_STATE",
     "DEFAULT_DEVICE", "AUTOGRAD_SAVED_TENSORS_HOOKS", "EMPTY_NN_MODULE_HOOKS_DICT",
 }  # fmt: skip
 SIGNATURE = ("L['named']", "L['args']", "L['kwargs']", "L['buffers']")
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # How the hooks of a module are called; fixed when one is registered.
 WAYS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-GLOBAL_HOOKS = (
-    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
-)  # fmt: skip
 LONG = 60  # characters of a value, as a message shows it
 # ``module._parameters`` of the model, and what is in it, as Dynamo names them.
 PARAMETERS = re.compile(r"L\['objective'\]\._modules\['model'\](\._modules\['[^']+'\])*\._parameters(\['[^']+'\])?$")
@@ -88,7 +79,7 @@ class Recorder:
     def select(self, entries: Sequence[Any]) -> list[bool]:
         """``guard_filter_fn``: which guards are kept."""
         self.values = {entry.orig_guard.name: entry.value for entry in entries if entry.has_value}
-        own = {id(hooks) for hooks in (getattr(self.root, name) for name in HOOKS) if all(map(_ours, hooks.values()))}
+        own = {id(hooks) for hooks in (getattr(self.root, name) for name in HOOKS) if all(map(is_ours, hooks.values()))}
         own |= {id(getattr(self.root, name)) for name in WAYS}
         self.empty = [entry.value for entry in entries
                       if entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT" and id(entry.value) not in own
@@ -111,7 +102,7 @@ class Recorder:
         source = entry.orig_guard.originating_source
         while source is not None:
             value = self.values.get(source.name)
-            if _ours(value) or id(value) in own:
+            if is_ours(value) or id(value) in own:
                 return False
             if isinstance(value, nn.SyncBatchNorm | SequenceAttention) and "['forward']" in name:
                 return False  # this package's, while it is traced
@@ -135,11 +126,6 @@ def _identity(entry: Any) -> Any:
         return value.__code__
     by_type = not entry.has_value or isinstance(value, nn.Module) or not entry.guard_type.endswith("_MATCH")
     return type(value) if by_type or entry.guard_type == "TYPE_MATCH" else value
-
-
-def _ours(value: Any) -> bool:
-    value = value.func if isinstance(value, functools.partial) else value
-    return isinstance(value, types.FunctionType) and value.__module__.split(".")[0] == PACKAGE
 
 
 def _library(module: types.ModuleType) -> bool:
@@ -241,171 +227,3 @@ def _rooted(node: ast.AST) -> bool:
 def _short(value: Any) -> str:
     text = repr(value) if isinstance(value, bool | int | float | complex | str | None) else f"a {type(value).__name__}"
     return text if len(text) <= LONG else text[:LONG] + "..."
-
-
-class Hooks:
-    """The dictionaries of hooks that were empty, and those of all modules of the process.
-
-    They are looked at when a hook was registered anywhere in the process: each gets a number that PyTorch counts up.
-    """
-
-    def __init__(self, root: nn.Module, empty: Iterable[dict[Any, Any]]) -> None:
-        self._root = root
-        self._empty = list({id(hooks): hooks for hooks in empty}.values())
-        self.own = self._users()
-        self._traced = [dict(getattr(root, name)) for name in HOOKS] if self.own else []
-        self._global = self._globals()
-        self._count = -1
-
-    def same(self) -> bool:
-        count = RemovableHandle.next_id
-        if count == self._count and not self.own and not self._global:
-            return True
-        if any(self._empty) or self._users() != self.own or self._globals() != self._global:
-            return False
-        self._count = count
-        return True
-
-    def changed(self, model: nn.Module) -> tuple[str, str] | None:
-        if self.same():
-            return None
-        if self._globals() != self._global:
-            return "global hooks", "the global hooks of modules, which are others now"
-        for path, module in model.named_modules():
-            for kind in HOOKS:
-                if any(getattr(module, kind) is hooks for hooks in self._empty if hooks):
-                    name = f"model.{path}.{kind[1:]}".replace("..", ".")
-                    return name, f"{name}, of which there were none"
-        return "model's hooks", "the hooks of the model, which are others now"
-
-    @contextlib.contextmanager
-    def as_traced(self, _objective: nn.Module) -> Iterator[None]:
-        """Inside, the model has this package's hooks that it was traced with, after the user's."""
-        now = [(hooks := getattr(self._root, name), dict(hooks)) for name in HOOKS]
-        try:
-            for (hooks, held), traced in zip(now, self._traced, strict=True):
-                hooks.clear()
-                hooks |= {key: hook for key, hook in held.items() if not _ours(hook)}
-                hooks |= {key: hook for key, hook in traced.items() if _ours(hook)}
-            yield
-        finally:
-            for hooks, held in now:
-                hooks.clear()
-                hooks |= held
-
-    def _users(self) -> list[Any]:
-        """The hooks of the model itself, but for this package's."""
-        return [key for name in HOOKS for key, hook in getattr(self._root, name).items() if not _ours(hook)]
-
-    def _globals(self) -> list[Any]:
-        places = (getattr(modules, name) for name in GLOBAL_HOOKS)
-        return [key for hooks in places for key, hook in hooks.items() if not is_tracker(hook)]
-
-
-class Methods:
-    """The functions of classes that the trace went through, where each was found: ``Block.forward``."""
-
-    def __init__(self, values: Iterable[Any], code: set[types.CodeType]) -> None:
-        kinds = {id(kind): kind for value in values for kind in type(value).__mro__ if kind is not object}
-        self._found = [
-            (kind, name, value)
-            for kind in kinds.values()
-            for name, value in list(vars(kind).items())
-            if _code(value) in code and not _ours(value)
-        ]
-        self._functions = [value for _, _, value in self._found]  # which compare by identity
-
-    def same(self) -> bool:
-        return [kind.__dict__.get(name) for kind, name, _ in self._found] == self._functions
-
-    def changed(self) -> tuple[str, str] | None:
-        for kind, name, value in self._found:
-            if kind.__dict__.get(name) is not value:
-                return f"{kind.__name__}.{name}", f"{kind.__name__}.{name}, which is another function now"
-        return None
-
-
-def _code(value: Any) -> types.CodeType | None:
-    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-    return getattr(value, "__code__", None) if isinstance(value, types.FunctionType) else None
-
-
-class Closed:
-    """The tensors that a program closes over, read as they are now.
-
-    A tensor that has taken another's place (``weights = weights * 2``, a teacher's new parameter) becomes the program's
-    input if it is laid out as the other was and shares memory with the same; else the program is not for it.
-    ``numbers``: what it relies on of those whose value was read as a Python number.
-    """
-
-    numbers = Numbers()
-
-    def __init__(self, closed: Mapping[str, tuple[torch.Tensor, Any]], scope: Mapping[str, Any]) -> None:
-        self.tensors = {name: tensor for name, (tensor, _) in closed.items()}
-        self._layouts = {name: _layout(tensor) for name, tensor in self.tensors.items()}
-        self._shared = _shared(list(self.tensors.values()))
-        text = "".join(f"{_name(source)}, " for _, source in closed.values())
-        self._read: Callable[[], tuple[Any, ...]] = eval(f"lambda: ({text})", dict(scope)) if closed else tuple
-
-    def moved(self) -> Mapping[str, torch.Tensor] | None:
-        """Those that are other tensors now, by name; None where the program is not for them."""
-        try:
-            now = self._read()
-        except Exception:  # one of the places is gone
-            return None
-        if not self.numbers.hold():
-            return None
-        if all(map(is_, now, self.tensors.values())):
-            return {}
-        return None if self._odd(now) else {
-            name: new for new, (name, old) in zip(now, self.tensors.items(), strict=True) if new is not old
-        }  # fmt: skip
-
-    def odd(self) -> tuple[str, str] | None:
-        """The first that the program is not for, as Dynamo names it, and what the program relies on of it."""
-        try:
-            name = self._odd(self._read())
-        except Exception as error:
-            name = f"a tensor that is read from outside ({type(error).__name__})"
-        if name is not None:
-            return name, f"the shape, dtype, strides and sharing of {name}, which are others now"
-        if (asked := self.numbers.broken()) is not None:
-            return asked, f"the number in {asked}, which is another now"
-        return None
-
-    def _odd(self, now: Sequence[Any]) -> str | None:
-        names = list(self.tensors)
-        found = [name for name, new in zip(names, now, strict=True) if _layout(new) != self._layouts[name]]
-        found += [name for name, one, two in zip(names, _shared(now), self._shared, strict=True) if one != two]
-        return found[0] if found else None
-
-    def replace(self, moved: Mapping[str, torch.Tensor]) -> None:
-        """These are the tensors from now on."""
-        self.tensors.update(moved)
-
-
-def _name(source: Any) -> str:
-    return source.name() if callable(source.name) else source.name
-
-
-def _layout(tensor: Any) -> tuple[Any, ...]:
-    """What a program depends on of a tensor, but for its values."""
-    if not isinstance(tensor, torch.Tensor):
-        return (type(tensor),)
-    return (
-        type(tensor), tensor.layout, tensor.shape, tensor.stride() if tensor.layout == torch.strided else None,
-        tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_conj(), tensor.is_neg(),
-    )  # fmt: skip
-
-
-def _shared(tensors: Sequence[Any]) -> list[int]:
-    """For each tensor, the first that shares memory with it."""
-    first: dict[int, int] = {}
-    return [first.setdefault(_storage(tensor), place) for place, tensor in enumerate(tensors)]
-
-
-def _storage(tensor: Any) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return id(tensor)

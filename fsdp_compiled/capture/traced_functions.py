@@ -1,0 +1,118 @@
+"""Hooks and methods that a trace went through, and whether they are the same at a call; see `guards`.
+
+Dynamo guards each module's dictionaries of hooks, of which most are empty and stay so, and neither the methods of
+classes nor the global hooks of modules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as modules
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_compiled.capture.ambient import is_tracker
+
+PACKAGE = __name__.split(".")[0]
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks", "_global_forward_hooks", "_global_backward_pre_hooks", "_global_backward_hooks",
+)  # fmt: skip
+
+
+def is_ours(value: Any) -> bool:
+    """Whether it is a function of this package."""
+    value = value.func if isinstance(value, functools.partial) else value
+    return isinstance(value, types.FunctionType) and value.__module__.split(".")[0] == PACKAGE
+
+
+class Hooks:
+    """The dictionaries of hooks that were empty, and those of all modules of the process.
+
+    They are looked at when a hook was registered anywhere in the process: each gets a number that PyTorch counts up.
+    """
+
+    def __init__(self, root: nn.Module, empty: Iterable[dict[Any, Any]]) -> None:
+        self._root = root
+        self._empty = list({id(hooks): hooks for hooks in empty}.values())
+        self.own = self._users()
+        self._traced = [dict(getattr(root, name)) for name in HOOKS] if self.own else []
+        self._global = self._globals()
+        self._count = -1
+
+    def same(self) -> bool:
+        count = RemovableHandle.next_id
+        if count == self._count and not self.own and not self._global:
+            return True
+        if any(self._empty) or self._users() != self.own or self._globals() != self._global:
+            return False
+        self._count = count
+        return True
+
+    def changed(self, model: nn.Module) -> tuple[str, str] | None:
+        if self.same():
+            return None
+        if self._globals() != self._global:
+            return "global hooks", "the global hooks of modules, which are others now"
+        for path, module in model.named_modules():
+            for kind in HOOKS:
+                if any(getattr(module, kind) is hooks for hooks in self._empty if hooks):
+                    name = f"model.{path}.{kind[1:]}".replace("..", ".")
+                    return name, f"{name}, of which there were none"
+        return "model's hooks", "the hooks of the model, which are others now"
+
+    @contextlib.contextmanager
+    def as_traced(self, _objective: nn.Module) -> Iterator[None]:
+        """Inside, the model has this package's hooks that it was traced with, after the user's."""
+        now = [(hooks := getattr(self._root, name), dict(hooks)) for name in HOOKS]
+        try:
+            for (hooks, held), traced in zip(now, self._traced, strict=True):
+                hooks.clear()
+                hooks |= {key: hook for key, hook in held.items() if not is_ours(hook)}
+                hooks |= {key: hook for key, hook in traced.items() if is_ours(hook)}
+            yield
+        finally:
+            for hooks, held in now:
+                hooks.clear()
+                hooks |= held
+
+    def _users(self) -> list[Any]:
+        """The hooks of the model itself, but for this package's."""
+        return [key for name in HOOKS for key, hook in getattr(self._root, name).items() if not is_ours(hook)]
+
+    def _globals(self) -> list[Any]:
+        places = (getattr(modules, name) for name in GLOBAL_HOOKS)
+        return [key for hooks in places for key, hook in hooks.items() if not is_tracker(hook)]
+
+
+class Methods:
+    """The functions of classes that the trace went through, where each was found: ``Block.forward``."""
+
+    def __init__(self, values: Iterable[Any], code: set[types.CodeType]) -> None:
+        kinds = {id(kind): kind for value in values for kind in type(value).__mro__ if kind is not object}
+        self._found = [
+            (kind, name, value)
+            for kind in kinds.values()
+            for name, value in list(vars(kind).items())
+            if _code(value) in code and not is_ours(value)
+        ]
+        self._functions = [value for _, _, value in self._found]  # which compare by identity
+
+    def same(self) -> bool:
+        return [kind.__dict__.get(name) for kind, name, _ in self._found] == self._functions
+
+    def changed(self) -> tuple[str, str] | None:
+        for kind, name, value in self._found:
+            if kind.__dict__.get(name) is not value:
+                return f"{kind.__name__}.{name}", f"{kind.__name__}.{name}, which is another function now"
+        return None
+
+
+def _code(value: Any) -> types.CodeType | None:
+    value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+    return getattr(value, "__code__", None) if isinstance(value, types.FunctionType) else None
