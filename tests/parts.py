@@ -10,6 +10,7 @@ from unittest import mock
 from weakref import WeakKeyDictionary
 
 from fsdp_compiled import Sharded, api
+from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.program_cache import Programs
@@ -33,11 +34,16 @@ class Seen:
 
 
 @contextmanager
-def parts(seen: Seen | None = None) -> Iterator[Seen]:
-    """``with parts() as of: sharded = compile_sharded(...)``; then ``of(sharded).programs``."""
+def parts(seen: Seen | None = None, calls: Calls | None = None) -> Iterator[Seen]:
+    """``with parts() as of: sharded = compile_sharded(...)``; then ``of(sharded).programs``.
+
+    ``calls``: the log that they are to write, in the place of their own.
+    """
     seen = Seen() if seen is None else seen
 
     def make(taken: Any, optimizer: Any, *given: Any) -> Sharded:
+        if calls is not None:
+            given[0].calls = calls
         sharded = Sharded(taken, optimizer, *given)
         seen._found[sharded] = Parts(*given[:3])
         return sharded

@@ -160,11 +160,10 @@ def test_a_device_that_is_lost_over_rates_is_an_error_by_name_on_every_rank() ->
 def test_a_lost_device_is_an_error_by_name_where_it_comes_out_in_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with parts() as of:
-        sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).sum(), policy=Policy(lower="eager"))
     both = ranks(2)
+    with parts(calls=both[0]) as of:
+        sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).sum(), policy=Policy(lower="eager"))
     make(both, "aa", "ab")
-    sharded._calls = both[0]
 
     def fill(*_: object) -> bool:
         raise ASSERT

@@ -76,11 +76,11 @@ def capture_on(
             parameters |= dict.fromkeys(leaf.names, fake)
     whole: dict[str, torch.Tensor] = {}
     for name, parameter in (plain or {}).items():
-        known = id(parameter) in seen
-        fake = twin(parameter)
-        whole[name] = fake if known else nn.Parameter(fake, requires_grad=gradient and parameter.requires_grad)
-        whole[name].__dict__.update(vars(parameter))
-        seen[id(parameter)] = whole[name]
+        if id(parameter) not in seen:
+            fake = nn.Parameter(twin(parameter), requires_grad=gradient and parameter.requires_grad)
+            fake.__dict__.update(vars(parameter))
+            seen[id(parameter)] = fake
+        whole[name] = seen[id(parameter)]
     for place, tensor in {**batch_tensors(args, kwargs), **buffers}.items():
         if isinstance(tensor, DTensor):
             raise CaptureError(

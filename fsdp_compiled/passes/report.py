@@ -101,8 +101,7 @@ def report(program: Program, plan: Plan) -> Program:
         if gradients:
             copies = plan.world // plan.shard if plan.placement.gradient else plan.world
             squares = edit.call(aten.select.int, packet, 0, 1, mark=mark)
-            norm = edit.call(aten.sqrt.default, edit.call(aten.div.Tensor, squares, copies, mark=mark), mark=mark)
-            edit.set_output(NORM, edit.call(aten._to_copy.default, norm, dtype=torch.float32, mark=mark))
+            _set_norm(edit, edit.call(aten.div.Tensor, squares, copies, mark=mark), mark)
     return edit.done("report")
 
 
@@ -121,8 +120,7 @@ def norm(program: Program, plan: Plan) -> Program:
         if plan.shard > 1:
             squares = edit.call(c10d.all_reduce.default, squares, "sum", "shard", mark=mark)
             squares = edit.call(c10d.wait_tensor.default, squares, mark=mark)
-        root = edit.call(aten.sqrt.default, squares, mark=mark)
-        edit.set_output(NORM, edit.call(aten._to_copy.default, root, dtype=torch.float32, mark=mark))
+        _set_norm(edit, squares, mark)
     return edit.done("norm")
 
 
@@ -178,6 +176,12 @@ def _assert_same(edit: Edit, packet: fx.Node, size: int, world: int, mark: Mark)
     same = edit.call(aten.eq.Tensor, left, edit.call(aten.mul.Tensor, call, call, mark=mark), mark=mark)
     same = edit.call(aten.all.default, same, mark=mark)
     edit.call(ASSERT, same, DISAGREE, mark=Mark("agree"))
+
+
+def _set_norm(edit: Edit, squares: fx.Node, mark: Mark) -> None:
+    """The output: the root of the squared norm over all ranks, float32."""
+    root = edit.call(aten.sqrt.default, squares, mark=mark)
+    edit.set_output(NORM, edit.call(aten._to_copy.default, root, dtype=torch.float32, mark=mark))
 
 
 def _squares(edit: Edit, gradients: dict[Buffer, fx.Node], plan: Plan, mark: Mark) -> fx.Node:
