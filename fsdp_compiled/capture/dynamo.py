@@ -33,6 +33,7 @@ from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, places_of, put_back
 from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
 from fsdp_compiled.capture.output_ports import closed, output_ports
+from fsdp_compiled.capture.repeated_calls import Repeats
 from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects, inside, speech, tell_batch, unwrapped
 from fsdp_compiled.capture.source_lines import explanation, reason, user_line
 from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, name_axes, whole
@@ -45,6 +46,8 @@ from fsdp_compiled.torch_private.dynamo import (
     UserError,
     config,
 )
+
+log = logging.getLogger("fsdp_compiled")
 
 
 def capture(
@@ -98,6 +101,17 @@ def capture(
 
     def trace(symbolic: Collection[str] = ()) -> Trace:
         """One run of Dynamo, with these sources of integers as unknowns. What it changed is not undone yet."""
+        repeats = Repeats(objective.model)
+        try:
+            with repeats.watched():
+                return walk(symbolic, repeats)
+        except Exception as error:
+            if not (repeats.failed or repeats.wrote):
+                raise
+            log.info("every block is traced, since equal ones could not be repeated: %s", error)
+        return walk(symbolic)
+
+    def walk(symbolic: Collection[str], repeats: Repeats | None = None) -> Trace:
         made = Trace(tensors, batch_tensors(args, kwargs), list(places_of(objective.model)), symbolic)
         # Dynamo keeps its cache, and counts recompilations, by code object: each trace brings one of its own.
         fresh = types.FunctionType(
@@ -120,6 +134,8 @@ def capture(
         try:
             with torch.compiler.config.patch(unbacked_sources=",".join(symbolic)), in_place(places, made.tensors):
                 value, aux, pair, replaced, said, made.touched = compiled(named, args, dict(kwargs), buffers)
+                if repeats is not None:
+                    repeats.check_guards(recorder.kept)
                 check_parameters(places, made.tensors)
                 made.side_effects = SideEffects(made.mutations, made.closed, {id(result) for result in made.results})
             scope = dict(zip(fresh.__code__.co_freevars, (cell.cell_contents for cell in fresh.__closure__ or ())))

@@ -73,6 +73,7 @@ class Recorder:
         self.root, self.wrapped, self.taken = root, wrapped, taken
         self.values: dict[str, Any] = {}  # what guards look at, by Dynamo's name
         self.empty: list[dict[Any, Any]] = []
+        self.kept: list[Any] = []  # Dynamo's own, which have texts when they are built
         self.code: set[types.CodeType] = set()  # that was traced, functions of functions too
         self._alive: list[Any] = []
 
@@ -85,7 +86,8 @@ class Recorder:
                       if entry.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT" and id(entry.value) not in own
                       and type(entry.value).__name__ == "OrderedDict"]  # fmt: skip
         kept = [self._is_relied_on(entry, own) for entry in entries]
-        self._alive = [_identity(entry) for entry, select in zip(entries, kept, strict=True) if select]
+        chosen = [entry for entry, select in zip(entries, kept, strict=True) if select]
+        self._alive, self.kept = [_identity(entry) for entry in chosen], [entry.orig_guard for entry in chosen]
         return kept
 
     def _is_relied_on(self, entry: Any, own: set[int]) -> bool:
@@ -115,7 +117,7 @@ class Recorder:
         hooks, methods = Hooks(self.root, self.empty), Methods(self.values.values(), self.code)
         found = Guards(entry, scope, hooks, methods, self._alive, self.wrapped)
         found.closed = Closed(closed, found.scope)
-        self.values = {}
+        self.values, self.kept = {}, []
         return found
 
 

@@ -6,6 +6,8 @@ who builds guards (``CheckFunctionManager``) and times them
 (``guard_building.profile_guard_manager``), the source of a number that is read out of a tensor, the record of those
 that cannot stay unknown, and on ``variables.misc`` or ``variables.user_defined`` for the function that calls Python's
 random numbers, ``misc`` and ``variables.tensor`` for what texts, tensors and their storages answer.
+
+Repeated blocks rely on what stands for modules, tensors, numbers and tuples while Dynamo traces, on sources and guards.
 """
 
 from torch._dynamo import config, maybe_mark_dynamic
@@ -20,30 +22,56 @@ from torch._dynamo.exc import (
     UserError,
     UserErrorType,
 )
-from torch._dynamo.guards import CheckFunctionManager
+from torch._dynamo.guards import CheckFunctionManager, uninteresting_files
 from torch._dynamo.guards import _get_closure_vars as closure_vars
-from torch._dynamo.source import CallMethodItemSource
+from torch._dynamo.source import CallMethodItemSource, NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
-from torch._dynamo.variables import ConstantVariable, misc, user_defined
+from torch._dynamo.utils import set_example_value
+from torch._dynamo.variables import (
+    ConstantVariable,
+    LazyVariableTracker,
+    TensorVariable,
+    TupleVariable,
+    misc,
+    user_defined,
+)
 from torch._dynamo.variables import tensor as tensor_variables
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
-from torch._guards import TracingContext, tracing
+from torch._dynamo.variables.base import (
+    AttributeMutationExisting,
+    AttributeMutationNew,
+    ValueMutationExisting,
+    ValueMutationNew,
+)
+from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch._guards import ChainedSource, Guard, Source, TracingContext, tracing
 
 __all__ = [
     "AttributeMutationExisting",
+    "AttributeMutationNew",
     "BackendCompilerFailed",
     "CallMethodItemSource",
+    "ChainedSource",
     "CheckFunctionManager",
     "ConstantVariable",
+    "Guard",
     "InstructionTranslator",
+    "LazyVariableTracker",
+    "NNModuleSource",
+    "Source",
+    "TensorVariable",
     "TensorifyScalarRestartAnalysis",
     "TensorifyState",
     "TorchDynamoException",
     "TracingContext",
+    "TupleVariable",
+    "UnspecializedNNModuleVariable",
     "Unsupported",
     "UserError",
     "UserErrorType",
     "ValueMutationExisting",
+    "ValueMutationNew",
+    "VariableBuilder",
     "aot_autograd",
     "cache_entries",
     "closure_vars",
@@ -51,7 +79,10 @@ __all__ = [
     "guard_building",
     "maybe_mark_dynamic",
     "misc",
+    "set_example_value",
     "tensor_variables",
     "tracing",
+    "uninteresting_files",
     "user_defined",
+    "wrap_fx_proxy",
 ]

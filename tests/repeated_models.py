@@ -1,0 +1,157 @@
+"""Models of a list of blocks that are equal, or are but for one, or do more than compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+LAYERS, WIDTH, ODD = 7, 4, 4
+FACTORS: list[int] = []
+
+
+class Shared:
+    """An object that all blocks have."""
+
+    def __init__(self) -> None:
+        self.factor = 2.0
+
+
+class Block(nn.Module):
+    def __init__(self, index: int, like: str, shared: Shared) -> None:
+        super().__init__()
+        self.index, self.like, self.shared, self.calls, self.factor = index, like, shared, 0, 1.0
+        self.kind = "other" if like == "read outside" and index == ODD else "one"
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2 if like == "another dropout" and index == ODD else 0.1)
+        odd = index == ODD
+        self.zero = -0.0 if like == "minus zero" and odd else 0.0
+        self.table = {"a": 1.0, "b": 2.0} if like == "longer table" and odd else {"a": 1.0}
+        self.second = nn.Linear(WIDTH, WIDTH) if like in ("tied inside", "checkpointed inside") else None
+        if like == "tied inside" and odd:
+            self.second.weight = self.linear.weight  # type: ignore[union-attr]
+        if like == "an attribute more" and odd:
+            self.linear.flag = True  # type: ignore[assignment]
+        power = 3 if index == ODD else 2
+        self.act = lambda y: y**power
+        if like == "writes a buffer":
+            self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor, factor: float = 1.0, *, masks: tuple[torch.Tensor, ...] = ()) -> Any:
+        y = self.linear(x) * factor * self.factor
+        for mask in masks:
+            y = y * mask
+        if self.like in ("shared", "shared changes"):
+            y = y * self.shared.factor
+        if self.like == "counts":
+            self.calls += 1
+        if self.like in ("dropout", "another dropout", "one in eval mode"):
+            y = self.drop(y)
+        if self.like == "closure":
+            y = self.act(y)
+        if self.like == "writes a buffer":
+            self.seen.copy_(y.detach().mean(0))
+        if self.like == "global":
+            FACTORS.append(self.index)
+        if self.like == "no grad":
+            with torch.no_grad():
+                y = y + self.linear(x)
+        if self.like == "writes its input":
+            x.mul_(2)
+        if self.like == "a hook on a tensor":
+            y.register_hook(lambda gradient: gradient * 2)
+        if self.like == "an attribute of its argument":
+            y = y * 2 if hasattr(x, "mark") else y
+        if self.like == "an attribute more":
+            y = y * 2 if hasattr(self.linear, "flag") else y
+        if self.like == "longer table":
+            y = y * len(self.table)
+        if self.like == "minus zero":
+            y = y + self.zero
+        if self.like == "tied inside":
+            y = self.second(y)  # type: ignore[misc]
+        if self.like == "checkpointed inside":
+            y = y + checkpoint(self.second, x, use_reentrant=False)
+        if self.like == "random":
+            y = y * torch.rand(WIDTH)
+        if self.kind == "other":
+            y = y.sin()
+        if self.like == "returns its argument":
+            return x, x + y
+        return x + y
+
+
+class Model(nn.Module):
+    def __init__(self, like: str) -> None:
+        super().__init__()
+        self.like, shared = like, Shared()
+        self.shared = shared
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block(index, like, shared) for index in range(LAYERS))
+        if like == "tied":
+            self.layers[5].linear.weight = self.layers[2].linear.weight
+        if like == "frozen":
+            self.layers[4].linear.weight.requires_grad_(False)
+        if like == "one in eval mode":
+            self.layers[4].eval()
+        if like == "hook":
+            self.layers[3].linear.register_forward_hook(lambda module, args, result: result * 2)
+        if like == "own forward":
+            self.layers[3].forward = lambda x: x * 3
+        if like == "another class inside":
+            self.layers[3].linear = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        masks = (x.sin(), x.cos())
+        seen: list[torch.Tensor] = []
+        for index, layer in enumerate(self.layers):
+            if self.like == "read outside" and layer.kind == "other":
+                x = x + 1
+            if self.like == "shared changes":
+                self.shared.factor = float(index)
+            if self.like == "an attribute of its argument" and index == ODD:
+                x = x * 1
+                x.mark = True  # type: ignore[attr-defined]
+            if self.like == "strides" and index == ODD:
+                x = x.t().contiguous().t()
+            if self.like == "arguments":
+                x = layer(x, 0.5, masks=masks)
+            elif self.like == "numbers":
+                x = layer(x, factor=1.0 if index < 4 else 2.0)
+            elif self.like == "twice":
+                x = layer(layer(x))
+            elif self.like == "some without gradient":
+                with torch.set_grad_enabled(index < 4):
+                    x = layer(x)
+            elif self.like == "annotated":
+                with torch.fx.traceback.annotate({"layer": index}):
+                    x = layer(x)
+            elif self.like == "autocast for one":
+                with torch.autocast("cpu", torch.bfloat16, enabled=index == ODD):
+                    x = layer(x)
+            elif self.like == "returns its argument":
+                _, x = layer(x)
+            elif self.like == "numbers of one value":
+                x = layer(x, factor=-0.0 if index == ODD else 0.0)
+            elif self.like == "written later":
+                x = layer(x)
+                seen.append(x)
+            else:
+                x = layer(x)
+        if self.like == "read after":
+            x = x * sum(layer.linear.weight.square().sum() for layer in self.layers)
+        if self.like == "differentiated inside":
+            (slope,) = torch.autograd.grad(x.sum(), self.layers[4].linear.weight, create_graph=True)
+            x = x * slope.square().sum()
+        if self.like == "written later":
+            with torch.no_grad():
+                seen[3].add_(1)
+            x = x * seen[3].detach() + seen[4].requires_grad * seen[5].detach()
+        return x + self.first.weight.sum() if self.like == "some without gradient" else x
+
+
+def loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens.new_ones(2, WIDTH, dtype=torch.float32)).square().mean()

@@ -1,0 +1,195 @@
+"""Dynamo walks through two of many equal blocks: graph and guards are those of walking through all of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.capture import dynamo, dynamo_run, guards, repeated_calls, walked_blocks, written_blocks
+from fsdp_compiled.capture.repeated_calls import Repeats
+from tests import equal_models as equal
+from tests.repeated_models import LAYERS, Model, loss
+
+
+class _Stop(Exception):
+    """After Dynamo."""
+
+
+def traced(model: nn.Module, function: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], int]:
+    """What Dynamo makes of it, graph and guards; how many blocks it did not walk through."""
+    found: list[Any] = []
+    watched: list[Repeats] = []
+    select, backend, repeats = guards.Recorder.select, dynamo_run.Trace.backend, dynamo.Repeats
+
+    def selecting(self: Any, entries: Any) -> Any:
+        kept = select(self, entries)
+        chosen = [entry for entry, keep in zip(entries, kept, strict=True) if keep]
+        plain = (bool, int, float, str, type(None))
+        names = [(e.orig_guard.name, e.guard_type, e.value if isinstance(e.value, plain) else None) for e in chosen]
+        asked = {(*one, repr(value)) for *one, value in names if "__builtins" not in str(one)}  # some of it twice
+        found.append(sorted(asked))
+        return kept
+
+    def seeing(self: Any, module: Any, inputs: Any) -> Any:
+        found.append([described(node) for node in module.graph.nodes])
+        return backend(self, module, inputs)
+
+    def watching(model: nn.Module) -> Repeats:
+        watched.append(repeats(model))
+        return watched[-1]
+
+    def stop(*_: Any) -> Any:
+        raise _Stop
+
+    with patch.context() as patched:
+        patched.setattr(guards.Recorder, "select", selecting)
+        patched.setattr(dynamo_run.Trace, "backend", seeing)
+        patched.setattr(dynamo, "Repeats", watching)
+        patched.setattr(dynamo_run, "traced", stop)
+        with pytest.raises(_Stop):
+            equal.program_of(model, function)
+    return found, len(watched[0].written)
+
+
+def full(model: nn.Module, function: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], int]:
+    """`traced`, with every block walked through."""
+    with patch.context() as patched:
+        patched.setattr(repeated_calls, "FEWEST", 1000)
+        return traced(model, function, patch)
+
+
+def described(node: torch.fx.Node) -> list[Any]:
+    """All of a node but for names."""
+    value = node.meta.get("example_value")
+    stack = node.meta.get("nn_module_stack") or {}
+    places = {other: place for place, other in enumerate(node.graph.nodes)}
+    return [
+        node.op,
+        "" if node.op == "placeholder" else str(node.target),
+        node.meta["grapharg"].source.name if node.op == "placeholder" else "",
+        repr(torch.fx.node.map_arg((node.args, node.kwargs), lambda one: places[one])),
+        node.meta.get("stack_trace"),
+        [(path, kind, "@" in key) for key, (path, kind) in stack.items()],
+        [
+            (v.shape, v.stride(), v.dtype, v.requires_grad, type(v)) if isinstance(v, torch.Tensor) else v
+            for v in pytree.tree_leaves(value)
+        ],
+        sorted(node.meta),
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traced_before() -> None:
+    """The first trace of a process asks of more: the module torch, by its name."""
+    equal.program_of(Model("shared"), loss)
+
+
+@pytest.mark.parametrize(
+    ("like", "written"),
+    [
+        # all but the first two
+        ("shared", LAYERS - 2), ("dropout", LAYERS - 2), ("random", LAYERS - 2), ("arguments", LAYERS - 2),
+        ("read after", LAYERS - 2), ("written later", LAYERS - 2), ("twice", LAYERS - 2),
+        # and but for the one that differs
+        ("another dropout", LAYERS - 3), ("one in eval mode", LAYERS - 3), ("frozen", LAYERS - 3),
+        ("tied", LAYERS - 3), ("tied inside", LAYERS - 3), ("read outside", LAYERS - 3), ("hook", LAYERS - 3),
+        ("another class inside", LAYERS - 3), ("own forward", LAYERS - 3), ("an attribute more", LAYERS - 3),
+        ("longer table", LAYERS - 3), ("minus zero", LAYERS - 3), ("an attribute of its argument", LAYERS - 3),
+        ("autocast for one", LAYERS - 3), ("numbers of one value", LAYERS - 3), ("numbers", 3 - 1),
+        ("some without gradient", 3 - 1), ("strides", 3 - 1),
+        # none
+        ("closure", 0), ("writes a buffer", 0), ("global", 0), ("writes its input", 0), ("shared changes", 0),
+        ("counts", 0), ("no grad", 0), ("annotated", 0), ("a hook on a tensor", 0), ("checkpointed inside", 0),
+        ("returns its argument", 0),
+    ],
+)  # fmt: skip
+def test_the_trace_is_that_of_all_blocks(like: str, written: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(Model(like), loss, written, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("like", "written"), [("tied", 4), ("rotary", 4), ("tuple", 4), ("index", 0), ("checkpointed", 0)]
+)
+def test_the_trace_is_that_of_all_blocks_of_other_models(
+    like: str, written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(equal.Model(like), equal.loss, written, monkeypatch)
+
+
+def compare(model: nn.Module, function: Any, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [list(vars(module)) for module in model.modules()]
+    wanted, none = full(model, function, monkeypatch)
+    got, written = traced(model, function, monkeypatch)
+    assert none == 0 and written == expected
+    for one, two in zip(got, wanted, strict=True):
+        more, fewer = [line for line in one if line not in two], [line for line in two if line not in one]
+        assert not (more or fewer), (more, fewer)
+    assert got == wanted
+    assert before == [list(vars(module)) for module in model.modules()]
+
+
+def test_control_blocks_whose_guards_nobody_compares_come_out_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = equal.Model("index")
+    wanted, _ = full(model, equal.loss, monkeypatch)
+    monkeypatch.setattr(walked_blocks, "_alike", lambda one, other: True)
+    monkeypatch.setattr(Repeats, "check_guards", lambda *_: None)
+    got, written = traced(model, equal.loss, monkeypatch)
+    assert written > 0 and got != wanted
+
+
+def test_guards_that_say_another_thing_are_found_when_they_are_built(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = equal.Model("index")
+    wanted, _ = full(model, equal.loss, monkeypatch)
+    monkeypatch.setattr(walked_blocks, "_alike", lambda one, other: True)
+    with caplog.at_level("INFO", logger="fsdp_compiled"):
+        got, _ = traced(model, equal.loss, monkeypatch)
+    assert got[-2:] == wanted
+    assert "a guard of model.layers.2 is not that of the one before" in caplog.text
+
+
+def test_a_block_that_could_not_be_ended_is_walked_through(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model("")
+    wanted, _ = full(model, loss, monkeypatch)
+    monkeypatch.setattr(written_blocks, "set_example_value", lambda *_: 1 / 0)
+    with caplog.at_level("INFO", logger="fsdp_compiled"):
+        got, _ = traced(model, loss, monkeypatch)
+    assert got[-2:] == wanted
+    assert "every block is traced" in caplog.text
+
+
+def test_a_change_in_a_block_that_was_not_walked_through_is_seen() -> None:
+    torch.manual_seed(0)
+    model = Model("")
+    eager = copy.deepcopy(model)
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.1), loss=loss, policy=Policy(lower="eager"))
+    optimizer = torch.optim.SGD(eager.parameters(), 0.1)
+    tokens = torch.zeros(2, 3, dtype=torch.long)
+    for factor in (1.0, 1.0, 3.0, 1.0):
+        model.layers[5].factor = eager.layers[5].factor = factor
+        value = loss(eager, tokens)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        assert sharded.step(tokens) == value
+    assert sharded.captures == 2
+
+
+def test_a_loss_that_differentiates_inside_is_walked_through(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model("differentiated inside")
+    wanted, _ = full(model, loss, monkeypatch)
+    with caplog.at_level("INFO", logger="fsdp_compiled"):
+        got, _ = traced(model, loss, monkeypatch)
+    assert got[-2:] == wanted[-2:]
+    assert "every block is traced" in caplog.text
