@@ -144,10 +144,13 @@ class Policy:
         memory that its steps work with; results (loss, norm) are copies. Forward alone and `value_and_grad` hand out
         much and run without.
     dynamic
-        Sizes of the batch that may change with no other program: True for the first dim (how many rows), or the dims,
-        ``(0, 1)`` for rows and lengths. A dim moves in every tensor that has the size there that the batch's first
-        tensor has. Ranks may then have different sizes; what each counts, ``weigh`` says.
-        Sizes 0 and 1 have programs of their own, and a model that asks for one certain size is refused.
+        Sizes of the batch that may change with no other program. ``"auto"``, as `torch.compile` does it: the first
+        size has a program of its own; a second one, in a call that is otherwise the same, makes one program for all
+        sizes of the dims that changed. Where that cannot be made (a model that asks for one certain size), each size
+        has its own; so it is under tensor parallelism and with ``cuda_graph=True`` too. True: from the first call on,
+        for the first dim (how many rows); or the dims, ``(0, 1)`` for rows and lengths. A dim moves in every tensor
+        that has the size there that the batch's first tensor has. Ranks may then have different sizes; what each
+        counts, ``weigh`` says. Sizes 0 and 1 have programs of their own. False: each size has its own.
     kernels
         Whether the package's own operators take the place of ATen's where they have one: a unit's gradients are
         flattened, cast and scaled in one pass over memory, and AdamW, Adam and SGD update all shards of a parameter
@@ -204,7 +207,7 @@ class Policy:
     lower: str = "inductor"
     weigh: str = "ranks"
     cuda_graph: bool | Literal["auto"] = "auto"
-    dynamic: bool | tuple[int, ...] = False
+    dynamic: bool | Literal["auto"] | tuple[int, ...] = "auto"
     kernels: bool | Literal["auto"] = "auto"
     copies: bool | Literal["auto"] = "auto"
     unrounded_gradients: bool = False
@@ -239,14 +242,14 @@ class Policy:
             value = getattr(self, name)
             if not isinstance(value, bool) and value != "auto":
                 raise ValueError(f'Policy.{name} is {value!r}; expected True, False or "auto".')
-        if not isinstance(self.dynamic, bool) and not (
+        if not (isinstance(self.dynamic, bool) or self.dynamic == "auto") and not (
             isinstance(self.dynamic, tuple)
             and all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for dim in self.dynamic)
             and len(set(self.dynamic)) == len(self.dynamic)
         ):
             raise ValueError(
-                f"Policy.dynamic is {self.dynamic!r}; expected True, False, or dims counted from the front, such as "
-                "(0, 1)."
+                f'Policy.dynamic is {self.dynamic!r}; expected "auto", True, False, or dims counted from the front, '
+                "such as (0, 1)."
             )
         if self.without != "all" and not (
             isinstance(self.without, tuple) and all(isinstance(name, str) for name in self.without)
@@ -349,8 +352,15 @@ class Policy:
 
     @property
     def moving(self) -> tuple[int, ...]:
-        """The dims of the batch's tensors that may change from call to call."""
+        """The dims of the batch's tensors that may change from call to call, from the first one on."""
+        if self.dynamic == "auto":
+            return ()
         return ((0,) if self.dynamic else ()) if isinstance(self.dynamic, bool) else self.dynamic
+
+    @property
+    def learns_sizes(self) -> bool:
+        """Whether sizes that changed once move from then on. A graph is for one size."""
+        return self.dynamic == "auto" and self.cuda_graph is not True
 
     @property
     def rematerializes(self) -> bool:

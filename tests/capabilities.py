@@ -232,9 +232,10 @@ ROWS = (
         "Batches whose sizes change, without a program each",
         "yes (eager)",
         "yes (eager)",
-        "`dynamic`; at most `programs` are kept",
+        "yes, after the second size (`dynamic`); at most `programs` are kept",
         (
             "test_dynamic_shapes::test_one_capture_serves_every_number_of_rows_bit_for_bit",
+            "test_moving_sizes::test_the_second_number_of_rows_makes_the_last_program_bit_for_bit",
             "test_program_cache::test_the_least_recently_used_program_is_dropped_and_the_numbers_stay",
         ),
     ),

@@ -192,7 +192,7 @@ def test_a_program_runs_on_no_size_that_its_code_decided_otherwise_on(
 
 @pytest.mark.parametrize("dynamic", [0, "rows", (0, 0), (-1,), (True,), [0]])
 def test_dims_that_are_none_are_refused(dynamic: Any) -> None:
-    with pytest.raises(ValueError, match=r"Policy\.dynamic is .*; expected True, False, or dims"):
+    with pytest.raises(ValueError, match=r'Policy\.dynamic is .*; expected "auto", True, False, or dims'):
         Policy(dynamic=dynamic)
 
 

@@ -18,7 +18,7 @@ from tests.toys import EAGER, batches, build, mse, same_weights, sgd
 def test_the_least_recently_used_program_is_dropped_and_the_numbers_stay(caplog: pytest.LogCaptureFixture) -> None:
     model = build()
     plain = copy.deepcopy(model)
-    sharded = compile_sharded(model, sgd(model), loss=mse, policy=replace(EAGER, programs=2))
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=replace(EAGER, programs=2, dynamic=False))
     optimizer = sgd(plain)
     rows = [3, 4, 3, 5, 3, 4]  # 5 drops 4, since 3 was used after it; then 4 drops 5
     for count in rows:
@@ -40,7 +40,7 @@ def test_the_least_recently_used_program_is_dropped_and_the_numbers_stay(caplog:
 
 def test_with_room_for_all_nothing_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     model = build()
-    sharded = compile_sharded(model, sgd(model), loss=mse, policy=replace(EAGER, programs=3))
+    sharded = compile_sharded(model, sgd(model), loss=mse, policy=replace(EAGER, programs=3, dynamic=False))
     for count in (3, 4, 5, 3, 4, 5):
         sharded.step(*batches(1, rows=count)[0])
     assert sharded.captures == 3

@@ -5,8 +5,9 @@
     tokens int64[8, 64]   tokens int64[rows, 64]           every number of rows from 2 on
     lengths int64[8]      lengths int64[rows]
 
-A dim moves in every tensor of the batch that has the size there that the first one has. Sizes 0 and 1 stay as they are
-and have programs of their own: PyTorch treats them apart (broadcasting, contiguity), and so would one program for all.
+Under ``"auto"`` that program is made for the second size (`runtime.moving_sizes`). A dim moves in every tensor of the
+batch that has the size there that the first one has. Sizes 0 and 1 stay as they are and have programs of their own:
+PyTorch treats them apart (broadcasting, contiguity), and so would one program for all.
 
 What the code asked of a size when it was traced (``if len(x) % 2``) is remembered, and asked again of each new size: a
 program runs on no size it was not traced for.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fsdp_compiled.ir.nodes import fake_mode
 from fsdp_compiled.ir.program import Program
@@ -99,6 +101,23 @@ def traced_with(sizes: Sizes) -> dict[int, int]:
             size += 1
         found[dim] = size
     return found
+
+
+def stay_open(program: Program, tensors: Mapping[str, torch.Tensor], sizes: Sizes) -> bool:
+    """Whether the program leaves all of these sizes open: code that asks for one makes a program for that one."""
+    env = fake_mode(program.graph).shape_env
+    asked = [
+        node.meta["val"].shape[dim]
+        for port, node in program.inputs.items()
+        if port.kind == "batch"
+        for dim in moving(tensors[port.name], sizes)
+    ]
+    return env is not None and all(isinstance(size, torch.SymInt) and not _is_one(size, env) for size in asked)
+
+
+def _is_one(size: torch.SymInt, env: ShapeEnv) -> bool:
+    bounds = env.var_to_range.get(size.node.expr)
+    return bool(size.node.expr.is_number or (bounds is not None and bounds.is_singleton()))
 
 
 def unfit(program: Program, tensors: Mapping[str, torch.Tensor]) -> str | None:

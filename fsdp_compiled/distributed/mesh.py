@@ -18,6 +18,10 @@ class RankError(RuntimeError):
     """Ranks disagree, or one of them failed; raised on every rank."""
 
 
+class Interrupted(RankError):
+    """Another rank was interrupted, and goes on with nothing."""
+
+
 class Unanimous(ValueError):
     """Raised by every rank in the same place: nobody needs to be told."""
 
@@ -136,12 +140,14 @@ def agree(
     texts = (text, own() if own is not None and failure is None else "")
     digests = [hashlib.sha256(one.encode()).hexdigest() for one in texts]
     error = f"{type(failure).__name__}: {failure}" if failure is not None else None
-    found = exchange((error, mesh.tp_rank, *digests, value), mesh)
-    if failure is not None:
+    interrupted = failure is not None and not isinstance(failure, Exception)
+    found = exchange((error, mesh.tp_rank, *digests, value, interrupted), mesh)
+    if failure is not None and (interrupted or not any(row[-1] for row in found)):
         raise failure
-    for rank, (other, *_) in enumerate(found):
-        if other is not None:
-            raise RankError(f"rank {rank} failed, so no rank goes on. It said:\n{other}")
+    for rank, (other, *_, stopped) in enumerate(found):
+        if other is not None and (stopped or not any(row[-1] for row in found)):
+            kind = Interrupted if stopped else RankError
+            raise kind(f"rank {rank} failed, so no rank goes on. It said:\n{other}")
     first: dict[int, int] = {}  # by place along tp, the first rank there
     for rank, (_, place, *_) in enumerate(found):
         first.setdefault(place, rank)
@@ -152,7 +158,7 @@ def agree(
                 both = exchange(one if mesh.rank in (base, rank) else "", mesh)
                 difference = _difference(both[base], both[rank], base, rank)
                 raise RankError(f"{what} differs between rank {base} and rank {rank}.\n{difference}")
-    return [row[-1] for row in found]
+    return [row[-2] for row in found]
 
 
 def _difference(first: str, other: str, base: int, rank: int) -> str:

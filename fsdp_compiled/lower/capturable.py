@@ -62,7 +62,7 @@ def _inputs(program: Program, device: torch.device) -> Iterator[str]:
     if any(port.kind == "size" for port in program.inputs):
         yield (
             "sizes of the batch move (Policy.dynamic), and may differ between ranks; a graph has one size on all. "
-            "Give batches few shapes (pad, drop_last=True) and leave dynamic at False."
+            "Give batches few shapes (pad, drop_last=True) and set dynamic=False."
         )
     for port, node in program.inputs.items():
         value = node.meta["val"]

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import is_
 from typing import Any, get_args
 
@@ -38,8 +39,9 @@ from fsdp_compiled.runtime.compile import (
 )  # fmt: skip
 from fsdp_compiled.runtime.input_binding import flatten, replaced, same_tensors
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
+from fsdp_compiled.runtime.moving_sizes import MovingSizes
 from fsdp_compiled.runtime.program_maker import ProgramMaker, no_collection
-from fsdp_compiled.runtime.request import CALLS, Changed, Request, misfit
+from fsdp_compiled.runtime.request import CALLS, Changed, Request, differentiable, full, misfit
 from fsdp_compiled.runtime.training import Backward
 
 log = logging.getLogger("fsdp_compiled")
@@ -62,6 +64,7 @@ class Programs:
         self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
         self._asked: set[str] = set()  # attributes that are not PyTorch's, which programs asked tensors for
         self._written: dict[str, torch.Tensor] = {}  # closed-over tensors that programs write, as they were last seen
+        self._moving = MovingSizes() if self.plan.policy.learns_sizes and self.mesh.tp == 1 else None
         self._revision = 0  # of the rules
         self._evicted = 0
 
@@ -101,33 +104,59 @@ class Programs:
         seen = policy.lower == "eager" and self.replays.device is None
         ambient.check(CALLS[kind], kind != "forward", seen, saves=self._called is not None)
         around = ambient.now()
-        leaves, spec = flatten(batch, named)
+        leaves, _ = flatten(batch, named)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if {*map(type, tensors)} - {torch.Tensor} or any(map(vars, tensors)):
             self._check_classes(batch, named)
-        sizes = sizes_of(policy.moving, tensors)
+        if self._called is None and kind != "forward" and any(tensor.requires_grad for tensor in tensors):
+            raise ValueError(differentiable(batch_tensors(batch, named)))
+        rows = rows_of(tensors) if policy.weigh == "rows" else 0
+        buffers = self._buffers.replaced()
+
+        def look(dims: tuple[int, ...]) -> Request:
+            return self._look(Request(kind, batch, named, leaves, rows, around, buffers), dims)
+
+        request = look(policy.moving)
+        if request.compiled is not None:
+            return request
+        if self._moving is not None:
+            for dims in self._moving.known(request):
+                if (found := look(dims)).compiled is not None:
+                    return found
+            if dims := self._moving.changed(request):
+                request = replace(look(dims), instead=self._incomplete(request))
+        return self._incomplete(request)
+
+    def _look(self, request: Request, dims: tuple[int, ...]) -> Request:
+        """The request with the program that is kept for it, if there is one, where these dims move."""
+        batch, named = request.batch, request.named
+        leaves, spec = flatten(batch, named)
+        tensors = request.tensors
+        sizes = sizes_of(dims, tensors)
         read = [traceable(tensor, sizes) for tensor in tensors]
         if not all(map(is_, read, tensors)):
             batch, named = replaced(batch, named, dict(zip(map(id, tensors), read, strict=True)))
             leaves, spec = flatten(batch, named)
         described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
-        differentiable = tuple(tensor.requires_grad for tensor in tensors)
-        if self._called is None and kind != "forward" and any(differentiable):
-            raise ValueError(_differentiable(batch_tensors(batch, named)))
-        rows = rows_of(tensors) if policy.weigh == "rows" else 0
-        buffers = self._buffers.replaced()
-        key = (kind, described, spec, same_tensors(tensors), differentiable, around, self._buffers.layout)
-        for compiled in self._variants.get(key, ()):
+        structure = spec, same_tensors(tensors), tuple(tensor.requires_grad for tensor in tensors)
+        request.batch, request.named, request.leaves, request.sizes = batch, named, leaves, sizes
+        request.key = (request.kind, described, structure, request.ambient, self._buffers.layout)
+        for compiled in self._variants.get(request.key, ()):
             if compiled.capture.guards.hold() and not (sizes and misfit(compiled, batch, named, sizes)):
                 closed = compiled.capture.guards.closed.moved()
                 if closed is not None:
-                    found = (compiled, (), compiled.label, closed, buffers)
-                    return Request(kind, batch, named, leaves, sizes, rows, around, key, *found)
-        buffers = {**buffers, **self._buffers.scan()}
-        key = (*key[:-1], self._buffers.layout)
-        changed = [self._change(compiled, batch, named, sizes) for compiled in self._oldest_first(key)]
-        label = self._label(kind, batch, named, sizes, changed, around)
-        return Request(kind, batch, named, leaves, sizes, rows, around, key, None, changed, label, {}, buffers)
+                    request.compiled, request.label, request.closed = compiled, compiled.label, closed
+                    break
+        return request
+
+    def _incomplete(self, request: Request) -> Request:
+        """The request of a program that is to be made, with why those that there are will not do."""
+        kind, batch, named, sizes = request.kind, request.batch, request.named, request.sizes
+        request.buffers = {**request.buffers, **self._buffers.scan()}
+        request.key = (*request.key[:-1], self._buffers.layout)
+        request.changed = [self._change(compiled, batch, named, sizes) for compiled in self._oldest_first(request.key)]
+        request.label = self._label(kind, batch, named, sizes, request.changed, request.ambient)
+        return request
 
     def replaced_buffers(self) -> Mapping[str, torch.Tensor | None]:
         """The model's buffers that are other tensors than at the last call."""
@@ -140,6 +169,7 @@ class Programs:
         """
         compiled = request.compiled
         if compiled is None:
+            several = bool(request.sizes)
             if request.changed and self.mesh.rank == 0:
                 change = request.changed[-1]
                 log.log(
@@ -153,6 +183,8 @@ class Programs:
                     self.meet(request.label)
                     compiled = self._maker.compile(request, buffers, self.rules, room)
             self._asked |= compiled.capture.asked
+            if self._moving is not None:
+                self._moving.made(request, compiled.program, several)
         else:
             self.calls.post(compiled.label, compiled.wire)
             del self._cached[compiled.number]
@@ -217,7 +249,8 @@ class Programs:
             what, reason = map(guards.words, odd)
             return Changed(f", after {what} changed", f"{compiled.label} relies on {reason}")
         reason = misfit(compiled, batch, named, sizes) or "its sizes"
-        return Changed(f", instead of {reason}", "Policy.dynamic: the model or the loss asks for certain sizes")
+        why = "Policy.dynamic: the model or the loss asks for certain sizes"
+        return Changed(f", instead of {reason}", why, self._moving is not None)
 
     def _label(
         self,
@@ -257,7 +290,7 @@ class Programs:
         evicted = self._drop(exchange(next(iter(self._cached)), self._maker.ranks)[0])
         self._evicted += 1
         if self.mesh.rank == 0:
-            log.warning("%s", _full(self.plan.policy.programs, label, evicted.label, self.labels, self._evicted))
+            log.warning("%s", full(self.plan.policy.programs, label, evicted.label, self.labels, self._evicted))
 
     def _drop(self, number: int) -> Compiled:
         dropped = self._cached.pop(number)
@@ -266,15 +299,6 @@ class Programs:
             if not self._variants[key]:
                 del self._variants[key]
         return dropped
-
-
-def _differentiable(batch: Mapping[str, torch.Tensor]) -> str:
-    name = next(name for name, tensor in batch.items() if tensor.requires_grad)
-    return (
-        f"batch{name} requires a gradient. A program gives gradients to the model's parameters alone, so what made "
-        "this tensor would not be trained: make it part of the model or the loss; or pass tensor.detach(). A loss that "
-        "differentiates by its inputs calls requires_grad_() itself."
-    )
 
 
 def _restored(name: str, tensor: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
@@ -286,16 +310,3 @@ def _restored(name: str, tensor: torch.Tensor, saved: torch.Tensor) -> torch.Ten
         )
     with torch.no_grad():
         return tensor.copy_(saved)
-
-
-def _full(limit: int, new: str, evicted: str, kept: Collection[str], count: int) -> str:
-    """What is said when a program is dropped for another; the cures once."""
-    text = f"compiling {new}: {limit} programs are kept (Policy.programs), so that of {evicted} was dropped"
-    if count > 1:
-        return f"{text} ({count} so far)"
-    shapes = "".join(f"\n  {label}" for label in kept)
-    return (
-        f"{text}. Compiling takes seconds; a call with these shapes would compile again. Kept are{shapes}\n"
-        "Give batches few shapes: drop the last short batch (drop_last=True), pad, or sort lengths into buckets; or "
-        "raise Policy.programs."
-    )

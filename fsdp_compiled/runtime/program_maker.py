@@ -21,7 +21,7 @@ from fsdp_compiled.capture.across_tp import check_same, differing, digests, mark
 from fsdp_compiled.capture.captured import Capture
 from fsdp_compiled.capture.dynamic_shapes import traced_with
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.mesh import Mesh, agree, among, exchange, exchange_along_tp
+from fsdp_compiled.distributed.mesh import Interrupted, Mesh, agree, among, exchange, exchange_along_tp
 from fsdp_compiled.distributed.process_group import backends
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.trial import use_reference
@@ -96,6 +96,20 @@ class ProgramMaker:
         self.ranks = mesh  # those that make a program now
 
     def compile(self, request: Request, buffers: Buffers, rules: Sequence[Rule], room: Room) -> Compiled:
+        """For all sizes that the request leaves open, or, where that fails on any rank, for its own on all."""
+        try:
+            return self._compile(request, buffers, rules, room)
+        except Interrupted:
+            raise
+        except Exception as error:
+            if request.instead is None:
+                raise
+            what = str(error).strip().partition("\n")[0]
+        log.info("%s cannot be made (%s): each size has a program of its own", request.label, what)
+        request.give_up_sizes()
+        return self._compile(request, buffers, rules, room)
+
+    def _compile(self, request: Request, buffers: Buffers, rules: Sequence[Rule], room: Room) -> Compiled:
         """capture -> passes -> fit to memory -> fusions -> check -> agree -> partition -> compile -> graph"""
         begun = time.perf_counter()
         label = request.label
@@ -200,7 +214,7 @@ class ProgramMaker:
         if (reason := misfit(compiled, request.batch, request.named, request.sizes)) is not None:
             raise ValueError(
                 f"The model or the loss asks for certain sizes: the program, traced with rank 0's, is for {reason} on "
-                f"rank {self.mesh.rank}. Give all ranks sizes that agree in it, or leave Policy.dynamic out."
+                f"rank {self.mesh.rank}. Give all ranks sizes that agree in it, or set Policy(dynamic=False)."
             )
 
     def _say_idle(self, compiled: Compiled) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -36,16 +36,35 @@ class Request:
     batch: tuple[Any, ...]
     named: dict[str, Any]
     leaves: Sequence[Any]  # of the batch
-    sizes: Sizes
     rows: int  # that count, where ranks are weighed by them
     ambient: Ambient  # the modes of the caller
-    key: tuple[Any, ...]
-    compiled: Compiled | None
-    changed: Sequence[Changed]  # why the programs of this shape that there are will not do
-    label: str
-    closed: Mapping[str, torch.Tensor]  # tensors that the program closes over and that are others now
     buffers: Mapping[str, torch.Tensor | None]  # of the model that are others now
+    sizes: Sizes = field(default_factory=dict)
+    key: tuple[Any, ...] = ()
+    compiled: Compiled | None = None
+    changed: Sequence[Changed] = ()  # why the programs of this shape that there are will not do
+    label: str = ""
+    closed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # that a program closes over, and are others now
     posted: bool = False  # whether the others know of the call
+    instead: Request | None = None  # the same for these sizes alone, where no program can be made for several
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Of the batch."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+
+    @property
+    def but_sizes(self) -> tuple[Any, ...]:
+        """All that the call has but the sizes of its tensors."""
+        kind, described, *rest = self.key
+        leaves = zip(self.leaves, described, strict=True)
+        kinds = [(one.dtype, one.device, one.dim()) if isinstance(one, torch.Tensor) else said for one, said in leaves]
+        return (kind, tuple(kinds), *rest)
+
+    def give_up_sizes(self) -> None:
+        """No program serves several: this is the request for these sizes alone."""
+        assert self.instead is not None
+        self.__dict__.update(vars(self.instead) | {"posted": self.posted})
 
 
 def misfit(compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> str | None:
@@ -57,3 +76,25 @@ def misfit(compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], si
     if reason is None:
         compiled.fitting.add(now)
     return reason
+
+
+def differentiable(batch: Mapping[str, torch.Tensor]) -> str:
+    name = next(name for name, tensor in batch.items() if tensor.requires_grad)
+    return (
+        f"batch{name} requires a gradient. A program gives gradients to the model's parameters alone, so what made "
+        "this tensor would not be trained: make it part of the model or the loss; or pass tensor.detach(). A loss that "
+        "differentiates by its inputs calls requires_grad_() itself."
+    )
+
+
+def full(limit: int, new: str, evicted: str, kept: Collection[str], count: int) -> str:
+    """What is said when a program is dropped for another; the cures once."""
+    text = f"compiling {new}: {limit} programs are kept (Policy.programs), so that of {evicted} was dropped"
+    if count > 1:
+        return f"{text} ({count} so far)"
+    shapes = "".join(f"\n  {label}" for label in kept)
+    return (
+        f"{text}. Compiling takes seconds; a call with these shapes would compile again. Kept are{shapes}\n"
+        "Give batches few shapes: drop the last short batch (drop_last=True), pad, or sort lengths into buckets; or "
+        "raise Policy.programs."
+    )

@@ -23,7 +23,7 @@ from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.policy import Policy
 from tests.loops import GPT, VOCABULARY, different, gradients, weights
 
-POLICY = Policy(lower="eager", cuda_graph=False, programs=4)
+POLICY = Policy(lower="eager", cuda_graph=False, dynamic=False, programs=4)
 
 
 def gpt(api: Any) -> Any:

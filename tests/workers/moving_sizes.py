@@ -1,0 +1,86 @@
+"""Batches whose rows and lengths change, on two ranks: the same programs on both, as FSDP2's numbers.
+
+torchrun --nproc-per-node 2 moving_sizes.py RESULT
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as theirs
+
+import fsdp_compiled as ours
+from fsdp_compiled.distributed.mesh import RankError
+from tests.launch import told, write_for_all
+from tests.loops import GPT, VOCABULARY, different, weights
+from tests.toys import EAGER, batches, mse, sgd
+
+
+def build() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(6, 2)
+
+
+def step() -> Any:
+    """Both ranks have the same sizes; the weights are one process's on all rows."""
+    model = build()
+    plain = copy.deepcopy(model)
+    sharded = ours.compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
+    optimizer, captures = sgd(plain), []
+    for rows in (4, 5, 3, 9, 4):
+        x, y = batches(1, 2 * rows)[0]
+        mine = slice(dist.get_rank() * rows, (dist.get_rank() + 1) * rows)
+        sharded.step(x[mine], y[mine])
+        optimizer.zero_grad()
+        mse(plain, x, y).backward()
+        optimizer.step()
+        captures.append(sharded.captures)
+    for name, value in sharded.full_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+    return captures
+
+
+def loop() -> Any:
+    """As FSDP2, bit for bit; how many programs a rank made in a loop with lengths of its own."""
+
+    def run(api: Any) -> tuple[list[torch.Tensor], Any]:
+        torch.manual_seed(0)
+        model: Any = GPT()
+        for layer in model.layers:
+            api.fully_shard(layer)
+        api.fully_shard(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for lengths in [(5, 7), (4, 7), (3, 5), (6, 8), (7, 3), (5, 4)]:
+            given = torch.arange(2 * lengths[dist.get_rank()]).view(2, -1) % VOCABULARY
+            torch.nn.functional.cross_entropy(model(given).flatten(0, 1), given.flatten()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(model), model
+
+    expected, _ = run(theirs)
+    found, model = run(ours)
+    return [different(found, expected), model._fsdp_compiled.calls["forward"].programs.captures]
+
+
+def refused() -> Any:
+    """What cannot be made for several sizes falls back on both ranks; other sizes than another rank's are an error."""
+
+    def loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return mse(model, x, y), {"half": len(x) / 2}
+
+    sharded = ours.compile_sharded(build(), loss=loss, policy=EAGER)
+    halves = [sharded.value_and_grad(*batches(1, rows)[0])[0][1]["half"] for rows in (4, 3, 6)]
+    said = told(lambda: sharded.value_and_grad(*batches(1, 7 + dist.get_rank())[0]))
+    assert RankError.__name__ in said and "float32[7, 6]" in said, said
+    return [halves, sharded.captures]
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    cases = {"step": step, "loop": loop, "refused": refused}
+    found = {name: case() for name, case in cases.items()}
+    write_for_all(found, sys.argv[1])
