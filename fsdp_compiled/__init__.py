@@ -18,6 +18,7 @@ from fsdp_compiled.fully_shard import (
     register_fsdp_forward_method,
 )
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.lower.bundle import BundleError, load_bundle
 from fsdp_compiled.passes.check import ProgramError
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import LossScale, Policy
@@ -29,6 +30,7 @@ from fsdp_compiled.simulate import Estimate, simulate
 __version__ = "0.1.0"
 
 __all__ = [
+    "BundleError",
     "CPUOffloadPolicy",
     "CaptureError",
     "CompiledOptimizer",
@@ -51,6 +53,7 @@ __all__ = [
     "compile_optimizer",
     "compile_sharded",
     "fully_shard",
+    "load_bundle",
     "register_fsdp_forward_method",
     "simulate",
     "stretch",

@@ -21,6 +21,7 @@ from fsdp_compiled import (
     State,
     chunked_cross_entropy,
     compile_sharded,
+    load_bundle,
     stretch,
 )
 from fsdp_compiled.analysis.memory import Memory
@@ -72,6 +73,7 @@ def reference() -> str:
         *_members("Memory", Memory),
         *_called("SequenceAttention", SequenceAttention, SequenceAttention.forward),
         *_called("stretch", stretch),
+        *_called("load_bundle", load_bundle),
         *_called("chunked_cross_entropy", chunked_cross_entropy),
     ]
     return "\n".join(parts)

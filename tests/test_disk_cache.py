@@ -80,3 +80,16 @@ def test_many_may_write_at_once(tmp_path: Path) -> None:
             round_.result()
     assert disk_cache.read(place, same) in contents
     assert [file.name for file in tmp_path.iterdir()] == ["key"]
+
+
+def test_a_folder_is_the_same_one_on_every_host_and_to_all_that_ask_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("shared", "own"):
+        (tmp_path / name).mkdir()
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(disk_cache.identity, [tmp_path / "shared"] * 16))
+    monkeypatch.setattr("socket.gethostname", lambda: "another host")
+    assert found == {disk_cache.identity(tmp_path / "shared")}
+    assert disk_cache.identity(tmp_path / "own") not in found
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["fsdp_compiled_identity"]

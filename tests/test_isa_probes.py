@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch._inductor import cpu_vec_isa
-from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, VecISA
+from torch._inductor import codecache, cpu_vec_isa
+from torch._inductor.cpu_vec_isa import VecAMX, VecAVX2, VecAVX512, VecISA
 
-from fsdp_compiled.lower.isa_probes import remembered
+from fsdp_compiled.lower.isa_probes import remembered, without_headers
 
 
 @pytest.fixture
@@ -66,3 +66,22 @@ def test_nothing_is_remembered_without_a_folder(trials: Callable[[bool], list[st
         with remembered(None):
             assert cpu_vec_isa.VecAVX2().check_build("one")
     assert len(made) == 2 and VecISA.check_build is before
+
+
+def test_an_extension_that_another_contains_is_not_tried_by_itself(
+    trials: Callable[[bool], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for succeeds, expected in ((False, 2), (True, 1)):
+        monkeypatch.setattr("fsdp_compiled.lower.isa_probes._good", {})
+        made = trials(succeeds)
+        made.clear()
+        with remembered(tmp_path):
+            assert VecAMX().check_build("one") == VecAVX512().check_build("one") == succeeds
+        assert len(made) == expected
+
+
+def test_headers_are_left_alone_inside_and_are_what_they_were_after() -> None:
+    before = codecache._precompile_header
+    with without_headers():
+        assert codecache._precompile_header("any.h", "command") == ""
+    assert codecache._precompile_header is before

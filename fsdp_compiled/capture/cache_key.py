@@ -23,7 +23,7 @@ from fsdp_compiled.torch_private.modes import is_in_torch_dispatch_mode
 
 def settings() -> str:
     """Equal where tracing or compiling the same would give the same."""
-    found = {**_versions(), **_modes(), **_machine()}
+    found = {**versions(), **_modes(), **_machine()}
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
 
 
@@ -33,7 +33,7 @@ def others() -> bool:
 
 
 @functools.cache
-def _versions() -> dict[str, Any]:
+def versions() -> dict[str, Any]:
     root = Path(__file__).parent.parent  # the package
     sources = hashlib.sha256()
     for path in sorted([*root.rglob("*.py"), *(root / "kernels").glob("*.py")]):  # rglob does not follow the link

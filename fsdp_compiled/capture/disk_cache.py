@@ -8,12 +8,14 @@ everything that is kept can be made again.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
+import socket
 import tempfile
+import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +37,19 @@ def folder() -> Path | None:
     if config.force_disable_caches or not config.fx_graph_cache:
         return None
     return Path(cache_dir()) / "fsdp_compiled"
+
+
+def identity(place: Path) -> str:
+    """A text that this folder has and no other, on whichever hosts it is; made by who asks first."""
+    file = place / "fsdp_compiled_identity"
+    try:
+        with suppress(FileExistsError), tempfile.NamedTemporaryFile(dir=place, prefix=".") as own:
+            own.write(uuid.uuid4().hex.encode())
+            own.flush()
+            os.link(own.name, file)  # whole, or not, and never over another's
+        return file.read_text()
+    except OSError:  # no such links there, as on some network file systems
+        return f"{socket.gethostname()} {place}"
 
 
 def read(place: Path, load: Callable[[bytes], T]) -> T | None:
@@ -69,5 +84,5 @@ def write(place: Path, content: bytes) -> None:
     except OSError as error:
         log.warning("%s cannot be written (%s): the next start makes it anew", place, error)
         if beside is not None:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.unlink(beside)

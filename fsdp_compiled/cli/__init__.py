@@ -7,6 +7,7 @@ from pathlib import Path
 
 from fsdp_compiled.cli.bench.options import add_bench_options, bench_options
 from fsdp_compiled.cli.check.options import CheckOptions, add_check_options
+from fsdp_compiled.cli.compile import add_compile_options
 from fsdp_compiled.cli.options import add_train_options, train_options
 from fsdp_compiled.cli.simulate import add_simulate_options
 
@@ -37,6 +38,16 @@ def parser() -> argparse.ArgumentParser:
         "wrong one ends the run. The last line printed is the folder with the result, the table and the plot.",
     )
     add_bench_options(bench)
+
+    compiling = commands.add_parser(
+        "compile",
+        help="what a script compiles, in one file, for other machines to start from",
+        description="Runs a training script until everything it calls is compiled, and packs the cache into one file. "
+        "FSDP_COMPILED_BUNDLE=FILE, or fsdp_compiled.load_bundle(FILE) in the script, starts from it on machines of "
+        "the same kind, with as many ranks. Options come before SCRIPT. A bundle is code: load none that you would "
+        "not run.",
+    )
+    add_compile_options(compiling)
 
     show = commands.add_parser("show", help="print a run's plan, its final program, and where its time went")
     show.add_argument("run", type=Path, metavar="RUN", help="a run folder, or the folder a dump was written to")
@@ -104,6 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             print(convert.convert(chosen.a, chosen.b, chosen.to))
             return 0
+        if chosen.command == "compile":
+            from fsdp_compiled.cli import compile as compiling
+
+            return compiling.run(compiling.compile_options(chosen))
         if chosen.command == "simulate":
             from fsdp_compiled.cli import simulate
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from operator import getitem
@@ -30,8 +29,9 @@ from fsdp_compiled.capture.disk_cache import KNOWN, folder
 from fsdp_compiled.ir.nodes import fake_mode
 from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.lower.compiled_piece import Call, CompiledPiece
-from fsdp_compiled.lower.isa_probes import remembered
+from fsdp_compiled.lower.isa_probes import remembered, without_headers
 from fsdp_compiled.lower.partition import Piece
+from fsdp_compiled.lower.processor import instructions
 from fsdp_compiled.torch_private.inductor import (
     CacheBase,
     CacheCompiledArtifact,
@@ -85,7 +85,10 @@ def chooses_products() -> bool:
 
 
 def cache_place(device: torch.device) -> tuple[str, str, str]:
-    """Equal on ranks that share Inductor's cache on disk, and can run each other's code.
+    """Equal on ranks that share Inductor's cache on disk, on one host or several, and can run each other's code.
+
+    A folder says by itself which one it is, since the same path may be two folders on two hosts. Code is compiled for
+    the processor that compiles it, so hosts of other processors do not wait for each other's.
 
     Inductor writes the GPU's number into what it makes: the device guard and the stream of the generated code
     (``torch.cuda._DeviceGuard(1)``, ``get_raw_stream(1)``), what kernels are compiled for, and the folder that Triton
@@ -93,7 +96,7 @@ def cache_place(device: torch.device) -> tuple[str, str, str]:
     under ``torchrun --virtual-local-rank``, or with one GPU each in ``CUDA_VISIBLE_DEVICES``.
     """
     folder()  # which replaces one that cannot be written
-    return socket.gethostname(), cache_dir(), str(device)
+    return disk_cache.identity(Path(cache_dir())), ",".join(instructions()), str(device)
 
 
 def divide(pieces: Mapping[str, Piece], count: int) -> list[dict[str, Piece]]:
@@ -128,7 +131,8 @@ def _from_cache(
     if place is None or not all(_is_known(node.target) for node in piece.nodes):
         return compiled_now(piece), COMPILED
     place = place / "pieces" / key
-    found = disk_cache.read(place, _unpack)
+    with without_headers():
+        found = disk_cache.read(place, _unpack)
     if found is not None:
         return found, "from the cache on disk"
     made = compiled_now(piece)

@@ -3,6 +3,10 @@
 Before it loads the first piece for a CPU, Inductor compiles a trial for each of the processor's extensions and starts
 a Python process that loads it: half a dozen processes for each rank, at every start. What a compiler of this version
 could do with these flags it can do the next time, on a processor of this capability: hosts may share the folder.
+An extension that another one contains, which was tried with its own flags and more, is not tried by itself.
+
+For a library that is to be compiled, Inductor wants a header compiled before, and preprocesses the header to see
+whether it is the one of last time; it does so for libraries that are there too. `without_headers` spares these.
 
 Inductor has no place to say so: while a piece is compiled, `VecISA.check_build` is another, for the whole process. A
 thread of the user's that compiles meanwhile gets the same answers; a second one of ours waits.
@@ -19,9 +23,11 @@ from pathlib import Path
 import torch
 
 from fsdp_compiled.capture import disk_cache
-from fsdp_compiled.torch_private.inductor import VecISA, isa_fingerprint
+from fsdp_compiled.torch_private.inductor import VecISA, codecache, isa_fingerprint
 
 REPLACING = threading.RLock()
+PROBES = "probes"  # in our part of the cache folder
+_good: dict[type[VecISA], bool] = {}  # whether all that was asked of an extension succeeded in this process
 
 
 @contextmanager
@@ -30,13 +36,16 @@ def remembered(folder: Path | None) -> Iterator[None]:
 
     def asked(isa: VecISA, code: str) -> bool:
         assert folder is not None
+        kind = type(isa)
+        if any(found for tried, found in _good.items() if tried is not kind and issubclass(tried, kind)):
+            return True
         compiler = isa_fingerprint(isa.build_arch_flags())
         said = f"{torch.backends.cpu.get_cpu_capability()} {compiler} {isa._arch_flags} {code}"
-        place = folder / "probes" / hashlib.sha256(said.encode()).hexdigest()
-        if disk_cache.read(place, lambda content: content) is not None:
-            return True
-        if succeeded := check(isa, code):
+        place = folder / PROBES / hashlib.sha256(said.encode()).hexdigest()
+        succeeded = disk_cache.read(place, lambda content: content) is not None
+        if not succeeded and (succeeded := check(isa, code)):
             disk_cache.write(place, said.encode())
+        _good[kind] = _good.get(kind, True) and succeeded
         return succeeded
 
     if folder is None:
@@ -49,3 +58,15 @@ def remembered(folder: Path | None) -> Iterator[None]:
             yield
         finally:
             VecISA.check_build = check  # type: ignore[method-assign]
+
+
+@contextmanager
+def without_headers() -> Iterator[None]:
+    """Inside, libraries are loaded, or compiled without a header that was compiled before; for the whole process."""
+    with REPLACING:
+        before = codecache._precompile_header
+        codecache._precompile_header = lambda *_, **__: ""  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            codecache._precompile_header = before

@@ -28,6 +28,7 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime import compile_only
 from fsdp_compiled.runtime.autograd_hooks import check_module_hooks
 from fsdp_compiled.runtime.compile import PLAIN
 from fsdp_compiled.runtime.module_buffers import take
@@ -74,6 +75,8 @@ class ModuleCall:
     def __call__(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._calls = shared_calls(self._mesh)  # another where the process group is another
         self._calls.check_open()
+        if compile_only.ASKED:
+            compile_only.begin_call(self._mesh)
         with self._calls.refusing():
             self._follow()
             made, lent = self._made, self._made.lent

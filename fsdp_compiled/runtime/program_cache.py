@@ -110,11 +110,10 @@ class Programs:
             self._check_classes(batch, named)
         if self._called is None and kind != "forward" and any(tensor.requires_grad for tensor in tensors):
             raise ValueError(differentiable(batch_tensors(batch, named)))
-        rows = rows_of(tensors) if policy.weigh == "rows" else 0
         buffers = self._buffers.replaced()
 
         def look(dims: tuple[int, ...]) -> Request:
-            return self._look(Request(kind, batch, named, leaves, rows, around, buffers), dims)
+            return self._look(Request(kind, batch, named, leaves, around, buffers), dims)
 
         request = look(policy.moving)
         if request.compiled is not None:
@@ -140,6 +139,7 @@ class Programs:
         described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
         structure = spec, same_tensors(tensors), tuple(tensor.requires_grad for tensor in tensors)
         request.batch, request.named, request.leaves, request.sizes = batch, named, leaves, sizes
+        request.rows = rows_of(tensors) if self.plan.policy.weigh == "rows" else 0
         request.key = (request.kind, described, structure, request.ambient, self._buffers.layout)
         for compiled in self._variants.get(request.key, ()):
             if compiled.capture.guards.hold() and not (sizes and misfit(compiled, batch, named, sizes)):

@@ -26,6 +26,7 @@ from fsdp_compiled.distributed.process_group import backends
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.trial import use_reference
 from fsdp_compiled.lower.backends import Host, decided, this_host
+from fsdp_compiled.lower.bundle import load_named_bundle
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.cuda_device import environment
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
@@ -36,6 +37,7 @@ from fsdp_compiled.lower.lowering import Bind, Lowering, Runner
 from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime import compile_only
 from fsdp_compiled.runtime.compile import (
     Compiled,
     Job,
@@ -85,6 +87,7 @@ class ProgramMaker:
         graphs, in the place of those of the plan's device. ``plain``: parameters of the model that the plan does not
         have, by name.
         """
+        load_named_bundle(mesh.world)
         self.captures = 0
         graphs = plan.policy.cuda_graph if not plan.policy.offload else False
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
@@ -148,6 +151,7 @@ class ProgramMaker:
             compiled.runner = self.replays.beside(compiled.runner)
         self.captures += 1
         self._say_idle(compiled)
+        compile_only.compiled(self.mesh)
         log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
         return compiled
 

@@ -36,9 +36,9 @@ class Request:
     batch: tuple[Any, ...]
     named: dict[str, Any]
     leaves: Sequence[Any]  # of the batch
-    rows: int  # that count, where ranks are weighed by them
     ambient: Ambient  # the modes of the caller
     buffers: Mapping[str, torch.Tensor | None]  # of the model that are others now
+    rows: int = 0  # that count, where ranks are weighed by them
     sizes: Sizes = field(default_factory=dict)
     key: tuple[Any, ...] = ()
     compiled: Compiled | None = None

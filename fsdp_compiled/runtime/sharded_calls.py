@@ -22,6 +22,7 @@ from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.optim.wrapped import check_step_hooks
+from fsdp_compiled.runtime import compile_only
 from fsdp_compiled.runtime.checkpoint.checkpoints import Checkpoints
 from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
@@ -100,6 +101,8 @@ class ShardedCalls:
         self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[Compiled, dict[Port, torch.Tensor]]:
         self._calls.check_open()
+        if compile_only.ASKED:
+            compile_only.begin_call(self._mesh)
         try:
             if kind in ("step", "last"):
                 self._read_rates()

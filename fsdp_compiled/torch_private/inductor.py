@@ -2,11 +2,11 @@
 
 Relied on: the settings, `standalone_compile` and its artifacts (one of which, `CompiledFxGraph`, holds the generated
 code), the cache folder, the key of PyTorch's own sources and of custom passes, and what asks for the processor's
-vector instructions.
+vector instructions, and compiles headers for C++ code.
 """
 
 import torch._inductor
-from torch._inductor import config
+from torch._inductor import codecache, config
 from torch._inductor.codecache import CacheBase, cache_dir, torch_key
 from torch._inductor.codegen.common import custom_backend_passes
 from torch._inductor.cpu_vec_isa import VecISA
@@ -23,6 +23,7 @@ __all__ = [
     "CompiledFxGraph",
     "VecISA",
     "cache_dir",
+    "codecache",
     "compile_alone",
     "config",
     "custom_backend_passes",

@@ -1,0 +1,36 @@
+"""A script that is run for what it compiles: `fsdp-compiled compile`, which the environment of its ranks tells of.
+
+Each rank notes what its code depends on, and the script ends, as by ``sys.exit(0)``, when so many calls in a row have
+compiled nothing. All ranks end before the same call.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from fsdp_compiled.distributed.mesh import Mesh, exchange
+from fsdp_compiled.lower.bundle import here
+
+FOLDER, CALLS = "FSDP_COMPILED_COMPILE_INTO", "FSDP_COMPILED_COMPILE_CALLS"
+ASKED = FOLDER in os.environ
+_calls = 0  # since something was compiled
+
+
+def compiled(mesh: Mesh) -> None:
+    """A program was made."""
+    global _calls
+    _calls = 0
+    if ASKED:
+        Path(os.environ[FOLDER], f"rank{mesh.rank}.json").write_text(json.dumps(here(mesh.world)))
+
+
+def begin_call(mesh: Mesh) -> None:
+    """Ends the script if there is nothing more to compile for it. Collective."""
+    global _calls
+    if not ASKED or not (limit := int(os.environ[CALLS])):
+        return
+    if all(exchange(_calls >= limit, mesh)):
+        raise SystemExit(0)
+    _calls += 1

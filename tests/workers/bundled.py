@@ -1,0 +1,40 @@
+"""A training script of two layers, run as any is: what it compiled, and with how many calls of the C++ compiler.
+
+python bundled.py RESULT STEPS
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+compilations: list[str] = []
+_start = subprocess.Popen.__init__
+
+
+def counted(self: Any, args: Any, *others: Any, **named: Any) -> None:
+    said = args if isinstance(args, str) else " ".join(map(str, args))
+    if any(source in said for source in (".cpp", ".hpp", " -o ")):
+        compilations.append(said)
+    _start(self, args, *others, **named)
+
+
+subprocess.Popen.__init__ = counted  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from fsdp_compiled import compile_sharded
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean())
+    losses = [float(sharded.step(torch.arange(16.0).view(2, 8) / step)) for step in range(1, 1 + int(sys.argv[2]))]
+    found = {"losses": losses, "compilations": compilations, "pieces": sharded.lowered.count("from the cache on disk")}
+    Path(sys.argv[1]).write_text(json.dumps(found))
