@@ -37,7 +37,7 @@ def test_a_start_from_a_bundle_calls_no_compiler(tmp_path: Path) -> None:
     assert told.returncode == 0, told.stderr
     warm = json.loads((tmp_path / "warm.json").read_text())
     assert warm["compilations"] == [] and warm["pieces"] > 0
-    assert warm["losses"] == sorted(warm["losses"], reverse=True) and len(warm["losses"]) == 3
+    assert warm["losses"] == pytest.approx(warm["expected"], rel=1e-5) and len(set(warm["losses"])) == 3
     assert not [file for file in cache.rglob("*") if file.name.startswith(".")]
 
 

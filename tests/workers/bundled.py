@@ -5,6 +5,7 @@ python bundled.py RESULT STEPS
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -33,8 +34,23 @@ if __name__ == "__main__":
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2))
+    plain = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sharded = compile_sharded(model, optimizer, loss=lambda model, x: model(x).square().mean())
-    losses = [float(sharded.step(torch.arange(16.0).view(2, 8) / step)) for step in range(1, 1 + int(sys.argv[2]))]
-    found = {"losses": losses, "compilations": compilations, "pieces": sharded.lowered.count("from the cache on disk")}
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    losses, expected = [], []
+    for step in range(int(sys.argv[2])):
+        x = torch.arange(16.0).view(2, 8) / (16 + step)
+        losses.append(float(sharded.step(x)))
+        theirs.zero_grad()
+        loss = plain(x).square().mean()
+        loss.backward()
+        theirs.step()
+        expected.append(float(loss))
+    found = {
+        "losses": losses,
+        "expected": expected,
+        "compilations": compilations,
+        "pieces": sharded.lowered.count("from the cache on disk"),
+    }
     Path(sys.argv[1]).write_text(json.dumps(found))
