@@ -20,7 +20,7 @@ from fsdp_compiled.lower.bundle import VARIABLE, write_bundle
 from fsdp_compiled.lower.isa_probes import PROBES
 from fsdp_compiled.runtime.compile_only import CALLS, FOLDER
 
-SETTLED = 8  # calls in a row that compile nothing
+IDLE_CALLS = 8  # calls in a row that compile nothing
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="BUNDLE", help="the file to write")
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks, as many as there will be (default 1)")
     parser.add_argument(
-        "--calls", type=int, default=SETTLED, metavar="N",
-        help=f"end the script when N calls in a row have compiled nothing (default {SETTLED}); 0: let it end by itself",
+        "--calls", type=int, default=IDLE_CALLS, metavar="N",
+        help=f"end the script when N calls in a row have compiled nothing (default {IDLE_CALLS}); 0: let it end by itself",
     )  # fmt: skip
 
 
@@ -53,8 +53,8 @@ def compile_options(chosen: argparse.Namespace) -> CompileOptions:
 
 def run(options: CompileOptions) -> int:
     """Runs the script in a cache folder of its own, and packs what it leaves there; the exit code."""
-    with tempfile.TemporaryDirectory(prefix="fsdp_compiled_") as scratch:
-        cache, notes, logs = (Path(scratch, name) for name in ("cache", "notes", "logs"))
+    with tempfile.TemporaryDirectory(prefix="fsdp_compiled_") as own_folder:
+        cache, notes, logs = (Path(own_folder, name) for name in ("cache", "notes", "logs"))
         for folder in (cache, notes, logs):
             folder.mkdir()
         own = disk_cache.folder()
