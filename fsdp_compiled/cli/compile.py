@@ -39,7 +39,7 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, default=1, metavar="N", help="ranks, as many as there will be (default 1)")
     parser.add_argument(
         "--calls", type=int, default=IDLE_CALLS, metavar="N",
-        help=f"end the script when N calls in a row have compiled nothing (default {IDLE_CALLS}); 0: let it end by itself",
+        help=f"end the script when N calls in a row have compiled nothing (default {IDLE_CALLS}); 0: never",
     )  # fmt: skip
 
 
