@@ -63,6 +63,7 @@ def test_a_step_after_the_row_starts_from_nothing() -> None:
     assert captures == 2
 
 
+@pytest.mark.exhaustive  # a program like any other to Inductor, of which test_lowering and test_parity have some
 def test_inductor_accumulates_too() -> None:
     model = build()
     eager, _, _ = _train(copy.deepcopy(model), Policy(lower="eager"), [2, 2])

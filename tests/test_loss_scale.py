@@ -200,6 +200,7 @@ def test_a_number_is_a_scale_that_stays(scale: float | LossScale) -> None:
     assert (int(sharded.overflows), mine.updates) == (1, 3)
 
 
+@pytest.mark.exhaustive  # a program like any other to Inductor, of which test_lowering and test_parity have some
 def test_inductor_scales_and_skips_as_eager_does() -> None:
     def train(lower: str) -> tuple[list[float], dict[str, torch.Tensor]]:
         with torch.random.fork_rng(devices=()):
