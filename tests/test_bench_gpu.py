@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.cli.bench import gpu_kernels, gpu_step
+from fsdp_compiled.cli.bench import gpu_kernels, gpu_models, gpu_rivals, gpu_step
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "bench" / "gpu.sh"
@@ -72,11 +72,11 @@ def test_parts_that_fail_are_named_at_the_end_and_the_others_run(tmp_path: Path)
 
 
 def test_where_our_own_step_fails_the_rivals_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: gpu_step.Setting) -> gpu_step.Step:
+    def fails(_: gpu_models.Setting) -> gpu_rivals.Step:
         raise RuntimeError("no graph")
 
-    monkeypatch.setitem(gpu_step.RIVALS, "ours", ("ours", fails, False))
-    setting = gpu_step.Setting(gpu_step.PRESETS["thin"], torch.device("cpu"), tiny=True)
+    monkeypatch.setitem(gpu_rivals.RIVALS, "ours", ("ours", fails, False))
+    setting = gpu_models.Setting(gpu_models.PRESETS["thin"], torch.device("cpu"), tiny=True)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found = gpu_step.contest(setting, ["ours", "fsdp2"], 1, 1, lambda results: None)
@@ -141,9 +141,9 @@ def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("preset", ["gpt2", "llama"])
 def test_the_presets_of_transformers_train(preset: str) -> None:
     pytest.importorskip("transformers")
-    setting = gpu_step.Setting(gpu_step.PRESETS[preset], torch.device("cpu"), tiny=True)
+    setting = gpu_models.Setting(gpu_models.PRESETS[preset], torch.device("cpu"), tiny=True)
     model = setting.model()
-    step = gpu_step.eager_step(model)
+    step = gpu_rivals.eager_step(model)
     losses = [float(step(tokens)) for tokens in setting.batches(5)]
     assert losses[4] < losses[0] and len(setting.blocks(model)) == 2
 
@@ -151,9 +151,9 @@ def test_the_presets_of_transformers_train(preset: str) -> None:
 @pytest.mark.parametrize("name", ["ours", "ours-casts"])
 def test_in_bfloat16_losses_are_near_those_in_float32(name: str) -> None:
     pytest.importorskip("transformers")
-    setting = gpu_step.Setting(gpu_step.PRESETS["llama"], torch.device("cpu"), tiny=True)
-    losses = gpu_step.first_losses(gpu_step.RIVALS[name][1](setting), setting)
-    reference = gpu_step.first_losses(gpu_step.eager_step(setting.model()), setting)
+    setting = gpu_models.Setting(gpu_models.PRESETS["llama"], torch.device("cpu"), tiny=True)
+    losses = gpu_step.first_losses(gpu_rivals.RIVALS[name][1](setting), setting)
+    reference = gpu_step.first_losses(gpu_rivals.eager_step(setting.model()), setting)
     assert 0 < gpu_step.distance(losses, reference) <= gpu_step.BOUND[torch.bfloat16]
 
 

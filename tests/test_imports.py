@@ -41,7 +41,7 @@ PRIVATE = {
 }
 # Graphs are made in one file; of the rivals, and of kernels by themselves, the benchmarks make some of their own.
 GRAPHS = ("torch.cuda.CUDAGraph", "torch.cuda.graph")
-MAKE_GRAPHS = ("lower.cuda_device", "cli.bench.gpu_step", "cli.bench.gpu_kernels")
+MAKE_GRAPHS = ("lower.cuda_device", "cli.bench.gpu_rivals", "cli.bench.gpu_kernels")
 # Underscores that are no surface of their own: the words that graphs are written in, and functions that PyTorch's own
 # documents, or the message of an error, name to users.
 WORDS = (
