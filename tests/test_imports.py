@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -57,14 +58,27 @@ ROOMS = (
 FACE = ("__init__", "__main__", "api", "chunked_loss", "cli", "fully_shard", "integrations", "simulate")
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def code_is_parsed_once() -> Iterator[None]:
+    yield
+    for cached in (parsed, imported, dotted):
+        cached.cache_clear()
+
+
 def sources() -> Iterator[tuple[str, ast.Module]]:
     """Each module's name inside the package, and its code; kernels/ stands on its own."""
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         if parts[0] != "kernels":
-            yield ".".join(parts), ast.parse(path.read_text(), str(path))
+            yield ".".join(parts), parsed(path)
 
 
+@functools.cache
 def imported(tree: ast.AST, name: str) -> set[str]:
     """Every module or member that this code of the module ``name`` imports, with its full name."""
     found: set[str] = set()
@@ -78,15 +92,18 @@ def imported(tree: ast.AST, name: str) -> set[str]:
     return found
 
 
-def dotted(tree: ast.AST) -> Iterator[str]:
+@functools.cache
+def dotted(tree: ast.AST) -> set[str]:
     """Names as they are used: ``torch._inductor.standalone_compile``."""
+    found: set[str] = set()
     for node in ast.walk(tree):
         parts = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
             node = node.value
         if isinstance(node, ast.Name) and parts:
-            yield ".".join([node.id, *reversed(parts)])
+            found.add(".".join([node.id, *reversed(parts)]))
+    return found
 
 
 def ours(names: set[str]) -> set[str]:
@@ -127,7 +144,7 @@ def problems(name: str, tree: ast.Module) -> list[str]:
         found += [f"{name} imports {other}" for other in sorted(mine) if other.split(".")[0] == "distributed"]
     if room != "integrations":  # whose frameworks are not everybody's
         found += [f"{name} imports {other}" for other in sorted(mine) if other.split(".")[0] == "integrations"]
-    used = everything | set(dotted(tree))
+    used = everything | dotted(tree)
     for use in sorted(used):
         owner = owner_of(use)
         if owner not in (None, name) or (within(use, GRAPHS) and name not in MAKE_GRAPHS):
@@ -157,7 +174,7 @@ def test_no_module_imports_what_it_may_not() -> None:
 
 def test_every_private_surface_is_used_where_it_is_allowed() -> None:
     """Else the rule guards nothing, and may go."""
-    uses = {name: imported(tree, name) | set(dotted(tree)) for name, tree in sources()}
+    uses = {name: imported(tree, name) | dotted(tree) for name, tree in sources()}
     for surface, owner in PRIVATE.items():
         assert any(within(use, [surface]) for use in uses[owner]), f"{owner} does not use {surface}"
     for surface in (*GRAPHS, *WORDS):
@@ -225,7 +242,7 @@ def test_an_allowed_import_is_allowed(name: str, code: str) -> None:
 def test_no_test_imports_from_another() -> None:
     """What two of them need is a toy, and has a place of its own (docs/architecture.md)."""
     for path in sorted(Path(__file__).parent.rglob("*.py")):
-        assert not (found := from_tests(ast.parse(path.read_text()))), f"{path.name} imports {found}"
+        assert not (found := from_tests(parsed(path))), f"{path.name} imports {found}"
 
 
 @pytest.mark.parametrize(
@@ -300,7 +317,7 @@ def words_of(tree: ast.AST) -> set[str]:
 
 
 def test_the_old_words_are_in_no_name() -> None:
-    trees = {str(path): ast.parse(path.read_text()) for path in sorted(Path(__file__).parent.rglob("*.py"))}
-    trees |= dict(sources()) | {str(path): ast.parse(path.read_text()) for path in (ROOT / "kernels").glob("*.py")}
+    paths = [*sorted(Path(__file__).parent.rglob("*.py")), *(ROOT / "kernels").glob("*.py")]
+    trees = dict(sources()) | {str(path): parsed(path) for path in paths}
     assert not {name: found for name, tree in trees.items() if (found := words_of(tree) & WORDS_OF_OLD)}
     assert words_of(ast.parse("def _homes(x): return x.settle")) & WORDS_OF_OLD == {"homes", "settle"}  # the control
