@@ -114,22 +114,29 @@ class Policy:
         None under the eager lowering.
     prefetch
         How many units ahead of their first use gathers are started, and how many reductions may be on the wire at
-        once. 0: each gather starts where it is waited for. ``"auto"``: from estimated compute and transfer times.
+        once. 0: each gather starts where it is waited for. ``"auto"``: from estimated compute and transfer times; on
+        CPUs, whose cores the ranks share with what sends, only as far as it leaves the predicted peak of memory as it
+        is. With `fully_shard`, ``"auto"`` is 1, as FSDP2 has it.
     limit
         Most gathered units alive at once, at every point of the step (the rate limiter). Where a program needs more,
         a unit is freed and gathered again. ``"auto"``: what the placement and ``prefetch`` come to.
     bucket_mb
         Size of a unit on the wire, in MiB. Neighbouring blocks are merged while they stay under it, and a block over it
-        is cut between parameters. 0: one unit a block. ``"auto"``: where a collective's latency stops to matter. With
-        `fully_shard`, modules that were marked are merged, and none is cut.
+        is cut between parameters. 0: one unit a block. ``"auto"``: where a collective's latency stops to matter, but no
+        more than a part of the model, so that a step takes no more memory than FSDP2's, which holds one block and the
+        next: a sixth under Inductor; a twelfth under the eager lowering, which leaves the last twelfth as it is, and
+        pays for it with some tenth of the processor time where layers are many and thin. A larger size, as 64, is
+        faster there and takes the memory. With `fully_shard`, modules that were marked are merged, and none is cut.
     bandwidth_gbps
         What the network carries from and to each rank, in 1e9 bits a second, where that is far from what such devices
         usually have (Ethernet between GPU nodes): the ``"auto"`` choices follow it. Along a tp axis,
         which is taken to be inside of a node, estimates keep the device's own figure.
     memory_gb
-        What a step may take of a rank's memory at its peak, as `Sharded.memory` predicts it, in GiB, or None. Where
-        ``prefetch`` and ``limit`` are ``"auto"``, they are lowered until it fits; where nothing fits, a warning says
-        what would.
+        What a step may take of a rank's memory at its peak, as `Sharded.memory` predicts it, in GiB, or None. Until it
+        fits, and as far as the policy leaves them on ``"auto"``, ``prefetch`` is lowered; then values that forward
+        keeps are made again in backward (``recompute``), chosen by a knapsack as the least compute for the bytes that
+        are missing; then ``limit`` is lowered. Random operators are never run twice, and under the eager lowering the
+        numbers are the same to the bit. Where nothing fits, a warning says the least that can be had, which runs.
     lower
         ``"inductor"``: the compute between collectives is compiled, each distinct piece once. ``"eager"``: ATen
         kernels, the same as eager PyTorch runs, bit for bit.

@@ -316,7 +316,9 @@ def _size(node: fx.Node) -> str:
 
 @pytest.mark.parametrize("name", GOLDENS)
 def test_what_is_sent_is_as_written_down(name: str) -> None:
-    text = "\n".join(wire(program_of(GOLDENS[name]))) + "\n"
+    what = GOLDENS[name]
+    ahead = replace(what, policy=replace(what.policy, prefetch=1))  # whatever it takes, as it is by itself on GPUs
+    text = "\n".join(wire(program_of(ahead))) + "\n"
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
         path.parent.mkdir(exist_ok=True)

@@ -21,6 +21,7 @@ from fsdp_compiled.passes.limit import limit
 from fsdp_compiled.passes.loss_scale import scale, skip, unscale
 from fsdp_compiled.passes.overlap import overlap
 from fsdp_compiled.passes.recompute import recompute
+from fsdp_compiled.passes.recompute_saved import recompute_saved
 from fsdp_compiled.passes.reduce import reduce
 from fsdp_compiled.passes.rematerialize import rematerialize
 from fsdp_compiled.passes.report import compare_batches, norm, report
@@ -90,6 +91,8 @@ __all__ = [
     "SCHEDULING",
     "Observer",
     "Pass",
+    "recompute",
+    "recompute_saved",
     "run",
     "step",
     "update_alone",

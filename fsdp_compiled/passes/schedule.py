@@ -19,6 +19,10 @@ starts when the last of its gradients exists, as `reduce` has it; its wait moves
 on the wire with it, never further, because the flat gradient lives until then. Only these few nodes move: the order of
 compute, and with it the memory of activations, is the model's own.
 
+On CPUs, ``prefetch="auto"`` is free of memory: a gather starts ahead, and a reduction is waited for late, only as far
+as that leaves the predicted peak where it is with neither (`Headroom`). There ranks share their cores with what sends,
+so that little is hidden, and gloo copies what it gathers: what is on the wire is in memory twice.
+
 Parameters that are copied out of what was gathered (buffers by rows) are done with it after the copy: the gather that
 would start before that use starts behind it, so that two units are not gathered at once. Of a unit of several blocks
 that is the copy of the last; there, too, reductions that have run since before the unit are waited for.
@@ -29,7 +33,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fsdp_compiled.analysis.roofline import seconds
+from fsdp_compiled.analysis.headroom import Headroom
+from fsdp_compiled.analysis.kernel_workspace import backend_of, on_wire
+from fsdp_compiled.analysis.roofline import nbytes, seconds
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.liveness import LiveRange, live_ranges, most_gathered
 from fsdp_compiled.ir.nodes import Phase, positions, role_of
@@ -51,9 +57,15 @@ def schedule(program: Program, plan: Plan) -> Program:
     ahead, reason = _prefetch(edit.graph, found, plan)
     most = plan.policy.limit if isinstance(plan.policy.limit, int) else None
     notes = [reason]
-    for live_range, target in _starts(edit.graph, found, ahead, most):
+    room = None
+    if plan.policy.prefetch == "auto" and plan.device.type == "cpu":
+        _wait_at_once(edit)
+        found = live_ranges(edit.graph)
+        room = Headroom(edit.done("schedule"), plan)
+        notes = [f"{reason}, as far as that takes no memory" if reason else ""]
+    for live_range, target in _starts(edit.graph, found, ahead, most, plan, room):
         edit.move(_issue(live_range), before=target)
-    _wait_late(edit, max(ahead, 1))
+    _wait_late(edit, max(ahead, 1), plan, room)
     if found:
         peak = most_gathered(live_ranges(edit.graph))
         given = f"{most}, as given" if most is not None else f"{peak} (auto): what that comes to"
@@ -82,7 +94,9 @@ def _place(entries: list[Entry], live_range: LiveRange) -> int | None:
     return next((index for index, entry in enumerate(entries) if entry[2] is live_range), None)
 
 
-def _starts(graph: fx.Graph, found: list[LiveRange], ahead: int, most: int | None) -> list[tuple[LiveRange, fx.Node]]:
+def _starts(
+    graph: fx.Graph, found: list[LiveRange], ahead: int, most: int | None, plan: Plan, room: Headroom | None
+) -> list[tuple[LiveRange, fx.Node]]:
     """Where each gather is to start: the node to move it before."""
     if ahead == 0:
         return []
@@ -102,9 +116,15 @@ def _starts(graph: fx.Graph, found: list[LiveRange], ahead: int, most: int | Non
         if place is not None:
             at = max(_behind_copies(entries[place - ahead], order) if place >= ahead else earliest, earliest, previous)
             at = _room(at, live_range.unit, placed, most)
+            if room is not None and at < now:
+                taken = _while_sent(issue, plan)
+                at = room.earliest(nodes, at, now, taken)
+                room.take(nodes[at:now], taken)
             while at < now and nodes[at] in leaving:
                 at += 1
             if at < now:
+                if room is not None:
+                    room.stand(issue, nodes[at])
                 moved.append((live_range, nodes[at]))
                 leaving |= set(issue)
                 live_range.start = previous = at
@@ -112,6 +132,12 @@ def _starts(graph: fx.Graph, found: list[LiveRange], ahead: int, most: int | Non
                 previous = live_range.start + 1
         placed.append(live_range)
     return moved
+
+
+def _while_sent(issue: list[fx.Node], plan: Plan) -> int:
+    """Bytes that are alive while a unit is gathered: its buffers, and what the wire and casts need besides."""
+    made = [node for node in issue if role_of(node) in ("fetch", "cast", "gather")]
+    return sum(nbytes(node.meta["val"]) + on_wire(node, backend_of(plan.device)) for node in made)
 
 
 def _copies(live_range: LiveRange, phase: Phase) -> list[fx.Node]:
@@ -150,7 +176,18 @@ def _issue(live_range: LiveRange) -> list[fx.Node]:
     return found
 
 
-def _wait_late(edit: Edit, in_flight: int) -> None:
+def _wait_at_once(edit: Edit) -> None:
+    """Each reduction's wait, and what follows from it, moves to just behind its start."""
+    order = positions(edit.graph)
+    for start in [node for node in edit.graph.nodes if role_of(node) == "reduce"]:
+        tail = _tail(start, order)
+        behind = start.next
+        while behind in tail:
+            behind = behind.next
+        edit.move(tail, before=behind)
+
+
+def _wait_late(edit: Edit, in_flight: int, plan: Plan, room: Headroom | None) -> None:
     """A reduction's wait, and what follows from it, moves to just before the start of the one ``in_flight`` later.
 
     Along the shard axis first, with the reduction along the replicate axis that follows; then that one's wait.
@@ -164,8 +201,25 @@ def _wait_late(edit: Edit, in_flight: int) -> None:
             tail = _tail(start, order)
             last = next((last for first, last in rows if order[start] < order[first]), target)
             sooner = min(_before_rows(target), last, key=order.__getitem__)
+            if room is not None and tail:
+                sooner = _while_free(edit.graph, start, tail, sooner, plan, room)
             if tail and (order[tail[-1]] < order[target] or sooner is not target):
                 edit.move(tail, before=sooner)
+
+
+def _while_free(
+    graph: fx.Graph, start: fx.Node, tail: list[fx.Node], target: fx.Node, plan: Plan, room: Headroom
+) -> fx.Node:
+    """The node up to which what is reduced, and the copy that the wire needs of it, stay alive for nothing."""
+    nodes = list(graph.nodes)
+    order = positions(graph)
+    taken = 2 * nbytes(start.all_input_nodes[0].meta["val"])
+    begin = order[tail[-1]] + 1
+    end = room.latest(nodes, begin, max(order[target], begin), taken)
+    if end > begin:
+        room.take(nodes[begin:end], taken)
+        room.stand(tail, nodes[end - 1])
+    return nodes[end]
 
 
 def _rows_of_blocks(graph: fx.Graph, order: dict[fx.Node, int]) -> list[tuple[fx.Node, fx.Node]]:

@@ -6,8 +6,14 @@
 A collective costs a latency besides its bytes, so many small ones waste the network; a large one is waited for as a
 whole and gathered as a whole. What is merged stays in the order of registration, which is the order of use in most
 models. Packing starts at the end, so that a unit that remains small is the first: forward waits for it with nothing to
-hide it, and in backward its reduction is the last. A root of next to nothing (a final norm, a small embedding) goes
-with it.
+hide it, and in backward its reduction is the last. Where a size is given, a root of next to nothing (a final norm, a
+small embedding) goes with it.
+
+What is merged is in memory as a whole, as are its gradients until they are sent, where FSDP2 has one block and the next
+there. So that the step takes no more memory than FSDP2's, ``"auto"`` merges at most a part of the model (`MOST_UNITS`),
+and never the root, which would keep what it is merged with gathered throughout. Inductor keeps less for backward, so
+that the peak comes late and there is room for more. PyTorch's own kernels keep as much as FSDP2's: memory is at its
+highest where forward ends and backward begins, and what is used there, `apart_of`, stays as it is.
 
 Where nothing is gathered (``"ddp"``), blocks mean nothing to the network, and parameters are packed into buckets, as
 DistributedDataParallel does it; ``bucket.0`` holds the last of them and is reduced first.
@@ -15,7 +21,7 @@ DistributedDataParallel does it; ``bucket.0`` holds the last of them and is redu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fsdp_compiled.plan.hardware import Machine
 from fsdp_compiled.plan.units import ROOT
@@ -23,7 +29,8 @@ from fsdp_compiled.plan.units import ROOT
 MIB = 2**20
 EFFICIENT = 8.0  # transfer time over latency: at 8, a collective runs at 89% of the bandwidth
 DDP_MIB = 25.0  # DistributedDataParallel's default bucket
-MOST_UNITS = 2  # merging by itself never makes a unit larger than this part of the model
+MOST_UNITS = {"eager": 12, "inductor": 6}  # merging by itself never makes a unit larger than this part of the model
+MOST_BUCKETS = 2  # the same, where nothing is gathered
 
 
 def target(
@@ -33,7 +40,7 @@ def target(
     machine: Machine,
     world: int,
     gathered: bool,
-    most: int = MOST_UNITS,
+    most: int = MOST_BUCKETS,
 ) -> tuple[float, float, str]:
     """``(merge, split, reason)``: neighbours are merged up to ``merge`` bytes, units over ``split`` bytes are cut.
 
@@ -49,10 +56,11 @@ def target(
     efficient = EFFICIENT * machine.latency * machine.network
     why = f"{efficient / MIB:.2g} MiB take {EFFICIENT:g} times a collective's latency of {machine.latency * 1e6:g} us"
     part = total / most
+    split = max(4 * efficient, total / MOST_BUCKETS)
     if gathered:
         merge = min(efficient, part)
         bound = "" if merge == efficient else f", but no more than 1/{most} of the model"
-        return merge, max(4 * efficient, part), f"bucket_mb={merge / MIB:.2g} (auto): {why}{bound}"
+        return merge, split, f"bucket_mb={merge / MIB:.2g} (auto): {why}{bound}"
     merge = min(max(efficient, part), max(efficient, DDP_MIB * MIB))
     return (
         merge,
@@ -61,8 +69,24 @@ def target(
     )
 
 
-def regroup(blocks: Sequence[str], sizes: Sequence[int], merge: float, split: float, gathered: bool) -> list[str]:
-    """The unit of each parameter. ``blocks``, ``sizes``: as `target` has them, in registration order."""
+def apart_of(wanted: float | str, lower: str, sizes: Sequence[int]) -> float | None:
+    """Bytes of blocks at the model's end that are not merged, nor is the root with others; None where a size is given,
+    which nothing is apart from."""
+    if wanted != "auto":
+        return None
+    return sum(sizes) / MOST_UNITS[lower] if lower == "eager" else 0.0
+
+
+def regroup(
+    blocks: Sequence[str],
+    sizes: Sequence[int],
+    merge: float,
+    split: float,
+    gathered: bool,
+    apart: float | None = None,
+) -> list[str]:
+    """The unit of each parameter. ``blocks``, ``sizes``: as `target` has them, in registration order; ``apart``: as
+    `apart_of` has it."""
     if not gathered:
         if merge == 0:
             return list(blocks)
@@ -74,6 +98,7 @@ def regroup(blocks: Sequence[str], sizes: Sequence[int], merge: float, split: fl
     names = list(members)
     units: dict[str, list[int]] = {}
     row: list[str] = []
+    last = _last(members, sizes, apart or 0.0)
 
     def close() -> None:
         for packed in _pack([members[name] for name in row], sizes, merge):
@@ -84,13 +109,24 @@ def regroup(blocks: Sequence[str], sizes: Sequence[int], merge: float, split: fl
     for name in names:
         size = sum(sizes[index] for index in members[name])
         around = name == ROOT or any(other.startswith(f"{name}.") for other in names)
-        if around or size > merge:
+        if around or size > merge or name in last:
             close()
             units |= _cut(name, members[name], sizes, split) if size > split else {name: members[name]}
         else:
             row.append(name)
     close()
-    return _spread(len(sizes), _with_slight_root(units, sizes, merge))
+    return _spread(len(sizes), _with_slight_root(units, sizes, merge) if apart is None else units)
+
+
+def _last(members: Mapping[str, Sequence[int]], sizes: Sequence[int], apart: float) -> set[str]:
+    """The blocks at the end, the root left out, as many as weigh no more together."""
+    found: set[str] = set()
+    for name in reversed([name for name in members if name != ROOT]):
+        apart -= sum(sizes[index] for index in members[name])
+        if apart < 0:
+            break
+        found.add(name)
+    return found
 
 
 def _with_slight_root(units: dict[str, list[int]], sizes: Sequence[int], merge: float) -> dict[str, list[int]]:

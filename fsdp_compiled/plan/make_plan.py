@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_compiled.plan.buckets import regroup, target
+from fsdp_compiled.plan.buckets import MOST_BUCKETS, MOST_UNITS, apart_of, regroup, target
 from fsdp_compiled.plan.hardware import Machine, machine_of
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, Unit
 from fsdp_compiled.policy import Policy
@@ -58,9 +58,13 @@ def make_plan(
     machine = machine or machine_of(device, shard * replicate * tp, policy.bandwidth_gbps, tp)
     gathered = policy.placement.parameter and shard > 1
     blocks, sizes = [leaf.block for leaf in leaves], [_wire_bytes(leaf, policy) for leaf in leaves]
-    merge, split, reason = target(policy.bucket_mb, blocks, sizes, machine, shard * replicate, gathered)
+    most = MOST_UNITS[policy.lower] if gathered else MOST_BUCKETS
+    merge, split, reason = target(policy.bucket_mb, blocks, sizes, machine, shard * replicate, gathered, most)
+    apart = apart_of(policy.bucket_mb, policy.lower, sizes)
+    if gathered and apart:
+        reason += ", and the last as they are"
     by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None, int, bool], list[Leaf]]] = {}
-    for leaf, unit in zip(leaves, regroup(blocks, sizes, merge, split, gathered), strict=True):
+    for leaf, unit in zip(leaves, regroup(blocks, sizes, merge, split, gathered, apart), strict=True):
         kind = (leaf.dtype, leaf.trainable, *((leaf.group, leaf.variant) if leaf.trainable else (None, 0)), leaf.split)
         by_unit.setdefault(unit, {}).setdefault(kind, []).append(leaf)
     units = []

@@ -182,7 +182,8 @@ def memory_of(captured: Capture, program: Program, job: Job) -> Predict:
 
 def fit_to_memory(stages: Sequence[Program], predict: Predict, job: Job) -> list[Program]:
     """Other last stages, where what will run, the program fused, needs more than `Policy.memory_gb`."""
-    return memory_budget.fit(stages, job.plan, lambda one: predict(passes.run(one, job.plan, job.fusions)))
+    fused = lambda one: predict(passes.run(one, job.plan, job.fusions))  # noqa: E731
+    return memory_budget.fit(stages, job.plan, fused, job.passes)
 
 
 def fuse(stages: Sequence[Program], job: Job) -> list[Program]:

@@ -1,22 +1,28 @@
-"""A step that fits into `Policy.memory_gb`: fewer units ahead, then fewer units alive, until the predicted peak does.
+"""A step that fits into `Policy.memory_gb`: gathers less far ahead, then saved values computed again, then fewer units
+alive, until the predicted peak does.
 
-    prefetch=2, limit as it comes    predicted peak 1.31 GiB
-    prefetch=1                                      1.19 GiB
-    prefetch=0                                      1.07 GiB
-    prefetch=0, limit=2                             0.98 GiB    <- the first within memory_gb=1
+    prefetch=2, limit as it comes         predicted peak 1.31 GiB
+    prefetch=1                                           1.19 GiB
+    prefetch=0                                           1.07 GiB
+    14 of 96 saved values made again                     0.99 GiB    <- the first within memory_gb=1
+    96 of 96, limit=2                                    0.61 GiB
 
-In this order because gathering ahead costs nothing but memory, while a lower limit gathers again. Only what the policy
-leaves on ``"auto"`` is touched.
+In this order because gathering ahead costs nothing but memory, making values again costs compute, and a lower limit
+gathers again. Which values, a knapsack chooses: the least compute for so many bytes (`analysis.saved_values`). What a
+choice brings is not the sum of its bytes, since what is made again is alive in backward; so more is chosen until the
+program that comes of it, with all its passes and fusions, is predicted to fit. Only what the policy leaves on
+``"auto"`` is touched.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fsdp_compiled import passes
 from fsdp_compiled.analysis.memory import Memory
+from fsdp_compiled.analysis.saved_values import cheapest, saved_values
 from fsdp_compiled.ir.liveness import live_ranges, most_gathered
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
@@ -27,55 +33,156 @@ log = logging.getLogger("fsdp_compiled")
 GIB = 2**30
 
 
-def fit(stages: Sequence[Program], plan: Plan, predict: Callable[[Program], Memory]) -> list[Program]:
+# How much more than what is missing is chosen to be made again, try by try; then all that can be.
+MORE = (1.0, 1.5, 2.25, 3.5)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    stages: list[Program]
+    memory: Memory
+    how: str
+
+    @property
+    def peak(self) -> int:
+        return self.memory.peak.nbytes
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """What is asked for: of which plan, made by which passes, and how its memory is predicted."""
+
+    plan: Plan
+    predict: Callable[[Program], Memory]
+    transforms: Sequence[passes.Pass]
+
+    @property
+    def nbytes(self) -> int:
+        assert self.plan.policy.memory_gb is not None
+        return int(self.plan.policy.memory_gb * GIB)
+
+    def __str__(self) -> str:
+        return f"memory_gb={self.plan.policy.memory_gb:g}"
+
+    def made(self, done: Sequence[Program], policy: Policy, rest: Sequence[passes.Pass], how: str) -> _Tried | None:
+        """These stages, and what the rest of the passes makes of the last of them under this policy; None where a node
+        reads more units than may be alive, or memory is not predicted."""
+        stages: list[Program] = []
+        try:
+            program = passes.run(done[-1], replace(self.plan, policy=policy), rest, stages.append)
+        except ValueError:
+            return None
+        memory = self.predict(program)
+        return None if memory.unknown else _Tried([*done[:-1], *stages], memory, how)
+
+
+def fit(
+    stages: Sequence[Program],
+    plan: Plan,
+    predict: Callable[[Program], Memory],
+    transforms: Sequence[passes.Pass] = (),
+) -> list[Program]:
     """The stages, with other last ones if the program is over the budget.
 
     ``predict``: the memory of what will run, which is the program fused. What was chosen is in its notes. The last
-    stages are those of `passes.SCHEDULING`. Where nothing fits, it is the least there is, with a warning; where memory
-    cannot be predicted, nothing is chosen by it, with a warning.
+    stages are those of `passes.SCHEDULING`; ``transforms`` are all the passes that made them: without, nothing is
+    computed again. Where nothing fits, it is the least there is, with a warning; where memory cannot be predicted,
+    nothing is chosen by it, with a warning.
     """
     if plan.policy.memory_gb is None:
         return list(stages)
-    *done, before = stages[: -len(passes.SCHEDULING)]
+    budget = _Budget(plan, predict, transforms)
     needed = predict(stages[-1])
     if needed.unknown:
-        reason = f"memory_gb={plan.policy.memory_gb:g} has no effect: memory is not predicted: {needed.unknown}"
+        reason = f"{budget} has no effect: memory is not predicted: {needed.unknown}"
         log.warning("%s", reason)
         return [*stages[:-1], replace(stages[-1], notes=(*stages[-1].notes, reason))]
-    if needed.peak.nbytes <= plan.policy.memory_gb * GIB:
+    found = [_Tried(list(stages), needed, "as chosen without it")]
+    if found[0].peak <= budget.nbytes:
         return list(stages)
-    found = [(list(stages[len(done) :]), needed, "as chosen without it")]
-    for policy in _tighter(plan.policy, most_gathered(live_ranges(stages[-1].graph))):
-        other: list[Program] = []
-        try:
-            program = passes.run(before, replace(plan, policy=policy), passes.SCHEDULING, other.append)
-        except ValueError:  # a node reads more units than that
+    for one in _less_and_less(found[0], budget):
+        found.append(one)
+        if one.peak <= budget.nbytes:
             break
-        if (less := predict(program)).unknown:
-            break
-        found.append((other, less, f"prefetch={policy.prefetch}, limit={policy.limit}"))
-        if found[-1][1].peak.nbytes <= plan.policy.memory_gb * GIB:
-            break
-    chosen, memory, how = min(found, key=lambda one: one[1].peak.nbytes)
-    budget = f"memory_gb={plan.policy.memory_gb:g}"
-    if memory.peak.nbytes <= plan.policy.memory_gb * GIB:
-        reason = f"{how}: the first that fits {budget}, with a peak of {human(memory.peak.nbytes)}"
+    chosen = min(found, key=lambda one: one.peak)
+    if chosen.peak <= budget.nbytes:
+        reason = f"{chosen.how}: the first that fits {budget}, with a peak of {human(chosen.peak)}"
     else:
         reason = (
-            f"{how}: nothing fits {budget}; this takes {human(memory.peak.nbytes)} at {memory.peak}. A smaller batch, "
-            'accumulate, recompute="unit" or more ranks would take less'
+            f"{chosen.how}: nothing fits {budget}; the least is {human(chosen.peak)}, at {chosen.memory.peak}. "
+            'A smaller batch, accumulate, recompute="unit" or more ranks would take less'
         )
         log.warning("%s", reason)
-    chosen[-1] = replace(chosen[-1], notes=(*before.notes, reason))
-    return [*done, *chosen]
+    last = chosen.stages[-1]
+    return [*chosen.stages[:-1], replace(last, notes=(*last.notes, reason))]
 
 
-def _tighter(policy: Policy, alive: int) -> Iterator[Policy]:
-    least = policy.prefetch if isinstance(policy.prefetch, int) else 0
-    if policy.prefetch == "auto":
+def _less_and_less(first: _Tried, budget: _Budget) -> Iterator[_Tried]:
+    """Programs that take less memory, each at a higher price than the one before."""
+    policy, made = budget.plan.policy, list(first.stages)
+    before = made[: -len(passes.SCHEDULING)]
+    for policy in _less_ahead(budget.plan):
+        one = budget.made(before, policy, passes.SCHEDULING, f"prefetch={policy.prefetch}")
+        if one is None:
+            return
+        yield one
+    best = None
+    for names, how in _values_again(first, budget):
+        done = made[: _recomputed(made)]
+        again = (passes.recompute_saved(names), *_from_recompute(budget.transforms))
+        one = budget.made(done, policy, again, how)
+        if one is None:
+            break
+        best = one if best is None or one.peak < best.peak else best
+        yield one
+    so_far = ""
+    if best is not None and best.peak < first.peak:
+        before, so_far = best.stages[: -len(passes.SCHEDULING)], f"{best.how}, "
+    for fewer in _fewer_alive(policy, most_gathered(live_ranges(made[-1].graph))):
+        one = budget.made(before, fewer, passes.SCHEDULING, f"{so_far}prefetch={fewer.prefetch}, limit={fewer.limit}")
+        if one is None:
+            return
+        yield one
+
+
+def _less_ahead(plan: Plan) -> Iterator[Policy]:
+    """On CPUs what is chosen gathers ahead only where that takes nothing."""
+    policy = plan.policy
+    if policy.prefetch == "auto" and plan.device.type != "cpu":
         most = policy.limit if isinstance(policy.limit, int) else MOST_AHEAD
         for ahead in reversed(range(min(most, MOST_AHEAD))):
             yield replace(policy, prefetch=ahead)
+
+
+def _fewer_alive(policy: Policy, alive: int) -> Iterator[Policy]:
+    least = policy.prefetch if isinstance(policy.prefetch, int) else 0
     if policy.limit == "auto":
         for limit in range(alive - 1, least, -1):
-            yield replace(policy, prefetch=least, limit=limit)
+            yield replace(policy, limit=limit)
+
+
+def _values_again(first: _Tried, budget: _Budget) -> Iterator[tuple[frozenset[str], str]]:
+    """Nodes to repeat in backward, more of them each time, and what that is called."""
+    done = _recomputed(first.stages)
+    if budget.plan.policy.recompute != "auto" or not done or not _from_recompute(budget.transforms):
+        return
+    values = saved_values(first.stages[done - 1], budget.plan)
+    whole = sum(value.nbytes for value in values)
+    sizes = [int((first.peak - budget.nbytes) * more) for more in MORE]
+    for wanted in [*(size for size in sizes if size < whole), *([whole] if values else [])]:
+        chosen = cheapest(values, wanted)
+        seconds = sum(value.seconds for value in chosen)
+        how = (
+            f"{len(chosen)} of {len(values)} saved values, {human(sum(value.nbytes for value in chosen))}, made again "
+            f"in backward at some {1e3 * seconds:.3g} ms"
+        )
+        yield frozenset().union(*(value.nodes for value in chosen)), how
+
+
+def _recomputed(stages: Sequence[Program]) -> int:
+    """How many stages there are before `recompute`; 0 where it did not run."""
+    return next((at for at, one in enumerate(stages) if one.history and one.history[-1] == "recompute"), 0)
+
+
+def _from_recompute(transforms: Sequence[passes.Pass]) -> Sequence[passes.Pass]:
+    return transforms[transforms.index(passes.recompute) :] if passes.recompute in transforms else ()

@@ -26,10 +26,10 @@ from fsdp_compiled.plan.units import ROOT
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.parameter_group import Entry, FlatShard, ParameterGroup
 
-# Merging by itself never makes a unit larger than this part of the model, where `compile_sharded` allows a half: who
-# marks modules says how much is to be gathered at once. PyTorch's own kernels keep as much for backward as FSDP2 does:
-# so that the peak is no higher, they have smaller units, and in the first half of the model alone, since memory is at
-# its highest where forward ends and backward begins. Inductor keeps less, which leaves room for larger ones throughout.
+# Merging by itself never makes a unit larger than this part of the model. PyTorch's own kernels keep as much for
+# backward as FSDP2 does: so that the peak is no higher, they have smaller units, and in the first half of the model
+# alone, since memory is at its highest where forward ends and backward begins. Inductor keeps less, which leaves room
+# for larger ones throughout. Gathers start one unit ahead here, whatever it takes: so units are smaller than in a plan.
 MOST_UNITS = {"eager": 12, "inductor": 8}
 
 

@@ -1,0 +1,195 @@
+"""What forward keeps for backward, what it would cost to make each value again, and the cheapest choice of them.
+
+    kept by forward     bytes      to make it again
+    layers.0 up         2.0 MiB    a matrix product from the norm, itself from the block's input    1.2 ms
+    layers.0 gelu       2.0 MiB    element-wise from the above                                      0.3 ms
+    ...
+    to be saved         3.1 MiB    -> the set that is as large, and cheapest: a knapsack
+
+A value is made again from others that are kept; where one of those is made again as well, it is so for both, and the
+sum of the costs stays what it is. What a block gets from the one before it is always kept, so that no chain leads
+through the whole model. Only operators that give the same bits from the same inputs are run twice (`AGAIN`): never a
+random one, a collective, or one that writes.
+
+To pick by a knapsack over the graph's saved values is the idea of PyTorch's partitioner under
+``torch._functorch.config.activation_memory_budget``; that recomputation is a question of cost under a budget, and can
+be answered as an optimisation, is Checkmate's (Jain et al., MLSys 2020), which also schedules. The minimum cut between
+what is free to compute again and what is not (`min_cut_rematerialization_partition`) is left out: `rematerialize` is
+the part of it that costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import getitem
+
+import torch
+from torch import fx
+
+from fsdp_compiled.analysis.roofline import flops, nbytes, seconds
+from fsdp_compiled.ir.nodes import gathered, is_collective, is_random, is_view, mutated, role_of
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.plan.units import innermost
+
+aten = torch.ops.aten
+STEPS = 2000  # into how many parts the knapsack's capacity is cut
+SMALL = 1024  # bytes: not worth an operator
+AGAIN = (
+    aten.native_layer_norm.default,
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten.mean.dim,
+    aten.var_mean.correction,
+    aten.sum.dim_IntList,
+    aten.amax.default,
+    aten.embedding.default,
+    aten.cat.default,
+    aten.stack.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten._unsafe_view.default,
+    getitem,
+)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A value that backward reads. ``nodes``: those that are repeated to make it again, by name; ``seconds``: what they
+    are estimated to take."""
+
+    name: str
+    nbytes: int
+    seconds: float
+    nodes: frozenset[str]
+
+
+def saved_values(program: Program, plan: Plan) -> list[Saved]:
+    """The values that forward keeps and that can be made again, in forward's order; before `recompute` has run."""
+    graph = program.graph
+    parameters = set().union(*gathered(graph).values())
+    forward = [node for node in graph.nodes if node.op == "call_function" and node.meta["phase"] == "forward"]
+    crossing = [node for node in forward if any(_in_backward(user) for user in node.users) and node not in parameters]
+    kept: dict[fx.Node, list[fx.Node]] = {}  # by what has the memory: what of it backward reads
+    for node in crossing:
+        kept.setdefault(_base(node, parameters), []).append(node)
+    leaving = {_base(node, parameters) for node in graph.output_node().all_input_nodes}
+    blocks = {path: innermost([path], plan.blocks) for path in {node.meta.get("path", "") for node in forward}}
+    inputs = {node for node in kept if node in leaving or _is_block_input(node, parameters, blocks)}
+    found = []
+    for base, reads in kept.items():
+        size = _bytes_kept(base, reads)
+        if base.op != "call_function" or base in inputs or size <= SMALL:
+            continue
+        chain = _chain([base, *reads], kept, parameters)
+        if chain is not None:
+            cost = sum(seconds(node, plan.machine) for node in chain)
+            found.append(Saved(base.name, size, cost, frozenset(node.name for node in chain)))
+    return found
+
+
+def cheapest(values: Sequence[Saved], wanted: int) -> list[Saved]:
+    """Of these, some that are ``wanted`` bytes together or more, at the least cost; all where that is not enough.
+
+    Solved for what may be *kept*: the dearest values that fit into the bytes that are left, in parts of a `STEPS`-th.
+    """
+    room = sum(value.nbytes for value in values) - wanted
+    if room <= 0:
+        return list(values)
+    unit = max(room / STEPS, 1.0)
+    capacity = int(room // unit)
+    best = [0.0] * (capacity + 1)
+    taken: list[set[int]] = []  # by value: at which capacities it is kept
+    for value in values:
+        weight = -int(-value.nbytes // unit)  # rounded up: what is kept never takes more than there is
+        mine = set()
+        for left in range(capacity, weight - 1, -1):
+            if best[left - weight] + value.seconds > best[left]:
+                best[left] = best[left - weight] + value.seconds
+                mine.add(left)
+        taken.append(mine)
+    left, dropped = capacity, []
+    for value, mine in zip(reversed(values), reversed(taken), strict=True):
+        if left in mine:
+            left -= -int(-value.nbytes // unit)
+        else:
+            dropped.append(value)
+    return dropped[::-1]
+
+
+def _in_backward(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.meta["phase"] != "forward"
+
+
+def _is_alias(node: fx.Node) -> bool:
+    return is_view(node) or node.target in (getitem, aten._unsafe_view.default)
+
+
+def _base(node: fx.Node, parameters: set[fx.Node]) -> fx.Node:
+    """What has this value's memory."""
+    while node.op == "call_function" and _is_alias(node) and node not in parameters:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _bytes_kept(base: fx.Node, reads: Sequence[fx.Node]) -> int:
+    """Of an operator's results, of those that backward reads."""
+    if not isinstance(base.meta.get("val"), tuple | list):
+        return nbytes(base.meta.get("val"))
+    return sum(nbytes(node.meta["val"]) for node in reads if node.target is getitem)
+
+
+def _is_block_input(base: fx.Node, parameters: set[fx.Node], blocks: dict[str, str | None]) -> bool:
+    """Whether forward reads it, or a view of it, in another block than its own."""
+    own = blocks.get(base.meta.get("path", ""))
+    stack, seen = [base], {base}
+    while stack:
+        for user in stack.pop().users:
+            if user.op != "call_function" or user.meta["phase"] != "forward" or user in seen:
+                continue
+            if blocks.get(user.meta.get("path", "")) != own:
+                return True
+            if _is_alias(user):
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+def _chain(
+    wanted: Sequence[fx.Node], kept: dict[fx.Node, list[fx.Node]], parameters: set[fx.Node]
+) -> set[fx.Node] | None:
+    """The forward nodes that make these from what is kept and from parameters; None where one of them must not be run
+    twice."""
+    found: set[fx.Node] = set()
+    target = _base(wanted[0], parameters)
+    stack = list(wanted)
+    while stack:
+        node = stack.pop()
+        if node in found or node.op != "call_function" or node in parameters:
+            continue
+        if not isinstance(node.meta["val"], torch.Tensor | tuple | list):
+            return None  # a size that moves
+        base = _base(node, parameters)
+        if base is not target and base in kept:
+            if node is base or node in kept[base]:
+                continue  # it is there
+            if _is_alias(node):
+                found.add(node)
+                stack += node.all_input_nodes
+            continue
+        if not (_is_alias(node) or _may_run_again(node)):
+            return None
+        found.add(node)
+        stack += node.all_input_nodes
+    return found
+
+
+def _may_run_again(node: fx.Node) -> bool:
+    if role_of(node) is not None or is_collective(node) or is_random(node) or mutated(node):
+        return False
+    if node.target in AGAIN:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.pointwise in node.target.tags or flops(node) > 0

@@ -1,0 +1,52 @@
+"""Peaks of a step as the benchmark counts them: FSDP2's, this package's, and with units merged as for the wire alone.
+
+``torchrun peak_memory.py RESULT LOWER [control]``
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compiled.cli.bench.observe import Observer
+from fsdp_compiled.cli.bench.presets import PRESETS, rows_of_rank, sized
+from fsdp_compiled.cli.bench.rivals import RIVALS, Setting, Step, ours
+from fsdp_compiled.cli.rank import RankInfo
+
+HALF = 2.4  # MiB, of 4.8
+
+
+def peak(build: Callable[[Setting], Step], setting: Setting, batch: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
+    """Bytes and collectives."""
+    observer = Observer(torch.device("cpu"))
+    with observer.watching():
+        step = build(setting)
+        for _ in range(2):
+            observer.step(lambda: step(*batch))
+    assert observer.seen is not None
+    return [observer.seen.peak_bytes, observer.seen.collectives]
+
+
+def main(result: str, lower: str, control: str = "") -> None:
+    here = RankInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    preset = sized(PRESETS["thin"])
+    setting = Setting(preset, here, seed=0)
+    batch = rows_of_rank(preset.batches(here.world, 0, 1)[0], here.rank, preset.batch)
+    builds = {"fsdp2": RIVALS["fsdp2"].build, "ours": ours(lower)}
+    if control:
+        builds["merged"] = ours(lower, bucket_mb=HALF)
+    found = {name: peak(build, setting, batch) for name, build in builds.items()}
+    if here.first:
+        Path(result).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])
+    dist.destroy_process_group()
