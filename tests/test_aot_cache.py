@@ -260,8 +260,8 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     "cuDNN": lambda: torch.backends.cudnn.flags(enabled=False),
     "functorch": lambda: torch._functorch.config.patch(view_replay_for_aliased_outputs=False),
-    "the versions": lambda: mock.patch.object(cache_key, "_versions", lambda: {"torch": "3.0"}),
-    "the sources": lambda: mock.patch.object(cache_key, "_versions", lambda: {"sources": "another hash"}),
+    "the versions": lambda: mock.patch.object(cache_key, "versions", lambda: {"torch": "3.0"}),
+    "the sources": lambda: mock.patch.object(cache_key, "versions", lambda: {"sources": "another hash"}),
     "the machine": lambda: mock.patch.object(cache_key, "_machine", lambda: {"cpu": "another"}),
 }
 

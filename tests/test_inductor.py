@@ -110,7 +110,7 @@ CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "threads": lambda: changed(torch.set_num_threads, THREADS + 1, THREADS),
     "inductor": lambda: torch._inductor.config.patch(epilogue_fusion=False),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "version": lambda: mock.patch.object(cache_key, "_versions", lambda: {"torch": "3.0"}),
+    "version": lambda: mock.patch.object(cache_key, "versions", lambda: {"torch": "3.0"}),
 }
 
 
