@@ -171,9 +171,7 @@ def leave(work: Callable[[], Any]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     finally:
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        threading._shutdown()  # type: ignore[attr-defined] # ends executors and waits for threads, as at Python's end
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
