@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -47,7 +48,9 @@ def make(
     wanted: Any = "auto",
     **options: Any,
 ) -> Sharded:
-    """One of two equal ones, with graphs, on this stand-in or a new one, and without."""
+    """One of two equal ones, with graphs, on this stand-in or a new one, and without. Each size has its graph."""
+    if policy.dynamic == "auto":
+        policy = replace(policy, dynamic=False)
     model = small(**options)
     device = graphs if isinstance(graphs, StandIn) else StandIn()
     return compiled_with(
