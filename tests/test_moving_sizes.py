@@ -102,5 +102,6 @@ def test_compiled_by_inductor_too() -> None:
 
 
 def test_on_two_ranks() -> None:
-    expected = {"step": [1, 2, 2, 2, 2], "loop": ["", 2], "refused": [[2.0, 1.5, 3.0], 3]}
+    expected = {"step": [1, 2, 2, 2, 2], "loop": ["", 2], "sizes_by_rank": [True] * 9,
+                "refused": [[2.0, 1.5, 3.0], 3]}  # fmt: skip
     assert launch(WORKER, 2) == [expected, expected]

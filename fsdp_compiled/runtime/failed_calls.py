@@ -64,14 +64,15 @@ class FailedCalls:
         self._calls.tell(f"{self.row.failure}\n{DROPPED}")
         return False
 
-    def handle(self, compiled: Compiled, state: State, error: BaseException, ran: bool, hypers: str) -> BaseException:
-        """What this rank raises for the error, once the others are told. ``ran``: whether the program was started."""
+    def handle(self, compiled: Compiled, state: State, error: BaseException, ran: bool, called: str) -> BaseException:
+        """What this rank raises for the error, once the others are told. ``ran``: whether the program was started;
+        ``called``: the call, with the rates it goes by, as a person is told of it."""
         if isinstance(error, RankError | Unanimous):
             return error
         if (reason := self._calls.parting(error)) is not None:
             return RankError(reason)
         if isinstance(error, RuntimeError) and DISAGREE in str(error):  # all ranks are here
-            return RankError(self._heard(compiled, state) or different(exchange(compiled.label + hypers, self._mesh)))
+            return RankError(self._heard(compiled, state) or different(exchange(called, self._mesh)))
         if isinstance(error, RuntimeError) and OTHER_BATCHES in str(error):
             dropped = f" {self._drop(state)}" if compiled.kind == "last" else ""
             return RankError(f"In {compiled.label}, {OTHER_BATCHES}, so nothing was updated. {SAME_BATCHES}{dropped}")

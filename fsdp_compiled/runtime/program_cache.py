@@ -41,7 +41,7 @@ from fsdp_compiled.runtime.input_binding import flatten, replaced, same_tensors
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.moving_sizes import MovingSizes
 from fsdp_compiled.runtime.program_maker import ProgramMaker, no_collection
-from fsdp_compiled.runtime.request import CALLS, Changed, Request, differentiable, full, misfit
+from fsdp_compiled.runtime.request import CALLS, ONE_OF, Changed, Request, differentiable, full, misfit
 from fsdp_compiled.runtime.training import Backward
 
 log = logging.getLogger("fsdp_compiled")
@@ -112,18 +112,19 @@ class Programs:
             raise ValueError(differentiable(batch_tensors(batch, named)))
         buffers = self._buffers.replaced()
 
-        def look(dims: tuple[int, ...]) -> Request:
-            return self._look(Request(kind, batch, named, leaves, around, buffers), dims)
+        def look(dims: tuple[int, ...], compared: bool = False) -> Request:
+            return self._look(Request(kind, batch, named, leaves, around, buffers, compared=compared), dims)
 
         request = look(policy.moving)
         if request.compiled is not None:
             return request
         if self._moving is not None:
+            compared = self._called is None  # in a loop of its own, a rank may have lengths of its own, as under FSDP2
             for dims in self._moving.known(request):
-                if (found := look(dims)).compiled is not None:
+                if (found := look(dims, compared)).compiled is not None:
                     return found
             if dims := self._moving.changed(request):
-                request = replace(look(dims), instead=self._incomplete(request))
+                request = replace(look(dims, compared), instead=self._incomplete(request))
         return self._incomplete(request)
 
     def _look(self, request: Request, dims: tuple[int, ...]) -> Request:
@@ -180,13 +181,13 @@ class Programs:
                 if self._called is not None:
                     compiled = self._maker.compile_in_loop(request, buffers, self.rules, room)
                 else:
-                    self.meet(request.label)
+                    self.meet(request.said(request.label))
                     compiled = self._maker.compile(request, buffers, self.rules, room)
             self._asked |= compiled.capture.asked
             if self._moving is not None:
                 self._moving.made(request, compiled.program, several)
         else:
-            self.calls.post(compiled.label, compiled.wire)
+            self.calls.post(request.said(compiled.label), compiled.wire)
             del self._cached[compiled.number]
         self._cached[compiled.number] = compiled
         variants = self._variants.setdefault(request.key, [])
@@ -196,6 +197,7 @@ class Programs:
 
     def running(self, label: str, wire: str) -> Compiled | None:
         """The program of a call that another rank has posted."""
+        label = label.rpartition(ONE_OF)[2]
         return next((one for one in self._cached.values() if (one.label, one.wire) == (label, wire)), None)
 
     def read_closed(self, compiled: Compiled, request: Request, state: Constants) -> None:

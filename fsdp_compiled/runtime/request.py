@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,7 +12,9 @@ import torch
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.captured import batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, unfit
-from fsdp_compiled.runtime.compile import Compiled, Kind
+from fsdp_compiled.runtime.compile import Compiled, Kind, label_of
+
+ONE_OF = ", one of "
 
 # What a person called, for messages.
 CALLS: dict[Kind, str] = {
@@ -47,6 +50,7 @@ class Request:
     closed: Mapping[str, torch.Tensor] = field(default_factory=dict)  # that a program closes over, and are others now
     posted: bool = False  # whether the others know of the call
     instead: Request | None = None  # the same for these sizes alone, where no program can be made for several
+    compared: bool = False  # whether its sizes, which the program leaves open, must be those of the other ranks
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -60,6 +64,15 @@ class Request:
         leaves = zip(self.leaves, described, strict=True)
         kinds = [(one.dtype, one.device, one.dim()) if isinstance(one, torch.Tensor) else said for one, said in leaves]
         return (kind, tuple(kinds), *rest)
+
+    def said(self, label: str) -> str:
+        """What the other ranks are told of a call of this program: ``step (float32[8, 6]), one of step (...)``."""
+        return f"{label_of(self.kind, self.batch, self.named, {})}{ONE_OF}{label}" if self.compared else label
+
+    def number(self, compiled: Compiled) -> int:
+        """What ranks compare of a call of this program."""
+        sizes = zlib.crc32(repr(sorted(self.sizes.items())).encode()) if self.compared else 0
+        return compiled.number + sizes
 
     def give_up_sizes(self) -> None:
         """No program serves several: this is the request for these sizes alone."""

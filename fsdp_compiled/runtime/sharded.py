@@ -56,7 +56,6 @@ class Sharded(ShardedCheckpoints):
         """
         self._need_optimizer("accumulate")
         compiled, outputs = self._run("accumulate", self._state, batch, named)
-        self._row.programs += compiled.number
         return compiled.capture.rebuild(outputs)
 
     @untraced

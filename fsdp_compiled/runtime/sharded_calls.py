@@ -154,7 +154,8 @@ class ShardedCalls:
                 if not self._hyperparameters.unchanged():
                     self._hyperparameters.traced()  # what its code changed is no change of the user's
         except BaseException as error:
-            raised = self._failed.handle(compiled, state, error, ran, f"{self._hyperparameters}{self._writes}")
+            called = f"{request.said(compiled.label)}{self._hyperparameters}{self._writes}"
+            raised = self._failed.handle(compiled, state, error, ran, called)
             if raised is error:
                 raise
             raise raised from error
@@ -162,6 +163,8 @@ class ShardedCalls:
             if self._writes.shards is not None:
                 self._writes.end()
             self._calls.returned()
+        if kind == "accumulate":
+            self._row.programs += request.number(compiled)
         return compiled, found
 
     def _bind(self, compiled: Compiled, state: State, request: Request) -> Sequence[Any]:
@@ -171,7 +174,7 @@ class ShardedCalls:
         good = self._failed.begin(compiled)
         if compiled.compared:
             before = self._row.programs if compiled.updates else 0
-            call = (compiled.number + before) * ODD + self._hyperparameters.digest + self._writes.total
+            call = (request.number(compiled) + before) * ODD + self._hyperparameters.digest + self._writes.total
             for part in range(CALL_PARTS):
                 self._set_number(f"call {part}", float(call >> 20 * part & 0xFFFFF) if good else math.nan)
         if compiled.weighed:

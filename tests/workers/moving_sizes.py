@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +67,25 @@ def loop() -> Any:
     return [different(found, expected), model._fsdp_compiled.calls["forward"].programs.captures]
 
 
+def sizes_by_rank() -> Any:
+    """In a step, ranks have the same sizes, whichever programs there are; after an error they go on."""
+    model = build()
+    sharded = ours.compile_sharded(model, sgd(model), loss=mse, policy=EAGER)
+    for rows in (4, 5, 3):
+        sharded.step(*batches(1, rows)[0])
+    said = []
+    for rows in ((6, 7), (7, 6), (4, 6), (9, 4)):
+        before = sharded.full_state_dict()
+        error = told(partial(sharded.step, *batches(1, rows[dist.get_rank()])[0]))
+        named = all(f"rank {rank}: step (float32[{rows[rank]}, 6]" in error for rank in (0, 1))
+        said.append(error.startswith("RankError") and named)
+        after = sharded.full_state_dict()
+        said.append(all(torch.equal(before[name], after[name]) for name in before))
+    for rows in (4, 5, 6 + dist.get_rank()):
+        sharded.accumulate(*batches(1, rows)[0])
+    return [*said, told(lambda: sharded.step(*batches(1, 6)[0])).startswith("RankError")]
+
+
 def refused() -> Any:
     """What cannot be made for several sizes falls back on both ranks; other sizes than another rank's are an error."""
 
@@ -81,6 +101,6 @@ def refused() -> Any:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    cases = {"step": step, "loop": loop, "refused": refused}
+    cases = {"step": step, "loop": loop, "sizes_by_rank": sizes_by_rank, "refused": refused}
     found = {name: case() for name, case in cases.items()}
     write_for_all(found, sys.argv[1])
