@@ -16,6 +16,7 @@ from fsdp_compiled.lower.isa_probes import remembered, without_headers
 def trials(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], list[str]]:
     """In the place of Inductor's trials: those made so far, and from now on all with this outcome."""
     made: list[str] = []
+    monkeypatch.setattr("fsdp_compiled.lower.isa_probes._good", {})  # what this process compiled before
 
     def outcome(succeeds: bool) -> list[str]:
         def check(isa: VecISA, code: str) -> bool:
