@@ -124,8 +124,8 @@ class Policy:
         Size of a unit on the wire, in MiB. Neighbouring blocks are merged while they stay under it, and a block over it
         is cut between parameters. 0: one unit a block. ``"auto"``: where a collective's latency stops to matter, but no
         more than a part of the model, so that a step takes no more memory than FSDP2's, which holds one block and the
-        next: a sixth under Inductor; a twelfth under the eager lowering, which leaves the last twelfth as it is, and
-        pays for it with some tenth of the processor time where layers are many and thin. A larger size, as 64, is
+        next: a sixth under Inductor; a twelfth under the eager lowering, which leaves the last twelfth as it is. Where
+        layers are many and thin that costs processor time, most under the eager lowering; a larger size, as 64, is
         faster there and takes the memory. With `fully_shard`, modules that were marked are merged, and none is cut.
     bandwidth_gbps
         What the network carries from and to each rank, in 1e9 bits a second, where that is far from what such devices
