@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.analysis.roofline import flops, nbytes, seconds
-from fsdp_compiled.ir.nodes import gathered, is_collective, is_random, is_view, mutated, role_of
+from fsdp_compiled.ir.nodes import base_of, gathered, is_alias, is_collective, is_random, mutated, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import innermost
@@ -73,8 +73,8 @@ def saved_values(program: Program, plan: Plan) -> list[Saved]:
     crossing = [node for node in forward if any(_in_backward(user) for user in node.users) and node not in parameters]
     kept: dict[fx.Node, list[fx.Node]] = {}  # by what has the memory: what of it backward reads
     for node in crossing:
-        kept.setdefault(_base(node, parameters), []).append(node)
-    leaving = {_base(node, parameters) for node in graph.output_node().all_input_nodes}
+        kept.setdefault(base_of(node, parameters), []).append(node)
+    leaving = {base_of(node, parameters) for node in graph.output_node().all_input_nodes}
     blocks = {path: innermost([path], plan.blocks) for path in {node.meta.get("path", "") for node in forward}}
     inputs = {node for node in kept if node in leaving or _is_block_input(node, parameters, blocks)}
     found = []
@@ -122,17 +122,6 @@ def _in_backward(node: fx.Node) -> bool:
     return node.op == "call_function" and node.meta["phase"] != "forward"
 
 
-def _is_alias(node: fx.Node) -> bool:
-    return is_view(node) or node.target in (getitem, aten._unsafe_view.default)
-
-
-def _base(node: fx.Node, parameters: set[fx.Node]) -> fx.Node:
-    """What has this value's memory."""
-    while node.op == "call_function" and _is_alias(node) and node not in parameters:
-        node = node.all_input_nodes[0]
-    return node
-
-
 def _bytes_kept(base: fx.Node, reads: Sequence[fx.Node]) -> int:
     """Of an operator's results, of those that backward reads."""
     if not isinstance(base.meta.get("val"), tuple | list):
@@ -150,7 +139,7 @@ def _is_block_input(base: fx.Node, parameters: set[fx.Node], blocks: dict[str, s
                 continue
             if blocks.get(user.meta.get("path", "")) != own:
                 return True
-            if _is_alias(user):
+            if is_alias(user):
                 seen.add(user)
                 stack.append(user)
     return False
@@ -162,7 +151,7 @@ def _chain(
     """The forward nodes that make these from what is kept and from parameters; None where one of them must not be run
     twice."""
     found: set[fx.Node] = set()
-    target = _base(wanted[0], parameters)
+    target = base_of(wanted[0], parameters)
     stack = list(wanted)
     while stack:
         node = stack.pop()
@@ -170,15 +159,15 @@ def _chain(
             continue
         if not isinstance(node.meta["val"], torch.Tensor | tuple | list):
             return None  # a size that moves
-        base = _base(node, parameters)
+        base = base_of(node, parameters)
         if base is not target and base in kept:
             if node is base or node in kept[base]:
                 continue  # it is there
-            if _is_alias(node):
+            if is_alias(node):
                 found.add(node)
                 stack += node.all_input_nodes
             continue
-        if not (_is_alias(node) or _may_run_again(node)):
+        if not (is_alias(node) or _may_run_again(node)):
             return None
         found.add(node)
         stack += node.all_input_nodes

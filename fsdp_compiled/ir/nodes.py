@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -136,6 +136,18 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return bool(node.args) and is_view(node.args[0])  # type: ignore[arg-type]
     return isinstance(node.target, torch._ops.OpOverload) and _schema(node.target).views
+
+
+def is_alias(node: fx.Node) -> bool:
+    """Whether the node is its argument's memory, or one of its argument's results."""
+    return is_view(node) or node.target in (operator.getitem, torch.ops.aten._unsafe_view.default)
+
+
+def base_of(node: fx.Node, apart: Container[fx.Node] = ()) -> fx.Node:
+    """What has this value's memory; what is ``apart`` stands for its own."""
+    while node.op == "call_function" and is_alias(node) and node not in apart:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def mutated(node: fx.Node) -> list[fx.Node]:

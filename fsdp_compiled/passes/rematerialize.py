@@ -18,14 +18,12 @@ min_cut_rematerialization_partition.
 
 from __future__ import annotations
 
-from operator import getitem
-
 import torch
 from torch import fx
 
 from fsdp_compiled.analysis.roofline import nbytes
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import gathered, is_collective, is_random, is_view, mutated, role_of
+from fsdp_compiled.ir.nodes import base_of, gathered, is_alias, is_collective, is_random, mutated, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 
@@ -50,11 +48,6 @@ def rematerialize(program: Program, plan: Plan) -> Program:
     return edit.done("rematerialize")
 
 
-def _is_alias(node: fx.Node) -> bool:
-    """Whether the node is its argument's memory, or one of its argument's results."""
-    return is_view(node) or node.target in (getitem, aten._unsafe_view.default)
-
-
 def _is_tensor(node: fx.Node) -> bool:
     return not isinstance(node.meta["val"], int | torch.SymInt)
 
@@ -76,16 +69,16 @@ class _Choice:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.parameters = set().union(*gathered(graph).values())
-        self.leaving = {self._base(node) for node in graph.output_node().all_input_nodes}
+        self.leaving = {base_of(node, self.parameters) for node in graph.output_node().all_input_nodes}
         forward = [node for node in graph.nodes if node.op == "call_function" and node.meta["phase"] == "forward"]
         crossing = [node for node in forward if any(user.meta.get("phase") == "backward" for user in node.users)]
-        self.read = {self._base(node) for node in crossing}
+        self.read = {base_of(node, self.parameters) for node in crossing}
         self.again: set[fx.Node] = set()  # bases that are not kept
         self.nodes: set[fx.Node] = set()
         for node in forward:
             if (
                 node in self.read
-                and not _is_alias(node)
+                and not is_alias(node)
                 and node not in self.leaving
                 and nbytes(node.meta["val"]) > SMALL
             ):
@@ -93,13 +86,8 @@ class _Choice:
                 if made is not None:
                     self.again.add(node)
                     self.nodes |= made
-        self.nodes |= {node for node in crossing if _is_alias(node) and self._base(node) in self.again}
+        self.nodes |= {node for node in crossing if is_alias(node) and base_of(node, self.parameters) in self.again}
         self._complete()
-
-    def _base(self, node: fx.Node) -> fx.Node:
-        while node.op == "call_function" and _is_alias(node) and node not in self.parameters:
-            node = node.all_input_nodes[0]
-        return node
 
     def _made_of(self, node: fx.Node) -> set[fx.Node] | None:
         """The nodes to repeat for this one, itself among them; None where that takes more than cheap ones."""
@@ -117,7 +105,7 @@ class _Choice:
         """What has to be repeated so that backward can read this node: nothing, where it is there."""
         if node.op != "call_function" or node in self.parameters or not _is_tensor(node):
             return set()
-        base = self._base(node)
+        base = base_of(node, self.parameters)
         if base in self.leaving or base in self.parameters or (base in self.read and base not in self.again):
             return set()
         if base.op != "call_function":
@@ -127,7 +115,7 @@ class _Choice:
 
     def _aliases(self, node: fx.Node) -> set[fx.Node]:
         found = set()
-        while node.op == "call_function" and _is_alias(node) and node not in self.parameters:
+        while node.op == "call_function" and is_alias(node) and node not in self.parameters:
             found.add(node)
             node = node.all_input_nodes[0]
         return found
@@ -135,4 +123,4 @@ class _Choice:
     def _complete(self) -> None:
         """The views between what is made again and what reads it."""
         for node in list(self.nodes):
-            self.nodes |= {alias for alias in self._aliases(node) if self._base(alias) in self.nodes}
+            self.nodes |= {alias for alias in self._aliases(node) if base_of(alias, self.parameters) in self.nodes}
