@@ -24,8 +24,8 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import LossScale, Policy
 from fsdp_compiled.runtime.loop_optimizer import CompiledOptimizer, compile_optimizer
 from fsdp_compiled.runtime.sharded import Sharded
+from fsdp_compiled.runtime.simulate import Estimate, simulate
 from fsdp_compiled.runtime.state import State
-from fsdp_compiled.simulate import Estimate, simulate
 
 __version__ = "0.1.0"
 

@@ -16,40 +16,32 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from fsdp_compiled.capture.ambient import outside
-from fsdp_compiled.capture.sequence_attention import check_attention
-from fsdp_compiled.capture.sync_batchnorm import check_norms
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.lockstep import Work, lockstep
 from fsdp_compiled.distributed.mesh import Mesh, agree
-from fsdp_compiled.kernels.products import widening
-from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.nested import all_leaves
-from fsdp_compiled.optim.rule import Rule, eager_rule
-from fsdp_compiled.optim.rules import make_rules, variant_of
+from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.together import members, numbered
-from fsdp_compiled.optim.wrapped import check_own_step, check_step_hooks, unwrapped
+from fsdp_compiled.optim.wrapped import unwrapped
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.plan.units import Choice, find_units
+from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
-from fsdp_compiled.runtime.autograd_hooks import check_hooks
+from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import EagerUpdate, state_by_name
 from fsdp_compiled.runtime.program_cache import Programs
 from fsdp_compiled.runtime.program_maker import ProgramMaker
 from fsdp_compiled.runtime.rng import RandomNumbers
-from fsdp_compiled.runtime.shard_model import check_initializable, half_taken, read_leaves, read_scalars, take_over
+from fsdp_compiled.runtime.shard_model import half_taken, read_scalars, take_over
 from fsdp_compiled.runtime.sharded import Sharded
-from fsdp_compiled.runtime.sharded_tensor import is_sharded
-from fsdp_compiled.runtime.shared_memory import check_shared_memory
 from fsdp_compiled.runtime.state import State, optimizer_state
-from fsdp_compiled.runtime.taken_model import TakenModel, is_taken_over
+from fsdp_compiled.runtime.taken_model import TakenModel
 from fsdp_compiled.runtime.tensor_parallel import check_policy, check_tensor_parallel
 from fsdp_compiled.runtime.tp_plan import apply_cuts, find_cuts
 from fsdp_compiled.runtime.whole_update import WholeUpdate, first_rank_s
@@ -116,7 +108,7 @@ def compile_sharded(
             checked, failure = None, error
     if checked is not None:
         leaves, rules, policy = checked
-        failure = _device_refusal(policy, place.device) or _eager_refusal(policy, rules, place)
+        failure = device_refusal(policy, place.device) or eager_refusal(policy, rules, place)
         try:
             check_tensor_parallel(model, place, leaves, policy)
             plan = make_plan(leaves, policy, place.device, place.shard, place.replicate, place.tp)
@@ -146,7 +138,7 @@ def _cut(
     failure: Exception | None = None
     cuts = None
     try:
-        if (refusal := _device_refusal(policy, place.device) or _eager_refusal(policy, rules, place)) is not None:
+        if (refusal := device_refusal(policy, place.device) or eager_refusal(policy, rules, place)) is not None:
             raise refusal
         check_policy(policy, place)
         cuts = find_cuts(model, optimizer, policy.tp, place, loss)
@@ -206,100 +198,12 @@ def _begin(
     return taken, state, random, tuple(updates)
 
 
-def _device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
-    if policy.cuda_graph is True and device.type != "cuda":
-        return ValueError(f'Policy.cuda_graph is True, which needs a GPU: the model is on {device}. Use "auto".')
-    if policy.offload and device.type == "cpu":
-        return ValueError(
-            f"Policy.offload is True, but the model is on {device}: its shards are in host memory already. Take it "
-            'out. What makes a rank hold less: more ranks, Policy(shard="zero3", recompute="unit"), limit=2.'
-        )
-    if policy.unrounded_gradients and (why := widening(device)):
-        return ValueError(
-            "Policy.unrounded_gradients needs matrix products of bfloat16 that are written in float32, which PyTorch "
-            f"does not have on {device}: {why}. Leave it out: gradients are then rounded to the compute dtype, as "
-            "FSDP2's are."
-        )
-    return None
-
-
-def _eager_refusal(policy: Policy, rules: Sequence[Rule], place: Mesh) -> ValueError | None:
-    if (rule := eager_rule(rules)) is None:
-        return None
-    if place.tp > 1:
-        return ValueError(
-            f"{rule.name} runs as it is, after the program ({rule.eagerly}), which is not supported under tensor "
-            "parallelism yet. Take an optimizer whose update can be traced, such as AdamW."
-        )
-    if policy.offload:
-        return ValueError(
-            f"Policy.offload is True, but {rule.name} runs as it is, after the program ({rule.eagerly}), and would "
-            "work on shards in host memory. Leave offload out, or take an optimizer whose update can be traced."
-        )
-    return None
-
-
 def _connect_or_raise(mesh: DeviceMesh | None, model: nn.Module, failure: Exception | None) -> Mesh:
     try:
         parameter = next(model.parameters(), None) if isinstance(model, nn.Module) else None
         return connect(mesh, parameter.device if parameter is not None else None)
     except ValueError as error:
         raise failure or error from None
-
-
-def checked_call(
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    loss: Callable[..., Any] | None,
-    units: Choice | None,
-    policy: Policy | None,
-    init: Callable[[nn.Module], Any] | None,
-) -> tuple[list[Any], tuple[Rule, ...], Policy]:
-    """Everything that can be refused without asking the other ranks."""
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
-    if is_taken_over(model):
-        raise ValueError(
-            f"This {type(model).__name__} was taken over by compile_sharded before: its parameters live in shards. "
-            "Keep using the Sharded object, or build the model again and load sharded.full_state_dict() into it."
-        )
-    if name := next((name for name, one in model.named_parameters() if is_sharded(one)), None):
-        raise ValueError(
-            f"{name} of this {type(model).__name__} is a copy of a parameter that is in shards already. Build it "
-            "again, load sharded.full_state_dict() into it, and call compile_sharded on that."
-        )
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise ValueError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer or None.")
-    if policy is not None and not isinstance(policy, Policy):
-        raise ValueError(f"policy is a {type(policy).__name__}; expected fsdp_compiled.Policy.")
-    for name, value in (("loss", loss), ("init", init)):
-        if value is not None and not callable(value):
-            raise ValueError(f"{name} is a {type(value).__name__}; expected a function or None.")
-    if next(model.parameters(), None) is None:
-        raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard.")
-    if lazy := [name for name, parameter in model.named_parameters() if isinstance(parameter, UninitializedParameter)]:
-        raise ValueError(f"{lazy[0]} has no shape yet: call the model once on an example batch, then compile_sharded.")
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) > 1:
-        raise ValueError(f"The model's parameters are on several devices ({', '.join(devices)}); move them to one.")
-    if odd := next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None):
-        raise ValueError(f"{odd} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
-    check_names((policy or Policy()).without)
-    check_norms(model, policy or Policy())
-    check_attention(model, policy or Policy())
-    check_hooks(model)
-    check_shared_memory(model)
-    check_initializable(model, init)
-    leaves = read_leaves(model, optimizer, find_units(model, units))
-    if optimizer is not None:
-        check_step_hooks(optimizer)
-        check_own_step(optimizer)
-    rules = make_rules(optimizer) if optimizer is not None else ()
-    read_scalars(optimizer)
-    leaves = [replace(leaf, variant=variant_of(rules, leaf.group, leaf.whole_shape, leaf.dtype)) for leaf in leaves]
-    whole = {rule.group for rule in rules if rule.whole}
-    leaves = [replace(leaf, owned=leaf.trainable and leaf.group in whole) for leaf in leaves]
-    return leaves, rules, policy or Policy()
 
 
 def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimizer: Optimizer | None) -> str:

@@ -55,7 +55,7 @@ ROOMS = (
     "torch_private", "policy", "plan", "ir", "kernels", "distributed", "optim", "analysis", "capture", "passes",
     "lower", "runtime",
 )  # fmt: skip
-FACE = ("__init__", "__main__", "api", "chunked_loss", "cli", "fully_shard", "integrations", "simulate")
+FACE = ("__init__", "__main__", "api", "chunked_loss", "cli", "fully_shard", "integrations")
 
 
 @functools.cache

@@ -1,32 +1,32 @@
 """The training job, as one rank runs it."""
 
 import json
-import math
 import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp_compiled import LossScale, Policy, compile_sharded
 from fsdp_compiled.analysis.contained import attempt
 from fsdp_compiled.cli import clock
 from fsdp_compiled.cli.clock import Attempts, Clock
 from fsdp_compiled.cli.data import IGNORED, held_out_windows, load_corpus, rank_batches, train_windows, unigram_loss
-from fsdp_compiled.cli.gpt import GPT, GPTConfig, decay_groups, next_byte_loss
+from fsdp_compiled.cli.gpt import GPT, GPTConfig, decay_groups
 from fsdp_compiled.cli.journal import Journal, Record
-from fsdp_compiled.cli.loader import Loader, Share, share
+from fsdp_compiled.cli.loader import Loader, share
 from fsdp_compiled.cli.losses import Read, Unread, blame
 from fsdp_compiled.cli.options import TrainOptions
+from fsdp_compiled.cli.pace import Pace
 from fsdp_compiled.cli.progress import Compiling, Progress, Silent, progress
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, Ranks, Stop, began
+from fsdp_compiled.cli.recipe import loss_of, rate
 from fsdp_compiled.cli.report import configuration, curve, printable, save, table
 from fsdp_compiled.cli.sample import first_line, generate
 from fsdp_compiled.cli.toolchain import told_short
@@ -332,33 +332,6 @@ class Job:
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-class Pace:
-    """Time spent in steps: the first of this attempt, which compiles, by itself, and the others with validation and
-    saving left out."""
-
-    def __init__(self, tokens: int) -> None:
-        self.first = 0.0  # seconds
-        self.steps = 0
-        self._tokens = tokens  # of all ranks, in one step
-        self._seconds, self._started = 0.0, 0.0
-
-    def start(self) -> None:
-        self._started = time.perf_counter()
-
-    def stop(self, steps: int) -> None:
-        """These many were made since the last time."""
-        seconds = time.perf_counter() - self._started
-        if self.steps == 0:
-            self.first = seconds
-        else:
-            self._seconds += seconds
-        self.steps += steps
-
-    @property
-    def tokens_per_second(self) -> float:
-        return (self.steps - 1) * self._tokens / self._seconds if self._seconds else 0.0
-
-
 def train(options: TrainOptions, here: RankInfo) -> int:
     """Trains and writes the run folder; 0, or the code of `STOPPED` when the run was stopped before its last step."""
     job = Job(options, here)
@@ -373,36 +346,6 @@ def train(options: TrainOptions, here: RankInfo) -> int:
         with suppress(OSError):
             job.close()
     return STOPPED[signal.Signals(stopped)] if stopped else 0
-
-
-def loss_of(how: Share) -> Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The loss of one microbatch, and the same as this rank's own.
-
-    Where some rows do not count, ranks' losses are sums, scaled so that their mean over microbatches and ranks is the
-    mean over the windows that do.
-    """
-
-    def mean(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        loss = next_byte_loss(model, tokens, targets)
-        return loss, loss.detach()
-
-    def scaled(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = model(tokens).flatten(0, 1)
-        total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        loss = total * (how.world * how.parts / (how.batch * tokens.shape[1]))
-        return loss, loss.detach()
-
-    return scaled if how.padded else mean
-
-
-def rate(step: int, options: TrainOptions) -> float:
-    """The learning rate of a step, counted from 0, as a fraction of --lr: a straight rise, then half a cosine
-    down to a tenth."""
-    warmup = min(50, options.steps // 10) if options.warmup is None else options.warmup
-    if step < warmup:
-        return (step + 1) / warmup
-    done = (step - warmup) / max(1, options.steps - warmup)
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 def _nats(loss: float | None) -> str:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.plan.plan import contiguous_stride
-from fsdp_compiled.runtime.gradients import reduced
+from fsdp_compiled.runtime.gradients import reduced_mean
 from fsdp_compiled.runtime.shard_layout import Layout, ShardPlace
 from fsdp_compiled.runtime.sharded_operators import gradient_at, whole_of
 from fsdp_compiled.runtime.sharded_parameter import WholeParameter
@@ -243,7 +243,7 @@ class _Gathered(torch.autograd.Function):
                 for place, gradient in zip(ctx.places, gradients, strict=True):
                     if place.buffer is buffer and gradient is not None:
                         flat[place.slot.offset : place.slot.end].copy_(place.leaf.in_memory_order(gradient))
-                mean = reduced(flat, buffer, plan, mesh)
+                mean = reduced_mean(flat, buffer, plan, mesh)
                 if mean.numel() == buffer.numel and plan.placement.parameter:  # under zero1, all of it
                     start, stop = plan.slice_of(buffer, mesh.shard_rank)
                     mean = mean[start:stop]

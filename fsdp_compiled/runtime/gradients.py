@@ -21,7 +21,7 @@ from fsdp_compiled.runtime.parameter_group import Entry
 from fsdp_compiled.torch_private.dtensor import over_slices
 
 
-def reduced(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch.Tensor:
+def reduced_mean(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch.Tensor:
     """``[world * n]`` on each rank -> this rank's ``[n]`` of the mean. Collective."""
     for call in reduction(buffer, flat.dtype, plan):
         axis = () if call.axis is None else (mesh.groups[call.axis],)

@@ -24,7 +24,7 @@ from fsdp_compiled.ir.nodes import OTHER_BATCHES
 from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.runtime.compile import Compiled
 from fsdp_compiled.runtime.failed_calls import SAME_BATCHES
-from fsdp_compiled.runtime.gradients import leave, parts, reduced
+from fsdp_compiled.runtime.gradients import leave, parts, reduced_mean
 from fsdp_compiled.runtime.module_plan import Made
 from fsdp_compiled.runtime.module_state import ModuleState
 from fsdp_compiled.runtime.parameter_group import Entry, FlatShard
@@ -137,7 +137,7 @@ class Run:
         found = {}
         for buffer in buffers:
             held, entries = made.rows[buffer.key].release(made.plan.shard)
-            shard = reduced(held, buffer, made.plan, made.mesh)
+            shard = reduced_mean(held, buffer, made.plan, made.mesh)
             for start, members in entries:
                 found |= parts(shard, [entry for entry in members if entry.parameter.requires_grad], start)
         return found, {name: outputs[place] for name, place in whole.others.items()}

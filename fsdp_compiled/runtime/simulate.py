@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.analysis.timeline import Timeline, estimate
-from fsdp_compiled.api import checked_call
 from fsdp_compiled.capture import ambient
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.simulated_ranks import simulated_ranks
@@ -35,6 +34,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.text import human
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.checked_call import checked_call
 from fsdp_compiled.runtime.compile import Job, capture, memory_of, transform
 from fsdp_compiled.runtime.tensor_parallel import check_tensor_parallel
 from fsdp_compiled.runtime.tp_plan import apply_cuts, find_cuts
