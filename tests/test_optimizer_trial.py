@@ -12,7 +12,7 @@ from torch import fx, nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.optim import rules
+from fsdp_compiled.optim import rules, verdicts
 from fsdp_compiled.optim.branches import merge
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.twin import Refused
@@ -268,7 +268,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(kind: type[Own], reason: str)
 
 def test_a_rule_that_differs_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trial compares with the optimizer itself, so whatever the tracing gets wrong is found."""
-    before = rules.trace
+    before = verdicts.trace
 
     def forgets_the_decay(*args: Any) -> Any:
         found = before(*args)
@@ -276,8 +276,9 @@ def test_a_rule_that_differs_is_not_believed(monkeypatch: pytest.MonkeyPatch) ->
             found.graph.erase_node(node)
         return found
 
-    monkeypatch.setattr(rules, "trace", forgets_the_decay)
-    monkeypatch.setattr(rules, "_VERDICTS", {})
+    for place in (rules, verdicts):
+        monkeypatch.setattr(place, "trace", forgets_the_decay)
+    monkeypatch.setattr(verdicts, "_FOUND", {})
     (rule,) = make_rules(Decays([nn.Parameter(torch.randn(3, 2))]))
     assert re.match(r"on flat shards it does not do .* at step \d+ \(lr .*\) an element", rule.eagerly or "")
     (rule,) = make_rules(ByDim([nn.Parameter(torch.randn(3, 2))]))

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from fsdp_compiled.optim import rules
+from fsdp_compiled.optim import rules, verdicts
 from tests import third_party
 from tests.chosen import chosen
 
@@ -57,7 +57,7 @@ def test_others(package: str, more: bool) -> None:
 def test_the_comparison_finds_a_rule_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the trial made blind and a wrong number in the trace, the steps beside the class itself show it."""
     lion_pytorch = pytest.importorskip("lion_pytorch")
-    before = rules.trace
+    before = verdicts.trace
 
     def doubles_the_rate(*args: object) -> object:
         found = before(*args)  # type: ignore[arg-type]
@@ -69,9 +69,10 @@ def test_the_comparison_finds_a_rule_that_differs(monkeypatch: pytest.MonkeyPatc
         rate.replace_all_uses_with(double, delete_user_cb=lambda user: user is not double)
         return found
 
-    monkeypatch.setattr(rules, "trace", doubles_the_rate)
-    monkeypatch.setattr(rules, "_VERDICTS", {})
-    monkeypatch.setattr(rules.Trial, "compare_all", lambda *_: None)
-    monkeypatch.setattr(rules.Trial, "compare", lambda *_: None)
+    for place in (rules, verdicts):
+        monkeypatch.setattr(place, "trace", doubles_the_rate)
+    monkeypatch.setattr(verdicts, "_FOUND", {})
+    monkeypatch.setattr(verdicts.Trial, "compare_all", lambda *_: None)
+    monkeypatch.setattr(verdicts.Trial, "compare", lambda *_: None)
     with pytest.raises(AssertionError, match="Lion"), warnings.catch_warnings():
         third_party.verdict(lion_pytorch.Lion, {})

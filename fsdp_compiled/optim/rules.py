@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,51 +25,24 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from fsdp_compiled.optim.discovery import begin_of, discover
 from fsdp_compiled.optim.eager import check_runs_on_pieces
 from fsdp_compiled.optim.fused import formula_of
 from fsdp_compiled.optim.groups import hyper, options_of, scheduled
-from fsdp_compiled.optim.nested import Form
-from fsdp_compiled.optim.outside import Outside, notes_read
+from fsdp_compiled.optim.outside import notes_read
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
-from fsdp_compiled.optim.scalars import Forks
 from fsdp_compiled.optim.together import numbered
 from fsdp_compiled.optim.tracing import Subject, for_size, text_of, trace
-from fsdp_compiled.optim.trial import FACTORS, SHAPES, Trial
 from fsdp_compiled.optim.twin import (
     Refused,
     Untraceable,
-    attributes_of,
-    fresh_of,
     has_stepped,
-    meaning,
     named_state,
     plain_options,
     state_of,
-    step_of,
     twin_of,
 )  # fmt: skip
+from fsdp_compiled.optim.verdicts import CPU, key_of, once, subject_of, verdict_of
 from fsdp_compiled.optim.whole import check_runs_on_some
-
-CPU = torch.device("cpu")
-PLAIN = (bool, int, float, str, type(None), torch.dtype)
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How an optimizer is traced, as its trial found it."""
-
-    state: tuple[StateTensor, ...]
-    started: tuple[str, ...]
-    empty: tuple[str, ...]
-    forms: tuple[tuple[str, Form], ...]
-    branchless: bool
-    first: bool
-    asked_shape: bool
-    nonzero: bool = False  # whether its code divides by the rate
-
-
-_VERDICTS: dict[Any, Any] = {}  # a `Verdict` or a `Refused`, by class, options and attributes
 
 
 def make_rules(optimizer: Optimizer) -> tuple[Rule, ...]:
@@ -138,23 +111,8 @@ def _as_it_is(optimizer: Optimizer, index: int, reason: str, nonzero: bool) -> R
 def _tried(optimizer: Optimizer, group: Mapping[str, Any], kind: tuple[Any, ...], check: Callable[..., bool]) -> bool:
     """What this check of the group says, asked once; raises `Refused`."""
     noted = any(vars(parameter) for parameter in group["params"])
-    key = None if noted else _key(optimizer, group, {}, torch.float64)
-    return bool(_once((*kind, *key) if key is not None else None, lambda: check(optimizer, group)))
-
-
-def _once(key: Any, judge: Callable[[], Any]) -> Any:
-    """What ``judge`` says or refuses, asked once for each key; every time where that is None."""
-    found = _VERDICTS.get(key) if key is not None else None
-    if found is None:
-        try:
-            found = judge()
-        except Refused as error:
-            found = error.with_traceback(None)
-        if key is not None:
-            _VERDICTS[key] = found
-    if isinstance(found, Refused):
-        raise type(found)(str(found))
-    return found
+    key = None if noted else key_of(optimizer, group, {}, torch.float64)
+    return bool(once((*kind, *key) if key is not None else None, lambda: check(optimizer, group)))
 
 
 def notes_of(optimizer: Optimizer) -> list[str]:
@@ -234,8 +192,8 @@ def _rules_of(optimizer: Optimizer, index: int, group: Mapping[str, Any], names:
     frozen = twin_of(optimizer, [{"params": []}], named_state(optimizer))  # what it is now is what the rule does
     found: dict[Any, tuple[Subject, tuple[int, ...], list[Any]]] = {}
     for dtype in dict.fromkeys(dtype for dtype, _ in kinds):
-        verdict = _verdict(optimizer, group, values, dtype)
-        subject = _subject(frozen, options, values, verdict)
+        verdict = verdict_of(optimizer, group, values, dtype)
+        subject = subject_of(frozen, options, values, verdict)
         own = [kind for kind in kinds if kind[0] == dtype]
         for kind in own:
             text = text_of(trace(subject, kind[1], dtype, CPU).graph, kind[1]) if verdict.asked_shape else ""
@@ -248,17 +206,6 @@ def _rules_of(optimizer: Optimizer, index: int, group: Mapping[str, Any], names:
         )
         for variant, ((verdict, _), (subject, shape, members)) in enumerate(found.items())
     ]
-
-
-def _subject(
-    optimizer: Optimizer, options: Mapping[str, Any], values: Mapping[str, float], verdict: Verdict
-) -> Subject:
-    if verdict.branchless:
-        options = {**options, "capturable": True}
-    return Subject(
-        optimizer, options, values, verdict.state, verdict.started, verdict.empty, verdict.forms, verdict.branchless,
-        verdict.first,
-    )  # fmt: skip
 
 
 def _current(state: Sequence[StateTensor], optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[StateTensor, ...]:
@@ -290,99 +237,3 @@ def _bind(
     kind = type(subject.optimizer)
     formula = formula_of(kind, subject.options, tuple(subject.hypers), {entry.name for entry in subject.state})
     return Rule(index, kind.__name__, state, tuple(subject.hypers), traced, formula, variant, kinds)
-
-
-def _verdict(
-    optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, float], dtype: torch.dtype
-) -> Verdict:
-    key = _key(optimizer, group, values, dtype)
-    return _once(key, lambda: _judge(optimizer, group, values, dtype))  # type: ignore[no-any-return]
-
-
-def _key(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, float], dtype: torch.dtype) -> Any:
-    """What a verdict depends on; None where that cannot be said."""
-    options = {name: value for name, value in options_of(group).items() if name not in values}
-    attributes = attributes_of(optimizer)
-    if not _is_plain((options, attributes)):
-        return None
-    zeros = tuple((name, value == 0) for name, value in values.items())
-    kind = type(optimizer)
-    if (read := Outside(kind).key) is None:
-        return None
-    return kind, step_of(kind), read, repr(sorted(options.items())), repr(sorted(attributes.items())), zeros, dtype
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if isinstance(value, tuple | list) else isinstance(value, PLAIN)
-
-
-def _judge(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, float], dtype: torch.dtype) -> Verdict:
-    """Raises `Refused`, whatever the optimizer's code fails with."""
-    options = plain_options(options_of(group))
-    example = torch.nn.Parameter(torch.ones(2, 3, dtype=dtype))
-    options = begin_of(optimizer, options, fresh_of(optimizer, options, example))
-    own = type(optimizer).__module__.startswith("torch.optim")
-    dtypes = (dtype,) if own or dtype == torch.float64 else (torch.float64, dtype)
-    try:
-        with torch.no_grad():
-            kept = discover(optimizer, options, dtype)
-            state = kept.state
-            damped = any(entry.name == "momentum_buffer" for entry in state) and options.get("dampening", 0) != 0
-            if damped and step_of(type(optimizer)) is step_of(torch.optim.SGD):
-                state = (*state, StateTensor("undamped", True, 1.0, torch.float64, "ours"))
-            verdict = Verdict(state, kept.started, kept.empty, kept.forms, False, False, False)
-            reasons = []
-            for one in _forms(verdict, options, own, kept.begun):
-                try:
-                    reason, asked = _try(optimizer, options, values, one, dtypes)
-                except ZeroDivisionError:
-                    one = replace(one, nonzero=True)
-                    reason, asked = _try(optimizer, options, values, one, dtypes)
-                if reason is None:
-                    return replace(one, asked_shape=asked)
-                reasons.append(reason)
-    except Refused:
-        raise
-    except Forks as error:
-        raise Untraceable("its Python code branches on numbers that change") from error
-    except Exception as error:
-        raise meaning(error, "its step cannot be traced", Untraceable) from error
-    raise Untraceable(f"on flat shards it does not do what it does on parameters: {reasons[-1]}")
-
-
-def _forms(verdict: Verdict, options: Mapping[str, Any], own: bool, begun: bool) -> list[Verdict]:
-    """In which an optimizer's code is traced, in the order they are tried."""
-    forms = [verdict]
-    if own and "capturable" in options:
-        wide = tuple(
-            replace(entry, dtype=torch.float64) if entry.scalar else entry for entry in verdict.state
-        )  # fmt: skip
-        forms.append(replace(verdict, state=wide, branchless=True))
-    first = StateTensor("first", True, 1.0, torch.float64, "ours")
-    return [*([] if begun and not own else forms), replace(verdict, state=(*verdict.state, first), first=True)]
-
-
-def _try(
-    optimizer: Optimizer, options: Mapping[str, Any], values: Mapping[str, float], verdict: Verdict,
-    dtypes: Sequence[torch.dtype],
-) -> tuple[str | None, bool]:  # fmt: skip
-    """Why this form is not believed, or None, and whether the code asks for shapes."""
-    subject = _subject(optimizer, options, values, verdict)
-    for dtype in dtypes:
-        traced = trace(subject, (2, 3), dtype, CPU)
-        if traced.forked and type(optimizer).__module__.startswith("torch.optim") and not verdict.branchless:
-            if "capturable" in options:
-                return "its code branches on the step count", False
-        # Once from a rate of zero, once not: state may begin in another way then.
-        rates = [factor for factor in FACTORS if factor or not verdict.nonzero]
-        trial = Trial(subject, options, dtype, rates if dtype == torch.float64 else rates[rates[0] == 0 :])
-        if traced.asked_shape:
-            graphs = {shape: trace(subject, shape, dtype, CPU).graph for shape in SHAPES[:4]}
-            reason = trial.compare(lambda shape, graphs=graphs: for_size(graphs[shape], shape, 0))  # type: ignore[misc]
-        else:
-            reason = trial.compare_all(traced.graph)
-        if reason is not None:
-            return reason, False
-    return None, traced.asked_shape
