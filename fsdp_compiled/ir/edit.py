@@ -15,6 +15,7 @@ from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, is_random, mu
 from fsdp_compiled.ir.program import Port, Program
 
 c10d = torch.ops._c10d_functional
+SET_ARGS, SET_KWARGS = (vars(fx.Node)[name].fset for name in ("args", "kwargs"))
 
 
 def copied(graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> fx.Graph:
@@ -22,11 +23,12 @@ def copied(graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> fx.Graph:
     result = fx.Graph()
     for node in graph.nodes:
         if node.op != "output":
-            # Its arguments follow: `create_node` looks through those it is given, longer than all the rest takes.
+            # Its arguments follow: `create_node` looks through those it is given, longer than all the rest takes, and
+            # `__setattr__` has the node found anew in the graph's table.
             copy = mapping[node] = result.create_node(node.op, node.target, (), {}, node.name, node.type)
-            copy.args = fx.node.map_arg(node.args, mapping.__getitem__)  # type: ignore[assignment]
+            SET_ARGS(copy, fx.node.map_arg(node.args, mapping.__getitem__))
             if node.kwargs:
-                copy.kwargs = fx.node.map_arg(node.kwargs, mapping.__getitem__)  # type: ignore[assignment]
+                SET_KWARGS(copy, fx.node.map_arg(node.kwargs, mapping.__getitem__))
             copy.meta.update(node.meta)
     return result
 

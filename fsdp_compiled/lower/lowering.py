@@ -14,7 +14,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fsdp_compiled.ir.edit import copied
 from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, origin
@@ -22,6 +22,7 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.inductor import compile_all
 from fsdp_compiled.lower.partition import Piece, segments
+from fsdp_compiled.lower.program_code import Code
 from fsdp_compiled.torch_private.core import C
 
 Runner = Callable[..., Sequence[torch.Tensor]]
@@ -76,7 +77,7 @@ class Lowering:
 
     def runner(self, compiled: Mapping[str, Call]) -> Runner:
         """The program with a call of a compiled function in the place of each piece."""
-        return fx.GraphModule(nn.Module(), self._calls(compiled)).forward
+        return Code(self._calls(compiled)).run
 
     def boxed(self, compiled: Mapping[str, Call]) -> Boxed:
         """The same as a function of one list, for inputs that nobody holds but who calls."""
@@ -88,7 +89,7 @@ class Lowering:
                 node.replace_all_uses_with(graph.call_function(getitem, (taken, place)))
         for node in inputs:
             graph.erase_node(node)
-        return fx.GraphModule(nn.Module(), graph).forward
+        return Code(graph).run
 
     def _calls(self, compiled: Mapping[str, Call]) -> fx.Graph:
         if self.segments is None:

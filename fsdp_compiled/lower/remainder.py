@@ -16,7 +16,6 @@ broke, nobody knows whether it started, and nothing can be finished.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,9 +27,9 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.nodes import is_collective, is_wait, mutated, origin, role_of
 from fsdp_compiled.lower.lowering import Runner
+from fsdp_compiled.lower.program_code import Code
 
 Given = Callable[[int], torch.Tensor]  # a program's input by its place
-LINE = re.compile(r"\s*(\w+)(?: : [^=]+)? = ")
 
 
 @dataclass(frozen=True)
@@ -47,40 +46,35 @@ class Remainder:
     """What is left of a lowered program, wherever a run of it breaks off."""
 
     def __init__(self, runner: Runner) -> None:
-        module: fx.GraphModule = runner.__self__  # type: ignore[attr-defined]
-        self._forward = runner.__code__  # type: ignore[attr-defined]
-        self._lines = module.code.splitlines()
-        self._nodes = {node.name: node for node in module.graph.nodes if node.op == "call_function"}
-        self._inputs = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
+        self._code: Code = runner.__self__  # type: ignore[attr-defined]
+        self._inputs = {node: place for place, node in enumerate(self._code.graph.find_nodes(op="placeholder"))}
 
     def before(self) -> Position:
         """Of a run that did not begin."""
-        return Position(owed=[node for node in self._nodes.values() if is_collective(node)])
+        return Position(owed=[node for node in self._code.nodes if is_collective(node)])
 
     def place(self, error: BaseException) -> Position | None:
         """Where the run broke off that this error came out of; None if it is not to be seen."""
         found = None
         for frame, line in _frames(error.__traceback__):
-            if frame.f_code is self._forward:
+            if frame.f_code is self._code.function.__code__:
                 found = frame, line
         if found is None:
             return None
         frame, line = found
-        names = [match[1] for text in self._lines[: line - 1] if (match := LINE.match(text))]
-        ran = {self._nodes[name] for name in names if name in self._nodes}
-        match = LINE.match(self._lines[line - 1])
-        broken = self._nodes.get(match[1]) if match else None
+        count = self._code.position(line)
+        ran, broken = set(self._code.nodes[:count]), self._code.nodes[count : count + 1]
         return Position(
-            owed=[node for node in self._nodes.values() if is_collective(node) and node not in ran],
+            owed=[node for node in self._code.nodes if is_collective(node) and node not in ran],
             started=self._started(ran, frame.f_locals),
-            communicating=broken is not None and (is_collective(broken) or is_wait(broken)),
-            wrote=any(self._writes(node) for node in (*ran, *([broken] if broken else ()))),
+            communicating=any(is_collective(node) or is_wait(node) for node in broken),
+            wrote=any(self._writes(node) for node in (*ran, *broken)),
         )
 
     def _started(self, ran: Container[fx.Node], values: Mapping[str, Any]) -> list[torch.Tensor]:
         """What collectives gave that nobody has waited for."""
         found = []
-        for wait in filter(is_wait, self._nodes.values()):
+        for wait in filter(is_wait, self._code.nodes):
             source = wait.all_input_nodes[0]  # the collective, or one of its results
             while source not in ran and not is_collective(source) and source.all_input_nodes:
                 source = source.all_input_nodes[0]

@@ -8,6 +8,7 @@ unit around all of them.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -72,8 +73,8 @@ def unit_of(names: Sequence[str], units: Iterable[str]) -> str:
 
 def innermost(names: Sequence[str], units: Iterable[str]) -> str | None:
     """The innermost unit but the root around all of these parameters or submodules; a unit is around itself."""
-    units = set(units) - {ROOT}
-    around = [{unit for unit in units if f"{name}.".startswith(f"{unit}.")} for name in names]
+    known = set(units) - {ROOT}
+    around = [known.intersection(itertools.accumulate(name.split("."), "{}.{}".format)) for name in names]
     return max(set.intersection(*around), key=len, default=None)
 
 
