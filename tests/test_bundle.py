@@ -41,6 +41,20 @@ def test_a_start_from_a_bundle_calls_no_compiler(tmp_path: Path) -> None:
     assert not [file for file in cache.rglob("*") if file.name.startswith(".")]
 
 
+@pytest.mark.exhaustive
+def test_two_ranks_of_a_loop_of_their_own_start_from_a_bundle(tmp_path: Path) -> None:
+    made, cache = tmp_path / "step.bundle", tmp_path / "cache"
+    options = "--nproc", 2, "--out", made, "--calls", 2
+    said = run("-m", "fsdp_compiled", "compile", *options, SCRIPT, tmp_path / "no.json", 1000)
+    assert said.returncode == 0, said.stderr
+    ranks = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2
+    told = run(*ranks, SCRIPT, tmp_path / "warm.json", 3, FSDP_COMPILED_BUNDLE=made, TORCHINDUCTOR_CACHE_DIR=cache)
+    assert told.returncode == 0, told.stderr
+    warm = json.loads((tmp_path / "warm.json").read_text())
+    assert warm["compilations"] == [] and list(cache.rglob("*.so"))
+    assert warm["losses"] == pytest.approx(warm["expected"], rel=1e-5) and len(set(warm["losses"])) == 3
+
+
 def place(folder: Path, **changed: Any) -> Path:
     """A bundle of one small file."""
     cache = folder / "made"
