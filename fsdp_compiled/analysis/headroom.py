@@ -26,7 +26,8 @@ class Headroom:
 
     def __init__(self, program: Program, plan: Plan) -> None:
         memory = predict(program, plan, Persistent(), backend_of(plan.device))
-        self.left = {moment.node: memory.peak.nbytes - moment.nbytes for moment in memory.timeline}
+        peak = max((moment.nbytes for moment in memory.timeline), default=0)
+        self.left = {moment.node: peak - moment.nbytes for moment in memory.timeline}
 
     def earliest(self, nodes: Sequence[fx.Node], first: int, place: int, nbytes: int) -> int:
         """The first place from which on so many bytes may be alive until ``place``; not before ``first``."""
