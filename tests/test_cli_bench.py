@@ -1,4 +1,4 @@
-"""`fsdp-compiled bench`: what it is asked, what it refuses, how it counts, and one small contest of real processes."""
+"""`fsdp-compiled bench`: what it is asked, what it refuses, how it counts, and one small contest of ranks."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from fsdp_compiled.cli.bench.rivals import ADAMW, REFERENCE, RIVALS, Rival, Sett
 from fsdp_compiled.cli.bench.screen import Silent
 from fsdp_compiled.cli.bench.summary import BASELINE, Spread, ratio, rows
 from fsdp_compiled.cli.rank import RankInfo, Ranks
+from tests.launch import launch
 
 ROOT = Path(__file__).parents[1]
 TINY = sized(PRESETS["thin"], layers=2, width=16, heads=2, context=8, batch=2)
@@ -339,20 +340,13 @@ def test_the_names_fit_each_other() -> None:
 # The whole of it.
 
 
-def test_a_contest_leaves_everything_in_the_folder_it_names_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def test_a_contest_leaves_everything_in_the_folder_it_names_last(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command = "bench --nproc 2 --layers 2 --width 16 --heads 2 --context 8 --batch 2 --rounds 2 --steps 1".split()
+    command = "bench --layers 2 --width 16 --heads 2 --context 8 --batch 2 --rounds 2 --steps 1".split()
     command += ["--rivals", "eager", "fsdp2", "ours-eager", "--network-gbps", "1", "--out", str(out)]
-    process = subprocess.run(
-        [sys.executable, "-m", "fsdp_compiled", *command], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.splitlines()[-1] == str(out)
-    assert {path.name for path in out.iterdir()} == {"logs", "plot.png", "result.json", "table.md"}
+    (status, printed), _ = launch(ROOT / "tests" / "workers" / "cli.py", 2, *command)
+    assert status == 0 and printed.splitlines()[-1] == str(out), printed
+    assert {path.name for path in out.iterdir()} >= {"plot.png", "result.json", "table.md"}
     found = json.loads((out / "result.json").read_text())
     assert list(found["rivals"]) == ["eager", "fsdp2", "ours-eager"]
     assert found["conditions"]["world"] == 2 and found["conditions"]["network"]["gigabits per second"] == 1
@@ -369,3 +363,16 @@ def test_a_contest_leaves_everything_in_the_folder_it_names_last(
     assert facts["eager"]["wire"] == [[0, 0], [0, 0]]
     assert facts["fsdp2"]["held_bytes"] < 0.7 * facts["eager"]["held_bytes"]
     assert (out / "table.md").read_text().startswith("| rival | CPU ms | × fsdp2 |")
+
+
+@pytest.mark.exhaustive  # what starts ranks is in test_cli_launch, and with `check` in test_cli_check
+def test_it_starts_its_ranks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    command = "bench --nproc 2 --layers 2 --width 16 --heads 2 --context 8 --batch 2 --rounds 2 --steps 1".split()
+    command += ["--rivals", "eager", "fsdp2", "--out", str(tmp_path / "run")]
+    process = subprocess.run(
+        [sys.executable, "-m", "fsdp_compiled", *command], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"logs", "plot.png", "result.json", "table.md"}

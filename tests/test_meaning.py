@@ -189,7 +189,7 @@ def test_every_kind_of_block_trains_as_in_eager(kind: str) -> None:
 
 # An example takes more than a second, so shrinking a failure would take minutes; recipes are small as they are.
 @settings(
-    max_examples=examples(6, 10),
+    max_examples=examples(4, 10),
     deadline=None,
     derandomize=True,
     phases=(Phase.explicit, Phase.generate),

@@ -133,7 +133,7 @@ class Convolutions(nn.Module):
     ("shard", "layers", "width", "rows"),
     chosen(
         [("zero3", 3, 64, 8), ("zero3", 2, 192, 1), ("zero2", 2, 192, 1), ("zero1", 2, 192, 1), ("ddp", 2, 64, 8)],
-        [("zero3", 3, 64, 8), ("zero2", 2, 192, 1)],  # every placement is on two real ranks below
+        [("zero3", 3, 64, 8)],  # every placement is on two real ranks below
     ),
 )
 def test_the_peak_of_a_gpt(shard: str, layers: int, width: int, rows: int) -> None:
@@ -227,7 +227,7 @@ def test_an_update_holds_one_temporary_of_a_shard_at_a_time() -> None:
     assert 0 < predicted - sum(shards) < 1.1 * max(shards) < sum(shards)  # beyond the reduced gradients
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad", "RMSprop"])
+@pytest.mark.parametrize("name", chosen(["AdamW", "SGD", "Adagrad", "RMSprop"], ["AdamW"]))
 def test_persistent_bytes_are_exact(name: str) -> None:
     options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
     for accumulate in (False, True):
@@ -295,7 +295,7 @@ def test_what_is_printed_and_dumped(tmp_path: Path) -> None:
 def test_sizes_that_move_are_counted_as_traced() -> None:
     found = []
     for policy in (EAGER, replace(EAGER, dynamic=True)):
-        model, optimizer = gpt(2, 64)
+        model, optimizer = gpt(1, 64)
         sharded = compile_sharded(model, optimizer, loss=next_byte_loss, policy=policy)
         sharded.step(*words(4))
         found.append(sharded.memory.peak.nbytes)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.launch import launch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,15 +20,7 @@ def test_the_example_prints_the_plan_and_program_of_the_readme(tmp_path: Path) -
     script = tmp_path / "example.py"
     script.write_text(_blocks("python")[0])
     shown = next(block for block in _blocks("") if block.startswith("plan:"))
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    printed = iter(result.stdout.splitlines())
+    printed = iter(launch(Path(__file__).parent / "workers" / "printed.py", 2, str(script)))
     for line in shown.splitlines():
         if line.strip() != "...":
             assert line in printed, f"not printed, or not in this order: {line!r}"

