@@ -9,7 +9,8 @@
     return result r, gradient    d_w
 
 So the loop around it is the user's: `loss.backward()` calls the second with what the first kept. An input that backward
-reads and forward writes (a buffer) is kept as it was.
+reads and forward writes (a buffer) is kept as it was. Of views, what they are of is kept: backward makes them again, in
+its pieces, where they cost nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import Mark, gathered, is_view, mutated, origin, role_of
+from fsdp_compiled.ir.nodes import Mark, base_of, gathered, is_view, mutated, origin, role_of
 from fsdp_compiled.ir.program import Port, Program
 
 aten = torch.ops.aten
@@ -44,7 +45,7 @@ class Halves:
 
 def cut(program: Program) -> Halves:
     """The two halves; the inputs of ``backward`` are what was saved, then tangents."""
-    program = _without_copies(program)
+    program = _with_views_again(_without_copies(program))
     inputs = {node: port for port, node in program.inputs.items()}
     late = {port: node for port, node in program.outputs.items() if port.kind in LATE}
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
@@ -177,6 +178,26 @@ def _without_copies(program: Program) -> Program:
             if same and not any(source in mutated(user) for user in source.users):
                 leaving.append(source)
                 edit.set_output(port, source)
+    return edit.done("cut")
+
+
+def _with_views_again(program: Program) -> Program:
+    """Where backward makes the views of what forward computed again; and without transposes of transposes, which
+    differentiation leaves of each weight's gradient."""
+    edit = Edit(program)
+    for node in edit.graph.find_nodes(op="call_function", target=aten.t.default):
+        (source,) = node.all_input_nodes
+        if source.target is aten.t.default and node not in edit.outputs.values():
+            node.replace_all_uses_with(source.all_input_nodes[0])
+    written = {base_of(origin(target)) for node in edit.graph.nodes for target in mutated(node)}
+    views: set[fx.Node] = set()
+    for node in edit.graph.nodes:
+        if node.op == "call_function" and is_view(node) and role_of(node) is None and node.meta["phase"] == "forward":
+            source = node.all_input_nodes[0]
+            computed = source.op == "call_function" and not is_view(source) and role_of(source) is None
+            if source in views or (computed and base_of(source) not in written):
+                views.add(node)
+    edit.rebuild(views)
     return edit.done("cut")
 
 
