@@ -81,6 +81,18 @@ def test_an_extension_that_another_contains_is_not_tried_by_itself(
         assert len(made) == expected
 
 
+def test_avx2_is_not_tried_where_avx512_was(
+    trials: Callable[[bool], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for succeeds, expected in ((False, 2), (True, 1)):
+        monkeypatch.setattr("fsdp_compiled.lower.isa_probes._good", {})
+        made = trials(succeeds)
+        made.clear()
+        with remembered(tmp_path):
+            assert VecAVX512().check_build("one") == VecAVX2().check_build("one") == succeeds
+        assert len(made) == expected
+
+
 def test_headers_are_left_alone_inside_and_are_what_they_were_after() -> None:
     before = codecache._precompile_header
     with without_headers():

@@ -45,6 +45,8 @@ from fsdp_compiled.torch_private.inductor import (
 
 log = logging.getLogger("fsdp_compiled")
 COMPILED = "compiled by Inductor"
+PIECES = "pieces"  # in our part of the cache folder
+ITSELF = 20  # operators: as long as so many take is what a piece takes by itself, most of it its C++ compiler
 
 
 _compiled: WeakValueDictionary[str, CompiledPiece] = WeakValueDictionary()  # as long as a program uses them
@@ -106,7 +108,7 @@ def divide(pieces: Mapping[str, Piece], count: int) -> list[dict[str, Piece]]:
     for key in _largest_first(pieces):
         least = load.index(min(load))
         parts[least][key] = pieces[key]
-        load[least] += len(pieces[key].nodes)
+        load[least] += len(pieces[key].nodes) + ITSELF
     return parts
 
 
@@ -130,7 +132,7 @@ def _from_cache(
     place = folder()
     if place is None or not all(_is_known(node.target) for node in piece.nodes):
         return compiled_now(piece), COMPILED
-    place = place / "pieces" / key
+    place = place / PIECES / key
     with without_headers():
         found = disk_cache.read(place, _unpack)
     if found is not None:

@@ -3,7 +3,8 @@
 Before it loads the first piece for a CPU, Inductor compiles a trial for each of the processor's extensions and starts
 a Python process that loads it: half a dozen processes for each rank, at every start. What a compiler of this version
 could do with these flags it can do the next time, on a processor of this capability: hosts may share the folder.
-An extension that another one contains, which was tried with its own flags and more, is not tried by itself.
+An extension that another one contains, which was tried with its own flags and more, is not tried by itself; nor is AVX2
+where AVX-512 was, whose flags stand for it.
 
 For a library that is to be compiled, Inductor wants a header compiled before, and preprocesses the header to see
 whether it is the one of last time; it does so for libraries that are there too. `without_headers` spares these.
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 
 from fsdp_compiled.capture import disk_cache
-from fsdp_compiled.torch_private.inductor import VecISA, codecache, isa_fingerprint
+from fsdp_compiled.torch_private.inductor import VecAVX2, VecAVX512, VecISA, codecache, isa_fingerprint
 
 REPLACING = threading.RLock()
 PROBES = "probes"  # in our part of the cache folder
@@ -37,7 +38,7 @@ def remembered(folder: Path | None) -> Iterator[None]:
     def asked(isa: VecISA, code: str) -> bool:
         assert folder is not None
         kind = type(isa)
-        if any(found for tried, found in _good.items() if tried is not kind and issubclass(tried, kind)):
+        if any(found and _contains(tried, kind) for tried, found in _good.items()):
             return True
         compiler = isa_fingerprint(isa.build_arch_flags())
         said = f"{torch.backends.cpu.get_cpu_capability()} {compiler} {isa._arch_flags} {code}"
@@ -58,6 +59,12 @@ def remembered(folder: Path | None) -> Iterator[None]:
             yield
         finally:
             VecISA.check_build = check  # type: ignore[method-assign]
+
+
+def _contains(one: type[VecISA], other: type[VecISA]) -> bool:
+    if one is other:
+        return False
+    return issubclass(one, other) or (issubclass(one, VecAVX512) and issubclass(other, VecAVX2))
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from fsdp_compiled.distributed.mesh import Interrupted, Mesh, agree, among, exch
 from fsdp_compiled.distributed.process_group import backends
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.trial import use_reference
+from fsdp_compiled.lower import warm_up
 from fsdp_compiled.lower.backends import Host, decided, this_host
 from fsdp_compiled.lower.bundle import load_named_bundle
 from fsdp_compiled.lower.compiled_piece import Call
@@ -88,6 +89,8 @@ class ProgramMaker:
         have, by name.
         """
         load_named_bundle(mesh.world)
+        if plan.device.type == "cpu" and plan.policy.lower == "inductor":
+            warm_up.begin()
         self.captures = 0
         graphs = plan.policy.cuda_graph if not plan.policy.offload else False
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)

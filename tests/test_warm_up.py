@@ -1,0 +1,78 @@
+"""Inductor's first questions to the compiler are answered while a step is traced: once a machine, by one rank of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.lower import warm_up
+from fsdp_compiled.lower.inductor import PIECES
+from fsdp_compiled.torch_private.inductor import codecache
+
+Begin = Callable[[], threading.Thread | None]
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
+    """Begins anew with an empty cache."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    yield warm_up.begin.__wrapped__
+    warm_up.begin.cache_clear()
+
+
+def test_a_kernel_of_inductors_finds_all_done(begin: Begin, tmp_path: Path) -> None:
+    thread = begin()
+    assert thread is not None
+    thread.join()
+    header = codecache._precompile_header.cache_info()
+    source = warm_up.KERNEL.replace("(0)", "(1)")
+    kernel = codecache.CppPythonBindingsCodeCache.load_pybinding(["float*"], source)
+    kernel(values := torch.zeros(16))
+    assert values[:4].tolist() == [1.0] * 4
+    after = codecache._precompile_header.cache_info()
+    assert (after.misses, after.hits) == (header.misses, header.hits + 1)  # the same header, by all of its flags
+    assert list((tmp_path / "fsdp_compiled" / "probes").iterdir())
+
+
+def test_one_rank_begins_and_only_where_nothing_was_compiled(
+    begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: list[str] = []
+    monkeypatch.setattr(warm_up, "_compile", lambda: began.append("began"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert begin() is None
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    thread = begin()
+    assert thread is not None
+    thread.join()
+    (tmp_path / "fsdp_compiled" / PIECES).mkdir(parents=True)
+    assert begin() is None and began == ["began"]
+
+
+def test_a_compiler_that_fails_is_told_where_it_is_needed(
+    begin: Begin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(warm_up, "pick_vec_isa", fails)
+    with caplog.at_level("INFO", "fsdp_compiled"):
+        thread = begin()
+        assert thread is not None
+        thread.join()
+    assert "ready" not in caplog.text
+
+
+@pytest.mark.parametrize(("how", "expected"), [("inductor", 1), ("eager", 0)])
+def test_it_begins_with_a_model_that_is_compiled(how: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[str] = []
+    monkeypatch.setattr(warm_up, "begin", lambda: began.append("began"))
+    model = torch.nn.Linear(4, 4)
+    compile_sharded(model, torch.optim.SGD(model.parameters()), loss=lambda m, x: m(x).sum(), policy=Policy(lower=how))
+    assert len(began) == expected
