@@ -8,13 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from fsdp_compiled import Policy
 from fsdp_compiled.analysis.memory import Memory, Persistent
 from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.ir.liveness import live_ranges, most_gathered
+from fsdp_compiled.ir.nodes import AGAIN
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.passes import SCHEDULING, run
+from fsdp_compiled.passes import GRADIENT, SCHEDULING, run
+from fsdp_compiled.passes.check import check
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.memory_budget import GIB, fit
 from tests.models import Stack
@@ -80,6 +84,39 @@ def test_the_peak_comes_down_step_by_step() -> None:
         assert plan.policy.limit == "auto"
     assert len(heights) >= 3 and alive == sorted(alive, reverse=True)
     assert len(program.marked("gather")) > gathers
+
+
+class Ends(nn.Module):
+    """The root is read where forward begins and where it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(50, WIDTH), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = x + F.gelu(layer(x))
+        return F.linear(x, self.table.weight).square().mean()
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_whatever_the_budget_the_program_holds_and_a_lower_one_takes_no_more(lower: str) -> None:
+    """A unit that a limit gathers again within a phase is not taken for one that a pass gathered twice."""
+    wanted = Policy(lower=lower, bucket_mb=0, shard="zero2")  # type: ignore[arg-type]
+    found, plan = stages(Ends(), None, None, (torch.zeros(16, dtype=torch.int64),), wanted, kind="gradient")
+
+    def predicted(program: Program) -> Memory:
+        check(program, plan)
+        return predict(program, plan, Persistent())
+
+    peak, heights, again = predicted(found[-1]).peak.nbytes, [], 0
+    for part in (0.9, 0.7, 0.5, 0.3):
+        tight = replace(plan, policy=replace(wanted, memory_gb=part * peak / GIB))
+        program = fit(found, tight, predicted, GRADIENT)[-1]
+        heights.append(predicted(program).peak.nbytes)
+        again += sum(node.meta["mark"].purpose == AGAIN for node in program.marked("gather"))
+    assert heights == sorted(heights, reverse=True) and heights[-1] < peak and again > 0
 
 
 def test_what_was_given_is_kept() -> None:

@@ -41,10 +41,13 @@ DISAGREE = "the ranks run different programs"
 OTHER_BATCHES = "ranks along the tp axis were given different batches"
 
 
+AGAIN = "again"
+
+
 @dataclass(frozen=True)
 class Mark:
     """The role of an inserted node, and what it is for, where fusions are to know: ``"factor"``, on a multiplication
-    of a whole gradient by one number, for one."""
+    of a whole gradient by one number, for one; or the check: ``"again"``, on a gather that a limit of units repeats."""
 
     role: Role
     unit: str = ""

@@ -26,6 +26,7 @@ from torch import fx
 
 from fsdp_compiled.ir.liveness import alive, live_ranges
 from fsdp_compiled.ir.nodes import (
+    AGAIN,
     call_text,
     describe,
     gathered,
@@ -133,11 +134,11 @@ def _no_full_parameters(program: Program, plan: Plan) -> None:
 
 
 def _gathered_once_a_phase(program: Program, plan: Plan) -> None:
-    if "limit" in program.history and plan.policy.limit != "auto":
-        return  # gathered as often as the limit makes it
     seen: set[tuple[str, str]] = set()
     for node in program.marked("gather"):
         for part in _results(node):
+            if part.meta["mark"].purpose == AGAIN:
+                continue  # a limit of units makes it, as often as there are uses
             key = (part.meta["mark"].buffer, node.meta["phase"])
             if key in seen:
                 fail(program, node, f"buffer {key[0]} is gathered twice in {key[1]}.")

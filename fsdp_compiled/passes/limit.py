@@ -15,12 +15,13 @@ Under ``"zero2"`` a limit turns into resharding as much as it must, and no more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.liveness import LiveRange, live_ranges
-from fsdp_compiled.ir.nodes import Phase, positions, role_of
+from fsdp_compiled.ir.nodes import AGAIN, Phase, positions, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 
@@ -90,7 +91,9 @@ def _gather_again(edit: Edit, what: tuple[LiveRange, Sequence[fx.Node]], order: 
         wanted = [source for source in use.all_input_nodes if source in live_range.aliases]
         with edit.at(use, phase):
             for source in sorted(_behind(wanted, live_range, copies), key=order.__getitem__):
-                copies[source] = edit.clone(source, copies)
+                copies[source] = copy = edit.clone(source, copies)
+                if role_of(copy) in ("gather", "part"):
+                    copy.meta["mark"] = replace(copy.meta["mark"], purpose=AGAIN)
         for source in wanted:
             use.replace_input_with(source, copies[source])
 

@@ -33,8 +33,10 @@ log = logging.getLogger("fsdp_compiled")
 GIB = 2**30
 
 
-# How much more than what is missing is chosen to be made again, try by try; then all that can be.
+# How much more than what is missing is chosen to be made again, try by try; then all that can be. Where all is not
+# enough, the least may lie below what is missing, since what is made again is alive together: so parts of all, too.
 MORE = (1.0, 1.5, 2.25, 3.5)
+FEWER = (3 / 4, 1 / 2, 1 / 4)
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,10 @@ def _values_again(first: _Tried, budget: _Budget) -> Iterator[tuple[frozenset[st
         return
     values = saved_values(first.stages[done - 1], budget.plan)
     whole = sum(value.nbytes for value in values)
-    sizes = [int((first.peak - budget.nbytes) * more) for more in MORE]
-    for wanted in [*(size for size in sizes if size < whole), *([whole] if values else [])]:
+    missing = first.peak - budget.nbytes
+    more = [size for size in (int(missing * factor) for factor in MORE) if size < whole]
+    fewer = [size for size in (int(whole * part) for part in FEWER) if size < missing]
+    for wanted in [*more, whole, *fewer] if values else []:
         chosen = cheapest(values, wanted)
         seconds = sum(value.seconds for value in chosen)
         how = (
