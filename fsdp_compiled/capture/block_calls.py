@@ -17,6 +17,7 @@ from torch.fx.traceback import get_current_meta
 from fsdp_compiled.capture.equal_blocks import layout_of
 from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
+    AttributeMutationExisting,
     AttributeMutationNew,
     ChainedSource,
     ConstantVariable,
@@ -150,10 +151,12 @@ def changed(effects: Any) -> bool:
     new = (AttributeMutationNew, ValueMutationNew)
     if any(not isinstance(variable.mutation_type, new) for variable in effects.store_attr_mutations):
         return True
+    # There are as many tensors as parameters; those of before the trace were among the above.
     return any(
         variable.mutation_type is not None and not isinstance(variable.mutation_type, new)
         and effects.is_modified(variable)
         for variable in effects.id_to_variable.values()
+        if type(variable) is not TensorVariable or type(variable.mutation_type) is not AttributeMutationExisting
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ themselves when Dynamo has built them (`WalkedBlock.check_guards`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,6 +69,7 @@ class WalkedBlock:
 
     def __init__(self, call: BlockCall, before: Before, result: Any) -> None:
         self.call, self.result = call, result
+        self._inputs: dict[fx.Node, int] = {}
         output = call.output
         new = [node for node in output.graph.nodes if node not in before.nodes]
         self.inputs = [node for node in new if node.op == "placeholder"]
@@ -185,8 +186,7 @@ class WalkedBlock:
             if any(mine is not call.value(self.there(other, call)) for other in others):
                 raise Unlike("what is one object in one is two in the other")
         values = []
-        inputs = call.output.graph.find_nodes(op="placeholder", sort=False)
-        read = {id(node.meta["grapharg"].example) for node in inputs if "grapharg" in node.meta}
+        read = self._read(call)
         for source, value in zip(self.sources, self.values, strict=True):
             place = self.there(source, call)
             values.append(call.value(place))
@@ -198,6 +198,13 @@ class WalkedBlock:
         if len(set(map(id, values))) != len(values):
             raise Unlike("it has the same tensor twice")
         return values
+
+    def _read(self, call: BlockCall) -> Collection[int]:
+        """What are inputs of the graph by now, by identity; each is looked at once, however many blocks ask."""
+        for node in call.output.graph.find_nodes(op="placeholder", sort=False):
+            if node not in self._inputs and "grapharg" in node.meta:
+                self._inputs[node] = id(node.meta["grapharg"].example)
+        return set(self._inputs.values())
 
     def check_guards(self, call: BlockCall, texts: Mapping[str, set[str]]) -> None:
         """Raises `Unlike` unless the guards of both say the same. ``texts``: of those that are kept, by source."""

@@ -236,7 +236,7 @@ def as_traced(value: Any) -> Any:
     def one(leaf: Any) -> Any:
         if isinstance(leaf, torch.SymInt):
             return leaf.node.hint if leaf.node.has_hint() else 0
-        if isinstance(leaf, torch.Tensor) and any(isinstance(n, torch.SymInt) for n in (*leaf.shape, *leaf.stride())):
+        if isinstance(leaf, torch.Tensor) and leaf._has_symbolic_sizes_strides:
             shape, stride = pytree.tree_map(one, (tuple(leaf.shape), leaf.stride()))
             return torch.empty_strided(shape, stride, dtype=leaf.dtype, device="meta")
         return leaf
