@@ -52,6 +52,7 @@ class Request:
     timeout: float  # seconds
     environment: dict[str, str]
     ends: bool = False  # as Python ends a process; see above
+    imports: tuple[str, ...] = ()  # modules that ranks need and others do not, imported once, before the fork
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,9 @@ def serve(warm: bool) -> Request | None:
     gc.freeze()
     for line in sys.stdin:
         request = Request(**json.loads(line))
+        for name in request.imports:
+            importlib.import_module(name)
+        assert threading.active_count() == 1, "a fork copies one thread only"
         pids = []
         for rank in range(request.world):
             if pid := os.fork():

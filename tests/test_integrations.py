@@ -18,7 +18,8 @@ LOOPS = ("accelerated", "half", "efficient", "trained")
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
-    return launch(WORKER, 2, *dict.fromkeys(["accelerated", *selected(request, "loop", "found")]), "broken")
+    loops = dict.fromkeys(["accelerated", *selected(request, "loop", "found"), "broken"])
+    return launch(WORKER, 2, *loops, imports=("accelerate", "transformers.trainer", "transformers.models.llama"))
 
 
 @pytest.mark.parametrize("loop", chosen(LOOPS, ["accelerated", "trained"]))

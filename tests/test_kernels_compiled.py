@@ -284,7 +284,7 @@ def test_one_odd_address_does_not_narrow_the_others() -> None:
     assert compiled(launch, 90).wide_loads >= 4 * flatten.BLOCK // (16 * THREADS * launch.warps)
 
 
-@pytest.mark.parametrize("kind", ["flatten", "flatten transposed", "adam"])
+@pytest.mark.parametrize("kind", chosen(["flatten", "flatten transposed", "adam"], ["flatten", "adam"]))
 def test_many_tensors_are_launches_that_each_compile_well(kind: str) -> None:
     many = 3 * MOST + 5
     if kind == "adam":

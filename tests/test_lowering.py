@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from tests.chosen import chosen
@@ -21,8 +22,10 @@ WORKER = Path(__file__).parent / "workers" / "lowering.py"
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty compile cache for the ranks."""
-    folder = tmp_path_factory.mktemp("inductor")
+    """A compile cache for the ranks that is empty, but for headers: these take longer to compile than all kernels."""
+    folder, headers = tmp_path_factory.mktemp("inductor"), Path(cache_dir(), "precompiled_headers")
+    headers.mkdir(parents=True, exist_ok=True)
+    (folder / headers.name).symlink_to(headers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
         yield folder

@@ -91,6 +91,7 @@ def test_a_size_that_is_not_the_first_tensors_has_programs_of_its_own() -> None:
     assert trained(loss, calls, EAGER) == ([1, 2, 3], 0.0, True)
 
 
+@pytest.mark.exhaustive  # as by Policy.dynamic, in test_dynamic_shapes
 def test_compiled_by_inductor_too() -> None:
     model = net()
     plain = copy.deepcopy(model)

@@ -23,7 +23,17 @@ CASES = (
 
 
 # What these show is in another of the cases too, or in examples/.
-REPEATED = ("fused", "several_forwards", "nested", "uneven", "assigned", "held_by_methods", "around")
+REPEATED = (
+    "fused",
+    "frozen",
+    "fused_scaler",
+    "several_forwards",
+    "nested",
+    "uneven",
+    "assigned",
+    "held_by_methods",
+    "around",
+)
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def off(simulation: Simulation, model: nn.Module) -> float:
     ("microbatches", "shard"),
     chosen(
         [(count, shard) for count in (1, 2) for shard in PLACEMENTS],
-        [(1 + place % 2, shard) for place, shard in enumerate(PLACEMENTS)],
+        [(1, PLACEMENTS[0]), (2, PLACEMENTS[-1])],
     ),
 )
 def test_a_step_is_that_of_one_process_on_all_rows(shard: str, microbatches: int) -> None:
@@ -73,7 +73,7 @@ def test_a_step_is_that_of_one_process_on_all_rows(shard: str, microbatches: int
     ("accumulate", "shard", "replicate"),
     chosen(
         [(how, *mesh) for how in ("shards", "full") for mesh in ((4, 1), (2, 2))],
-        [("shards", 4, 1), ("full", 2, 2)],
+        [("full", 2, 2)],
     ),
 )
 def test_four_ranks_and_a_mesh_of_two_by_two(shard: int, replicate: int, accumulate: str) -> None:

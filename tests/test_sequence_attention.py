@@ -40,7 +40,7 @@ def test_stretches_train_as_whole_sequences_do(axis: Any, shard: int, replicate:
     )
     assert found.losses == pytest.approx(losses, rel=1e-6)
     assert furthest(found.parameters, weights) < 1e-6
-    if shape == "zero2":
+    if replicate > 1:
         return
     for block in model.blocks:
         block.attend = Alone()

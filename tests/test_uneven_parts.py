@@ -21,11 +21,9 @@ def results() -> dict[str, Any]:
 
 def test_they_are_pytorch_with_the_same_plan_to_the_bit_and_one_process(results: dict[str, Any]) -> None:
     found = answers(results, "values")
-    for make in ("adamw", "sgd"):
-        assert found[0][f"plain {make}"]["bits"], found[0]
-        assert all(found[0][f"eager {make}"][what] < 1e-5 for what in ("loss", "norm", "weights")), found[0]
-    assert found[0]["fsdp2"]["bits"], found[0]
-    assert all(found[0]["clipped"][what] < 1e-5 for what in ("loss", "norm", "weights")), found[0]
+    assert found[0]["plain"]["bits"] and found[0]["fsdp2"]["bits"], found[0]
+    for run in ("eager", "clipped"):
+        assert all(found[0][run][what] < 1e-5 for what in ("loss", "norm", "weights")), found[0]
     assert found[0]["control"]["weights"] > 1e-3  # of another rank's eight rows of 41 and one of 10
     assert all(one["copies"] for one in found)
     assert "7 parameters cut over 2 ranks" in found[0]["plan"]

@@ -26,10 +26,11 @@ from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.image import Image
 from fsdp_compiled.runtime.checkpoint.stretches import Place, held
 from tests import generated_models
+from tests.chosen import examples
 from tests.launch import told
 from tests.parts import Seen, parts
 
-SEEDS = range(5)  # of generated models
+SEEDS = range(examples(3, 5))  # of generated models
 WORDS, WIDTH, ROWS = 13, 5, 12  # odd sizes: nothing is a multiple of anything; rows are shared by 1 to 4 ranks
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 PARTS = Seen()

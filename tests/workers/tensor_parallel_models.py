@@ -413,8 +413,6 @@ def cube() -> Any:
 
 
 if __name__ == "__main__":
-    cases = (
-        (by_its_own_plan, derived, stretches, buffers, vit, refusals) if os.environ["WORLD_SIZE"] == "4" else (cube,)
-    )
-    named = [case for case in (offloaded, generated, vit_weights) if case.__name__ in sys.argv[2:]]
+    cases = (by_its_own_plan, derived, stretches, buffers, refusals) if os.environ["WORLD_SIZE"] == "4" else (cube,)
+    named = [case for case in (offloaded, generated, vit, vit_weights) if case.__name__ in sys.argv[2:]]
     answer_all(named or cases, sys.argv[1])
