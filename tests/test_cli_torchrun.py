@@ -1,4 +1,4 @@
-"""`fsdp-compiled train` on ranks of torchrun's: what rank 0 refuses, every rank says and ends with; none waits for it."""
+"""`fsdp-compiled train` on ranks of torchrun's: what rank 0 refuses, every rank says and ends with; none waits."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def off(simulation: Simulation, model: nn.Module) -> float:
     ("microbatches", "shard"),
     chosen(
         [(count, shard) for count in (1, 2) for shard in PLACEMENTS],
-        [(1, PLACEMENTS[0]), (2, PLACEMENTS[-1])],
+        [(1, "zero3"), (2, "ddp")],
     ),
 )
 def test_a_step_is_that_of_one_process_on_all_rows(shard: str, microbatches: int) -> None:
