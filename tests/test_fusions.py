@@ -98,11 +98,9 @@ def test_another_program_is_noticed() -> None:
     assert furthest(trained(recipe("zero3"), 2, damage=shifted), result("zero3", "all", 1)) > 1e-4
 
 
-@pytest.mark.parametrize(
-    ("name", "world"), [("exchange", (2, 1)), ("exchange", (3, 1)), ("exchange", (2, 2)), ("direct_gradients", (2, 2))]
-)
+@pytest.mark.parametrize(("name", "world"), [("exchange", (3, 1)), ("exchange", (3, 2)), ("direct_gradients", (2, 2))])
 def test_those_for_compiled_steps_train_as_none_do(name: str, world: tuple[int, int]) -> None:
-    """Their operators run node by node as well; sums of two slices are the same bit for bit."""
+    """Their operators run node by node as well."""
     policy = Policy(shard="zero3", lower="eager", bucket_mb=0, kernels=True)
     what = Recipe((Block("linear"),), policy=policy, shard=world[0], replicate=world[1])
 
@@ -116,8 +114,7 @@ def test_those_for_compiled_steps_train_as_none_do(name: str, world: tuple[int, 
         return fused
 
     plain, fused = trained(what, 2), trained(what, 2, damage=fuse)
-    exact = name == "direct_gradients" or world[0] == 2
-    assert furthest(fused, plain) <= (0 if exact else CLOSE)
+    assert furthest(fused, plain) <= (0 if name == "direct_gradients" else CLOSE)
 
 
 def test_which_suit_what() -> None:

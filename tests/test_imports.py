@@ -20,6 +20,7 @@ PACKAGE = ROOT.name
 # of those that several files need, a module of torch_private/, which says what is relied on, and in which versions.
 PRIVATE = {
     "accelerate": "integrations.accelerate",
+    "torch._C._distributed_c10d._register_work": "distributed.gloo_pairs",
     "torch._C": "torch_private.core",
     "torch._decomp": "capture.recurrent_layers",
     "torch._dynamo": "torch_private.dynamo",

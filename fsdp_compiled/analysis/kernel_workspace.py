@@ -14,8 +14,9 @@ In bfloat16 and float16 oneDNN also reorders the operands of matrix products, by
 nor are the workspaces of cuBLAS and cuDNN.
 
 *Collectives*: gloo gathers into a second copy of the result, and several buffers through a copy of them; it
-reduce-scatters a copy of its input in place. NCCL copies nothing. A gather keeps its input until it is waited for, and
-under NCCL a reduce-scatter does.
+reduce-scatters a copy of its input in place. NCCL copies nothing, nor does gloo between two ranks
+(`distributed.gloo_pairs`). A gather keeps its input until it is waited for, and where nothing is copied a
+reduce-scatter does.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ c10d = torch.ops._c10d_functional
 
 Backend = Literal["gloo", "nccl", "fake"]  # fake: gives shapes only
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default)
+REDUCTION = c10d.reduce_scatter_tensor.default
 
 
 def backend_of(device: torch.device) -> Backend:
@@ -45,19 +47,24 @@ def keeps_input(node: fx.Node, backend: Backend) -> bool:
     """Whether the collective holds on to what it reads until it is waited for."""
     if node.target in GATHERS or node.target is c10d.all_to_all_single.default:
         return backend != "fake"
-    return node.target is c10d.reduce_scatter_tensor.default and backend == "nccl"
+    return node.target is REDUCTION and (backend == "nccl" or (backend == "gloo" and _is_pair(node)))
+
+
+def _is_pair(node: fx.Node) -> bool:
+    """Whether the collective is `distributed.gloo_pairs`' among gloo's."""
+    return node.args[2 if node.target is REDUCTION else 1] == 2
 
 
 def on_wire(node: fx.Node, backend: Backend) -> int:
     """Bytes that the collective allocates besides its results, from its start until it is waited for."""
-    if backend != "gloo":
+    if backend != "gloo" or (node.target in (*GATHERS, REDUCTION) and _is_pair(node)):
         return 0
     read = sum(source.meta["val"].nbytes for source in node.all_input_nodes)
     if node.target is c10d.all_gather_into_tensor.default:
         return node.meta["val"].nbytes
     if node.target is c10d.all_gather_into_tensor_coalesced.default:
         return sum(value.nbytes for value in node.meta["val"])  # one by one: `distributed.gloo_gathers`
-    return read if node.target is c10d.reduce_scatter_tensor.default else 0
+    return read if node.target is REDUCTION else 0
 
 
 def in_kernel(node: fx.Node) -> int:

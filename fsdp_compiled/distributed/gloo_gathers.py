@@ -1,4 +1,5 @@
-"""All-gathers of the functional collectives on CPUs, by the one of gloo's two forms that does not corrupt memory.
+"""All-gathers of the functional collectives on CPUs, by the one of gloo's two forms that does not corrupt memory; what
+two ranks gather or reduce-scatter goes by `gloo_pairs`.
 
 gloo's threads, two a group, note the name of the operator that they ended in one string of the group, which nothing
 locks (`ProcessGroupGloo::runLoop`, ``pgStatus_->lastCompletedWorkName``; torch 2.11 and 2.13). A name of up to 15
@@ -17,16 +18,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-given = torch.ops._c10d_functional.all_gather_into_tensor_out.default
-_replaced: list[torch.library.Library] = []  # the two kernels, for as long as the process lives
+from fsdp_compiled.distributed import gloo_pairs
+
+c10d = torch.ops._c10d_functional
+given = c10d.all_gather_into_tensor_out.default
+_replaced: list[torch.library.Library] = []  # the kernels, for as long as the process lives
 
 
-def gather_into_given() -> None:
+def replace_kernels() -> None:
     """From now on, in this process; once."""
     if not _replaced:
         library = torch.library.Library("_c10d_functional", "IMPL", "CPU")
         library.impl("all_gather_into_tensor", _gather)
         library.impl("all_gather_into_tensor_coalesced", _gather_several)
+        library.impl("reduce_scatter_tensor", _reduce)
         _replaced.append(library)
 
 
@@ -34,7 +39,7 @@ def _gather(tensor: Tensor, world: int, group: str) -> Tensor:
     if tensor.dim() != 1 or tensor.is_complex() or not tensor.is_contiguous():
         return _gather_several([tensor], world, group)[0]
     full = tensor.new_empty(world * len(tensor))  # a flat shard, at half the price of what suits all
-    return given(tensor, world, group, out=full)  # type: ignore[no-any-return]
+    return _into(full, tensor, world, group)
 
 
 def _gather_several(tensors: list[Tensor], world: int, group: str) -> list[Tensor]:
@@ -43,10 +48,25 @@ def _gather_several(tensors: list[Tensor], world: int, group: str) -> list[Tenso
     real = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in dense]
     whole = [tensor.new_empty(world * tensor.numel()) for tensor in real]
     for tensor, full in zip(real, whole, strict=True):
-        given(tensor.view(-1), world, group, out=full)
+        _into(full, tensor.view(-1), world, group)
     shaped = [full.view(_shape(tensor, world)) for tensor, full in zip(real, whole, strict=True)]
     pairs = zip(tensors, shaped, strict=True)
     return [torch.view_as_complex(full) if tensor.is_complex() else full for tensor, full in pairs]
+
+
+def _into(full: Tensor, tensor: Tensor, world: int, group: str) -> Tensor:
+    """``[world * n]``, of ``[n]`` on each rank."""
+    if world != 2 or not len(tensor):
+        return given(tensor, world, group, out=full)  # type: ignore[no-any-return]
+    return gloo_pairs.gather(tensor, full, group)
+
+
+def _reduce(tensor: Tensor, how: str, world: int, group: str) -> Tensor:
+    """``[world * n]`` on each rank -> ``[n]``."""
+    flat = tensor.dim() == 1 and tensor.is_contiguous() and tensor.is_floating_point()
+    if world != 2 or not flat or not len(tensor) or how not in ("sum", "avg"):
+        return c10d.reduce_scatter_tensor_coalesced([tensor], how, world, group)[0]  # type: ignore[no-any-return]
+    return gloo_pairs.reduce(tensor, how, group)
 
 
 def _shape(tensor: Tensor, world: int) -> tuple[int, ...]:

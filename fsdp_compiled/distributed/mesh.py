@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_compiled.distributed.gloo_gathers import gather_into_given
+from fsdp_compiled.distributed.gloo_gathers import replace_kernels
 
 
 class RankError(RuntimeError):
@@ -49,7 +49,7 @@ class Mesh:
 
     def __post_init__(self) -> None:
         if self.groups and self.device.type == "cpu":
-            gather_into_given()
+            replace_kernels()
 
     @property
     def row(self) -> int:

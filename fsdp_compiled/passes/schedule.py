@@ -213,7 +213,7 @@ def _while_free(
     """The node up to which what is reduced, and the copy that the wire needs of it, stay alive for nothing."""
     nodes = list(graph.nodes)
     order = positions(graph)
-    taken = 2 * nbytes(start.all_input_nodes[0].meta["val"])
+    taken = nbytes(start.all_input_nodes[0].meta["val"]) + on_wire(start, backend_of(plan.device))
     begin = order[tail[-1]] + 1
     end = room.latest(nodes, begin, max(order[target], begin), taken)
     if end > begin:

@@ -29,7 +29,7 @@ from fsdp_compiled.plan.units import ROOT
 MIB = 2**20
 EFFICIENT = 8.0  # transfer time over latency: at 8, a collective runs at 89% of the bandwidth
 DDP_MIB = 25.0  # DistributedDataParallel's default bucket
-MOST_UNITS = {"eager": 12, "inductor": 6}  # merging by itself never makes a unit larger than this part of the model
+MOST_UNITS = {"eager": 6, "inductor": 4}  # merging by itself never makes a unit larger than this part of the model
 MOST_BUCKETS = 2  # the same, where nothing is gathered
 
 

@@ -1,8 +1,11 @@
-"""Functional all-gathers over gloo: what comes out, and which of the process group's operators carries each out."""
+"""Functional all-gathers and reductions over gloo: what comes out, and which of the process group's operators carries
+each out."""
 
 from __future__ import annotations
 
+import gc
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import profile
 
+from fsdp_compiled.distributed import gloo_pairs
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.distributed.process_group import close
 
@@ -50,11 +54,27 @@ def gathered(group: str, turned: bool = True) -> dict[str, Any]:
 
 
 def operators(call: Any) -> dict[str, int]:
-    """How often each of the process group's gathers was called inside."""
+    """How often each of the process group's gathers and exchanges was called inside."""
     with profile() as seen:
         call()
-    names = [event.name for event in seen.events() if event.name.startswith("c10d::") and "gather" in event.name]
+    called = (event.name for event in seen.events())
+    names = [name for name in called if name.startswith("c10d::") and re.search("gather|all", name)]
     return {name: names.count(name) for name in sorted(set(names))}
+
+
+def reduced(group: str) -> dict[str, torch.Tensor]:
+    """By kind, what every other rank's part of it is too; many are on the wire at once, and waited for backwards."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    started = {}
+    for how in ("sum", "avg"):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            for size in (1, 7, 5000):
+                own = everyones((world * size,), dtype)[rank]
+                started[f"{how} {dtype} {size}"] = c10d.reduce_scatter_tensor(own, how, world, group)
+    started["whole numbers"] = c10d.reduce_scatter_tensor(torch.arange(6 * world), "sum", world, group)
+    started["rows"] = c10d.reduce_scatter_tensor(torch.ones(2 * world, 3), "sum", world, group)
+    gc.collect()  # nobody but the wait needs what was started
+    return {name: c10d.wait_tensor(started[name]) for name in reversed(started)}
 
 
 def main() -> None:
@@ -62,16 +82,22 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     group = mesh.get_group().group_name
     before = operators(lambda: gathered(group, turned=False))
+    gloos = reduced(group)
     Mesh(torch.device("cpu"), dist.get_world_size(), groups={"shard": group})
     Mesh(torch.device("cpu"), dist.get_world_size(), groups={"shard": group})
     sent = operators(lambda: gathered(group))
     answer = gathered(group) | {"before": before, "sent": sent}
+    found = reduced(group)
+    answer["reduced"] = [torch.equal(value, gloos[name]) for name, value in found.items()]
+    answer["other reduced"] = any(torch.equal(value, value.roll(1)) for value in found.values() if len(value) > 100)
+    answer["exchanged"] = operators(lambda: reduced(group)).get("c10d::alltoall_base_", 0)
+    answer["left"] = len(gloo_pairs._waited_for)
     whole = torch.arange(12.0).view(6, 2)
     answer["dtensor"] = torch.equal(distribute_tensor(whole, mesh, [Shard(0)]).full_tensor(), whole)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, answer)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, answer)
     if dist.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        Path(sys.argv[1]).write_text(json.dumps(everyone))
     close()
 
 

@@ -195,15 +195,18 @@ def _wrap(name: str, network: Network, exempt: str | None) -> Callable[..., Any]
         if group.group_name == exempt:
             return result
         work = dist._Work.unbox(result[-1] if isinstance(result, tuple) else result)
-        size, ranks = _bytes(name, arguments, group.size()), dist.get_process_group_ranks(group)
+        size, ranks = _bytes(name, arguments, group), dist.get_process_group_ranks(group)
         late = network.send(name.strip("_"), size, work, ranks).boxed()
         return (*result[:-1], late) if isinstance(result, tuple) else late
 
     return slow
 
 
-def _bytes(name: str, arguments: tuple[Any, ...], world: int) -> int:
+def _bytes(name: str, arguments: tuple[Any, ...], group: dist.ProcessGroup) -> int:
     """What a rank receives; see the picture above."""
+    if name == "alltoall_base_" and arguments[3]:  # rows of each rank in what is received
+        received, rows = arguments[0], arguments[3]
+        return received.nbytes * (sum(rows) - rows[group.rank()]) // max(sum(rows), 1)  # type: ignore[no-any-return]
     position, times = RING.get(name, (0, 0))
     whole = sum(tensor.nbytes for tensor in pytree.tree_leaves(arguments[position]))
-    return times * whole * (world - 1) // world if times else whole
+    return times * whole * (group.size() - 1) // group.size() if times else whole

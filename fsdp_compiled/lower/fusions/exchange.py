@@ -1,13 +1,14 @@
-"""A reduce-scatter over gloo, as an exchange and a sum.
+"""A reduce-scatter over gloo among more than two ranks, as an exchange and a sum.
 
     before                                       after
 
-    part = reduce_scatter(flat, "avg", 2)        rows = all_to_all(flat)      # what each rank has for this one
-    part' = wait(part)                           part' = combine(wait(rows), 2, "avg")
+    part = reduce_scatter(flat, "avg", 4)        rows = all_to_all(flat)      # what each rank has for this one
+    part' = wait(part)                           part' = combine(wait(rows), 4, "avg")
 
 gloo has no reduce-scatter: PyTorch all-reduces a copy of the buffer and keeps a slice (ProcessGroupGloo's
 ``reduce_scatter_tensor_coalesced``), so that each rank sends 2 (W - 1) / W of it where (W - 1) / W would do. Here the
-sum is of W slices in the order of the ranks: the same for two of them, and for more as close as any other order.
+sum is of W slices in the order of the ranks: another than gloo's, and as close as any. Two ranks have
+`distributed.gloo_pairs`, under both lowerings.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ torch.library.define("fsdp_compiled_cpu::combine", "(Tensor rows, int world, str
 
 def _combine(rows: Tensor, world: int, how: str) -> Tensor:
     """The sum, or with ``"avg"`` the mean, of ``world`` slices that lie one after the other in the 1-d ``rows``."""
-    total = torch.add(*rows.chunk(2)) if world == 2 else rows.view(world, -1).sum(0)
+    total = rows.view(world, -1).sum(0)
     return total.div_(world) if how == "avg" else total
 
 
@@ -55,9 +56,9 @@ def exchange(axes: Collection[str]) -> Callable[[Program, Plan], Program]:
 
 
 def is_over(node: fx.Node, axes: Collection[str]) -> bool:
-    """Whether the reduce-scatter is of a flat buffer on CPUs, among several ranks of one of these axes."""
+    """Whether the reduce-scatter is of a flat buffer on CPUs, among more than two ranks of one of these axes."""
     (_flat, how, world, axis), part = node.args, node.meta["val"]
-    return how in ("sum", "avg") and world != 1 and axis in axes and part.dim() == 1 and part.device.type == "cpu"
+    return how in ("sum", "avg") and world > 2 and axis in axes and part.dim() == 1 and part.device.type == "cpu"
 
 
 def _exchange(edit: Edit, node: fx.Node) -> None:

@@ -1,0 +1,73 @@
+"""Two ranks over gloo: each sends the other's half, once, out of the memory where it is and into that where it goes.
+
+    gather, rank 0     shard -> rank 1            full = [shard | rank 1's]
+    reduce, rank 0     flat  = [own | other's] -> rank 1          total = rank 1's + own
+
+gloo gathers into a copy of the result, and has no reduce-scatter: PyTorch all-reduces a copy of the buffer and keeps a
+slice. Between two ranks both are one message each way, gloo's ``all_to_all`` with one half to send, which copies
+nothing. Two numbers have one sum, so that values are gloo's, bit for bit. The sum is made where the wait is.
+
+Relies on ``torch._C._distributed_c10d._register_work``, in torch 2.11 to 2.14, for works that `wait_tensor` finds.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _register_work
+
+_waited_for: set[_Sum] = set()  # what PyTorch's table of works alone may not keep alive
+
+
+def gather(tensor: Tensor, full: Tensor, group: str) -> Tensor:
+    """``[n]`` on each of two ranks into ``full``, ``[2 * n]``, which is to be waited for."""
+    ranks = dist.distributed_c10d._resolve_process_group(group)
+    own, other = _halves(full, ranks)
+    own.copy_(tensor)
+    _register_work(full, _exchange(tensor, other, ranks))
+    return full
+
+
+def reduce(flat: Tensor, how: str, group: str) -> Tensor:
+    """``[2 * n]`` on each of two ranks -> ``[n]``, the sum or the mean of what both have for this one."""
+    ranks = dist.distributed_c10d._resolve_process_group(group)
+    own, other = _halves(flat, ranks)
+    total = torch.empty_like(own)
+    work = _Sum(_exchange(other, total, ranks), total, own, how)
+    _waited_for.add(work)
+    _register_work(total, work)
+    return total
+
+
+def _halves(whole: Tensor, ranks: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """This one's of two ranks, and the other's."""
+    first, second = whole.chunk(2)
+    return (first, second) if ranks.rank() == 0 else (second, first)
+
+
+def _exchange(given: Tensor, taken: Tensor, ranks: dist.ProcessGroup) -> dist.Work:
+    size = len(given)
+    lengths = [0, size] if ranks.rank() == 0 else [size, 0]
+    return ranks.alltoall_base(taken, given, lengths, lengths, dist.AllToAllOptions())
+
+
+class _Sum(dist._Work):
+    """Over when what the other rank has sent is there, and what is here is added to it."""
+
+    def __init__(self, work: dist.Work, total: Tensor, own: Tensor, how: str) -> None:
+        super().__init__()
+        self._left: tuple[dist.Work, Tensor, Tensor, str] | None = (work, total, own, how)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._left is None:
+            return True
+        (work, total, own, how), self._left = self._left, None
+        _waited_for.discard(self)
+        work.wait()
+        total.add_(own)
+        if how == "avg":
+            total.div_(2)
+        return True
