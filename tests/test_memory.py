@@ -194,8 +194,9 @@ def test_a_gathered_unit_that_is_kept_is_predicted_and_measured() -> None:
         edit.set_output(Port("out", "aux", "kept"), edit.map[full])
         return edit.done("keep")
 
-    whole = measure(*gpt(2, 192), next_byte_loss, words(1))
-    broken = measure(*gpt(2, 192), next_byte_loss, words(1), damage=keep)
+    never_ahead = replace(EAGER, prefetch=0)
+    whole = measure(*gpt(2, 192), next_byte_loss, words(1), never_ahead)
+    broken = measure(*gpt(2, 192), next_byte_loss, words(1), never_ahead, damage=keep)
     assert broken.beyond == pytest.approx(broken.recording.peak, rel=BOUND)
     unit = whole.plan.buffer("layers.0").nbytes
     assert broken.beyond - whole.beyond == broken.recording.peak - whole.recording.peak == unit
