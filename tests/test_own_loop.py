@@ -18,7 +18,7 @@ CASES = (
     "adamw", "sgd_groups", "fused", "accumulate", "evaluation", "checkpointed", "several_forwards", "frozen",
     "adapters", "structured", "adversarial", "autocast", "mixed_precision", "scaler", "fused_scaler",
     "nested", "uneven", "meta", "saved", "assigned", "written", "hooks", "methods", "held_by_methods",
-    "ignored", "unsharded", "hybrid", "around",
+    "ignored", "unsharded", "hybrid", "around", "copied", "regrouped", "stepped_in_backward", "failing",
 )  # fmt: skip
 
 

@@ -19,12 +19,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.runtime.gathered_module import gathered
 from fsdp_compiled.runtime.module_call import ModuleCall
 from fsdp_compiled.runtime.module_state import ModuleState, lay_out, state_of, states_in, traced, tracing
 from fsdp_compiled.runtime.parameter_group import ParameterGroup
+from fsdp_compiled.torch_private.dtensor import over_slices
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -164,6 +166,14 @@ class FSDPModule(TorchFSDPModule):
     set_reduce_scatter_unused_params = _refusing(
         "set_reduce_scatter_unused_params", "Leave it out: ranks run one program, with one set of gradients."
     )
+
+    def state_dict(self, *args: Any, **named: Any) -> Any:
+        """With DTensors that ``copy.deepcopy`` and ``async_save`` can copy: those of slices it cannot (`over_slices`)."""
+        found = super(TorchFSDPModule, self).state_dict(*args, **named)  # type: ignore[misc]
+        for name, value in found.items():
+            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and value.storage_offset():
+                (found[name],) = over_slices([(value._local_tensor, value._spec)])
+        return found
 
     def _get_fsdp_state(self) -> Any:
         return _OwnGathered(_state(self).group)

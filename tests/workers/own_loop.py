@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_compiled as ours
 from tests.loops import GPT, batch, different, full, gpt, gradients, loss_of, train, weights
-from tests.workers import own_loop_models
+from tests.workers import own_loop_midway, own_loop_models
 
 # All blocks of a model, and its root, gathered together, as far as they are alike: these models are small.
 MERGED = ours.Policy(lower="eager", cuda_graph=False, bucket_mb=1)
@@ -314,7 +314,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     for case in (
         adamw, sgd_groups, fused, accumulate, evaluation, checkpointed, several_forwards, autocast, mixed_precision,
         scaler, fused_scaler, saved, assigned, written, hooks, unsharded, hybrid, around, broken,
-        *own_loop_models.CASES,
+        *own_loop_models.CASES, *own_loop_midway.CASES,
     )
 }  # fmt: skip
 
