@@ -6,6 +6,7 @@ This is the only file that touches private surfaces of AOTAutograd.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from fsdp_compiled.capture.recurrent_layers import dropout_between_layers
 from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of, user_line
 from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.torch_private.dynamo import TensorifyScalarRestartAnalysis, TensorifyState, aot_autograd
+from fsdp_compiled.torch_private.dynamo import TensorifyScalarRestartAnalysis, TensorifyState
 from fsdp_compiled.torch_private.functorch import (
     BackwardTokenAOTInput,
     BackwardTokenAOTOutput,
@@ -28,6 +29,7 @@ from fsdp_compiled.torch_private.functorch import (
     GradAOTOutput,
     InputMutationAOTOutput,
     PlainAOTOutput,
+    aot_module_simplified,
     config,
 )
 from fsdp_compiled.torch_private.inductor import config as inductor_config
@@ -83,9 +85,10 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         taken.append(graph_module)
         raise _Captured
 
-    compiler = aot_autograd(
-        fw_compiler=take, inference_compiler=take, partition_fn=take, keep_inference_input_mutations=False,
-        decompositions=EMPTY,
+    # As `torch._dynamo.backends.common.aot_autograd` calls it, which imports half of Inductor for its log.
+    compiler = functools.partial(
+        aot_module_simplified, fw_compiler=take, inference_compiler=take, partition_fn=take, decompositions=EMPTY,
+        keep_inference_input_mutations=False,
     )  # fmt: skip
     # The setting keeps draws of random numbers that nothing uses: eager PyTorch makes them, and so moves its generator.
     draws = inductor_config.patch(fallback_random=True)

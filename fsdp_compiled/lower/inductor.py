@@ -58,7 +58,7 @@ def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
     What is compiled is said before it is, at level INFO: ``compiling 7 of 12 pieces``.
     """
     found: dict[str, Call] = {}
-    around = _around()
+    around = _around() if pieces else ""
 
     def compiled_now(piece: Piece) -> Callable[..., Any]:
         log.info("compiling %d of %d pieces (%d operators)", len(found) + 1, len(pieces), len(piece.nodes))

@@ -1,18 +1,16 @@
 """``torch._dynamo``, and the tracing context of ``torch._guards``: torch 2.11 to 2.13 have all of this in one form.
 
-Capturing relies on: the settings (``config``), the errors of what cannot be traced, the backend that hands a graph to
-AOTAutograd, the tracer itself with its record of mutated Python objects, the table of compiled code with its guards,
-who builds guards (``CheckFunctionManager``) and times them
-(``guard_building.profile_guard_manager``), the source of a number that is read out of a tensor, the record of those
-that cannot stay unknown, and on ``variables.misc`` or ``variables.user_defined`` for the function that calls Python's
-random numbers, ``misc`` and ``variables.tensor`` for what texts, tensors and their storages answer.
+Capturing relies on: the settings (``config``), the errors of what cannot be traced, the tracer itself with its record
+of mutated Python objects, the table of compiled code with its guards, who builds guards (``CheckFunctionManager``) and
+times them (``guard_building.profile_guard_manager``), the source of a number that is read out of a tensor, the record
+of those that cannot stay unknown, and on ``variables.misc`` or ``variables.user_defined`` for the function that calls
+Python's random numbers, ``misc`` and ``variables.tensor`` for what texts, tensors and their storages answer.
 
 Repeated blocks rely on what stands for modules, tensors, numbers and tuples while Dynamo traces, on sources and guards.
 """
 
 from torch._dynamo import config, maybe_mark_dynamic
 from torch._dynamo import guards as guard_building
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list as cache_entries
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -72,7 +70,6 @@ __all__ = [
     "ValueMutationExisting",
     "ValueMutationNew",
     "VariableBuilder",
-    "aot_autograd",
     "cache_entries",
     "closure_vars",
     "config",

@@ -1,4 +1,4 @@
-"""``torch._functorch``: AOTAutograd's settings, and what it says of each input and output of a joint graph.
+"""``torch._functorch``: AOTAutograd, its settings, and what it says of each input and output of a joint graph.
 
 The descriptors are there since torch 2.9, and are the same in 2.11 to 2.13.
 """
@@ -13,6 +13,7 @@ from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     PlainAOTOutput,
 )
+from torch._functorch.aot_autograd import aot_module_simplified
 
 __all__ = [
     "BackwardTokenAOTInput",
@@ -22,5 +23,6 @@ __all__ = [
     "GradAOTOutput",
     "InputMutationAOTOutput",
     "PlainAOTOutput",
+    "aot_module_simplified",
     "config",
 ]
