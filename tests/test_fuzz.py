@@ -1,4 +1,4 @@
-"""Thirty of the fuzzer's programs (tests/fuzz/), right, or refused by name; `make test-all` runs a hundred of them, and
+"""Twenty of the fuzzer's programs (tests/fuzz/), right, or refused by name; `make test-all` runs a hundred of them, and
 `make fuzz` two thousand."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def quiet() -> Iterator[None]:
     REFUSALS.clear()
 
 
-@pytest.mark.parametrize("start", chosen(range(0, 100, CHUNK), [0, 10, 20]))
+@pytest.mark.parametrize("start", chosen(range(0, 100, CHUNK), [0, 10]))
 def test_generated_programs_are_plain_pytorch_or_refused_by_name(start: int) -> None:
     wrong = []
     for seed in range(start, start + CHUNK):
