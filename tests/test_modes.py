@@ -467,13 +467,13 @@ def test_a_batch_with_the_negative_or_conjugate_bit(lower: Any) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda rows: torch.randn(8, rows).t(),
-        lambda rows: torch.randn(rows, 16)[:, ::2],
-        lambda rows: torch.randn(2 * rows, 8)[::2],
-        lambda rows: torch.randn(1, 8).expand(rows, 8),
-        lambda rows: torch.randn(rows, 1).expand(rows, 8),
-        lambda rows: torch.randn(rows, 3, 8).transpose(0, 1),
-        lambda rows: torch.randn(rows, 20)[:, 3:11],
+        pytest.param(lambda rows: torch.randn(8, rows).t(), id="transposed"),
+        pytest.param(lambda rows: torch.randn(rows, 16)[:, ::2], id="every second column"),
+        pytest.param(lambda rows: torch.randn(2 * rows, 8)[::2], id="every second row", marks=pytest.mark.exhaustive),
+        pytest.param(lambda rows: torch.randn(1, 8).expand(rows, 8), id="one row"),
+        pytest.param(lambda rows: torch.randn(rows, 1).expand(rows, 8), id="one column", marks=pytest.mark.exhaustive),
+        pytest.param(lambda rows: torch.randn(rows, 3, 8).transpose(0, 1), id="a dim exchanged"),
+        pytest.param(lambda rows: torch.randn(rows, 20)[:, 3:11], id="a slice", marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_batch_with_odd_strides_whose_size_moves(make: Callable[[int], torch.Tensor]) -> None:

@@ -168,7 +168,7 @@ class FSDPModule(TorchFSDPModule):
     )
 
     def state_dict(self, *args: Any, **named: Any) -> Any:
-        """With DTensors that ``copy.deepcopy`` and ``async_save`` can copy: those of slices it cannot (`over_slices`)."""
+        """With DTensors that ``copy.deepcopy`` and ``async_save`` can copy: not those of slices (`over_slices`)."""
         found = super(TorchFSDPModule, self).state_dict(*args, **named)  # type: ignore[misc]
         for name, value in found.items():
             if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and value.storage_offset():

@@ -88,8 +88,8 @@ def fail(_gradient: torch.Tensor) -> NoReturn:
 
 
 def failing(api: Any) -> Any:
-    """Steps fail in forward, before backward, and in backward, on all ranks, and the loop goes on. A backward that fails
-    changes FSDP2's next steps, so that its loop leaves that one out."""
+    """Steps fail in forward, before backward, and in backward, on all ranks, and the loop goes on. A backward that
+    fails changes FSDP2's next steps, so that its loop leaves that one out."""
     torch.manual_seed(0)
     model = Fails()
     for layer in model.layers:
