@@ -6,7 +6,6 @@ import fsdp_compiled.capture.cache_folder  # noqa: F401  before anything that im
 from fsdp_compiled.api import compile_sharded
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.sequence_attention import SequenceAttention, stretch
-from fsdp_compiled.chunked_loss import chunked_cross_entropy
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.fully_shard import (
     CPUOffloadPolicy,
@@ -22,6 +21,7 @@ from fsdp_compiled.lower.bundle import BundleError, load_bundle
 from fsdp_compiled.passes.check import ProgramError
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import LossScale, Policy
+from fsdp_compiled.runtime.chunked_loss import chunked_cross_entropy
 from fsdp_compiled.runtime.loop_optimizer import CompiledOptimizer, compile_optimizer
 from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.simulate import Estimate, simulate

@@ -137,6 +137,13 @@ class Policy:
         keeps are made again in backward (``recompute``), chosen by a knapsack as the least compute for the bytes that
         are missing; then ``limit`` is lowered. Random operators are never run twice, and under the eager lowering the
         numbers are the same to the bit. Where nothing fits, a warning says the least that can be had, which runs.
+    loss_rows
+        Of so many rows at a time the logits of a linear head that go into ``F.cross_entropy``, and their gradient, are
+        made: never the whole ``[rows, classes]``. A slice's gradient is made beside its loss, so that nothing is
+        computed twice; sums over slices are in another order (in float32 within 1e-6). For logits that nothing else
+        reads, without weights of classes, ``reduction="none"`` and label smoothing, and where of the loss only sums
+        and products with constants are made; anything else is refused, with the reason. Each number of rows has a
+        program of its own. Forward alone has its logits whole. None: whole.
     lower
         ``"inductor"``: the compute between collectives is compiled, each distinct piece once. ``"eager"``: ATen
         kernels, the same as eager PyTorch runs, bit for bit.
@@ -211,6 +218,7 @@ class Policy:
     bucket_mb: float | Literal["auto"] = "auto"
     bandwidth_gbps: float | None = None
     memory_gb: float | None = None
+    loss_rows: int | None = None
     lower: str = "inductor"
     weigh: str = "ranks"
     cuda_graph: bool | Literal["auto"] = "auto"
@@ -264,6 +272,15 @@ class Policy:
             raise ValueError(
                 f'Policy.without is {self.without!r}; expected a tuple of names of fusions, ("exchange",) for one, or '
                 '"all".'
+            )
+        if self.loss_rows is not None and not (
+            isinstance(self.loss_rows, int) and self.loss_rows is not True and self.loss_rows > 0
+        ):
+            raise ValueError(f"Policy.loss_rows is {self.loss_rows!r}; expected a whole number, 1 or more, or None.")
+        if self.loss_rows is not None and self.dynamic not in ("auto", False):
+            raise ValueError(
+                f"Policy.loss_rows={self.loss_rows} makes so many slices as there are rows for, but under "
+                f"dynamic={self.dynamic!r} their number moves. Leave one of them out."
             )
         if not isinstance(self.programs, int) or isinstance(self.programs, bool) or self.programs < 1:
             raise ValueError(f"Policy.programs is {self.programs!r}; expected a whole number, 1 or more.")
@@ -366,8 +383,8 @@ class Policy:
 
     @property
     def learns_sizes(self) -> bool:
-        """Whether sizes that changed once move from then on. A graph is for one size."""
-        return self.dynamic == "auto" and self.cuda_graph is not True
+        """Whether sizes that changed once move from then on. A graph is for one size, as are slices of rows."""
+        return self.dynamic == "auto" and self.cuda_graph is not True and self.loss_rows is None
 
     @property
     def rematerializes(self) -> bool:

@@ -56,7 +56,7 @@ ROOMS = (
     "torch_private", "policy", "plan", "ir", "kernels", "distributed", "optim", "analysis", "capture", "passes",
     "lower", "runtime",
 )  # fmt: skip
-FACE = ("__init__", "__main__", "api", "chunked_loss", "cli", "fully_shard", "integrations")
+FACE = ("__init__", "__main__", "api", "cli", "fully_shard", "integrations")
 
 
 @functools.cache

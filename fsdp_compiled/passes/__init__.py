@@ -29,6 +29,7 @@ from fsdp_compiled.passes.reshape import reshape
 from fsdp_compiled.passes.row_weights import unweigh, weigh
 from fsdp_compiled.passes.same_batches import same_batches
 from fsdp_compiled.passes.schedule import schedule
+from fsdp_compiled.passes.slice_loss import slice_loss
 from fsdp_compiled.passes.update import update
 from fsdp_compiled.passes.write_back import write_back
 from fsdp_compiled.plan.plan import Plan
@@ -39,6 +40,7 @@ Observer = Callable[[Program], None]
 # Passes that only some plans ask for; for the others they are left out.
 OPTIONAL: Mapping[Pass, Callable[[Plan], bool]] = {
     **dict.fromkeys((scale, unscale, skip), lambda plan: plan.policy.scaling is not None),
+    slice_loss: lambda plan: plan.policy.loss_rows is not None,
     rematerialize: lambda plan: plan.policy.rematerializes,
     **dict.fromkeys((weigh, unweigh), lambda plan: plan.policy.weigh == "rows"),
     offload: lambda plan: plan.policy.offload,
@@ -48,12 +50,13 @@ OPTIONAL: Mapping[Pass, Callable[[Plan], bool]] = {
 SCHEDULING: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is known what runs
 CLOSING: tuple[Pass, ...] = (write_back, offload, reshape, *SCHEDULING)
 FORWARD: tuple[Pass, ...] = (gather, overlap, same_batches, compare_batches, *CLOSING)
-DIFFERENTIATION: tuple[Pass, ...] = (scale, gather, overlap, reduce, rematerialize, recompute, weigh, same_batches)
+SHARDING: tuple[Pass, ...] = (gather, overlap, reduce, rematerialize, recompute, weigh, same_batches)
+DIFFERENTIATION: tuple[Pass, ...] = (scale, slice_loss, *SHARDING)
 REPORTING: tuple[Pass, ...] = (unscale, report, unweigh)
 GRADIENT: tuple[Pass, ...] = (*DIFFERENTIATION, *REPORTING, *CLOSING)
 MICROBATCH: tuple[Pass, ...] = (*DIFFERENTIATION, add_up, *CLOSING)
 # Whose derivative by its results comes from outside.
-OUTPUTS: tuple[Pass, ...] = (*DIFFERENTIATION, compare_batches, *CLOSING)
+OUTPUTS: tuple[Pass, ...] = (scale, *SHARDING, compare_batches, *CLOSING)
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:

@@ -1,0 +1,191 @@
+"""A loss in slices of rows is the whole loss, as are its gradients, and no value has all logits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.analysis.memory import Persistent
+from fsdp_compiled.analysis.peak_memory import predict
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.plan.plan import Plan
+from tests import simulate
+
+ROWS, CLASSES, WIDTH = 24, 96, 16
+SLICED = Policy(lower="eager", bucket_mb=0, loss_rows=10)  # 10, 10 and 4
+BOUND = 1e-6  # of the largest
+IGNORED = 5
+
+
+class Model(nn.Module):
+    def __init__(self, bias: bool = True, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.mix = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=bias)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.mix(self.embed(tokens))))
+
+
+def mean(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def summed(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten(), reduction="sum") * 0.5 + 1
+
+
+def batches(steps: int = 2, ranks: int = 2) -> list[list[tuple[Tensor, Tensor]]]:
+    torch.manual_seed(1)
+    return [[tuple(torch.randint(CLASSES, (2, 4, ROWS // 4))) for _ in range(ranks)] for _ in range(steps)]  # type: ignore[misc]
+
+
+def trained(model: Model, loss: Any, policy: Policy, damage: Any = None) -> simulate.Simulation:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return simulate.simulate(model, optimizer, loss, batches(), policy, damage=damage)
+
+
+def furthest(one: simulate.Simulation, other: simulate.Simulation) -> float:
+    pairs = [(value, other.parameters[name]) for name, value in one.parameters.items()]
+    pairs += list(zip(one.losses, other.losses, strict=True))
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def whole(program: Program) -> list[str]:
+    """The values that have all logits, in any shape."""
+    values = [(node, node.meta["val"]) for node in program.graph.nodes if node.op == "call_function"]
+    return [node.name for node, value in values if isinstance(value, Tensor) and value.numel() == ROWS * CLASSES]
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "policy"),
+    [
+        (mean, {}, {}),
+        (mean, {"bias": False, "tied": True}, {"recompute": "cheap"}),
+        (summed, {}, {"loss_scale": 8.0, "clip": 1.0}),
+        (mean, {}, {"weigh": "rows", "shard": "zero1", "recompute": "unit"}),
+    ],
+)
+def test_slices_are_the_whole_loss(loss: Any, options: dict[str, Any], policy: dict[str, Any]) -> None:
+    sliced = trained(Model(**options), loss, replace(SLICED, **policy))
+    uncut = trained(Model(**options), loss, replace(SLICED, loss_rows=None, **policy))
+    assert furthest(sliced, uncut) < BOUND
+    assert not whole(sliced.program) and whole(uncut.program)
+    products = [sum("mm" in str(node.target) for node in run.program.graph.nodes) for run in (sliced, uncut)]
+    assert products[0] - products[1] == 2 * 3  # three slices of three products: none is made twice
+    assert "logits of 3 slices, [10, 96]" in str(sliced.program)
+
+
+def test_a_slice_too_few_is_noticed() -> None:
+    def without_last(program: Program, plan: Plan) -> Program:
+        edit = Edit(program)
+        last = [node for node in edit.graph.nodes if node.target is torch.ops.aten.nll_loss_backward.default][-1]
+        with edit.at(last.next, "forward"):
+            zero = edit.call(torch.ops.aten.mul.Scalar, last, 0)
+        last.replace_all_uses_with(zero, delete_user_cb=lambda user: user is not zero)
+        return edit.done("broken")
+
+    uncut = trained(Model(), mean, replace(SLICED, loss_rows=None))
+    assert furthest(trained(Model(), mean, SLICED, without_last), uncut) > 100 * BOUND
+
+
+def test_the_input_program_stays_as_it_was_and_evaluation_is_whole() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters())
+    stages, plan = simulate.stages(model, optimizer, mean, batches()[0][0], SLICED)
+    assert whole(stages[0]) and stages[1].history[-1] == "slice_loss" and not whole(stages[1])
+    forward, _ = simulate.stages(model, None, mean, batches()[0][0], SLICED, kind="forward")
+    assert whole(forward[-1])
+    assert not [node for node in stages[-1].graph.nodes if node.op == "call_function" and not node.meta.get("phase")]
+    uncut, _ = simulate.stages(model, optimizer, mean, batches()[0][0], replace(SLICED, loss_rows=None))
+    peaks = [predict(program, plan, Persistent(), "gloo").peak.nbytes for program in (stages[-1], uncut[-1])]
+    assert peaks[0] < peaks[1]
+
+
+def squared(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    return mean(model, tokens, targets) ** 2
+
+
+def smoothed(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+
+
+def weighted(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), torch.ones(CLASSES))
+
+
+def with_logits(model: Model, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    logits = model(tokens)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits.argmax(-1)
+
+
+def each(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none").mean()
+
+
+def capped(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(torch.tanh(model(tokens)).flatten(0, 1), targets.flatten())
+
+
+def twice(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    return mean(model, tokens, targets) + mean(model, targets, tokens)
+
+
+def other(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    return model(tokens).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (squared, "more than sums and constants is made of the loss afterwards"),
+        (smoothed, "label smoothing"),
+        (weighted, "classes have weights"),
+        (with_logits, "its logits are used elsewhere as well"),
+        (each, 'reduction="none"'),
+        (capped, "not by a linear layer"),
+        (twice, "2 calls of cross_entropy"),
+        (other, "no calls of cross_entropy"),
+    ],
+)
+def test_what_cannot_be_sliced_is_refused_by_name(loss: Any, reason: str) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(ValueError, match=reason):
+        simulate.stages(model, optimizer, loss, batches()[0][0], SLICED)
+
+
+@pytest.mark.parametrize("rows", [0, -1, True, 1.5, "auto"])
+def test_rows_are_a_whole_number(rows: Any) -> None:
+    with pytest.raises(ValueError, match=r"Policy.loss_rows is .*; expected a whole number, 1 or more, or None"):
+        Policy(loss_rows=rows)
+    with pytest.raises(ValueError, match="under dynamic=True their number moves"):
+        Policy(loss_rows=4, dynamic=True)
+    assert Policy().learns_sizes and not Policy(loss_rows=4).learns_sizes
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_one_rank_trains_as_eager_pytorch(lower: str) -> None:
+    plain, model = Model(), Model()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    sharded = compile_sharded(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), loss=mean, policy=Policy(lower=lower, loss_rows=10)
+    )
+    for ((tokens, targets),) in batches(3, 1):
+        expected = mean(plain, tokens, targets)
+        torch.testing.assert_close(sharded.step(tokens, targets), expected.detach(), rtol=BOUND, atol=0)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+    for name, value in sharded.full_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-6)
