@@ -190,11 +190,14 @@ def _in_slices(edit: Edit, head: _Head, rows: int) -> int:
                     _add(edit, sums, node, edit.call(aten.mm.default, across, mine))
             for node in head.sums:
                 _add(edit, sums, node, edit.call(aten.sum.dim_IntList, gradient, [0], True))
+        values = [_wide(edit, value) for value in values]
         loss = values[0]
         for value in values[1:]:
             loss = edit.call(aten.add.Tensor, loss, value)
         if reduction == MEAN:
             loss = edit.call(aten.div.Tensor, loss, counted)
+        if loss.meta["val"].dtype != dtype:
+            loss = edit.call(aten._to_copy.default, loss, dtype=dtype)
         whole = {node: edit.call(aten.cat.default, found) for node, found in parts.items()}
         for node, value in sums.items():
             kept = node.meta["val"].dtype
@@ -210,10 +213,14 @@ def _in_slices(edit: Edit, head: _Head, rows: int) -> int:
 
 def _add(edit: Edit, sums: dict[fx.Node, fx.Node], node: fx.Node, part: fx.Node) -> None:
     """To what is summed for this node so far, in float32 at least."""
-    wide = torch.promote_types(part.meta["val"].dtype, torch.float32)
-    if wide != part.meta["val"].dtype:
-        part = edit.call(aten._to_copy.default, part, dtype=wide)
+    part = _wide(edit, part)
     sums[node] = edit.call(aten.add.Tensor, sums[node], part) if node in sums else part
+
+
+def _wide(edit: Edit, value: fx.Node) -> fx.Node:
+    dtype = value.meta["val"].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    return value if wide == dtype else edit.call(aten._to_copy.default, value, dtype=wide)
 
 
 def _early(edit: Edit, head: _Head, wanted: Iterable[fx.Node], copies: dict[fx.Node, fx.Node]) -> list[fx.Node]:
