@@ -22,7 +22,7 @@ from fsdp_compiled.passes.check import ProgramError
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import LossScale, Policy
 from fsdp_compiled.runtime.chunked_loss import chunked_cross_entropy
-from fsdp_compiled.runtime.loop_optimizer import CompiledOptimizer, compile_optimizer
+from fsdp_compiled.runtime.loop.loop_optimizer import CompiledOptimizer, compile_optimizer
 from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.simulate import Estimate, simulate
 from fsdp_compiled.runtime.state import State

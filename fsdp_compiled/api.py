@@ -35,15 +35,15 @@ from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import EagerUpdate, state_by_name
-from fsdp_compiled.runtime.program_cache import Programs
-from fsdp_compiled.runtime.program_maker import ProgramMaker
+from fsdp_compiled.runtime.programs.program_cache import Programs
+from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import half_taken, read_scalars, take_over
 from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import TakenModel
-from fsdp_compiled.runtime.tensor_parallel import check_policy, check_tensor_parallel
-from fsdp_compiled.runtime.tp_plan import apply_cuts, find_cuts
+from fsdp_compiled.runtime.tensor_parallel.parts import check_policy, check_tensor_parallel
+from fsdp_compiled.runtime.tensor_parallel.plan import apply_cuts, find_cuts
 from fsdp_compiled.runtime.whole_update import WholeUpdate, first_rank_s
 
 log = logging.getLogger("fsdp_compiled")

@@ -7,8 +7,8 @@
     loss_fn(model(tokens), targets).backward()  the first call compiles forward and backward as two programs
     optimizer.step()
 
-A script written for FSDP2 changes its import. What is done is done by `runtime.parameter_group` (parameters),
-`runtime.module_class` (methods) and `runtime.module_call` (programs).
+A script written for FSDP2 changes its import. What is done is done by `runtime.loop.parameter_group` (parameters),
+`runtime.loop.module_class` (methods) and `runtime.loop.module_call` (programs).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from fsdp_compiled.distributed.device_mesh import device_mesh_of_all, place_in, 
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import hook_on
-from fsdp_compiled.runtime.module_class import FSDPModule, give_class, register_fsdp_forward_method
-from fsdp_compiled.runtime.module_state import ModuleState, lay_out, state_of
-from fsdp_compiled.runtime.parameter_group import Holder, ParameterGroup
-from fsdp_compiled.runtime.tensor_parallel import check_even, check_policy, check_ties, tensor_parallel
+from fsdp_compiled.runtime.loop.module_class import FSDPModule, give_class, register_fsdp_forward_method
+from fsdp_compiled.runtime.loop.module_state import ModuleState, lay_out, state_of
+from fsdp_compiled.runtime.loop.parameter_group import Holder, ParameterGroup
+from fsdp_compiled.runtime.tensor_parallel.parts import check_even, check_policy, check_ties, tensor_parallel
 
 # What a loop of the user's decides by itself, by field of `Policy`, with where.
 ELSEWHERE = {

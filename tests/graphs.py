@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, Sharded, api, compile_sharded
 from fsdp_compiled.lower.cuda_graph import Replays
-from fsdp_compiled.runtime.program_maker import ProgramMaker
+from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
 from tests.standin import Plain, StandIn
 from tests.toys import EAGER, mse
 

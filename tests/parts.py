@@ -13,7 +13,7 @@ from fsdp_compiled import Sharded, api
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.runtime.compute_copies import Copies
-from fsdp_compiled.runtime.program_cache import Programs
+from fsdp_compiled.runtime.programs.program_cache import Programs
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import CaptureError, Policy, State, compile_sharded
-from fsdp_compiled.runtime.sharded_parameter import is_live
+from fsdp_compiled.runtime.parameters.sharded_parameter import is_live
 from tests.toys import EAGER, Net, batches, build, mse, same_weights, sgd
 
 # Numbers on one process: bit for bit plain PyTorch.

@@ -71,7 +71,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Sharded, Sharded]:
     return make(True, policy, dropout=0.2), make(False, policy, dropout=0.2)
 
 
-@settings(max_examples=examples(3, 12), deadline=None, derandomize=True)
+@settings(max_examples=examples(6, 12), deadline=None, derandomize=True)
 @given(plans=st.lists(st.tuples(st.integers(0, 2), st.sampled_from([4, 5]), st.booleans()), min_size=1, max_size=4))
 def test_steps_and_microbatches_of_two_shapes_share_state_and_memory(
     pair: tuple[Sharded, Sharded], plans: list[tuple[int, int, bool]]

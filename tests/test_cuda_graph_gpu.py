@@ -15,7 +15,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.lower.cuda_graph import WARM
-from fsdp_compiled.runtime.program_cache import Programs
+from fsdp_compiled.runtime.programs.program_cache import Programs
 from tests.launch import launch
 from tests.parts import parts
 

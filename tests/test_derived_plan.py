@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled.runtime.tp_derived import derive, patterns
-from fsdp_compiled.runtime.tp_example import Call
-from fsdp_compiled.runtime.tp_trial import generated, tried
+from fsdp_compiled.runtime.tensor_parallel.derived_plan import derive, patterns
+from fsdp_compiled.runtime.tensor_parallel.example import Call
+from fsdp_compiled.runtime.tensor_parallel.trial import generated, tried
 from tests.cut_models import GPT, VOCABULARY, WIDTH, loss_fn
 from tests.derived_models import HEAD, Attention, Experts, FeedForward, Flat, Fused, Llama, Penalty, Softmax, Stack
 

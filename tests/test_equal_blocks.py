@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled.capture import aot, aot_cache, equal_blocks, repeats
+from fsdp_compiled.capture import aot, aot_cache
+from fsdp_compiled.capture.blocks import equal_blocks, repeats
 from fsdp_compiled.ir.program import Program
 from tests.equal_models import LAYERS, WIDTH, Model, TwoLists, loss, program_of
 

@@ -143,6 +143,9 @@ def problems(name: str, tree: ast.Module) -> list[str]:
     if room == "passes" and name != "passes.__init__":
         found += [f"{name} imports {other}" for other in sorted(mine) if other.startswith("passes")]
         found += [f"{name} imports {other}" for other in sorted(mine) if other.split(".")[0] == "distributed"]
+    if name.startswith("runtime.programs"):
+        rooms = ("runtime.loop.", "runtime.parameters.", "runtime.sharded", "runtime.tensor_parallel.")
+        found += [f"{name} imports {other}" for other in sorted(mine) if other.startswith(rooms)]
     if room != "integrations":  # whose frameworks are not everybody's
         found += [f"{name} imports {other}" for other in sorted(mine) if other.split(".")[0] == "integrations"]
     used = everything | dotted(tree)
@@ -205,6 +208,7 @@ def test_what_is_reached_says_in_which_versions_it_is_there() -> None:
         ("capture.dynamo", "from fsdp_compiled import passes"),
         ("lower.lowering", "from fsdp_compiled.api import compile_sharded"),
         ("attic", "import torch"),
+        ("runtime.programs.program_cache", "from fsdp_compiled.runtime.loop.gradients import leave"),
         ("runtime.sharded", "from torch._dynamo import reset"),
         ("runtime.sharded", "import torch._inductor.config"),
         ("runtime.sharded", "import torch\ntorch._functorch.config.x = 1"),
@@ -216,7 +220,7 @@ def test_what_is_reached_says_in_which_versions_it_is_there() -> None:
         ("runtime.sharded", "import torch\nwith torch.cuda.graph(made): pass"),
         ("runtime.rng", "from torch.cuda import CUDAGraph"),
         ("cli.train", "from fsdp_compiled.integrations.accelerate import use_fully_shard"),
-        ("runtime.module_class", "import accelerate"),
+        ("runtime.loop.module_class", "import accelerate"),
     ],
 )
 def test_a_forbidden_import_is_noticed(name: str, code: str) -> None:

@@ -20,7 +20,7 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.passes import GRADIENT, SCHEDULING, run
 from fsdp_compiled.passes.check import check
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.memory_budget import GIB, fit
+from fsdp_compiled.runtime.programs.memory_budget import GIB, fit
 from tests.models import Stack
 from tests.simulate import stages
 

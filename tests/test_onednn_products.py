@@ -19,7 +19,7 @@ from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.kernels.products import product
 from fsdp_compiled.lower.backends import Backends, Host, decided, favours_onednn, this_host, vendor
 from fsdp_compiled.lower.fusions.onednn_products import onednn_products
-from fsdp_compiled.runtime import program_maker
+from fsdp_compiled.runtime.programs import program_maker
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="oneDNN is not there")  # type: ignore[no-untyped-call]
 

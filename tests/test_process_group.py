@@ -23,7 +23,7 @@ from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import Mesh, RankError
 from fsdp_compiled.distributed.process_group import before_end
 from fsdp_compiled.lower.inductor import cache_place, divide
-from fsdp_compiled.runtime.failed_calls import FailedCalls
+from fsdp_compiled.runtime.programs.failed_calls import FailedCalls
 from tests.launch import launch
 from tests.parts import parts
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.capture import dynamo, dynamo_run, guards, repeated_calls, walked_blocks, written_blocks
-from fsdp_compiled.capture.repeated_calls import Repeats
+from fsdp_compiled.capture import dynamo, dynamo_run, guards
+from fsdp_compiled.capture.blocks import repeated_calls, walked_blocks, written_blocks
+from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from tests import equal_models as equal
 from tests.architectures import TORCH
 from tests.chosen import chosen

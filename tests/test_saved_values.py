@@ -18,7 +18,7 @@ from fsdp_compiled.analysis.saved_values import Saved, cheapest, saved_values
 from fsdp_compiled.ir.nodes import is_random
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.memory_budget import GIB
+from fsdp_compiled.runtime.programs.memory_budget import GIB
 from tests.allocator import record
 from tests.simulate import stages
 

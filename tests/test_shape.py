@@ -23,7 +23,7 @@ from fsdp_compiled.ir.nodes import is_collective, is_random, is_wait, role_of
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.passes.check import check
 from fsdp_compiled.plan.plan import Unit
-from fsdp_compiled.runtime.sharded_parameter import is_live
+from fsdp_compiled.runtime.parameters.sharded_parameter import is_live
 from tests import models
 from tests.chosen import chosen
 from tests.models import Block

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import parametrize
 
 from fsdp_compiled import CaptureError, Policy, Sharded, compile_sharded
-from fsdp_compiled.runtime.sharded_parameter import WholeParameter
+from fsdp_compiled.runtime.parameters.sharded_parameter import WholeParameter
 from tests.live_parameters import Net, X, compare, loss
 from tests.live_parameters import build as build_sgd
 

@@ -22,7 +22,7 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.hardware import Machine
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.simulate import Estimate
-from fsdp_compiled.runtime.tensor_parallel import check_policy
+from fsdp_compiled.runtime.tensor_parallel.parts import check_policy
 from tests.cut_models import GPT, batch, cut, loss_fn
 
 MACHINE = Machine(flops=3e9, memory=8e9, network=1e7, latency=1e-5, inner=1e8)

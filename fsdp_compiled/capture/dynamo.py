@@ -25,6 +25,7 @@ from fsdp_compiled.capture import random_calls, unknown_reads
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.batch_changes import changed, contents
+from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from fsdp_compiled.capture.captured import CURE, Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamo_run import Trace
 from fsdp_compiled.capture.guards import Recorder
@@ -33,7 +34,6 @@ from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, places_of, put_back
 from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
 from fsdp_compiled.capture.output_ports import closed, output_ports
-from fsdp_compiled.capture.repeated_calls import Repeats
 from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects, inside, speech, tell_batch, unwrapped
 from fsdp_compiled.capture.source_lines import explanation, reason, user_line
 from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, name_axes, whole

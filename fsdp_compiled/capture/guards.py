@@ -12,7 +12,7 @@ are kept, less those that this package answers for in another way:
 - *The tensors and the structure of the batch* (``args``, ``kwargs``) and *sizes* (SHAPE_ENV): in the key that a program
   is found by, and in `capture.dynamic_shapes`.
 - *Tensors* (TENSOR_MATCH): parameters live in shards that keep their layout; module buffers are watched by identity
-  (`runtime.program_cache`), and tensors that are closed over by `closed_tensors`.
+  (`runtime.programs.program_cache`), and tensors that are closed over by `closed_tensors`.
   Of a size or number (SHAPE_ENV) that was read out of one, ``if step.item() > 3``, `closed_numbers` asks again.
 - *Modes* (GLOBAL_STATE, GRAD_MODE, DETERMINISTIC_ALGORITHMS, TORCH_FUNCTION_STATE, DEFAULT_DEVICE,
   AUTOGRAD_SAVED_TENSORS_HOOKS): capture sets its own around the trace; those of the caller's that mean anything are in

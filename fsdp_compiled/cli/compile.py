@@ -18,7 +18,7 @@ from fsdp_compiled.capture.cache_folder import VARIABLE as CACHE
 from fsdp_compiled.cli.launch import launch
 from fsdp_compiled.lower.bundle import VARIABLE, write_bundle
 from fsdp_compiled.lower.isa_probes import PROBES
-from fsdp_compiled.runtime.compile_only import CALLS, FOLDER
+from fsdp_compiled.runtime.programs.compile_only import CALLS, FOLDER
 
 IDLE_CALLS = 8  # calls in a row that compile nothing
 

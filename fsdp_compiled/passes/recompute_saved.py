@@ -8,8 +8,8 @@
     d_down = mm(t(gelu_3), d_y)           gelu_3' = gelu(u)
                                           d_down = mm(t(gelu_3'), d_y)
 
-Which ones, `runtime.memory_budget` chooses (`analysis.saved_values`). It runs before `recompute`, which then gathers
-again the parameters that are read by what is repeated.
+Which ones, `runtime.programs.memory_budget` chooses (`analysis.saved_values`). It runs before `recompute`, which then
+gathers again the parameters that are read by what is repeated.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from fsdp_compiled.optim.wrapped import check_own_step, check_step_hooks
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks
+from fsdp_compiled.runtime.parameters.sharded_tensor import is_sharded
 from fsdp_compiled.runtime.shard_model import check_initializable, read_leaves, read_scalars
-from fsdp_compiled.runtime.sharded_tensor import is_sharded
 from fsdp_compiled.runtime.shared_memory import check_shared_memory
 from fsdp_compiled.runtime.taken_model import is_taken_over
 

@@ -14,7 +14,7 @@ from fsdp_compiled.plan.plan import Buffer, Plan
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.shard_model import read_slot
 from fsdp_compiled.runtime.taken_model import holding
-from fsdp_compiled.runtime.tensor_parallel import whole_value
+from fsdp_compiled.runtime.tensor_parallel.parts import whole_value
 
 
 def collected(own: torch.Tensor, buffer: Buffer, cut: bool, what: str, mesh: Mesh) -> Work[dict[str, torch.Tensor]]:

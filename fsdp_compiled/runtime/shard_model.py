@@ -21,10 +21,10 @@ from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, contiguous_stride, dense_stride
 from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import to_state_device
-from fsdp_compiled.runtime.shard_layout import Layout, ShardPlace, place_of
-from fsdp_compiled.runtime.sharded_parameter import replace
+from fsdp_compiled.runtime.parameters.shard_layout import Layout, ShardPlace, place_of
+from fsdp_compiled.runtime.parameters.sharded_parameter import replace
 from fsdp_compiled.runtime.taken_model import TakenModel
-from fsdp_compiled.runtime.tensor_parallel import laid_part, local_part, part_of, tensor_parallel
+from fsdp_compiled.runtime.tensor_parallel.parts import laid_part, local_part, part_of, tensor_parallel
 
 Initializer = Callable[[nn.Module], Any]
 HALF = (

@@ -22,18 +22,18 @@ from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.optim.wrapped import check_step_hooks
-from fsdp_compiled.runtime import compile_only
 from fsdp_compiled.runtime.checkpoint.checkpoints import Checkpoints
-from fsdp_compiled.runtime.compile import Compiled, Kind
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import EagerUpdate
-from fsdp_compiled.runtime.failed_calls import FailedCalls
-from fsdp_compiled.runtime.loop_hooks import idle as idle_hooks
-from fsdp_compiled.runtime.loop_hooks import remove_idle
+from fsdp_compiled.runtime.loop.loop_hooks import idle as idle_hooks
+from fsdp_compiled.runtime.loop.loop_hooks import remove_idle
 from fsdp_compiled.runtime.module_buffers import take
-from fsdp_compiled.runtime.parameter_writes import Writes
-from fsdp_compiled.runtime.program_cache import Programs
-from fsdp_compiled.runtime.request import Request
+from fsdp_compiled.runtime.parameters.parameter_writes import Writes
+from fsdp_compiled.runtime.programs import compile_only
+from fsdp_compiled.runtime.programs.compile import Compiled, Kind
+from fsdp_compiled.runtime.programs.failed_calls import FailedCalls
+from fsdp_compiled.runtime.programs.program_cache import Programs
+from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import TakenModel

@@ -35,9 +35,9 @@ from fsdp_compiled.plan.text import human
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.checked_call import checked_call
-from fsdp_compiled.runtime.compile import Job, capture, memory_of, transform
-from fsdp_compiled.runtime.tensor_parallel import check_tensor_parallel
-from fsdp_compiled.runtime.tp_plan import apply_cuts, find_cuts
+from fsdp_compiled.runtime.programs.compile import Job, capture, memory_of, transform
+from fsdp_compiled.runtime.tensor_parallel.parts import check_tensor_parallel
+from fsdp_compiled.runtime.tensor_parallel.plan import apply_cuts, find_cuts
 
 HARDWARE: Mapping[str, Machine] = {"cpu": CPU, "gpu": GPU}
 

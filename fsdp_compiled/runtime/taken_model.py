@@ -22,11 +22,11 @@ from torch.utils.hooks import RemovableHandle
 
 from fsdp_compiled.optim.together import members
 from fsdp_compiled.runtime.autograd_hooks import backward_hooks, check_module_hooks
-from fsdp_compiled.runtime.gathered_call import register
-from fsdp_compiled.runtime.shard_layout import Layout
-from fsdp_compiled.runtime.sharded_operators import gradient_at
-from fsdp_compiled.runtime.sharded_parameter import by_identity, is_live, notes_on, show
-from fsdp_compiled.runtime.sharded_tensor import is_sharded
+from fsdp_compiled.runtime.parameters.gathered_call import register
+from fsdp_compiled.runtime.parameters.shard_layout import Layout
+from fsdp_compiled.runtime.parameters.sharded_operators import gradient_at
+from fsdp_compiled.runtime.parameters.sharded_parameter import by_identity, is_live, notes_on, show
+from fsdp_compiled.runtime.parameters.sharded_tensor import is_sharded
 from fsdp_compiled.runtime.taken_optimizer import TakenOptimizer
 
 REBUILD = (

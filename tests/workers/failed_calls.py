@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.runtime.failed_calls import FailedCalls
+from fsdp_compiled.runtime.programs.failed_calls import FailedCalls
 from tests.workers.ranks import RANK, main
 
 BAD = 1000.0  # a number in the batch at which `tripwire` fails

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp_compiled import Sharded, compile_sharded
 from fsdp_compiled.plan.plan import Leaf
 from fsdp_compiled.runtime import shard_model
-from fsdp_compiled.runtime.tensor_parallel import laid_part
+from fsdp_compiled.runtime.tensor_parallel.parts import laid_part
 from tests.cut_models import (
     RANK,
     TIME,

@@ -20,8 +20,8 @@ from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.distributed import watchdog
-from fsdp_compiled.runtime import program_maker
 from fsdp_compiled.runtime.checkpoint import data_file, saving
+from fsdp_compiled.runtime.programs import program_maker
 from tests.forked_ranks import seldom_collect
 from tests.killable_ranks import Forked
 

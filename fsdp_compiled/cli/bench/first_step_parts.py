@@ -35,7 +35,7 @@ def parts_of(layers: int) -> dict[str, float]:
     from fsdp_compiled import Policy, compile_sharded
     from fsdp_compiled.capture import aot_cache, dynamo_run
     from fsdp_compiled.cli.bench.host_time import GPT, batch, loss
-    from fsdp_compiled.runtime import program_maker
+    from fsdp_compiled.runtime.programs import program_maker
 
     spent: dict[str, float] = defaultdict(float)
     running: list[str] = []

@@ -30,7 +30,7 @@ from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.rectangles import rectangles
 from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, per_element, tensors
 from fsdp_compiled.runtime.checkpoint.trained import Trained
-from fsdp_compiled.runtime.shard_layout import ShardPlace
+from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, LocalShardsWrapper, TensorMeta
 
 Parts = list[tuple[tuple[int, ...], torch.Tensor]]  # offsets in the whole tensor, and a view

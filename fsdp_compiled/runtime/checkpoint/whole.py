@@ -18,7 +18,7 @@ from fsdp_compiled.runtime.checkpoint.huggingface import keys_of
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.full_state_dict import collected
 from fsdp_compiled.runtime.shard_model import write_slot
-from fsdp_compiled.runtime.tensor_parallel import part_of
+from fsdp_compiled.runtime.tensor_parallel.parts import part_of
 
 Staged = list[tuple[torch.Tensor, torch.Tensor]]  # where to, and the values
 Stages = Work[Staged]

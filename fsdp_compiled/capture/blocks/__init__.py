@@ -1,0 +1,1 @@
+"""Equal blocks, which are not traced one by one."""

@@ -1,0 +1,188 @@
+"""A call of a block, as Dynamo comes to it: what decides, of it, what the block's code does."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.fx.traceback import get_current_meta
+
+from fsdp_compiled.capture.blocks.equal_blocks import layout_of
+from fsdp_compiled.torch_private.core import C
+from fsdp_compiled.torch_private.dynamo import (
+    AttributeMutationExisting,
+    AttributeMutationNew,
+    ChainedSource,
+    ConstantVariable,
+    LazyVariableTracker,
+    NNModuleSource,
+    Source,
+    TensorVariable,
+    TupleVariable,
+    ValueMutationNew,
+    closure_vars,
+    uninteresting_files,
+)
+
+
+class Unlike(Exception):
+    """Why a block is walked through."""
+
+
+class BlockCall:
+    """Of a block, by Dynamo. Raises `Unlike` where what the code does is decided by more than can be compared.
+
+    form    what it is called with, which two calls have in common: tensors by their layout, numbers, texts
+    modes   under which it is called
+    stack   the modules that call it
+    trace   the user's lines that do
+    """
+
+    def __init__(self, variable: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.tx, self.output, self.module, self.source = tx, tx.output, variable.value, variable.source
+        self._names = dict(closure_vars())
+        self._values: dict[Source, Any] = {}
+        self.moved: dict[int, Source] = {}  # places of another block in this one, by identity
+        self._scope = {"L": tx.output.local_scope, "G": tx.output.global_scope}
+        if self.source is None or tx.output.current_tracer.parent is not None:
+            raise Unlike("it is inside of a region of its own")
+        if C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            raise Unlike("it is called inside of a derivative")
+        self.tensors: list[fx.Node] = []
+        self.form = (
+            tuple(self._form(one) for one in args),
+            tuple((name, self._form(one)) for name, one in kwargs.items()),
+        )
+        self.modes = modes(tx)
+        self.stack = dict(tx.nn_module_stack)
+        self.path = call_path(variable)
+        self.trace = _trace(tx)
+        if tx.num_calls.get(self.path):
+            raise Unlike("it is called twice")
+        if changed(tx.output.side_effects):
+            raise Unlike("objects are changed before it is called")
+
+    def _form(self, variable: Any) -> tuple[Any, ...]:
+        if isinstance(variable, LazyVariableTracker):
+            if not variable.is_realized():
+                raise Unlike("an argument was not read before")
+            variable = variable.realize()
+        if type(variable) is TensorVariable:
+            if variable in self.output.side_effects.store_attr_mutations:
+                raise Unlike("an argument has attributes of its own")
+            node = variable.as_proxy().node
+            value = node.meta["example_value"]
+            if node not in self.tensors:
+                self.tensors.append(node)
+            place = self.tensors.index(node)
+            own = node if node.op == "placeholder" else None
+            view = value._is_view(), value.storage_offset(), value.is_inference(), isinstance(value, nn.Parameter)
+            return ("tensor", place, own, plain_layout(value), value.is_leaf, *view)
+        if type(variable) is ConstantVariable and plain(variable.value):
+            return ("constant", type(variable.value), repr(variable.value))  # -0.0 is not 0.0
+        if type(variable) is TupleVariable:
+            return ("tuple", *(self._form(one) for one in variable.items))
+        raise Unlike(f"an argument is a {type(variable).__name__}")
+
+    def value(self, source: Source) -> Any:
+        """What is there, before the trace."""
+        try:
+            return source.get_value(self._scope, self._names, self._values)
+        except Exception as error:
+            raise Unlike(f"{source.name} cannot be read: {error}") from error
+
+
+def call_path(variable: Any) -> str:
+    """As `nn_module_stack` has it."""
+    name = variable.get_nn_module_stack_source().name
+    return re.sub(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]", r".\2", name)
+
+
+def moved(source: Source, one: Source, other: Source, known: dict[int, Source]) -> Source:
+    """The same place of another block; the source itself where it is outside of the one. ``known``: those by now."""
+    if (found := known.get(id(source))) is None:
+        found = known[id(source)] = _moved(source, one, other, known)
+    return found
+
+
+def _moved(source: Source, one: Source, other: Source, known: dict[int, Source]) -> Source:
+    if source.name == one.name:
+        if isinstance(source, NNModuleSource):
+            return dataclasses.replace(source, base=_bare(other))  # type: ignore[call-arg]
+        return dataclasses.replace(_bare(other))  # type: ignore[type-var]
+    if not isinstance(source, ChainedSource):
+        return source
+    base = moved(source.base, one, other, known)
+    if base is source.base:
+        return source
+    return dataclasses.replace(source, base=base)  # type: ignore[type-var]
+
+
+def _bare(source: Source) -> Source:
+    while isinstance(source, NNModuleSource):
+        source = source.base
+    return source
+
+
+def plain(value: Any) -> bool:
+    """Whether its text says all of it."""
+    if isinstance(value, tuple | list):
+        return all(map(plain, value))
+    return value is None or type(value) in (bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+
+
+def plain_layout(value: Any) -> tuple[Any, ...]:
+    """`layout_of`, which says all of a plain tensor of fixed sizes; raises `Unlike` for any other value."""
+    usual = type(value) in (FakeTensor, torch.Tensor, nn.Parameter) and value.layout == torch.strided
+    if not usual or not all(type(size) is int for size in (*value.shape, *value.stride())):
+        raise Unlike("its values are not plain tensors of fixed sizes")
+    return layout_of(value)
+
+
+def changed(effects: Any) -> bool:
+    """Whether something that was there before the trace is another now."""
+    new = (AttributeMutationNew, ValueMutationNew)
+    if any(not isinstance(variable.mutation_type, new) for variable in effects.store_attr_mutations):
+        return True
+    # There are as many tensors as parameters; those of before the trace were among the above.
+    return any(
+        variable.mutation_type is not None and not isinstance(variable.mutation_type, new)
+        and effects.is_modified(variable)
+        for variable in effects.id_to_variable.values()
+        if type(variable) is not TensorVariable or type(variable.mutation_type) is not AttributeMutationExisting
+    )  # fmt: skip
+
+
+def modes(tx: Any) -> tuple[Any, ...]:
+    """What surrounds a call, where it is no more than this."""
+    state = tx.symbolic_torch_function_state
+    if get_current_meta():
+        raise Unlike("its calls are annotated")
+    if len(state.mode_stack):
+        raise Unlike("it is called under a mode")
+    devices = ("cpu", "cuda")
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled(),
+        *(torch.is_autocast_enabled(device) for device in devices),
+        *(torch.get_autocast_dtype(device) for device in devices),
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), state.torch_function_subclass_enabled,
+        state.torch_function_mode_enabled,
+    )  # fmt: skip
+
+
+def _trace(tx: Any) -> str:
+    """The user's lines, as Dynamo notes them of a call."""
+    frames = []
+    while tx is not None:
+        if not tx.is_co_filename_from_nn_modules():
+            frames.append(tx.frame_summary())
+        tx = getattr(tx, "parent", None)
+    kept = [frame for frame in reversed(frames) if frame.filename not in uninteresting_files()]
+    return "".join(traceback.StackSummary.from_list(kept).format())

@@ -1,0 +1,370 @@
+"""Equal stretches of a graph that follow one another, such as a model's blocks, are differentiated once.
+
+    traced by Dynamo      before  0  1  2  3  4  5  6  7  after
+    differentiated        before  0  1  2              7  after    after'  7'              2'  1'  0'  before'
+    program               before  0  1  2  3  4  5  6  7  after    after'  7'  6'  5'  4'  3'  2'  1'  0'  before'
+
+A *stretch* is a row of nodes whose operators, arguments and layouts are those of the stretch before it, one stretch
+further on: it reads its own inputs (a block's parameters), what the one before computed, and what all of them read.
+AOTAutograd walks through nodes one by one, and autograd works backward in the order in which forward was recorded,
+latest first. So what it makes of a stretch depends on the stretch, on its neighbours and on what all read; and what it
+made of the second, on the third one's place, is the third. That is compared, node by node, and where it does not hold
+everything is differentiated as it stands.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.capture import aot
+from fsdp_compiled.capture.aot import Traced, stem
+from fsdp_compiled.capture.blocks.equal_blocks import (
+    KEPT,
+    LAST,
+    SECOND,
+    THIRD,
+    Run,
+    Token,
+    layout_of,
+    runs_of,
+    with_body,
+)
+from fsdp_compiled.capture.source_lines import MARK, path_of
+from fsdp_compiled.ir.nodes import fake_mode, fake_tensor
+from fsdp_compiled.ir.program import Port, Program
+
+log = logging.getLogger("fsdp_compiled")
+
+
+class _Unequal(Exception):
+    """Stretches that are not what they seemed."""
+
+
+def differentiate(
+    module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], results: Sequence[Port]
+) -> Traced:
+    """`aot.differentiate`, which sees few of many equal stretches."""
+    runs = runs_of(module, inputs, given)
+    if runs:
+        short = _Shortened(module, inputs, given, runs)
+        try:
+            with short.marked():
+                found = aot.differentiate(short.module, short.inputs, short.given, results)
+            return _Lengthened(module, found, runs, given).traced()
+        except _Unequal as why:
+            log.info("equal blocks are differentiated one by one: %s", why)
+    return aot.differentiate(module, inputs, given, results)
+
+
+# Differentiating few of them.
+
+
+class _Shortened:
+    """The graph without the stretches that are like the third, and its inputs."""
+
+    def __init__(
+        self, module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], runs: Sequence[Run]
+    ) -> None:
+        self._marks: dict[fx.Node, str] = {}  # of nodes that are kept
+        instead: dict[fx.Node, fx.Node] = {}
+        gone: set[int] = set()
+        for number, run in enumerate(runs):
+            for index, stretch in enumerate(run.stretches):
+                if (kept := run.kept(index)) is None:
+                    instead.update(zip(stretch, run.stretches[THIRD], strict=True))
+                    gone.update(run.own[index])
+                else:
+                    self._marks.update(dict.fromkeys(stretch, f"{MARK} {number} {kept}"))
+        left = [place for place in range(len(given)) if place not in gone]
+        self.inputs, self.given = [inputs[place] for place in left], [given[place] for place in left]
+        places = module.graph.find_nodes(op="placeholder")
+        away = {places[place] for place in gone}
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        self._marked: list[tuple[fx.Node, str]] = []
+        for node in module.graph.nodes:
+            if node in away or node in instead:
+                continue
+            copy = copies[node] = graph.node_copy(node, lambda source: copies[instead.get(source, source)])
+            if hasattr(node, "_dynamo_source"):
+                copy._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            if (mark := self._marks.get(node)) is not None:
+                self._marked += [(inner, mark) for inner in (copy, *list(with_body(module, node))[1:])]
+        self.module = fx.GraphModule(module, graph)
+        self.module.meta.update(module.meta)
+        for name in ("_param_name_to_source",):
+            if hasattr(module, name):
+                setattr(self.module, name, getattr(module, name))
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Inside, nodes say in which stretch they are, where AOTAutograd takes it on to what it makes of them."""
+        before = [(node, node.meta.get("nn_module_stack")) for node, _ in self._marked]
+        for node, mark in self._marked:
+            node.meta["nn_module_stack"] = {**(node.meta.get("nn_module_stack") or {}), mark: (mark, nn.Module)}
+        try:
+            yield
+        finally:
+            for node, stack in before:
+                node.meta.pop("nn_module_stack")
+                if stack is not None:
+                    node.meta["nn_module_stack"] = stack
+
+
+# The program of all of them.
+
+Place = tuple[int, int, str, int]  # of a node: its run, which of those kept, phase, and place in that
+
+
+class _Lengthened:
+    """A program of the shortened graph, made into that of all."""
+
+    def __init__(self, module: fx.GraphModule, found: Traced, runs: Sequence[Run], given: Sequence[Port]) -> None:
+        if found.literals:
+            raise _Unequal("literal tensors are inputs of the program")
+        self._module, self._found, self._program, self._runs, self._given = module, found, found.program, runs, given
+        self._ports = [[[given[place] for place in own] for own in run.own] for run in runs]
+        self._outputs = self._program.outputs
+        self._inputs = {node: port for port, node in self._program.inputs.items()}
+        self._owned = {
+            port: (number, run.kept(index), place)
+            for number, run in enumerate(runs)
+            for index, ports in enumerate(self._ports[number])
+            for place, port in enumerate(ports)
+            if run.kept(index) is not None
+        }
+        self._groups: list[tuple[tuple[int, int, str] | None, list[fx.Node]]] = []
+        self._places: dict[fx.Node, Place] = {}
+        self._group()
+        for number in range(len(runs)):
+            self._check(number)
+
+    def _group(self) -> None:
+        """The program's nodes as rows of the same stretch and phase."""
+        for node in self._program.graph.nodes:
+            if node.op != "call_function":
+                continue
+            mark = node.meta.pop("stretch", None)
+            key = (*mark, node.meta["phase"]) if mark is not None else None
+            if not self._groups or self._groups[-1][0] != key:
+                self._groups.append((key, []))
+            group = self._groups[-1][1]
+            if key is not None:
+                self._places[node] = (*key, len(group))
+            group.append(node)
+        keys = [key for key, _ in self._groups if key is not None]
+        wanted = [
+            (number, kept, phase) for phase in ("forward", "backward")
+            for number in range(len(self._runs))[:: 1 if phase == "forward" else -1]
+            for kept in KEPT[:: 1 if phase == "forward" else -1]
+        ]  # fmt: skip
+        if keys not in (wanted, [key for key in wanted if key[2] == "forward"]):
+            raise _Unequal("they are not apart from one another in the program")
+        inner = [place for place, (key, _) in enumerate(self._groups) if key is not None]
+        for one, two in pairwise(inner):
+            first, second = self._groups[one][0], self._groups[two][0]
+            if first is not None and second is not None and first[0] == second[0] and first[2] == second[2]:
+                if two != one + 1:
+                    raise _Unequal("something is computed between them")
+
+    def _check(self, number: int) -> None:
+        """Raises `_Unequal` unless the second stretch is the third, one further on."""
+        rows = dict(self._groups)
+        for phase in ("forward", "backward"):
+            second, third = rows.get((number, SECOND, phase), []), rows.get((number, THIRD, phase), [])
+            if [self._key(node, number, SECOND) for node in second] != [
+                self._key(node, number, THIRD) for node in third
+            ]:
+                raise _Unequal(f"{phase} of one is not that of the next")
+        for node in self._program.graph.nodes:
+            if node.op == "call_function" and self._places.get(node, (None,))[0] != number:
+                for source in node.all_input_nodes:
+                    place = self._places.get(source)
+                    if place is not None and place[0] == number and place[1] in (SECOND, THIRD):
+                        raise _Unequal(f"{source.name} is read elsewhere")
+        gradients = [
+            {
+                (port.kind, place): self._token(node, number, kept)
+                for port, node in self._outputs.items()
+                for given, (run, of, place) in self._owned.items()
+                if (run, of) == (number, kept) and port.name == given.name
+            }
+            for kept in (SECOND, THIRD)
+        ]
+        if gradients[0] != gradients[1] or any(kind != "parameter gradient" for kind, _ in gradients[0]):
+            raise _Unequal("what they return is not the same")
+        names = {port.name for port in self._owned}
+        for port, node in self._outputs.items():
+            place = self._places.get(node)
+            if place is not None and place[0] == number and place[1] in (SECOND, THIRD) and port.name not in names:
+                raise _Unequal(f"{port} is returned")
+
+    def _key(self, node: fx.Node, number: int, kept: int) -> tuple[Any, ...]:
+        """What a node is and reads, the same a stretch further on."""
+        value = pytree.tree_map_only(torch.Tensor, layout_of, node.meta.get("val"))
+        arguments = fx.node.map_arg((node.args, node.kwargs), lambda source: self._token(source, number, kept))
+        return (node.target, value, "region" in node.meta, node.meta.get("effect"), arguments)
+
+    def _token(self, node: fx.Node, number: int, kept: int) -> Any:
+        place = self._places.get(node)
+        if place is not None and place[0] == number:
+            return Token(("stretch", place[1] - kept, *place[2:]))
+        if (port := self._inputs.get(node)) is not None and self._owned.get(port, ())[:2] == (number, kept):
+            return Token(("own", self._owned[port][2]))
+        return Token(("same", node))
+
+    def traced(self) -> Traced:
+        graph = fx.Graph()
+        inputs = self._make_inputs(graph)
+        self._copies: dict[fx.Node, fx.Node] = {node: inputs[port] for node, port in self._inputs.items()}
+        self._made: dict[tuple[int, int, str], list[fx.Node]] = {}
+        self._regions = _Regions()
+        for key, group in self._groups:
+            if key is None:
+                for node in group:
+                    self._copies[node] = self._copy(graph, node, self._copies.__getitem__)
+                continue
+            number, kept, phase = key
+            last = len(self._runs[number].stretches) - 1
+            middle = range(LAST, last)
+            if phase == "forward" and kept == LAST:
+                for stretch in middle:
+                    self._repeat(graph, number, THIRD, stretch, phase, inputs)
+            self._repeat(graph, number, kept, last if kept == LAST else kept, phase, inputs)
+            if phase == "backward" and kept == LAST:
+                for stretch in reversed(middle):
+                    self._repeat(graph, number, THIRD, stretch, phase, inputs)
+        outputs = self._collect()
+        graph.output(list(outputs.values()))
+        ports = (*inputs, *outputs)
+        graph.lint()
+        return replace(self._found, program=Program(graph, ports, self._program.history))
+
+    def _make_inputs(self, graph: fx.Graph) -> dict[Port, fx.Node]:
+        """The placeholders in the order of all that was given, those that nothing reads left out; then the others."""
+        mode = fake_mode(self._program.graph)
+        before = self._program.inputs
+        like = {
+            port: self._ports[number][THIRD][place]
+            for number, run in enumerate(self._runs)
+            for index, ports in enumerate(self._ports[number])
+            if run.kept(index) is None
+            for place, port in enumerate(ports)
+        }
+        found: dict[Port, fx.Node] = {}
+        for place, port in enumerate(self._given):
+            template = before.get(like.get(port, port))
+            if template is None:
+                continue
+            name = f"primals_{place + 1}" if template.name.startswith("primals") else f"arg{place}_1"
+            node = found[port] = graph.placeholder(name)
+            node.meta = dict(template.meta)
+            if port in like:
+                value = template.meta["val"]
+                node.meta["val"] = fake_tensor(mode, tuple(value.shape), value.stride(), value.dtype, value.device)
+        for port, template in before.items():
+            if port not in found:
+                found[port] = graph.node_copy(template)
+        return found
+
+    def _repeat(
+        self, graph: fx.Graph, number: int, kept: int, stretch: int, phase: str, inputs: Mapping[Port, fx.Node]
+    ) -> None:
+        """A stretch, in the place of another one that is like it."""
+        made = self._made[number, stretch, phase] = []
+        paths = self._paths(number, kept, stretch)
+
+        def here(source: fx.Node) -> fx.Node:
+            place = self._places.get(source)
+            if place is not None and place[0] == number:
+                if abs(place[1] - kept) > 1:
+                    raise _Unequal(f"{source.name} is read by a later one")
+                return self._made[number, stretch + place[1] - kept, place[2]][place[3]]
+            port = self._inputs.get(source)
+            if port is not None and self._owned.get(port, ())[:2] == (number, kept):
+                return inputs[self._ports[number][stretch][self._owned[port][2]]]
+            return self._copies[source]
+
+        for node in dict(self._groups)[number, kept, phase]:
+            copy = self._copy(graph, node, here, paths, stretch)
+            made.append(copy)
+            if self._runs[number].kept(stretch) is not None:
+                self._copies[node] = copy
+
+    def _copy(
+        self,
+        graph: fx.Graph,
+        node: fx.Node,
+        read: Callable[[fx.Node], fx.Node],
+        texts: Mapping[str, str] | None = None,
+        stretch: int = -1,
+    ) -> fx.Node:
+        copy = graph.create_node(node.op, node.target, (), {}, stem(node.name))
+        copy.args = fx.node.map_arg(node.args, read)
+        if node.kwargs:
+            copy.kwargs = fx.node.map_arg(node.kwargs, read)
+        copy.meta.update(node.meta)
+        for name in ("path", "stack_trace") if texts else ():
+            if name in copy.meta:
+                copy.meta[name] = texts.get(copy.meta[name], copy.meta[name])  # type: ignore[union-attr]
+        if "region" in copy.meta:
+            copy.meta["region"] = self._regions.number(copy.meta["region"], stretch)
+        return copy
+
+    def _paths(self, number: int, kept: int, stretch: int) -> dict[str, str]:
+        """The modules and lines of one stretch, by those of another."""
+        run = self._runs[number]
+        if run.kept(stretch) is not None:
+            return {}
+        found: dict[str, str] = {}
+        for one, two in zip(run.stretches[kept], run.stretches[stretch], strict=True):
+            for old, new in zip(_texts(self._module, one), _texts(self._module, two), strict=True):
+                if found.setdefault(old, new) != new:
+                    raise _Unequal(f"{old} is {found[old]} and {new}")
+        return found
+
+    def _collect(self) -> dict[Port, fx.Node]:
+        """The outputs: the gradients last, in the order of the inputs."""
+        order = {port.name: place for place, port in enumerate(self._given)}
+        gradients: dict[int, tuple[Port, fx.Node]] = {}
+        found: dict[Port, fx.Node] = {}
+        owned = {port.name: value for port, value in self._owned.items()}
+        for port, node in self._outputs.items():
+            if port.kind not in ("parameter gradient", "input gradient"):
+                found[port] = self._copies[node]
+                continue
+            gradients[order[port.name]] = port, self._copies[node]
+            number, kept, place = owned.get(port.name, (0, None, 0))
+            if kept == THIRD:
+                of = self._places[node]
+                for stretch in range(LAST, len(self._runs[number].stretches) - 1):
+                    name = self._ports[number][stretch][place].name
+                    copy = self._made[number, stretch + of[1] - kept, of[2]][of[3]]
+                    gradients[order[name]] = replace(port, name=name), copy
+        return found | {port: node for _, (port, node) in sorted(gradients.items(), key=lambda item: item[0])}
+
+
+class _Regions:
+    """Numbers for checkpointed regions: those of a copy are others than those of what it copies."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[int, int], int] = {}
+
+    def number(self, region: int, stretch: int) -> int:
+        return self._numbers.setdefault((region, stretch), len(self._numbers))
+
+
+def _texts(module: fx.GraphModule, node: fx.Node) -> Iterator[str]:
+    """Where the node came from, in words: its submodule and the user's lines."""
+    for one in with_body(module, node):
+        yield path_of(one)
+        yield one.meta.get("stack_trace", "")

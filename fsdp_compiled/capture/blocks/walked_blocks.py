@@ -1,0 +1,266 @@
+"""What Dynamo wrote of a block that it walked through, and whether a walk through another would write the same.
+
+It would if all that the walk took for granted, which Dynamo notes as guards, holds of the other block as well. That is
+asked of what the guards look at before anything is written (`WalkedBlock.check`), and of the texts of the guards
+themselves when Dynamo has built them (`WalkedBlock.check_guards`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, changed, moved, plain, plain_layout
+from fsdp_compiled.capture.blocks.equal_blocks import layout_of
+from fsdp_compiled.capture.guards import plain_names
+from fsdp_compiled.torch_private.dynamo import (
+    ConstantVariable,
+    Guard,
+    LazyVariableTracker,
+    Source,
+    TensorVariable,
+    TupleVariable,
+)
+
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+# What of a node is written anew.
+WRITTEN = (
+    "example_value", "creation_timestamp", "source_fn_stack", "nn_module_stack", "stack_trace",
+)  # fmt: skip
+
+
+class Before:
+    """What there is before a block is walked through."""
+
+    def __init__(self, call: BlockCall) -> None:
+        output = call.output
+        self.nodes = set(output.graph.nodes)
+        self.versions = {
+            node: value._version
+            for node in output.graph.nodes
+            if isinstance(value := node.meta.get("example_value"), torch.Tensor)
+        }
+        self.counts = _counts(call)
+
+
+def _counts(call: BlockCall) -> tuple[int, ...]:
+    """What else a walk may add to, which is not repeated."""
+    output, effects = call.output, call.output.side_effects
+    others = effects.tensor_hooks, effects.save_for_backward, effects.store_attr_mutations
+    return tuple(map(len, (output.nn_modules, output.random_calls, output.aotautograd_guards, *others)))
+
+
+class WalkedBlock:
+    """Raises `Unlike` where what Dynamo wrote cannot be repeated.
+
+    nodes    that it wrote, ``inputs`` those of the block's own tensors, of which ``sources`` says where they are
+    guards   of the block, each with what is there now, and the other places that it names
+    results  the nodes that are returned
+    visits   how often each of the block's modules was called
+    """
+
+    def __init__(self, call: BlockCall, before: Before, result: Any) -> None:
+        self.call, self.result = call, result
+        self._inputs: dict[fx.Node, int] = {}
+        output = call.output
+        new = [node for node in output.graph.nodes if node not in before.nodes]
+        self.inputs = [node for node in new if node.op == "placeholder"]
+        self.nodes = [node for node in new if node.op != "placeholder"]
+        if changed(output.side_effects) or before.counts != _counts(call):
+            raise Unlike("it changes objects")
+        if any(node.meta["example_value"]._version != version for node, version in before.versions.items()):
+            raise Unlike("it writes tensors in place")
+        if any(node.meta["example_value"]._version for node in self.inputs):
+            raise Unlike("it writes its own tensors in place")
+        self.sources = [node.meta["grapharg"].source for node in self.inputs]
+        if not all(self._own(source) for source in self.sources):
+            raise Unlike("it reads what the one before did not")
+        self._check_nodes(set(new))
+        self.guards = list(self._guards())
+        self.values = [call.value(source) for source in self.sources]
+        self.structure = _structure(call.module)
+        self.visits = {name: count for name, count in call.tx.num_calls.items() if self.inside(name)}
+        made = set(self.nodes)
+        self.results: list[fx.Node] = []
+        self._answer(result, lambda node: node in made)
+        self._check_results([*self.inputs, *call.tensors])
+
+    def _guards(self) -> Iterable[tuple[Guard, Any, tuple[Source, ...]]]:
+        """What was read before the block was called is asked as well: the block may have read it again."""
+        inputs = {source.name for source in self.sources}
+        for guard in self.call.output.guards:
+            if not self._own(guard.originating_source):  # of what all blocks read
+                continue
+            create: Any = guard.create_fn
+            others: tuple[Source, ...] = ()
+            if isinstance(create, functools.partial):
+                if create.func.__name__ == "TENSOR_MATCH" and guard.name in inputs:
+                    continue  # which comes with the input
+                given = [*create.args, *create.keywords.values()]
+                others = tuple(one for one in given if isinstance(one, Source))
+                if create.args or not all(plain(one) or isinstance(one, Source) for one in given):
+                    raise Unlike(f"its guard {create.func.__name__} is of an object")
+            yield guard, self.call.value(guard.originating_source), others
+
+    def _own(self, source: Source) -> bool:
+        return self.there(source, self.call) is not source
+
+    def there(self, source: Source, call: BlockCall) -> Source:
+        """The same place of the called block; what is outside of the block that was walked through is where it is."""
+        return moved(source, self.call.source, call.source, call.moved)
+
+    def path(self, path: str, call: BlockCall) -> str:
+        return call.path + path.removeprefix(self.call.path) if self.inside(path) else path
+
+    def inside(self, path: str) -> bool:
+        return path == self.call.path or path.startswith(self.call.path + ".")
+
+    def _check_nodes(self, new: set[fx.Node]) -> None:
+        for node in new:
+            told = node.meta.get("stack_trace", "").startswith(self.call.trace)
+            if not told or self.call.path not in [path for path, _ in node.meta["nn_module_stack"].values()]:
+                raise Unlike("where its calls come from is not told")
+        for node in self.nodes:
+            if node.op not in ("call_function", "call_method"):
+                raise Unlike("it has a region of its own")
+            if "example_value" not in node.meta:
+                raise Unlike("it changes modes")
+            value = node.meta["example_value"]
+            for one in value if isinstance(value, tuple | list) else [value]:
+                if one is not None:
+                    plain_layout(one)
+            if not all(plain(value) for key, value in node.meta.items() if key not in WRITTEN):
+                raise Unlike("its calls are marked")
+            for source in node.all_input_nodes:
+                if source not in new and source not in self.call.tensors and source.op != "placeholder":
+                    raise Unlike(f"it reads {source.name}, which it was not given")
+
+    def _answer(self, result: Any, known: Callable[[fx.Node], bool]) -> None:
+        if isinstance(result, LazyVariableTracker):
+            raise Unlike("it returns what it found")
+        if type(result) is TensorVariable:
+            node = result.as_proxy().node
+            if not known(node):
+                raise Unlike("it returns what it was given")
+            if node not in self.results:
+                self.results.append(node)
+        elif type(result) is TupleVariable:
+            for one in result.items:
+                self._answer(one, known)
+        elif not (type(result) is ConstantVariable and plain(result.value)):
+            raise Unlike(f"it returns a {type(result).__name__}")
+
+    def _check_results(self, given: Sequence[fx.Node]) -> None:
+        """What is returned has memory of its own: what writes to it later writes to nothing else that is in reach."""
+        storages = [node.meta["example_value"].untyped_storage()._cdata for node in [*given, *self.results]]
+        if len(set(storages[len(given) :]) - set(storages[: len(given)])) < len(self.results):
+            raise Unlike("what it returns shares memory")
+        for node in self.results:
+            value = node.meta["example_value"]
+            like = another(value)
+            same = plain_layout(value) == plain_layout(like) and value.is_leaf == like.is_leaf
+            if not same or value.storage_offset() or value._is_view():
+                raise Unlike("what it returns lies in another way")
+
+    def check(self, call: BlockCall) -> list[Any]:
+        """The block's own tensors; raises `Unlike` if a walk through it might write something else."""
+        if call.form != self.call.form:
+            raise Unlike("its arguments are others")
+        if call.modes != self.call.modes or list(call.stack.items()) != list(self.call.stack.items()):
+            raise Unlike("it is called elsewhere, or under other modes")
+        if _structure(call.module) != self.structure:
+            raise Unlike("its modules are others")
+        for guard, value, others in self.guards:
+            mine = call.value(self.there(guard.originating_source, call))
+            if not (_alike(value, mine) and all(_has(value, name) == _has(mine, name) for name in _names(guard))):
+                name = guard.originating_source.name.removeprefix(self.call.source.name)
+                raise Unlike(f"{plain_names(name).strip('.')} is not what it is in the one before")
+            if any(mine is not call.value(self.there(other, call)) for other in others):
+                raise Unlike("what is one object in one is two in the other")
+        values = []
+        read = self._read(call)
+        for source, value in zip(self.sources, self.values, strict=True):
+            place = self.there(source, call)
+            values.append(call.value(place))
+            if plain_layout(value) != plain_layout(values[-1]):
+                raise Unlike("its tensors lie in another way")
+            known = id(values[-1]) in read or values[-1] in call.output.side_effects
+            if known or place in call.output.input_source_to_var:
+                raise Unlike("its tensors were read before")
+        if len(set(map(id, values))) != len(values):
+            raise Unlike("it has the same tensor twice")
+        return values
+
+    def _read(self, call: BlockCall) -> Collection[int]:
+        """What are inputs of the graph by now, by identity; each is looked at once, however many blocks ask."""
+        for node in call.output.graph.find_nodes(op="placeholder", sort=False):
+            if node not in self._inputs and "grapharg" in node.meta:
+                self._inputs[node] = id(node.meta["grapharg"].example)
+        return set(self._inputs.values())
+
+    def check_guards(self, call: BlockCall, texts: Mapping[str, set[str]]) -> None:
+        """Raises `Unlike` unless the guards of both say the same. ``texts``: of those that are kept, by source."""
+        for guard, _, _ in self.guards:
+            there = self.there(guard.originating_source, call).name
+            said = {text.replace(self.call.source.name, call.source.name) for text in guard.code_list or ()}
+            if not said <= texts.get(there, set()):
+                raise Unlike(f"a guard of {plain_names(call.source.name)} is not that of the one before")
+
+
+def another(value: FakeTensor) -> Any:
+    """A fake tensor like this one, in memory of its own."""
+    with value.fake_mode, torch.enable_grad():
+        made = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device)
+        return made.requires_grad_().clone() if value.requires_grad else made
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether a guard on the one says of the other what it says of the one."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return layout_of(one) == layout_of(other)
+    if isinstance(one, nn.Module):
+        return True  # what is read of it has guards of its own
+    if plain(one) and plain(other):
+        return repr(one) == repr(other)
+    if isinstance(one, dict):
+        if list(map(repr, one)) != list(map(repr, other)):
+            return False
+        # Of a dictionary whose values are numbers all may be asked; of one of objects, those that are have guards.
+        return not all(map(plain, one.values())) or list(map(repr, one.values())) == list(map(repr, other.values()))
+    return isinstance(one, tuple | list) and len(one) == len(other) and all(map(_alike, one, other))
+
+
+def _names(guard: Guard) -> list[str]:
+    """The attributes or keys that a guard asks about being there."""
+    create = guard.create_fn
+    given = create.keywords.values() if isinstance(create, functools.partial) else ()
+    return [one for one in given if isinstance(one, str)]
+
+
+def _has(value: Any, name: str) -> bool:
+    return hasattr(value, name) or (isinstance(value, dict) and name in value)
+
+
+def _structure(module: nn.Module) -> list[Any]:
+    """Of a block: the classes of its modules, and what they hold, by name."""
+    found: list[Any] = []
+    for name, inner in module.named_modules(remove_duplicate=False):
+        hooks = [len(getattr(inner, kind)) for kind in HOOKS]
+        if any(hooks) or "forward" in vars(inner):
+            raise Unlike("it has hooks")
+        found.append((name, type(inner), inner.training, list(vars(inner)), list(inner._modules)))
+        for table in (inner._parameters, inner._buffers):
+            found.append([(key, value is None) for key, value in table.items()])
+    return found

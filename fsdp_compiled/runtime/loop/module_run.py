@@ -1,0 +1,230 @@
+"""One forward of a module in a loop of the user's, and the backwards through it, as autograd calls them.
+
+    run.apply()                    forward: gathers and compute; keeps what backward reads
+    loss.backward()                backward: gathers, compute and reductions; leaves ``parameter.grad``
+    without synchronisation        backward: no communication; leaves whole gradients with the flat shards (``held``)
+
+A run goes by what was there when it was made: parameters may be frozen, thawed or replaced before its backward comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_compiled.capture.ambient import outside_modes
+from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.mesh import RankError
+from fsdp_compiled.ir.nodes import OTHER_BATCHES
+from fsdp_compiled.lower.lowering import below_autograd
+from fsdp_compiled.runtime.loop.gradients import leave, parts, reduced_mean
+from fsdp_compiled.runtime.loop.module_plan import Made
+from fsdp_compiled.runtime.loop.module_state import ModuleState
+from fsdp_compiled.runtime.loop.parameter_group import Entry, FlatShard
+from fsdp_compiled.runtime.programs.compile import Compiled
+from fsdp_compiled.runtime.programs.failed_calls import SAME_BATCHES
+from fsdp_compiled.torch_private.core import C
+
+
+def run_program(run: Callable[[], Sequence[torch.Tensor]], calls: Calls) -> Sequence[torch.Tensor]:
+    """What the program gives; its failure is an error on every rank."""
+    try:
+        with below_autograd():
+            return run()
+    except BaseException as error:
+        if isinstance(error, RankError):
+            raise
+        if (lost := calls.parting(error)) is not None:
+            raise RankError(lost) from error
+        if isinstance(error, RuntimeError) and OTHER_BATCHES in str(error):  # every rank raises it
+            raise RankError(f"In a forward, {OTHER_BATCHES}. {SAME_BATCHES}") from error
+        if isinstance(error, RuntimeError) and (other := calls.reason(error)) is not None:
+            raise RankError(other) from error
+        if calls.mesh.world > 1:
+            calls.abandon(f"It said:\n{type(error).__name__}: {error}")
+        raise
+    finally:
+        calls.returned()
+
+
+class Run:
+    """What a forward leaves for its backwards.
+
+    ``trained``: the parameters that gradients are for, which autograd gets as inputs; ``states``: of the modules
+    inside, that say whether backward synchronises.
+    """
+
+    def __init__(
+        self,
+        made: Made,
+        compiled: Compiled,
+        calls: Calls,
+        trained: Sequence[torch.Tensor],
+        states: Sequence[ModuleState],
+        inputs: Sequence[Any],
+    ) -> None:
+        self.made, self.compiled, self.calls, self.states = made, compiled, calls, states
+        self.training = compiled.training
+        self._trained = trained  # by whose ids they are found
+        self.inputs = inputs
+        # Inputs that have gradients beside the sharded parameters; some of them are parameters that are not sharded.
+        self.place = {id(one): place for place, one in enumerate(trained)}
+        given = list(trained)
+        self.others: list[tuple[str, int]] = []  # by name, the place among what autograd gets
+        for name, place in self.training.others:
+            if (found := self.place.get(id(inputs[place]))) is None:
+                found = len(given)
+                given.append(inputs[place])
+            self.others.append((name, found))
+        self.given: Sequence[torch.Tensor] = given
+        self.count = len(given)
+        read = dict.fromkeys(made.flats[name] for name in self.training.read)
+        self.written = [(flat, flat.written) for flat in read]
+
+    def apply(self) -> Sequence[torch.Tensor]:
+        """The results of forward, for autograd to differentiate."""
+        given, self.given = self.given, ()
+        return _Function.apply(self, torch.zeros((), requires_grad=True), *given)
+
+    def backward(
+        self, kept: list[Any], reached: Collection[str], everything: bool
+    ) -> tuple[dict[Entry, DTensor], dict[str, torch.Tensor]]:
+        """Gradients of the sharded parameters, none where they are held back, and those of other inputs, by name.
+
+        ``kept``: what backward reads, taken out of this list, so that each tensor is freed after its last use.
+        ``reached``: the parameters that have gradients, by name. ``everything``: whether it is for ``grad``; else they
+        go to who asked for them, and nothing is held back.
+        """
+        made, compiled = self.made, self.compiled
+        with self.calls.refusing():
+            self._check_versions()
+            synchronises = self._synchronises() or not everything
+        label = f"backward of {compiled.label}" + ("" if synchronises else " without synchronisation")
+        training = compiled.training
+        waiting = everything and any(
+            made.rows[buffer.key].held for buffer in made.plan.buffers if buffer.unit in training.units
+        )
+        if synchronises and not waiting:
+            backward = training.backward
+            self.calls.post(label, backward.wire or "none")
+            outputs = run_program(partial(backward.runner, kept), self.calls)
+            found: dict[Entry, DTensor] = {}
+            for key, place in backward.gradients.items():
+                for flat, start in made.rows[key].starts:
+                    found |= parts(outputs[place], self._wanted(flat, reached), start)
+            return found, {name: outputs[place] for name, place in backward.others.items()}
+        with self.calls.refusing():
+            whole = made.programs.whole(compiled)
+        buffers = [
+            buffer
+            for buffer in made.plan.buffers
+            if synchronises and buffer.unit in training.units
+            if buffer.key in whole.gradients or made.rows[buffer.key].held
+        ]
+        sent = [buffer.key for buffer in buffers]
+        self.calls.post(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8])
+        outputs = run_program(partial(whole.runner, kept), self.calls)
+        for key, place in whole.gradients.items():
+            gradient = outputs[place].view(made.plan.shard, -1)
+            for flat, start in made.rows[key].starts:
+                own = gradient[:, start : start + flat.tensor.numel()]
+                flat.hold(own, self._wanted(flat, reached))
+        found = {}
+        for buffer in buffers:
+            held, entries = made.rows[buffer.key].release(made.plan.shard)
+            shard = reduced_mean(held, buffer, made.plan, made.mesh)
+            for start, members in entries:
+                found |= parts(shard, [entry for entry in members if entry.parameter.requires_grad], start)
+        return found, {name: outputs[place] for name, place in whole.others.items()}
+
+    def _wanted(self, flat: FlatShard, reached: Collection[str]) -> list[Entry]:
+        """The parameters of a flat shard that have gradients, and are trained still."""
+        names = self.made.names
+        return [entry for entry in flat.entries if names[entry] in reached and entry.parameter.requires_grad]
+
+    def _synchronises(self) -> bool:
+        """Whether this backward reduces. Raises ``ValueError`` where parts of the model say different things."""
+        wanted = {state.synchronise for state in self.states}
+        if len(wanted) > 1:
+            raise ValueError(
+                "set_requires_gradient_sync was called on a part of the model: its modules say different things. Call "
+                "it on the model that is called, which tells all of them."
+            )
+        return wanted.pop()
+
+    def _check_versions(self) -> None:
+        """Raises ``RuntimeError`` where weights were written since forward, as autograd does."""
+        for flat, written in self.written:
+            if flat.written != written or not flat.current:
+                name = self.made.names[flat.entries[0]]
+                raise RuntimeError(
+                    f"{name}, or a parameter beside it, was modified by an inplace operation between this forward and "
+                    "its backward, which needs the old value. Call backward before optimizer.step(), or run forward "
+                    "again."
+                )
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Run, token: torch.Tensor, *given: torch.Tensor) -> Any:
+        training, inputs = run.training, run.inputs
+        run.inputs = ()
+        with run.made.drawing(run.compiled):
+            outputs = run_program(partial(run.compiled.runner, *inputs), run.calls)
+        everything = [*inputs, *outputs]
+        kept = [everything[source] for source in training.sources]
+        # Autograd would miss writes to shards that go past it; `_check_versions` sees them all.
+        own = [not isinstance(value, torch.Tensor) or place in training.shards
+               for value, place in zip(kept, training.sources, strict=True)]  # fmt: skip
+        ctx.save_for_backward(*(value for value, apart in zip(kept, own, strict=True) if not apart))
+        ctx.others = [(value, apart) if apart else (None, apart) for value, apart in zip(kept, own, strict=True)]
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        results = tuple(outputs[: len(training.results)])
+        ctx.shapes = [result.shape for result in results]
+        ctx.mark_non_differentiable(*(results[place] for place in training.constant))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> Any:
+        run: Run = ctx.run
+        training = run.training
+        if torch.is_grad_enabled():
+            with run.calls.refusing():
+                raise RuntimeError(
+                    f"backward(create_graph=True) through {run.compiled.label}, which fully_shard compiled: there is "
+                    "no derivative of its backward program. Take the gradient inside of forward, where "
+                    "torch.autograd.grad is traced with the model; or use compile_sharded with that loss."
+                )
+        saved = iter(ctx.saved_tensors)
+        kept = [value if apart else next(saved) for value, apart in ctx.others]
+        del saved
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        reached = training.reached(frozenset(place for place, one in enumerate(tangents) if one is not None))
+        kept += [one.laid_out(tangents[one.place], ctx.shapes[one.place]) for one in training.tangents]
+        # A plain backward() reaches the token. One that asks for some gradients alone, as torch.autograd.grad does, is
+        # answered by autograd, and so are hooks.
+        everything = C._will_engine_execute_node(ctx.next_functions[0][0])
+        with outside_modes(watched=True):
+            found, others = run.backward(kept, reached, everything)
+        direct = {
+            entry: gradient
+            for entry, gradient in found.items()
+            if everything and not (entry.parameter._backward_hooks or entry.parameter._post_accumulate_grad_hooks)
+        }
+        leave(direct)
+        gradients: list[torch.Tensor | None] = [None] * run.count
+        if len(direct) < len(found):
+            for entry, gradient in found.items():
+                if entry not in direct and (place := run.place.get(id(entry.parameter))) is not None:
+                    gradients[place] = gradient
+        for name, place in run.others:
+            if name in reached:
+                before = gradients[place]
+                gradients[place] = others[name] if before is None else before + others[name]
+        return None, None, *gradients

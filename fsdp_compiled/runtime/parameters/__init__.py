@@ -1,0 +1,1 @@
+"""Parameters that are live: tensors over the shards."""

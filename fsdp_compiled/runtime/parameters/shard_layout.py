@@ -1,0 +1,163 @@
+"""Where a parameter's values lie after compile_sharded, and how they become whole again.
+
+    buffer   [ a a a a a a | b b b 0 ]       rank 0 owns a a a a a, rank 1 a b b b 0
+    ShardPlace    of a: 0 to 5 of rank 0's shard, 0 to 1 of rank 1's; of b: nothing, and 1 to 4
+
+A parameter's part on a rank is a stretch of its elements in memory order, often none of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.device_mesh import device_mesh_of_all
+from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_parts, gather_shards
+from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, contiguous_stride
+from fsdp_compiled.runtime.host_memory import wait_for_host_memory
+from fsdp_compiled.runtime.parameters.parameter_writes import Writes
+from fsdp_compiled.runtime.tensor_parallel.parts import part_of, whole_value
+
+
+@dataclass(eq=False)
+class Layout:
+    """The shards of one model. ``shards``: by buffer key, the dictionary that the state holds, so that a tensor put
+    there is the one that is read. ``calls``: where ranks say what they do, once there is such a place."""
+
+    plan: Plan
+    mesh: Mesh
+    shards: dict[str, torch.Tensor] = field(default_factory=dict)
+    calls: Calls | None = None
+    flips: int = 0  # how often ``requires_grad`` of a parameter was set to another value
+    differentiated: bool = False  # whether autograd may hold parameters, from a call of the model itself
+    gathered: nn.Module | None = None  # the model, while it holds all of every parameter
+    gradients_left: bool = False  # whether ``grad`` of a parameter may be what no `Sharded` put there
+    writes: Writes = field(default_factory=Writes)
+    references: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)  # to the parameters, by name
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether each rank holds all of every parameter."""
+        return self.mesh.tp == 1 and (self.mesh.shard == 1 or not self.plan.placement.parameter)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether each of several ranks does."""
+        return self.whole and self.mesh.world > 1
+
+    @cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """The user's, or all ranks in a row."""
+        return self.mesh.given if self.mesh.given is not None else device_mesh_of_all()
+
+    def written(self) -> None:
+        """Says that all shards were written past autograd: backward through a call before is an error."""
+        increment_version(list(self.shards.values()))
+        self.differentiated = False
+
+    @contextmanager
+    def meeting(self, label: str) -> Iterator[None]:
+        """Something that all ranks do together, or none; where one does something else, an error on all."""
+        if self.calls is None:
+            yield
+            return
+        with self.calls.meeting(f"{label}{self.writes}"):
+            yield
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPlace:
+    """One parameter's place in this rank's shard: ``[first, last)``. Where the plan cuts nothing, all of it."""
+
+    layout: Layout
+    buffer: Buffer
+    slot: Slot
+    first: int
+    last: int
+
+    @property
+    def leaf(self) -> Leaf:
+        return self.slot.leaf
+
+    @property
+    def name(self) -> str:
+        return self.slot.name
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.leaf.whole_shape)
+
+    def like(self, dtype: torch.dtype) -> torch.Tensor:
+        """What looks like the whole parameter, without memory."""
+        stride = contiguous_stride(self.shape) if self.leaf.split else self.leaf.stride
+        return torch.empty_strided(self.shape, stride, dtype=dtype, device="meta")
+
+    @property
+    def live(self) -> torch.Tensor:
+        """This rank's values, ``[last - first]``, as the next step reads them."""
+        wait_for_host_memory(self.layout.plan)
+        return self.layout.shards[self.buffer.key][self.first : self.last]
+
+    def written(self, operator: str) -> None:
+        """Says that the operator wrote to the shard past autograd."""
+        self.layout.writes.add(operator, self.name)
+        increment_version(self.layout.shards[self.buffer.key])
+
+    @property
+    def stretches(self) -> list[tuple[int, int]]:
+        """``[first, last)`` of the parameter's elements on each rank of the shard axis."""
+        plan = self.layout.plan
+        size = self.buffer.numel // self.layout.mesh.shard
+        bounds = [(rank * size, (rank + 1) * size) for rank in range(self.layout.mesh.shard)]
+        if not plan.placement.parameter:
+            bounds = [(0, self.buffer.numel)]
+        return [
+            (first - self.slot.offset, last - self.slot.offset)
+            for first, last in (self.slot.within(*bound) for bound in bounds)
+        ]
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """This rank's."""
+        return self.stretches[self.layout.mesh.shard_rank if len(self.stretches) > 1 else 0]
+
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The whole, of what each rank has: ``[last - first]`` -> the parameter's shape. Collective."""
+        mesh, plan = self.layout.mesh, self.layout.plan
+        flat = local.to(plan.device)
+        sizes = [last - first for first, last in self.stretches]
+        if len(sizes) > 1:
+            packed = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
+            padded = packed.new_zeros(max(sizes))
+            padded[: packed.numel()] = packed
+            rows = gather_shards(padded, mesh).view(len(sizes), -1)
+            flat = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)]).view(flat.dtype)
+        parts = gather_parts(flat, mesh) if self.leaf.split else [flat]
+        return whole_value([self.leaf.in_shape(part) for part in parts], self.leaf).to(local.device)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the whole: the parameter's shape -> ``[last - first]``."""
+        mesh = self.layout.mesh
+        value = part_of(whole, self.leaf, mesh.tp, mesh.tp_rank) if self.leaf.split else whole
+        first, last = self.own
+        return self.leaf.in_memory_order(value)[first:last]
+
+    def agree(self, whole: torch.Tensor) -> None:
+        """Rank 0's values on every rank, in place. Collective."""
+        broadcast(whole, self.layout.mesh)
+
+
+def place_of(layout: Layout, buffer: Buffer, slot: Slot) -> ShardPlace:
+    """This rank's."""
+    start, stop = layout.plan.slice_of(buffer, layout.mesh.shard_rank)
+    first, last = slot.within(start, stop)
+    return ShardPlace(layout, buffer, slot, first - start, last - start)

@@ -1,0 +1,1 @@
+"""How a call finds its program, and how all ranks make one."""

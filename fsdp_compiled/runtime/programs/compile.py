@@ -1,0 +1,288 @@
+"""One kind of program for one shape of batch: captured, and taken through its passes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled import passes
+from fsdp_compiled.analysis import memory, peak_memory
+from fsdp_compiled.analysis.contained import attempt
+from fsdp_compiled.analysis.memory import Memory
+from fsdp_compiled.capture.ambient import Ambient
+from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.arguments import check_arguments
+from fsdp_compiled.capture.captured import Capture, batch_tensors
+from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
+from fsdp_compiled.capture.fake_inputs import capture_on
+from fsdp_compiled.ir.nodes import is_random
+from fsdp_compiled.ir.program import CALL, Port, Program
+from fsdp_compiled.lower.backends import Backends
+from fsdp_compiled.lower.fusions import Target, fusions_for
+from fsdp_compiled.lower.halves import Halves, cut, reached
+from fsdp_compiled.lower.lowering import Boxed, Runner
+from fsdp_compiled.lower.remainder import Remainder
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.passes import Pass
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.programs import memory_budget
+from fsdp_compiled.runtime.programs.input_binding import InputBinding
+from fsdp_compiled.runtime.programs.training import Backward, Training, training_of
+from fsdp_compiled.runtime.shared_memory import shared
+
+# "accumulate" is a microbatch that is not the last, "last" the one that ends a row and updates.
+# "training" is a forward whose results are differentiated outside, in a loop of the user's.
+Kind = Literal["step", "last", "accumulate", "gradient", "training", "forward"]
+
+
+# What a program depends on by its value; other leaves of a batch are objects that it cannot take.
+PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | None
+Predict = Callable[[Program], Memory]
+
+
+class Constants(Protocol):
+    """Who holds the tensors that programs close over and write."""
+
+    constants: dict[str, torch.Tensor]
+
+
+@dataclass
+class Compiled:
+    """A program and what it takes to run it on a state and a batch."""
+
+    program: Program
+    capture: Capture
+    stages: tuple[Program, ...]
+    memory: Memory
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    random: bool
+    shared: bool  # whether it draws random numbers that are the same on all ranks along the tp axis
+    parts: bool  # whether it draws others, which are a rank's own where there is a tp axis
+    copied: bool  # whether it reads copies of shards
+    compared: bool  # whether ranks compare in it what they run
+    weighed: bool  # whether it reads how much this rank's batch counts
+    idle: tuple[str, ...]  # parameters that the loss does not reach
+    kind: Kind
+    label: str
+    number: int  # the same on every rank for the same program
+    wire: str
+    input_binding: InputBinding
+    lowered: str = ""  # its pieces and what compiled them, once it is lowered
+    runner: Runner = lambda *_: ()  # until it is lowered
+    remainder: Remainder = field(init=False)  # once it is lowered
+    halves: Halves | None = None  # of a "training" program, whose runner is the forward one
+    reached: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by parameter or input: the results it moves
+    backward: Boxed = lambda _: ()  # until it is lowered
+    whole: Backward | None = None  # backward without communication, once it was asked for
+    fitting: set[tuple[int, ...]] = field(default_factory=set)  # sizes of the batch that it was found to be good for
+
+    @cached_property
+    def training(self) -> Training:
+        """Of a program that is lowered."""
+        assert self.halves is not None
+        return training_of(self.halves, self.inputs, self.outputs, self.reached, self.backward)
+
+    @property
+    def updates(self) -> bool:
+        return self.kind in ("step", "last")
+
+    def zeros(self) -> dict[str, torch.Tensor]:
+        """The sums that the program adds to, at nothing."""
+        wanted = {port.key: node.meta["val"] for port, node in self.program.inputs.items() if port.kind == "sum"}
+        return {
+            name: torch.zeros(value.shape, dtype=value.dtype, device=value.device) for name, value in wanted.items()
+        }
+
+    def read_closed(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """These are read from now on in the place of those that the program closed over."""
+        if tensors:
+            self.capture.guards.closed.replace(tensors)
+            self.capture.constants.update({name: tensor.detach() for name, tensor in tensors.items()})
+            self.input_binding.forget()
+
+    def constants(self, state: Constants) -> Mapping[str, torch.Tensor]:
+        """The tensors that the program closes over; those that it writes live in the state from then on."""
+        written = self.capture.written_constants
+        for name in written:
+            state.constants.setdefault(name, self.capture.constants[name])
+        return {**self.capture.constants, **{name: state.constants[name] for name in written}}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program that is to be made: of which call, for which model as planned. Equal on all ranks but for the batch."""
+
+    kind: Kind
+    loss: Callable[..., Any] | None
+    plan: Plan
+    rules: tuple[Rule, ...]
+    buffers: Mapping[str, torch.Tensor]
+    plain: Mapping[str, torch.Tensor]  # parameters that the plan does not have
+    batch: tuple[Any, ...]
+    named: dict[str, Any]
+    label: str
+    number: int
+    sizes: Sizes
+    hints: Sizes
+    ambient: Ambient
+    backends: Backends
+    called: Callable[..., Any] | None = None  # of a model in a loop of the user's: what calls it; then without loss
+    tp_mesh: DeviceMesh | None = None
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        if self.kind in ("step", "last"):
+            return passes.step(self.rules, accumulated=self.kind == "last")
+        others = {"accumulate": passes.MICROBATCH, "gradient": passes.GRADIENT, "training": passes.OUTPUTS}
+        return others.get(self.kind, passes.FORWARD)
+
+    @property
+    def fusions(self) -> tuple[Pass, ...]:
+        trains = self.kind in ("step", "last", "accumulate")
+        return fusions_for(Target(self.plan, self.rules, trains, self.backends))
+
+
+# The steps of making one, in order; `ProgramMaker.compile` is the way through them.
+
+
+def capture(model: nn.Module, job: Job) -> Capture:
+    """The call as a program, before any pass."""
+    loss = None if job.kind == "forward" else job.loss
+    check_arguments(model, loss, job.batch, job.named)
+    captured = capture_on(
+        model, job.called or loss, job.plan, job.buffers, job.batch, job.named, gradient=job.kind != "forward",
+        results=job.called is not None, plain=job.plain, sizes=job.sizes, hints=job.hints, ambient=job.ambient,
+        tp_mesh=job.tp_mesh,
+    )  # fmt: skip
+    _check_written(captured, job.buffers)
+    return captured
+
+
+def transform(captured: Capture, job: Job) -> list[Program]:
+    """The captured program, and what each pass made of it."""
+    stages: list[Program] = []
+    passes.run(captured.program, job.plan, job.passes, stages.append)
+    return stages
+
+
+def memory_of(captured: Capture, program: Program, job: Job) -> Predict:
+    """What a program of this step takes of a rank's memory; what cannot be predicted says so, and stops nothing."""
+    held = partial(memory.persistent, job.plan, job.rules, job.buffers, captured.constants, program)
+    return lambda one: attempt(lambda: peak_memory.predict(one, job.plan, held()), memory.unpredicted)
+
+
+def fit_to_memory(stages: Sequence[Program], predict: Predict, job: Job) -> list[Program]:
+    """Other last stages, where what will run, the program fused, needs more than `Policy.memory_gb`."""
+    fused = lambda one: predict(passes.run(one, job.plan, job.fusions))  # noqa: E731
+    return memory_budget.fit(stages, job.plan, fused, job.passes)
+
+
+def fuse(stages: Sequence[Program], job: Job) -> list[Program]:
+    """These stages, and what each fusion made of the last."""
+    *done, last = stages
+    fused: list[Program] = []
+    passes.run(last, job.plan, job.fusions, fused.append)
+    return [*done, *fused]
+
+
+def describe(captured: Capture, stages: Sequence[Program], predict: Predict, job: Job) -> Compiled:
+    """The last stage, which is what will run, with all that is asked of it later."""
+    *before, program = stages
+    needed = predict(program)
+    lines = attempt(needed.lines, lambda why: (f"memory: not predicted: {why}",))
+    program = replace(program, needs=lines)
+    halves = cut(program) if job.kind == "training" else None
+    first = halves.forward if halves is not None else program
+    inputs = tuple(port for port in first.ports if port.side == "in")
+    return Compiled(
+        program,
+        captured,
+        (*before, program),
+        needed,
+        inputs=inputs,
+        outputs=tuple(port for port in first.ports if port.side == "out"),
+        random=program.random,
+        shared=any(node.meta.get("shared") for node in program.graph.nodes),
+        parts=any(is_random(node) and not node.meta.get("shared") for node in program.graph.nodes),
+        copied=any(port.kind == "copy" for port in inputs),
+        compared=CALL in inputs,
+        weighed=any(port.kind == "rows" for port in inputs),
+        idle=tuple(name for node in program.inputs.values() for name in node.meta.get("idle", ())),
+        kind=job.kind,
+        label=job.label,
+        number=job.number,
+        wire=_wire(program, halves),
+        input_binding=InputBinding(inputs, job.batch, job.named),
+        halves=halves,
+        reached=reached(captured.program) if halves is not None else {},
+    )
+
+
+def _wire(program: Program, halves: Halves | None) -> str:
+    """Of all that the call communicates, and the backward that follows it."""
+    if halves is None:
+        return program.wire
+    both = halves.forward.wire, halves.backward.wire
+    return hashlib.sha256(repr(both).encode()).hexdigest()[:8] if any(both) else ""
+
+
+def _check_written(captured: Capture, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raises `CaptureError` where forward writes to memory that another tensor of the program has too."""
+    names = [port.name for port in captured.program.ports if port.side == "out" and port.kind in ("buffer", "constant")]
+    tensors = {**captured.constants, **buffers}
+    written = {name: tensors[name] for name in names if name in tensors}
+    if (pair := shared(written, tensors)) is not None:
+        raise CaptureError(
+            f"Forward writes to {pair[0]}, which shares memory with {pair[1]}: a program has two values there, "
+            "and the other would not follow. Give each memory of its own: tensor.clone()."
+        )
+
+
+def plain(value: Any) -> tuple[type, str]:
+    """What a program depends on of an entry of the batch that is not a tensor; 1, 1.0 and True are three programs."""
+    if isinstance(value, PLAIN):
+        return type(value), repr(value)
+    raise ValueError(
+        f"The batch holds a {type(value).__module__}.{type(value).__qualname__}. Pass tensors, numbers and strings, in "
+        "tuples, lists and dictionaries (a batch that is a mapping: as **batch), or register the class with pytree."
+    )
+
+
+def rows_of(tensors: Iterable[torch.Tensor]) -> int:
+    """The length of the batch's first tensor that has one."""
+    rows = next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
+    if rows is None:
+        raise ValueError('Policy(weigh="rows") counts the rows of the batch, but it has no tensor with rows.')
+    return rows
+
+
+def check_devices(batch: tuple[Any, ...], named: Mapping[str, Any], device: torch.device) -> None:
+    """Raises ``ValueError`` for a tensor of the batch that is not where the shards are."""
+    for place, tensor in batch_tensors(batch, named).items():
+        if tensor.device != device:
+            raise ValueError(
+                f"batch{place} is on {tensor.device}, but the model's shards are on {device}. "
+                f"Move the whole batch: tensor.to({str(device)!r})."
+            )
+
+
+def label_of(kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> str:
+    """``step (float32[4, 8], labels=int64[4])``: what a rank calls, for people and for the other ranks."""
+
+    def one(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{str(value.dtype)[6:]}{shape_text(value, sizes)}"
+        return repr(value)
+
+    args = [str(pytree.tree_map(one, value)) for value in batch]
+    args += [f"{name}={pytree.tree_map(one, value)}" for name, value in named.items()]
+    return f"{kind} ({', '.join(args)})".replace("'", "")

@@ -1,0 +1,163 @@
+"""What becomes of a call that fails on one rank: all ranks are told, and go on together or not at all.
+
+| it failed                                                   | the other ranks                 | afterwards         |
+|-------------------------------------------------------------|---------------------------------|--------------------|
+| before the program ran, or in its forward or backward       | raise `RankError` in this call  | all can go on      |
+| the same, in `accumulate`                                    | raise it in the step that ends  | all can go on with |
+|                                                             | the row, as this rank does      | a new row          |
+| the same, in a call of forward alone                        | are not concerned               | all can go on      |
+| after the last collective (an update), in a collective, by  | raise `RankError` in this call, | nobody can: every  |
+| an interrupt, or inside a CUDA graph                        | or in their next                | call raises it     |
+
+Nothing is updated before the last collective of a step, so a call that failed before it leaves the state as it was,
+but for the random state of the rank that failed; that ranks can go on rests on `lower.remainder`.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.call_store import Posted, different
+from fsdp_compiled.distributed.mesh import Mesh, RankError, Unanimous, exchange
+from fsdp_compiled.ir.nodes import DISAGREE, OTHER_BATCHES
+from fsdp_compiled.lower.remainder import Position
+from fsdp_compiled.runtime.programs.compile import Compiled
+from fsdp_compiled.runtime.programs.program_cache import Programs
+from fsdp_compiled.runtime.state import State
+
+SAME_BATCHES = (
+    "They hold parts of the same parameters and work on one batch together: give the same to all of them (a "
+    "DistributedSampler with num_replicas and rank of the data-parallel ranks alone), and, where dropout draws, the "
+    "same torch.manual_seed."
+)
+DROPPED = "The sums over microbatches were dropped; begin the row again."
+HALF = "The state may be half updated: load a checkpoint, or build the model and call compile_sharded again."
+
+
+@dataclass
+class Row:
+    """The microbatches since the last update."""
+
+    programs: int = 0  # the sum of their programs' numbers, which ranks compare at the next step
+    failure: str | None = None  # why their sums are void on this rank
+
+    def end(self) -> None:
+        self.programs, self.failure = 0, None
+
+
+class FailedCalls:
+    """Handles the failures of one `Sharded`'s calls."""
+
+    def __init__(self, mesh: Mesh, calls: Calls, programs: Programs, copies: Mapping[str, torch.Tensor]) -> None:
+        self.row = Row()
+        self._mesh, self._calls, self._programs, self._copies = mesh, calls, programs, copies
+
+    def begin(self, compiled: Compiled) -> bool:
+        """Whether the call that begins can be good here; tells the others if it cannot."""
+        if self.row.failure is None or compiled.kind != "last":
+            return True
+        self._calls.tell(f"{self.row.failure}\n{DROPPED}")
+        return False
+
+    def handle(self, compiled: Compiled, state: State, error: BaseException, ran: bool, called: str) -> BaseException:
+        """What this rank raises for the error, once the others are told. ``ran``: whether the program was started;
+        ``called``: the call, with the rates it goes by, as a person is told of it."""
+        if isinstance(error, RankError | Unanimous):
+            return error
+        if (reason := self._calls.parting(error)) is not None:
+            return RankError(reason)
+        if isinstance(error, RuntimeError) and DISAGREE in str(error):  # all ranks are here
+            return RankError(self._heard(compiled, state) or different(exchange(called, self._mesh)))
+        if isinstance(error, RuntimeError) and OTHER_BATCHES in str(error):
+            dropped = f" {self._drop(state)}" if compiled.kind == "last" else ""
+            return RankError(f"In {compiled.label}, {OTHER_BATCHES}, so nothing was updated. {SAME_BATCHES}{dropped}")
+        if ran and isinstance(error, RuntimeError) and (other := self._calls.reason(error)) is not None:
+            return RankError(other)
+        place = compiled.remainder.place(error) if ran else compiled.remainder.before()
+        what = f"{type(error).__name__}: {error}".strip()
+        if (cause := self._for_good(compiled, place, error)) is not None:
+            self._calls.abandon(f"{cause} It said:\n{what}")
+            return error
+        assert place is not None
+        if isinstance(error, torch.OutOfMemoryError):
+            traceback.clear_frames(error.__traceback__)  # what they hold is room for what follows
+        if self._mesh.world == 1 or (not place.owed and compiled.kind == "forward"):
+            return error
+        other = self._calls.told()  # whose failure may be why this rank failed
+        try:
+            if other is None:
+                self._calls.tell(what)
+            self._finish(compiled, state, place, what)
+        except Exception as broken:
+            reason = self._calls.reason(broken) if isinstance(broken, RuntimeError) else None
+            if reason is None:
+                self._calls.abandon(f"It could not finish the call for the others ({broken}), after:\n{what}")
+            return error
+        return error if other is None else RankError(other)
+
+    def take_part(self, state: State, call: Posted, quiet: bool) -> bool:
+        """Goes through the collectives of a call that the others are in, if it is known here.
+
+        ``quiet``: whether it may be one in which they do not learn of it.
+        """
+        compiled = self._programs.running(call.label, call.wire)
+        if compiled is None or (compiled.kind == "forward" and not quiet):
+            return False
+        place = compiled.remainder.before()
+        if compiled.kind == "forward" and not compiled.remainder.exact(place):
+            return False
+        try:
+            self._finish(compiled, state, place, "another rank called something else, or refused its call")
+        except RuntimeError:
+            return False
+        return True
+
+    def _finish(self, compiled: Compiled, state: State, place: Position, what: str) -> None:
+        if compiled.kind == "accumulate":
+            self.row.failure = f"A microbatch failed: {what}"
+            if not state.sums:
+                state.sums.update(compiled.zeros())
+
+        def given(index: int) -> torch.Tensor:
+            port = compiled.inputs[index]
+            return {"shard": state.parameters, "copy": self._copies}[port.kind][port.key]
+
+        compiled.remainder.finish(place, given)
+
+    def _heard(self, compiled: Compiled, state: State) -> str | None:
+        """What another rank told of this call, or this rank the others. The sums of a row that failed go."""
+        told = self._calls.told()
+        if told is not None and compiled.kind == "last" and DROPPED in told:
+            self._drop(state)
+        return told
+
+    def _drop(self, state: State) -> str:
+        """The sums of a row that failed go; what is said of it."""
+        self.row.end()
+        for total in state.sums.values():
+            total.zero_()
+        return DROPPED
+
+    def _for_good(self, compiled: Compiled, place: Position | None, error: BaseException) -> str | None:
+        """Why nobody can go on, if so."""
+        alone = self._mesh.world == 1
+        if place is None:
+            return f"It broke off where nobody can tell how far it came. {HALF}"
+        if place.communicating and not isinstance(error, torch.OutOfMemoryError):
+            return None if alone else "It broke off in a collective, which cannot be resumed."
+        if alone:
+            return HALF if place.wrote and compiled.kind not in ("forward", "gradient") else None
+        if not place.owed and compiled.kind in ("step", "last"):
+            return f"The others had all they needed for the update. {HALF}"
+        if not place.owed and compiled.kind == "gradient":
+            return "The others had all they needed, and have gradients that this rank has not."
+        if place.owed and compiled.kind == "forward" and not compiled.remainder.exact(place):
+            return "The others need what it did not compute."
+        if not isinstance(error, Exception) and (place.owed or compiled.kind == "accumulate"):
+            return "It was interrupted."
+        return None

@@ -1,0 +1,314 @@
+"""The programs of a sharded model: which one a call runs, found by what the call looks like, or compiled by all ranks.
+
+    step (float32[8, 6])          program 1, compiled
+    step (float32[8, 6])          program 1, found
+    accumulate (float32[8, 6])    program 2, compiled
+    step (float32[3, 6])          program 3, compiled; when `Policy.programs` are kept, the one used the longest time
+                                  ago goes
+
+To find a program is each rank's own affair. To compile one is collective: every rank builds it, all compare its text,
+and every rank lowers it; where one of them fails, all do. In a loop of the user's that holds for the first program:
+later ones a rank compiles by itself, and ranks compare what they communicate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from operator import is_
+from typing import Any, get_args
+
+import torch
+
+from fsdp_compiled.capture import ambient
+from fsdp_compiled.capture.ambient import Ambient
+from fsdp_compiled.capture.captured import batch_tensors
+from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traceable
+from fsdp_compiled.capture.unknown_reads import check_attributes
+from fsdp_compiled.distributed.mesh import exchange
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.runtime.module_buffers import ModuleBuffers
+from fsdp_compiled.runtime.programs.compile import (
+    Compiled,
+    Constants,
+    Kind,
+    label_of,
+    plain,
+    rows_of,
+)  # fmt: skip
+from fsdp_compiled.runtime.programs.input_binding import flatten, replaced, same_tensors
+from fsdp_compiled.runtime.programs.moving_sizes import MovingSizes
+from fsdp_compiled.runtime.programs.program_maker import ProgramMaker, no_collection
+from fsdp_compiled.runtime.programs.request import CALLS, ONE_OF, Changed, Request, differentiable, full, misfit
+from fsdp_compiled.runtime.programs.training import Backward
+
+log = logging.getLogger("fsdp_compiled")
+LIBRARIES = (__name__.split(".")[0], "torch", "torchvision")  # whose subclasses of tensors mean what their values do
+
+
+class Programs:
+    """What was compiled for one model, and is kept."""
+
+    def __init__(self, maker: ProgramMaker, rules: Sequence[Rule], note: str = "") -> None:
+        """``rules``: of the optimizer. ``note``: what labels say besides."""
+        self.rules = tuple(rules)
+        self.replays = maker.replays
+        self.plan, self.mesh, self.calls = maker.plan, maker.mesh, maker.calls
+        self._taken = maker.taken
+        self._called, self._note = maker.called, note
+        self._maker = maker
+        self._buffers = ModuleBuffers(maker.taken.model, maker.plan.device)
+        self._cached: dict[int, Compiled] = {}  # by number; the last is the one used last
+        self._variants: dict[tuple[Any, ...], list[Compiled]] = {}  # of calls that look the same; the first, used last
+        self._asked: set[str] = set()  # attributes that are not PyTorch's, which programs asked tensors for
+        self._written: dict[str, torch.Tensor] = {}  # closed-over tensors that programs write, as they were last seen
+        self._moving = MovingSizes() if self.plan.policy.learns_sizes and self.mesh.tp == 1 else None
+        self._revision = 0  # of the rules
+        self._evicted = 0
+
+    @property
+    def captures(self) -> int:
+        """How many programs were compiled."""
+        return self._maker.captures
+
+    @property
+    def cached(self) -> list[Compiled]:
+        """Oldest first."""
+        return sorted(self._cached.values(), key=lambda compiled: compiled.number)
+
+    @property
+    def labels(self) -> set[str]:
+        return {compiled.label for compiled in self._cached.values()}
+
+    @property
+    def newest(self) -> Compiled:
+        """The newest that trains; before there is one, the newest that differentiates or runs forward."""
+        for kind in get_args(Kind):
+            if found := [compiled for compiled in self.cached if compiled.kind == kind]:
+                return found[-1]
+        raise RuntimeError("Nothing was compiled yet. The first call captures: sharded.step(*batch).")
+
+    def retrace(self, rules: Sequence[Rule]) -> None:
+        """Drops the programs that update: the optimizer has other rules."""
+        self.rules = tuple(rules)
+        self._revision += 1
+        for compiled in self.cached:
+            if compiled.updates:
+                self._drop(compiled.number)
+
+    def find(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Request:
+        """The call and its program, if it is kept; raises ``ValueError`` for a call that no program can be made for."""
+        policy = self.plan.policy
+        seen = policy.lower == "eager" and self.replays.device is None
+        ambient.check(CALLS[kind], kind != "forward", seen, saves=self._called is not None)
+        around = ambient.now()
+        leaves, _ = flatten(batch, named)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if {*map(type, tensors)} - {torch.Tensor} or any(map(vars, tensors)):
+            self._check_classes(batch, named)
+        if self._called is None and kind != "forward" and any(tensor.requires_grad for tensor in tensors):
+            raise ValueError(differentiable(batch_tensors(batch, named)))
+        buffers = self._buffers.replaced()
+
+        def look(dims: tuple[int, ...], compared: bool = False) -> Request:
+            return self._look(Request(kind, batch, named, leaves, around, buffers, compared=compared), dims)
+
+        request = look(policy.moving)
+        if request.compiled is not None:
+            return request
+        if self._moving is not None:
+            compared = self._called is None  # in a loop of its own, a rank may have lengths of its own, as under FSDP2
+            for dims in self._moving.known(request):
+                if (found := look(dims, compared)).compiled is not None:
+                    return found
+            if dims := self._moving.changed(request):
+                request = replace(look(dims, compared), instead=self._incomplete(request))
+        return self._incomplete(request)
+
+    def _look(self, request: Request, dims: tuple[int, ...]) -> Request:
+        """The request with the program that is kept for it, if there is one, where these dims move."""
+        batch, named = request.batch, request.named
+        leaves, spec = flatten(batch, named)
+        tensors = request.tensors
+        sizes = sizes_of(dims, tensors)
+        read = [traceable(tensor, sizes) for tensor in tensors]
+        if not all(map(is_, read, tensors)):
+            batch, named = replaced(batch, named, dict(zip(map(id, tensors), read, strict=True)))
+            leaves, spec = flatten(batch, named)
+        described = tuple(layout(leaf, sizes) if isinstance(leaf, torch.Tensor) else plain(leaf) for leaf in leaves)
+        structure = spec, same_tensors(tensors), tuple(tensor.requires_grad for tensor in tensors)
+        request.batch, request.named, request.leaves, request.sizes = batch, named, leaves, sizes
+        request.rows = rows_of(tensors) if self.plan.policy.weigh == "rows" else 0
+        request.key = (request.kind, described, structure, request.ambient, self._buffers.layout)
+        for compiled in self._variants.get(request.key, ()):
+            if compiled.capture.guards.hold() and not (sizes and misfit(compiled, batch, named, sizes)):
+                closed = compiled.capture.guards.closed.moved()
+                if closed is not None:
+                    request.compiled, request.label, request.closed = compiled, compiled.label, closed
+                    break
+        return request
+
+    def _incomplete(self, request: Request) -> Request:
+        """The request of a program that is to be made, with why those that there are will not do."""
+        kind, batch, named, sizes = request.kind, request.batch, request.named, request.sizes
+        request.buffers = {**request.buffers, **self._buffers.scan()}
+        request.key = (*request.key[:-1], self._buffers.layout)
+        request.changed = [self._change(compiled, batch, named, sizes) for compiled in self._oldest_first(request.key)]
+        request.label = self._label(kind, batch, named, sizes, request.changed, request.ambient)
+        return request
+
+    def replaced_buffers(self) -> Mapping[str, torch.Tensor | None]:
+        """The model's buffers that are other tensors than at the last call."""
+        return self._buffers.replaced()
+
+    def get(self, request: Request, buffers: Mapping[str, torch.Tensor]) -> Compiled:
+        """The program that was found, or one that is compiled now; ``buffers`` are the model's, as the state has them.
+
+        Collective: the other ranks are told which.
+        """
+        compiled = request.compiled
+        if compiled is None:
+            several = bool(request.sizes)
+            if request.changed and self.mesh.rank == 0:
+                change = request.changed[-1]
+                log.log(
+                    logging.INFO if change.quiet else logging.WARNING, "%s; compiling %s", change.reason, request.label
+                )
+            with no_collection(), ambient.outside_modes():
+                room = lambda: self._make_room(request.label)  # noqa: E731
+                if self._called is not None:
+                    compiled = self._maker.compile_in_loop(request, buffers, self.rules, room)
+                else:
+                    self.meet(request.said(request.label))
+                    compiled = self._maker.compile(request, buffers, self.rules, room)
+            self._asked |= compiled.capture.asked
+            if self._moving is not None:
+                self._moving.made(request, compiled.program, several)
+        else:
+            self.calls.post(request.said(compiled.label), compiled.wire)
+            del self._cached[compiled.number]
+        self._cached[compiled.number] = compiled
+        variants = self._variants.setdefault(request.key, [])
+        if not variants or variants[0] is not compiled:
+            variants[:] = [compiled, *(other for other in variants if other is not compiled)]
+        return compiled
+
+    def running(self, label: str, wire: str) -> Compiled | None:
+        """The program of a call that another rank has posted."""
+        label = label.rpartition(ONE_OF)[2]
+        return next((one for one in self._cached.values() if (one.label, one.wire) == (label, wire)), None)
+
+    def read_closed(self, compiled: Compiled, request: Request, state: Constants) -> None:
+        """Closed-over tensors that have taken others' places are the program's inputs from now on."""
+        if not request.closed and request.compiled is not None:
+            return
+        compiled.read_closed(request.closed)
+        now = compiled.capture.guards.closed.tensors
+        for name in compiled.capture.written_constants:
+            if name in now and self._written.get(name) is not now[name]:
+                if name in self._written:
+                    state.constants[name] = now[name].detach()
+                elif name in state.constants:  # loaded before there was a program
+                    state.constants[name] = _restored(name, now[name].detach(), state.constants[name])
+                self._written[name] = now[name]
+
+    def meet(self, label: str) -> None:
+        """What is rare and collective (to compile, to collect the model): all ranks do it, or none."""
+        self._maker.meet(label)
+
+    def whole(self, compiled: Compiled) -> Backward:
+        """Its backward without communication, made where it is asked for first, by each rank."""
+        return self._maker.whole(compiled)
+
+    # Which program it is.
+
+    def _oldest_first(self, key: tuple[Any, ...]) -> list[Compiled]:
+        """The programs of calls that look like this, in the same order on every rank."""
+        return sorted(self._variants.get(key, ()), key=lambda compiled: compiled.number)
+
+    def _check_classes(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Raises ``ValueError`` for a tensor of the user's class, or with an attribute that a program asked for."""
+        tensors = batch_tensors(batch, named)
+        for place, tensor in tensors.items():
+            if type(tensor).__module__.split(".")[0] not in LIBRARIES:
+                raise ValueError(
+                    f"batch {place} is a {type(tensor).__qualname__}, a subclass of torch.Tensor, and a program knows "
+                    "nothing of what its class makes of operators. Pass its values: tensor.as_subclass(torch.Tensor)."
+                )
+        check_attributes(tensors, self._asked)
+
+    def _change(self, compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> Changed:
+        """Why this program is not for this call."""
+        guards = compiled.capture.guards
+        if (broken := guards.broken()) is not None:
+            what, reason = broken
+            return Changed(
+                f", after {what} changed", f"{compiled.label} relies on {reason}", what.endswith(".training")
+            )
+        if (odd := guards.closed.odd()) is not None:
+            what, reason = map(guards.words, odd)
+            return Changed(f", after {what} changed", f"{compiled.label} relies on {reason}")
+        reason = misfit(compiled, batch, named, sizes) or "its sizes"
+        why = "Policy.dynamic: the model or the loss asks for certain sizes"
+        return Changed(f", instead of {reason}", why, self._moving is not None)
+
+    def _label(
+        self,
+        kind: Kind,
+        batch: tuple[Any, ...],
+        named: dict[str, Any],
+        sizes: Sizes,
+        changed: Sequence[Changed],
+        around: Ambient,
+    ) -> str:
+        label = label_of(kind, batch, named, sizes) + self._version(batch, named) + str(around) + self._note
+        if self._called is not None:
+            label = f"{kind} {type(self._taken.model).__name__} {label.removeprefix(kind).strip()}"
+        label += "".join(dict.fromkeys(change.label for change in changed))
+        return f"{label} ({self.captures + 1})" if label in self.labels else label
+
+    def _version(self, batch: tuple[Any, ...], named: dict[str, Any]) -> str:
+        """What else a program depends on and ranks may differ in: strides, train or eval, and the rules."""
+        modes = "".join("01"[module.training] for module in self._taken.model.modules())
+        tensors = batch_tensors(batch, named)
+        strides = [f", {name} has strides {t.stride()}" for name, t in tensors.items() if not t.is_contiguous()]
+        strides += [f", {name} requires a gradient" for name, t in tensors.items() if t.requires_grad]
+        first: dict[int, str] = {}
+        same = [f", {name} is {first[id(t)]}" for name, t in tensors.items() if first.setdefault(id(t), name) != name]
+        training = "" if self._taken.model.training else ", eval mode"
+        detail = "" if len(set(modes)) == 1 else f" of some modules ({hashlib.sha256(modes.encode()).hexdigest()[:8]})"
+        changed = f", hyperparameters changed {self._revision} times" if self._revision else ""
+        buffers = self._buffers.layout
+        other = f", with buffers of other shapes ({buffers})" if buffers != self._buffers.first else ""
+        return "".join(strides) + "".join(same) + training + detail + changed + other
+
+    def _make_room(self, label: str) -> None:
+        """Drops the program that rank 0 used the longest time ago, if `Policy.programs` are kept already."""
+        if len(self._cached) < self.plan.policy.programs:
+            return
+        # Ranks that had a failed call in between may have another order of use, but they have the same programs.
+        evicted = self._drop(exchange(next(iter(self._cached)), self._maker.ranks)[0])
+        self._evicted += 1
+        if self.mesh.rank == 0:
+            log.warning("%s", full(self.plan.policy.programs, label, evicted.label, self.labels, self._evicted))
+
+    def _drop(self, number: int) -> Compiled:
+        dropped = self._cached.pop(number)
+        for key, variants in list(self._variants.items()):
+            self._variants[key] = [compiled for compiled in variants if compiled is not dropped]
+            if not self._variants[key]:
+                del self._variants[key]
+        return dropped
+
+
+def _restored(name: str, tensor: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+    """The closed-over tensor, with the values that a checkpoint has of it."""
+    if (tensor.shape, tensor.dtype) != (saved.shape, saved.dtype):
+        raise ValueError(
+            f"{name} is {tensor.dtype}{list(tensor.shape)}, and {saved.dtype}{list(saved.shape)} in the checkpoint "
+            "that was loaded. Make it as it was saved."
+        )
+    with torch.no_grad():
+        return tensor.copy_(saved)

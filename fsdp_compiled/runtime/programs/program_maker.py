@@ -1,0 +1,350 @@
+"""How a program is made: by all ranks of the mesh, each the same, where one that fails is an error on all of them.
+
+In a loop of the user's that holds for the first program: later ones a rank makes by itself (`ProgramMaker.alone`), and
+ranks compare what they communicate.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from fsdp_compiled.capture import ambient
+from fsdp_compiled.capture.across_tp import check_same, differing, digests, mark_random
+from fsdp_compiled.capture.captured import Capture
+from fsdp_compiled.capture.dynamic_shapes import traced_with
+from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.mesh import Interrupted, Mesh, agree, among, exchange, exchange_along_tp
+from fsdp_compiled.distributed.process_group import backends
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.kernels.trial import use_reference
+from fsdp_compiled.lower import warm_up
+from fsdp_compiled.lower.backends import Host, decided, this_host
+from fsdp_compiled.lower.bundle import load_named_bundle
+from fsdp_compiled.lower.compiled_piece import Call
+from fsdp_compiled.lower.cuda_device import environment
+from fsdp_compiled.lower.cuda_graph import Replays, make_device
+from fsdp_compiled.lower.halves import whole_gradients
+from fsdp_compiled.lower.inductor import cache_place, compile_all, divide
+from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
+from fsdp_compiled.lower.lowering import Bind, Lowering, Runner
+from fsdp_compiled.lower.remainder import Remainder
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.loop_random import check_random
+from fsdp_compiled.runtime.programs import compile_only
+from fsdp_compiled.runtime.programs.compile import (
+    Compiled,
+    Job,
+    capture,
+    check_devices,
+    describe,
+    fit_to_memory,
+    fuse,
+    memory_of,
+    transform,
+)
+from fsdp_compiled.runtime.programs.request import Request, misfit
+from fsdp_compiled.runtime.programs.training import Backward, backward_of
+
+Buffers = Mapping[str, torch.Tensor]  # the model's, by name, as the state has them
+Room = Callable[[], None]  # drops a program for the one that is made
+T = TypeVar("T")
+log = logging.getLogger("fsdp_compiled")
+
+
+class Traceable(Protocol):
+    """A model, and how it is opened for a trace."""
+
+    model: nn.Module
+
+    def open(self) -> AbstractContextManager[nn.Module]: ...
+
+
+class ProgramMaker:
+    """Makes the programs of one model."""
+
+    def __init__(
+        self,
+        taken: Traceable,
+        loss: Callable[..., Any] | None,
+        plan: Plan,
+        mesh: Mesh,
+        calls: Calls,
+        bind: Bind | None = None,
+        called: Callable[..., Any] | None = None,
+        replays: Replays | None = None,
+        plain: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """``bind``: what a random operator becomes; None: itself, which draws from PyTorch's default generator.
+        ``called``: of a model in a loop of the user's, what calls it, in the place of ``loss``. ``replays``: the
+        graphs, in the place of those of the plan's device. ``plain``: parameters of the model that the plan does not
+        have, by name.
+        """
+        load_named_bundle(mesh.world)
+        if plan.device.type == "cpu" and plan.policy.lower == "inductor":
+            warm_up.begin()
+        self.captures = 0
+        graphs = plan.policy.cuda_graph if not plan.policy.offload else False
+        self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
+        self.taken, self.plan, self.mesh, self.calls, self.called = taken, plan, mesh, calls, called
+        self._loss, self._bind, self._plain = loss, bind, plain or {}
+        self._hosts: list[Host] | None = None  # of all ranks, where that was asked for good
+        self._begun = False  # whether all ranks have a program
+        self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
+        self.ranks = mesh  # those that make a program now
+
+    def compile(self, request: Request, buffers: Buffers, rules: Sequence[Rule], room: Room) -> Compiled:
+        """For all sizes that the request leaves open, or, where that fails on any rank, for its own on all."""
+        try:
+            return self._compile(request, buffers, rules, room)
+        except Interrupted:
+            raise
+        except Exception as error:
+            if request.instead is None:
+                raise
+            what = str(error).strip().partition("\n")[0]
+        log.info("%s cannot be made (%s): each size has a program of its own", request.label, what)
+        request.give_up_sizes()
+        return self._compile(request, buffers, rules, room)
+
+    def _compile(self, request: Request, buffers: Buffers, rules: Sequence[Rule], room: Room) -> Compiled:
+        """capture -> passes -> fit to memory -> fusions -> check -> agree -> partition -> compile -> graph"""
+        begun = time.perf_counter()
+        label = request.label
+        job = self._job(request, buffers, rules)
+
+        def trace() -> Capture:
+            check_devices(job.batch, job.named, job.plan.device)
+            with self.taken.open() as model:
+                return capture(model, job)
+
+        captured = self.together(trace)
+        if self.mesh.tp > 1:
+            self.compare_along_tp(captured)
+
+        def build() -> Compiled:
+            stages = transform(captured, job)  # checked after each pass
+            predict = memory_of(captured, stages[-1], job)
+            stages = fit_to_memory(stages, predict, job)
+            stages = fuse(stages, job)  # checked after each fusion
+            return describe(captured, stages, predict, job)
+
+        uneven = self.plan.uneven
+        compiled = self.together(build, lambda made: made.program.text(), lambda made: made.program.outline(uneven))
+        replayed = self.can_replay(compiled)
+        room()
+        compiled.runner, compiled.lowered = self.lower(compiled.halves.forward if compiled.halves else compiled.program)
+        if compiled.halves is not None:
+            compiled.backward, text = self.lower(compiled.halves.backward, boxed=True)
+            compiled.lowered = f"{compiled.lowered}\nbackward, {text}"
+        compiled.remainder = Remainder(compiled.runner)
+        if request.sizes:
+            self.together(lambda: self._check_fit(compiled, request))
+        if replayed:  # as a CUDA graph
+            compiled.runner = self.replays.wrap(compiled.runner, compiled.inputs, label, self.all_say(label))
+        elif compiled.kind in ("gradient", "forward"):
+            compiled.runner = self.replays.beside(compiled.runner)
+        self.captures += 1
+        self._say_idle(compiled)
+        compile_only.compiled(self.mesh)
+        log.info("compiled %s in %.1f s (program %d)", label, time.perf_counter() - begun, self.captures)
+        return compiled
+
+    def compile_in_loop(self, request: Request, buffers: Buffers, rules: Sequence[Rule], room: Room) -> Compiled:
+        """The first program is made when all ranks make one, by all together where they call alike.
+
+        Later ones a rank makes by itself: others may have theirs, or batches of other lengths. What ranks compare of
+        these is what they communicate. Ranks along tp, whose programs are parts of one, make all together.
+        """
+        if self.mesh.tp > 1:
+            self.meet(request.label)
+            return self.compile(request, buffers, rules, room)
+        if self._begun:
+            if request.posted:
+                try:
+                    compiled = self._by_itself(request, buffers, rules, room)
+                except BaseException as error:
+                    self.calls.abandon(f"It said:\n{type(error).__name__}: {error}")
+                    raise
+            else:
+                with self.calls.refusing():
+                    compiled = self._by_itself(request, buffers, rules, room)
+            self.calls.enter(compiled.label, compiled.wire, request.posted)
+            return compiled
+        self.calls.post(request.label)
+        alike = self.calls.meet(request.label, lambda label: label.partition(" (")[0])
+        self._hosts = exchange(self.together(this_host), self.mesh)
+        if alike:
+            compiled = self.compile(request, buffers, rules, room)
+        else:
+            compiled = self.together(
+                lambda: self._by_itself(request, buffers, rules, room), lambda made: "\n".join(made.program.collectives)
+            )
+        self._begun = True
+        return compiled
+
+    def _by_itself(self, request: Request, buffers: Buffers, rules: Sequence[Rule], room: Room) -> Compiled:
+        with self.alone():
+            return self.compile(request, buffers, rules, room)
+
+    def _job(self, request: Request, buffers: Buffers, rules: Sequence[Rule]) -> Job:
+        """What is to be compiled, with what ranks must know of each other first."""
+        # Ranks may have other sizes; all trace with rank 0's.
+        hints = traced_with(exchange(request.sizes, self.ranks)[0]) if request.sizes else {}
+        hosts = self._hosts or exchange(self.together(this_host), self.mesh)
+        return Job(
+            request.kind, self._loss, self.plan, tuple(rules), buffers, batch=request.batch, named=request.named,
+            label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
+            backends=decided(hosts, backends(self.mesh)), called=self.called, plain=self._plain,
+            tp_mesh=self.mesh.tp_mesh,
+        )  # fmt: skip
+
+    def whole(self, compiled: Compiled) -> Backward:
+        """Its backward without communication, made where it is asked for first, by each rank."""
+        if compiled.whole is None:
+            assert compiled.halves is not None
+            program = whole_gradients(compiled.halves.backward)
+            with no_collection(), ambient.outside_modes(), self.alone():
+                compiled.whole = backward_of(program, self.lower(program, boxed=True)[0])
+        return compiled.whole
+
+    def _check_fit(self, compiled: Compiled, request: Request) -> None:
+        """After lowering, which may have asked about sizes as well."""
+        if (reason := misfit(compiled, request.batch, request.named, request.sizes)) is not None:
+            raise ValueError(
+                f"The model or the loss asks for certain sizes: the program, traced with rank 0's, is for {reason} on "
+                f"rank {self.mesh.rank}. Give all ranks sizes that agree in it, or set Policy(dynamic=False)."
+            )
+
+    def _say_idle(self, compiled: Compiled) -> None:
+        """Names the parameters that the loss does not reach, each once."""
+        found = [name for name in compiled.idle if name not in self._idle]
+        self._idle.update(found)
+        if found and self.called is None and self.mesh.rank == 0:
+            log.warning("the loss does not reach %s: no gradient, and no update, for them", ", ".join(found))
+
+    def meet(self, label: str) -> None:
+        """What is rare and collective (to compile, to collect the model): all ranks do it, or none."""
+        self.calls.post(label)
+        self.calls.meet(label)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, this rank makes a program without the others."""
+        self.ranks = Mesh(self.mesh.device)
+        try:
+            yield
+        finally:
+            self.ranks = self.mesh
+
+    def compare_along_tp(self, captured: Capture) -> None:
+        """Ranks along the tp axis trace alike, and what is computed of their parts stays with these."""
+        program, plan = captured.program, self.plan
+        self.together(lambda: None, outline=lambda _: program.outline(plan.uneven))
+        own = self.together(lambda: digests(program, captured.constants))
+        found = exchange_along_tp(own, self.mesh)
+
+        def check() -> None:
+            different = differing(program, plan, own, found)
+            check_same(program, plan, different, captured.layouts, self.called is not None)
+            mark_random(program, plan, different)
+            if self.called is not None:
+                check_random(program, plan.device)
+
+        self.together(check)
+
+    def lower(self, program: Program, boxed: bool = False) -> tuple[Runner, str]:
+        """``boxed``: as a function of one list, out of which it takes its inputs."""
+        lowering = self._partition(program)
+        pieces = self._compile_pieces(lowering)
+        return lowering.boxed(pieces) if boxed else lowering.runner(pieces), lowering.text(pieces)
+
+    def _partition(self, program: Program) -> Lowering:
+        groups, how = self.mesh.groups, self.plan.policy.lower
+        lowering = self.together(lambda: Lowering(program, groups, how, self.plan.blocks, self._bind))
+        self._try_kernels(program)
+        return lowering
+
+    def _compile_pieces(self, lowering: Lowering) -> dict[str, Call]:
+        """Each distinct piece is compiled by one rank of those that share code, for whose cache on disk others wait."""
+        made: dict[str, Call] = {}
+        if lowering.pieces and self.ranks.world > 1:
+            place, count = among(self.together(lambda: cache_place(self.plan.device)), self.ranks)
+            made = self.together(lambda: compile_all(divide(lowering.pieces, count)[place]))
+        return made | self.together(lambda: compile_all(lowering.pieces))
+
+    def _try_kernels(self, program: Program) -> None:
+        """A kernel that fails or errs on any rank's device is replaced by its reference on all: they round alike."""
+        device = self.plan.device
+        if not calls_kernels(program):
+            return
+        found = exchange(self.together(lambda: failures(program, device)), self.ranks)
+        for rank, said in enumerate(found):
+            for name, reason in said.items():
+                if use_reference(name, device) and self.mesh.rank == 0:
+                    log.warning(
+                        "the kernel of %s is not used: on rank %d %s. Plain PyTorch does its work. Please report it, "
+                        "with: %s", name, rank, reason, environment(),
+                    )  # fmt: skip
+
+    def can_replay(self, compiled: Compiled) -> bool:
+        """Whether every rank can launch this program as a graph; if not, rank 0 says why."""
+        if self.replays.device is None or compiled.kind not in ("step", "last", "accumulate"):
+            return False
+        program, device = compiled.program, self.plan.device
+        found = self.together(lambda: self.replays.obstacles(program, device, backends(self.mesh)))
+        reason = next(filter(None, exchange(found, self.mesh)), "")
+        if reason and self.mesh.rank == 0:
+            log.warning("%s runs without a CUDA graph:\n%s", compiled.label, reason)
+        return not reason
+
+    def all_say(self, label: str) -> Callable[[str], list[str]]:
+        """What each rank has to say about a call that all of them make, by rank."""
+
+        def exchange_texts(text: str) -> list[str]:
+            self.calls.meet(label)
+            return exchange(text, self.mesh)
+
+        return exchange_texts
+
+    def together(
+        self,
+        make: Callable[[], T],
+        text: Callable[[T], str] = lambda made: "",
+        outline: Callable[[T], str] | None = None,
+    ) -> T:
+        """What ``make`` makes, if every rank could make it and all made the same; else an error on every rank.
+
+        Ranks along the tp axis, whose parts begin in different places, have the outline in common.
+        """
+        made: list[T] = []
+        failure: BaseException | None = None
+        try:
+            made.append(make())
+        except BaseException as error:  # one that interrupts, too, would leave the others waiting
+            failure = error
+        if outline is None or self.mesh.tp == 1:
+            agree(self.ranks, "The program", text(made[0]) if made else "", failure)
+        else:
+            agree(self.mesh, "The program", outline(made[0]) if made else "", failure, lambda: text(made[0]))
+        return made[0]
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Compiling makes a million objects that stay: to look through them for garbage, again and again, takes a tenth."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

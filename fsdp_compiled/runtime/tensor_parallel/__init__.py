@@ -1,0 +1,1 @@
+"""A model that is cut along the tp axis."""
