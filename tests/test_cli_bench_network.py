@@ -55,8 +55,6 @@ def test_every_rival_is_on_the_wire_and_trains_the_same(by: str, seen: dict[str,
     assert losses == slow and losses[0] != losses[-1]
     if by == "ddp":
         assert transfers == ["allreduce"]
-    elif by == "ours":  # between two ranks gathers and reductions are exchanges
-        assert sum("alltoall" in name for name in transfers) >= 2
     else:
         assert sum("allgather" in name for name in transfers) >= 1
         assert sum("reduce_scatter" in name for name in transfers) >= 1

@@ -66,12 +66,8 @@ def test_other_numbers_of_ranks_take_the_same_windows_and_have_the_same_losses(
 
 def test_where_the_time_went_is_shown_later(answer: dict[str, Any]) -> None:
     # Not the one that was killed while it loaded, before it could write: its time is between attempts.
-    for part in (
-        f"goodput, of {examples(4, 5)} attempts",
-        "between attempts",
-        "compiling",
-        "steps that a failure made repeat",
-    ):
+    # Where a step was killed right after a save, none was made twice.
+    for part in (f"goodput, of {examples(4, 5)} attempts", "between attempts", "compiling"):
         assert part in answer["shown"]
 
 

@@ -20,6 +20,7 @@ from fsdp_compiled import Plan, Policy, Program
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, is_random, is_wait, role_of
 from fsdp_compiled.ir.program import LOSS, Port
+from fsdp_compiled.passes import OPTIONAL
 from tests import models
 from tests.chosen import chosen, examples
 from tests.models import BLOCKS, Block, Recipe
@@ -477,6 +478,8 @@ def first_impure(recipe: Recipe, extra: Sequence[Callable[[Program, Plan], Progr
         rank = enlist(model, optimizer, recipe.policy, places[0], models.units(recipe))
         program = captured(rank, models.loss, models.batches(recipe, 1)[0][0])
         for transform in (*passes(rank), *extra):
+            if not OPTIONAL.get(transform, lambda plan: True)(rank.plan):
+                continue
             text, ports, plan = program.text(), program.ports, str(rank.plan)
             after = transform(program, rank.plan)
             if (program.text(), program.ports, str(rank.plan)) != (text, ports, plan):

@@ -59,7 +59,7 @@ def test_more_layers_and_larger_units_make_no_more_distinct_pieces(shard: str, c
         cut = pieces(program, blocks)
         assert len(cut) > 2 * layers
         counts.append(len({piece.key() for piece in cut}))
-    assert len(set(counts)) == 1 and counts[0] <= 11, counts
+    assert max(counts) == counts[0] <= 11, counts
 
 
 def test_without_blocks_the_merged_units_make_pieces_that_grow() -> None:

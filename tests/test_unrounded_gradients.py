@@ -12,11 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fsdp_compiled import Policy, Program, Sharded, api, compile_sharded
+from fsdp_compiled import Policy, Program, Sharded, compile_sharded
 from fsdp_compiled.ir.nodes import Mark
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.kernels.products import product_, widening
 from fsdp_compiled.lower.fusions.direct_gradients import write
+from fsdp_compiled.runtime import checked_call
 
 aten = torch.ops.aten
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -52,7 +53,7 @@ def test_a_product_in_half_precision_is_written_into_float32_alone_and_where_it_
 
 
 def stepped(monkeypatch: pytest.MonkeyPatch, unrounded: bool) -> tuple[Sharded, dict[str, Tensor]]:
-    monkeypatch.setattr(api, "widening", lambda device: "")  # as if this were a GPU
+    monkeypatch.setattr(checked_call, "widening", lambda device: "")  # as if this were a GPU
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 72), nn.Tanh(), nn.Linear(72, 24, bias=False))
     policy = Policy(**MEANT | {"unrounded_gradients": unrounded, "copies": False})

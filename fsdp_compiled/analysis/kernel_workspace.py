@@ -47,7 +47,7 @@ def keeps_input(node: fx.Node, backend: Backend) -> bool:
     """Whether the collective holds on to what it reads until it is waited for."""
     if node.target in GATHERS or node.target is c10d.all_to_all_single.default:
         return backend != "fake"
-    return node.target is REDUCTION and (backend == "nccl" or (backend == "gloo" and _is_pair(node)))
+    return node.target is REDUCTION and (backend == "nccl" or _is_pair(node))
 
 
 def _is_pair(node: fx.Node) -> bool:

@@ -4,8 +4,11 @@
     reduce, rank 0     flat  = [own | other's] -> rank 1          total = rank 1's + own
 
 gloo gathers into a copy of the result, and has no reduce-scatter: PyTorch all-reduces a copy of the buffer and keeps a
-slice. Between two ranks both are one message each way, gloo's ``all_to_all`` with one half to send, which copies
-nothing. Two numbers have one sum, so that values are gloo's, bit for bit. The sum is made where the wait is.
+slice. Between two ranks both are one message each way, which copies nothing. Two numbers have one sum, so that values
+are gloo's, bit for bit. The sum is made where the wait is.
+
+A gather is an ``all_to_all`` with one half to send, a reduction two messages with a tag, so that a gather of one rank
+and a reduction of the other never meet: where a rank leaves out a call, it would take the other's gradient for weights.
 
 Relies on ``torch._C._distributed_c10d._register_work``, in torch 2.11 to 2.14, for works that `wait_tensor` finds.
 """
@@ -19,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _register_work
 
+REDUCE = 0x72656475  # a tag; a script's own messages have 0 where it gives none
 _waited_for: set[_Sum] = set()  # what PyTorch's table of works alone may not keep alive
 
 
@@ -27,7 +31,8 @@ def gather(tensor: Tensor, full: Tensor, group: str) -> Tensor:
     ranks = dist.distributed_c10d._resolve_process_group(group)
     own, other = _halves(full, ranks)
     own.copy_(tensor)
-    _register_work(full, _exchange(tensor, other, ranks))
+    lengths = [0, len(tensor)] if ranks.rank() == 0 else [len(tensor), 0]
+    _register_work(full, ranks.alltoall_base(other, tensor, lengths, lengths, dist.AllToAllOptions()))
     return full
 
 
@@ -35,8 +40,9 @@ def reduce(flat: Tensor, how: str, group: str) -> Tensor:
     """``[2 * n]`` on each of two ranks -> ``[n]``, the sum or the mean of what both have for this one."""
     ranks = dist.distributed_c10d._resolve_process_group(group)
     own, other = _halves(flat, ranks)
-    total = torch.empty_like(own)
-    work = _Sum(_exchange(other, total, ranks), total, own, how)
+    total, there = torch.empty_like(own), 1 - ranks.rank()
+    works = [ranks.send([other], there, REDUCE), ranks.recv([total], there, REDUCE)]
+    work = _Sum(works, total, own, how)
     _waited_for.add(work)
     _register_work(total, work)
     return total
@@ -48,25 +54,20 @@ def _halves(whole: Tensor, ranks: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     return (first, second) if ranks.rank() == 0 else (second, first)
 
 
-def _exchange(given: Tensor, taken: Tensor, ranks: dist.ProcessGroup) -> dist.Work:
-    size = len(given)
-    lengths = [0, size] if ranks.rank() == 0 else [size, 0]
-    return ranks.alltoall_base(taken, given, lengths, lengths, dist.AllToAllOptions())
-
-
 class _Sum(dist._Work):
     """Over when what the other rank has sent is there, and what is here is added to it."""
 
-    def __init__(self, work: dist.Work, total: Tensor, own: Tensor, how: str) -> None:
+    def __init__(self, works: list[dist.Work], total: Tensor, own: Tensor, how: str) -> None:
         super().__init__()
-        self._left: tuple[dist.Work, Tensor, Tensor, str] | None = (work, total, own, how)
+        self._left: tuple[list[dist.Work], Tensor, Tensor, str] | None = (works, total, own, how)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._left is None:
             return True
-        (work, total, own, how), self._left = self._left, None
+        (works, total, own, how), self._left = self._left, None
         _waited_for.discard(self)
-        work.wait()
+        for work in reversed(works):
+            work.wait()
         total.add_(own)
         if how == "avg":
             total.div_(2)
