@@ -27,7 +27,7 @@ def quiet() -> Iterator[None]:
     REFUSALS.clear()
 
 
-@pytest.mark.parametrize("start", chosen(range(0, 100, CHUNK), [0, 10]))
+@pytest.mark.parametrize("start", chosen(range(0, 100, CHUNK), [0]))
 def test_generated_programs_are_plain_pytorch_or_refused_by_name(start: int) -> None:
     wrong = []
     for seed in range(start, start + CHUNK):

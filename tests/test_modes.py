@@ -80,7 +80,7 @@ def off(plain: nn.Module, sharded: Sharded) -> float:
     return max(float((found[name] - value).abs().max()) for name, value in plain.state_dict().items())
 
 
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_autocast_around_a_model_with_a_part_in_fp32(lower: Any) -> None:
     """Inside and outside in turns: two programs, and eager's numbers."""
     with parts() as of:
@@ -448,7 +448,7 @@ def follow(policy: Policy, batches: list[torch.Tensor], loss: Callable[..., torc
     return sharded
 
 
-@pytest.mark.parametrize("lower", ["eager", "inductor"])
+@pytest.mark.parametrize("lower", ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_a_batch_with_the_negative_or_conjugate_bit(lower: Any) -> None:
     """It is what it stands for, in the program of an ordinary one."""
     z = torch.randn(6, 8, dtype=torch.complex64)
