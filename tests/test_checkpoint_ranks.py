@@ -41,7 +41,7 @@ def test_as_many_ranks_go_on_bit_for_bit(four: list[dict[str, Any]], what: str) 
     assert [rank[what] for rank in four] == [True] * 4
 
 
-@pytest.mark.parametrize("world", ["two", "three"])
+@pytest.mark.parametrize("world", ["two", pytest.param("three", marks=pytest.mark.exhaustive)])
 def test_other_numbers_of_ranks_load_the_same(world: str, request: pytest.FixtureRequest) -> None:
     check(request.getfixturevalue(world))
 

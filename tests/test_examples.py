@@ -21,7 +21,7 @@ NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
 
 # Loops of the others' kinds are in test_own_loop.
-CHOSEN = ("plain_loop", "language_model", "checkpoint", "preferences")
+CHOSEN = ("plain_loop", "checkpoint", "preferences")
 
 
 @pytest.fixture(scope="module")
