@@ -36,7 +36,7 @@ def trained(control: bool = False) -> tuple[list[torch.Size], int]:
     kept: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.shape) or one, lambda one: one):
         out = model(x)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         out.square().sum().backward()
     for one, other in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad.full_tensor())
