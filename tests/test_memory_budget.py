@@ -34,9 +34,9 @@ def fitted(memory_gb: float | None, **policy: object) -> tuple[Program, Memory, 
     return made[-1], predict(made[-1], plan, Persistent()), plan
 
 
-def ahead_first(shard: str, **policy: object) -> list[str]:
+def ahead_first(shard: str) -> list[str]:
     """What is tried on a GPU, whose gathers start ahead whatever it takes, by what is said of it."""
-    wanted = Policy(lower="eager", bucket_mb=0, shard=shard, **policy)  # type: ignore[arg-type]
+    wanted = Policy(lower="eager", bucket_mb=0, shard=shard)
     found, plan = stages(Stack(6, WIDTH), None, None, (torch.ones(4, WIDTH),), wanted, kind="gradient")
     on_gpu = replace(plan, device=torch.device("cuda"))
     made: list[Program] = []

@@ -39,15 +39,13 @@ Role = Literal[
 ASSERT = torch.ops.aten._assert_async.msg
 DISAGREE = "the ranks run different programs"
 OTHER_BATCHES = "ranks along the tp axis were given different batches"
-
-
-AGAIN = "again"
+AGAIN = "again"  # the purpose of a gather that a limit of units repeats
 
 
 @dataclass(frozen=True)
 class Mark:
     """The role of an inserted node, and what it is for, where fusions are to know: ``"factor"``, on a multiplication
-    of a whole gradient by one number, for one; or the check: ``"again"``, on a gather that a limit of units repeats."""
+    of a whole gradient by one number, for one; or the check: `AGAIN`."""
 
     role: Role
     unit: str = ""
