@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn, optim
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.optim.rules import make_rules
-from fsdp_compiled.plan.owners import dealt, update_cost
+from fsdp_compiled.optim.whole import is_known
+from fsdp_compiled.plan.owners import dealt, laid_out, update_cost
 from tests.launch import launch
 from tests.matrices import Matrices, batches, loss
 from tests.parts import parts
@@ -107,6 +111,34 @@ def test_work_is_divided_by_cost() -> None:
     owners = dealt(costs, 4)
     loads = [sum(cost for cost, rank in zip(costs, owners, strict=True) if rank == one) for one in range(4)]
     assert max(loads) < 1.05 * sum(costs) / 4
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(2, 5))
+def test_what_a_rank_has_already_changes_who_not_how_much(sizes: list[int], ranks: int) -> None:
+    order = laid_out(sizes, ranks)
+    assert sorted(order) == list(range(len(sizes)))
+    ends = list(itertools.accumulate((sizes[index] for index in order), initial=0))
+    each = sum(sizes) / ranks
+    held = [[0] * ranks for _ in sizes]
+    for index, (first, last) in zip(order, itertools.pairwise(ends), strict=True):
+        for rank in range(ranks):
+            held[index][rank] = int(1e3 * max(min(last, (rank + 1) * each) - max(first, rank * each), 0))
+    costs = [float(size**2) for size in sizes]
+
+    def busiest(owners: list[int]) -> float:
+        return max(sum(cost for cost, who in zip(costs, owners, strict=True) if who == rank) for rank in range(ranks))
+
+    assert busiest(dealt(costs, ranks, held)) <= busiest(dealt(costs, ranks))
+
+
+def test_few_matrices_are_cut_and_owners_have_most_of_theirs() -> None:
+    """A block's matrices are 3, 1, 4 and 4 squares; 6 are a rank's. Of all 48, 24 would have to go to owners."""
+    assert laid_out([3, 1, 4, 4], 2) == [2, 1, 0, 3]
+    rows = [(3, 1, 4, 4)[index] for index in laid_out([3, 1, 4, 4], 2)] * 4
+    held = [[4, 0], [1, 0], [1, 2], [0, 4]] * 4
+    owners = dealt([64.0**2 * row for row in rows], 2, held)
+    assert sum(row for row, who in zip(rows, owners, strict=True) if who) == 24
+    assert sum(parts[1 - who] for parts, who in zip(held, owners, strict=True)) == 8
 
 
 def _beside_eager(
@@ -332,3 +364,14 @@ def test_a_checkpoint_goes_on_bit_for_bit(make: Any, tmp_path: Path) -> None:
     other = Matrices(bias=True)
     with pytest.raises(ValueError, match="the optimizer is torch"):
         compile_sharded(other, optim.AdamW(other.parameters()), loss=loss, policy=EAGER).load(tmp_path)
+
+
+def test_only_pytorch_s_own_code_is_not_looked_at() -> None:
+    class Mine(optim.Muon):
+        pass
+
+    assert is_known(optim.Muon) and is_known(optim.Adafactor) and is_known(optim.AdamW)
+    assert not is_known(Mine) and not is_known(Own)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optim.Muon, "step", Own.step)
+        assert not is_known(optim.Muon)

@@ -39,12 +39,15 @@ class Owned:
 
 
 def to_owners(rows: Sequence[Owned], own: Sequence[torch.Tensor], mesh: Mesh) -> list[torch.Tensor | None]:
-    """``own``: of each row, this rank's part, 1-d. Returns the whole of what this rank owns, 1-d. Collective."""
+    """``own``: of each row, this rank's part, 1-d. Returns the whole of what this rank owns, 1-d. Collective.
+
+    What this rank has all of is returned itself, other wholes are new tensors.
+    """
     me, ranks = mesh.shard_rank, range(mesh.shard)
     sent = [[value for row, value in zip(rows, own, strict=True) if row.owner == rank] for rank in ranks]
     mine = [row for row in rows if row.owner == me]
     got, _ = _exchange(sent, [[(row.nbytes(rank), row.dtype) for row in mine] for rank in ranks], 0, mesh)
-    wholes = iter([torch.cat(parts) for parts in zip(*got, strict=True)])
+    wholes = map(_joined, zip(*got, strict=True))
     return [next(wholes) if row.owner == me else None for row in rows]
 
 
@@ -104,6 +107,11 @@ def _exchange(
         found.append(parts)
     others = torch.stack(words).tolist()
     return found, [*others[:me], word, *others[me:]]
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    filled = [part for part in parts if part.numel()]
+    return filled[0] if len(filled) == 1 else torch.cat(list(parts))
 
 
 def _padded(nbytes: int) -> int:

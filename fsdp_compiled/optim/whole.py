@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compiled.optim.eager import Side, Way, difference, run_beside
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.optim.trial import FACTORS
-from fsdp_compiled.optim.twin import Refused, attributes_of
+from fsdp_compiled.optim.twin import Refused, attributes_of, step_of
 
 # Wide, tall, square, and of one shape: owners of each.
 SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
@@ -36,6 +36,11 @@ SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
     4: ((2, 1, 3, 2), (2, 2, 2, 2), (2, 1, 3, 2)),
 }
 STEADY = 0.8  # the part of a gradient that stays, for those who wait until parameters move in one direction
+
+
+def is_known(kind: type[Optimizer]) -> bool:
+    """Whether the step is PyTorch's own code, which draws no numbers and talks to nobody: it need not be looked at."""
+    return all(f"{module}.".startswith("torch.optim.") for module in (kind.__module__, step_of(kind).__module__))
 
 
 class OnItsOwn(TorchDispatchMode):

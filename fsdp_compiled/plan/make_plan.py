@@ -8,6 +8,7 @@ import torch
 
 from fsdp_compiled.plan.buckets import MOST_BUCKETS, MOST_UNITS, apart_of, regroup, target
 from fsdp_compiled.plan.hardware import Machine, machine_of
+from fsdp_compiled.plan.owners import laid_out
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, Unit
 from fsdp_compiled.policy import Policy
 
@@ -33,6 +34,13 @@ def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
     )
 
 
+def _in_order(leaves: Sequence[Leaf], policy: Policy, world: int) -> Sequence[Leaf]:
+    """Of one buffer: as given, but for what ranks own whole."""
+    if world == 1 or not policy.placement.state or not all(leaf.owned for leaf in leaves):
+        return leaves
+    return [leaves[index] for index in laid_out([leaf.numel for leaf in leaves], world)]
+
+
 def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
     dtype = policy.precision.param_dtype if leaf.dtype.is_floating_point else None
     return leaf.numel * (dtype or leaf.dtype).itemsize
@@ -53,7 +61,7 @@ def make_plan(
     the device is taken for.
 
     Registration order is kept inside a buffer, because the place of an element decides the order in which a ring
-    reduction sums it, and so its last bits.
+    reduction sums it, and so its last bits. Only where parameters are updated whole is another taken (`laid_out`).
     """
     machine = machine or machine_of(device, shard * replicate * tp, policy.bandwidth_gbps, tp)
     gathered = policy.placement.parameter and shard > 1
@@ -70,7 +78,7 @@ def make_plan(
     units = []
     for name, kinds in by_unit.items():
         buffers = tuple(
-            _lay_out(name, name if len(kinds) == 1 else f"{name}#{index}", members, shard)
+            _lay_out(name, name if len(kinds) == 1 else f"{name}#{index}", _in_order(members, policy, shard), shard)
             for index, members in enumerate(kinds.values())
         )
         units.append(Unit(name, buffers))

@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -217,13 +218,22 @@ class Plan:
         """
         if not self.placement.state or self.shard == 1:
             return {}
-        names = [slot.name for slot in self._owned]
-        ranks = dealt([update_cost(slot.leaf.shape) for slot in self._owned], self.shard)
-        return dict(zip(names, ranks, strict=True))
+        slots = [slot for slot, _ in self._owned]
+        held = [held for _, held in self._owned]
+        ranks = dealt([update_cost(slot.leaf.shape) for slot in slots], self.shard, held)
+        return {slot.name: rank for slot, rank in zip(slots, ranks, strict=True)}
 
     @property
-    def _owned(self) -> list[Slot]:
-        return [slot for buffer in self.buffers if buffer.updated for slot in buffer.slots if slot.leaf.owned]
+    def _owned(self) -> list[tuple[Slot, list[int]]]:
+        """What is updated whole, and how many of its elements lie on each rank along the shard axis."""
+        found = []
+        for buffer in self.buffers:
+            ends = [buffer.numel // self.shard * rank for rank in range(self.shard + 1)]
+            for slot in buffer.slots if buffer.updated else ():
+                if slot.leaf.owned:
+                    parts = [slot.within(start, stop) for start, stop in pairwise(ends)]
+                    found.append((slot, [last - first for first, last in parts]))
+        return found
 
     @property
     def state_device(self) -> torch.device:

@@ -41,17 +41,17 @@ def _tensor_parallel(plan: Plan) -> list[str]:
 
 def _whole_updates(plan: Plan) -> list[str]:
     """Who updates what is updated whole, how evenly, and what that sends."""
-    if not (slots := plan._owned):
+    if not (owned := plan._owned):
         return []
-    what = f"updated whole: {len(slots)} parameters"
+    what = f"updated whole: {len(owned)} parameters"
     if not plan.owners:
         return [f"{what}, by every rank for itself" if plan.world > 1 else what]
-    costs, counts = [0.0] * plan.shard, [0] * plan.shard
-    for slot in slots:
-        costs[plan.owners[slot.name]] += update_cost(slot.leaf.shape)
-        counts[plan.owners[slot.name]] += 1
-    nbytes = sum(slot.leaf.numel * slot.leaf.dtype.itemsize for slot in slots)
-    sent = nbytes * (plan.shard - 1) / plan.shard**2
+    costs, counts, sent = [0.0] * plan.shard, [0] * plan.shard, 0.0
+    for slot, held in owned:
+        owner = plan.owners[slot.name]
+        costs[owner] += update_cost(slot.leaf.shape)
+        counts[owner] += 1
+        sent += (sum(held) - held[owner]) * slot.leaf.dtype.itemsize / plan.shard
     return [
         f"{what}, each by its owner: {min(counts)} to {max(counts)} a rank, the most work is "
         f"{max(costs) / (sum(costs) / plan.shard):.2f} times the mean; a step sends {human(2 * sent)} a rank to owners "

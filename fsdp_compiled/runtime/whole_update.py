@@ -25,6 +25,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Collection, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
 from fsdp_compiled.distributed.owners import Owned, to_owners, to_parts
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.optim.twin import attributes_of
-from fsdp_compiled.optim.whole import OnItsOwn
+from fsdp_compiled.optim.whole import OnItsOwn, is_known
 from fsdp_compiled.plan.plan import Buffer, Slot
 from fsdp_compiled.runtime.eager_update import INSTEAD, EagerUpdate
 from fsdp_compiled.runtime.shard_model import write_slot
@@ -116,7 +117,7 @@ class WholeUpdate(EagerUpdate):
             for name, ((_, slot), gradient, values) in given.items():
                 self._pieces[name].data = slot.leaf.in_shape(values)
                 self._pieces[name].grad = slot.leaf.in_shape(gradient)
-            self._step(OnItsOwn())
+            self._step(nullcontext() if is_known(type(self._optimizer)) else OnItsOwn())
             for name, ((_, slot), _, values) in given.items():
                 if self._pieces[name].data_ptr() != values.data_ptr():  # its code bound `p.data` anew
                     write_slot(values, Slot(slot.leaf, 0), self._pieces[name].detach())
@@ -129,7 +130,10 @@ class WholeUpdate(EagerUpdate):
         both = [self._row(name, values.dtype) for name, values in gradients.items()] + rows
         whole = to_owners(both, [*gradients.values(), *parameters.values()], self._mesh)
         names = list(parameters)
-        given, values = dict(zip(names, whole[: len(names)], strict=True)), whole[len(names) :]
+        given = dict(zip(names, whole[: len(names)], strict=True))
+        # Shards are written once all ranks have said that theirs went well.
+        pairs = zip(parameters.values(), whole[len(names) :], strict=True)
+        values = [value.clone() if value is own else value for own, value in pairs]
         failure: BaseException | None = None
         try:
             self._on(
