@@ -134,9 +134,12 @@ class Policy:
     memory_gb
         What a step may take of a rank's memory at its peak, as `Sharded.memory` predicts it, in GiB, or None. Until it
         fits, and as far as the policy leaves them on ``"auto"``, ``prefetch`` is lowered; then values that forward
-        keeps are made again in backward (``recompute``), chosen by a knapsack as the least compute for the bytes that
-        are missing; then ``limit`` is lowered. Random operators are never run twice, and under the eager lowering the
-        numbers are the same to the bit. Where nothing fits, a warning says the least that can be had, which runs.
+        keeps are made again in backward (``recompute``) or, on a GPU, wait in pinned host memory meanwhile, each the
+        cheaper way, chosen by a knapsack as the least time for the bytes that are missing; then ``limit`` is lowered.
+        Copies run beside compute, two at once in each direction; the link is taken to carry 20 GB/s. Random operators
+        are never run twice, and under the eager lowering the numbers are the same to the bit. Nothing goes to host
+        memory with ``recompute="unit"``, with sizes that move (``dynamic``), or with `fully_shard`. Where nothing fits,
+        a warning says the least that can be had, which runs.
     loss_rows
         Of so many rows at a time the logits of a linear head that go into ``F.cross_entropy``, and their gradient, are
         made: never the whole ``[rows, classes]``. A slice's gradient is made beside its loss, so that nothing is

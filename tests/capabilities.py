@@ -174,6 +174,17 @@ ROWS = (
         ),
     ),
     Row(
+        "Activations in host memory, or computed again, as a budget needs it",
+        "wrappers (`offload_wrapper`), all of them",
+        "wrappers (`offload_wrapper`), all of them",
+        "`memory_gb` (copies not run on a GPU yet)",
+        (
+            "test_store_saved::test_a_budget_is_kept_in_host_memory_with_the_same_bits",
+            "test_store_saved::test_each_value_goes_the_cheaper_way",
+            "test_store_saved::test_copies_that_end_as_late_as_they_may_change_nothing",
+        ),
+    ),
+    Row(
         "SyncBatchNorm",
         "yes, on GPUs",
         "yes, on GPUs",

@@ -98,7 +98,7 @@ class Rank:
             if port.kind == "copy" and port not in given:
                 shard = self.values[Port("in", "shard", port.name)]
                 given[port] = self.values[port] = shard.to(node.meta["val"].dtype)
-            if port.kind == "sum" and port not in given:
+            if port.kind in ("sum", "room") and port not in given:
                 value = node.meta["val"]
                 given[port] = self.values[port] = torch.zeros(value.shape, dtype=value.dtype)
         return [given[port] for port in program.ports if port.side == "in"]

@@ -17,6 +17,7 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, mutated, role_of
 from fsdp_compiled.ir.program import LOSS, Port
 from fsdp_compiled.passes.check import INVARIANTS, check
+from fsdp_compiled.passes.store_saved import store_saved
 from tests import recipes
 from tests.models import Block, Recipe
 
@@ -34,7 +35,10 @@ def built(
     policy = Policy(shard=shard, bucket_mb=0, limit=limit or "auto", offload=offload, lower="eager")
     recipe = Recipe((Block("linear"), Block("normed"), Block("linear")), policy=policy)
     found, plan = recipes.built(recipe, kind)
-    return {program.history[-1]: program for program in found}, plan
+    programs = {program.history[-1]: program for program in found}
+    names = {node.name for node in programs["reshape"].graph.nodes}
+    programs["store_saved"] = store_saved(names)(programs["reshape"], plan)
+    return programs, plan
 
 
 def as_after(program: Program, *history: str) -> Program:
@@ -228,6 +232,13 @@ def an_update_that_stays(program: Program, plan: Plan) -> Program:
     return done(edit, program)
 
 
+def a_copy_that_is_not_waited_for(program: Program, plan: Plan) -> Program:
+    edit = Edit(program)
+    wait = edit.map[program.marked("restored")[0]]
+    wait.replace_all_uses_with(wait.args[0])
+    return done(edit, program)
+
+
 @dataclass(frozen=True)
 class Case:
     after: str  # the pass whose result is broken
@@ -273,6 +284,7 @@ CASES = [
     Case("update", a_buffer_that_leaves, "_buffers_are_stored", r"buffer blocks\.1\.norm\..* leaves the step"),
     Case("offload", a_gather_from_the_host, "_only_copied", "_gather works on shard .* in host memory"),
     Case("offload", an_update_that_stays, "_only_copied", "is of state .*, and never goes back to the host"),
+    Case("store_saved", a_copy_that_is_not_waited_for, "_copies_end", "is waited for 0 times in its phase"),
     Case("limit", a_gather_too_early, "_within_limit", r"3 units are gathered at once .*; the limit is 2", limit=2),
     Case("schedule", a_gather_too_early, "_within_limit", r"3 units are gathered at once .*; the limit is 2", limit=2),
 ]

@@ -8,10 +8,8 @@ from itertools import combinations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.analysis.saved_values import Saved, cheapest, saved_values
@@ -20,29 +18,8 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.programs.memory_budget import GIB
 from tests.allocator import record
+from tests.feed_forward import ROWS, WIDTH, Model
 from tests.simulate import stages
-
-ROWS, WIDTH = 512, 32
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
 
 
 def captured() -> tuple[Program, Plan]:

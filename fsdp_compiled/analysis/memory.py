@@ -32,7 +32,7 @@ class Persistent:
 
     ``copies``: of shards, in the compute dtype. ``sums``: of microbatches' gradients. ``other``: the generator's state,
     the step count, the rates, the loss's scale, the rank. ``host``: parameters and optimizer state under
-    ``Policy.offload``, which the device does not hold.
+    ``Policy.offload``, and rooms for saved values, which the device does not hold.
     """
 
     parameters: int = 0
@@ -160,6 +160,7 @@ def persistent(
     scale = plan.policy.initial_scale(torch.device("meta"))
     inputs = program.inputs if program is not None else {}
     away = plan.policy.offload
+    rooms = sum(node.meta["val"].nbytes for port, node in inputs.items() if port.kind == "room")
     return Persistent(
         parameters=0 if away else plan.persistent_bytes,
         copies=plan.copy_bytes,
@@ -168,7 +169,7 @@ def persistent(
         constants=sum(_distinct((constants or {}).values())),
         sums=sum(node.meta["val"].nbytes for port, node in inputs.items() if port.kind == "sum"),
         other=GENERATOR[plan.device.type] + 8 + 8 + 8 * hypers + sum(_distinct(scale.values())),
-        host=plan.persistent_bytes + elementwise if away else 0,
+        host=rooms + (plan.persistent_bytes + elementwise if away else 0),
     )
 
 

@@ -57,12 +57,13 @@ AGAIN = (
 @dataclass(frozen=True)
 class Saved:
     """A value that backward reads. ``nodes``: those that are repeated to make it again, by name; ``seconds``: what they
-    are estimated to take."""
+    are estimated to take; ``stored``: it waits in host memory instead (`storable`)."""
 
     name: str
     nbytes: int
     seconds: float
     nodes: frozenset[str]
+    stored: bool = False
 
 
 def saved_values(program: Program, plan: Plan) -> list[Saved]:

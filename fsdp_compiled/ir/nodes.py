@@ -35,6 +35,10 @@ Role = Literal[
     "combine",
     "fetch",
     "return",
+    "store",
+    "stored",
+    "restore",
+    "restored",
 ]
 ASSERT = torch.ops.aten._assert_async.msg
 DISAGREE = "the ranks run different programs"

@@ -41,6 +41,7 @@ PortKind = Literal[
     "hyper",  # a scheduled hyperparameter: ``part``, of a group
     "sum",  # of a flat buffer's gradients over microbatches; without a name, of their losses or of how many they are
     "scale",  # what `Policy.loss_scale` needs, by name
+    "room",  # host memory for a value that forward keeps, by the value's name
     "step",  # how many updates were made
     "rank",  # this rank's place among the shards
     "rows",  # how much this rank's batch counts; as an output, inside the pipeline alone

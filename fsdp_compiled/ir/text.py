@@ -37,7 +37,7 @@ def summary(program: Program) -> str:
             lines.append(f"  {phase}")
         if role_of(node) == "part":
             continue
-        if is_collective(node) or is_wait(node) or role_of(node) == "wait":
+        if is_collective(node) or is_wait(node) or role_of(node) in WAITS:
             close()
             lines.append(f"    {where(node):<28}{_communication(node)}")
             continue
@@ -54,17 +54,22 @@ def where(node: fx.Node) -> str:
     return owner(node) or ("(all units)" if role_of(node) else "(loss)")
 
 
+WAITS = ("wait", "stored", "restored")
+# Copies from and to host memory, by their role.
+COPIES = {"fetch": "from the host", "return": "to the host", "store": "to the host", "restore": "from the host"}
+
+
 def _copies(node: fx.Node) -> str | None:
     """The role of a copy from or to host memory."""
     role = role_of(node)
-    return role if role in ("fetch", "return") else None
+    return role if role in COPIES else None
 
 
 def _what(nodes: Iterable[fx.Node]) -> str:
     nodes = list(nodes)
     if (role := _copies(nodes[0])) is not None:
         size = human(sum(node.meta["val"].nbytes for node in nodes))
-        return f"fetch: {size} from the host" if role == "fetch" else f"return: {size} to the host"
+        return f"{role}: {size} {COPIES[role]}"
     roles = {"view" if role_of(node) == "block" else role_of(node) for node in nodes}
     if roles == {"update"}:
         writes = sum(1 for node in nodes if mutated(node))
@@ -80,7 +85,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _communication(node: fx.Node) -> str:
-    if (is_wait(node) or role_of(node) == "wait") and not is_collective(node):
+    if (is_wait(node) or role_of(node) in WAITS) and not is_collective(node):
         source = node.all_input_nodes[0]
         return f"wait for {(source.all_input_nodes[0] if role_of(source) == 'part' else source).name}"
     sent = sum(source.meta["val"].nbytes for source in node.all_input_nodes)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, is_wait
+from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, is_wait, role_of
 from fsdp_compiled.ir.program import Program
 
 aten = torch.ops.aten
@@ -66,7 +66,8 @@ def _inputs(program: Program, device: torch.device) -> Iterator[str]:
         )
     for port, node in program.inputs.items():
         value = node.meta["val"]
-        if isinstance(value, torch.Tensor) and value.device.type != device.type:
+        # A room is pinned, and keeps its address.
+        if isinstance(value, torch.Tensor) and value.device.type != device.type and port.kind != "room":
             yield (
                 f"{port} is on the {value.device.type}, and would be copied while the graph is made. Move it to the "
                 "model's device, or make it a buffer of the model (register_buffer)."
@@ -101,6 +102,8 @@ def _sized_by_values(node: fx.Node, _: torch.device) -> bool:
 
 
 def _elsewhere(node: fx.Node, device: torch.device) -> bool:
+    if role_of(node) in ("store", "stored"):
+        return False
     values = pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(value, torch.Tensor) and value.device.type not in (device.type, "meta") for value in values)
 

@@ -9,14 +9,15 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.program import Program
+from fsdp_compiled.kernels import host_copies
 from fsdp_compiled.kernels.operators import IMPLEMENTATIONS, KERNELS, RUNS
 from fsdp_compiled.kernels.trial import Like, failure
 
-_failure = cache(failure)
+_failure, _copies_failure = cache(failure), cache(host_copies.failure)
 
 
 def calls_kernels(program: Program) -> bool:
-    return any(node.target in KERNELS for node in program.graph.nodes)
+    return any(node.target in (*KERNELS, *host_copies.COPIES) for node in program.graph.nodes)
 
 
 def failures(program: Program, device: torch.device) -> dict[str, str]:
@@ -28,6 +29,9 @@ def failures(program: Program, device: torch.device) -> dict[str, str]:
     for like in dict.fromkeys(map(_like, (node for node in program.graph.nodes if node.target in KERNELS))):
         if RUNS[like.name, device.type] is not IMPLEMENTATIONS[like.name] and (said := _failure(like, device)):
             found[like.name] = said
+    copies = any(node.target in host_copies.COPIES for node in program.graph.nodes)
+    if copies and device.type not in host_copies.IN_ORDER and (said := _copies_failure(device)):
+        found[host_copies.NAME] = said
     return found
 
 

@@ -114,7 +114,7 @@ def is_borrowed(node: fx.Node) -> bool:
     Views of all kinds, but for a block's slice of a gathered buffer, which is at another place in every block; and a
     gradient's scaling by the clip factor, which is better done where the gradient is read.
     """
-    return (is_view(node) and role_of(node) not in ("block", "part")) or (
+    return (is_view(node) and role_of(node) not in ("block", "part", "stored", "restored")) or (
         role_of(node) == "norm" and node.target is aten.mul.Tensor and _numel(node) > FEW
     )
 
@@ -205,7 +205,7 @@ def _stands_alone(node: fx.Node) -> bool:
         or is_wait(node)
         or is_random(node)
         or node.target in (ASSERT, aten.linalg_vector_norm.default, *KERNELS)
-        or role in ("part", "cast", "combine", "fetch", "return")
+        or role in ("part", "cast", "combine", "fetch", "return", "store", "stored", "restore", "restored")
         or (role == "update" and not node.meta["mark"].unit)  # module buffers, each written back by a copy
     )
 

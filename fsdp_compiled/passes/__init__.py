@@ -30,6 +30,7 @@ from fsdp_compiled.passes.row_weights import unweigh, weigh
 from fsdp_compiled.passes.same_batches import same_batches
 from fsdp_compiled.passes.schedule import schedule
 from fsdp_compiled.passes.slice_loss import slice_loss
+from fsdp_compiled.passes.store_saved import store_saved
 from fsdp_compiled.passes.update import update
 from fsdp_compiled.passes.write_back import write_back
 from fsdp_compiled.plan.plan import Plan
@@ -98,5 +99,6 @@ __all__ = [
     "recompute_saved",
     "run",
     "step",
+    "store_saved",
     "update_alone",
 ]

@@ -3,7 +3,8 @@
 | after       | holds                                                                                               |
 |-------------|-----------------------------------------------------------------------------------------------------|
 | every pass  | ports and graph agree; every value has its fake tensor; forward, backward, update follow in order;  |
-|             | inputs, but sums over microbatches, are written in the update alone; every collective is waited for |
+|             | inputs, but sums over microbatches and rooms, are written in the update alone; every collective is  |
+|             | waited for                                                                                          |
 | `gather`    | no full parameter is an input; a buffer is gathered at most once a phase                            |
 | `reduce`    | every gradient that leaves is a waited reduction of this rank's shard size                          |
 | `recompute` | no gathered value of a resharded unit crosses from forward to backward, aliases included            |
@@ -13,6 +14,7 @@
 | `update`    | every trainable shard with an optimizer is written, and its copy, and no gradient leaves            |
 | `write_back`| no new value of a module buffer leaves: it is written back                                          |
 | `offload`   | what lives in host memory is only copied from and to it, and what changed goes back                 |
+| `store_saved` | what is in host memory is read from there alone; copies are waited for, and few are under way     |
 | `limit`     | at most `Policy.limit` units are gathered at every node                                             |
 | `schedule`  | the same, with gathers started early                                                                |
 """
@@ -24,6 +26,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from fsdp_compiled.analysis.host_copies import odd_copy
 from fsdp_compiled.ir.liveness import alive, live_ranges
 from fsdp_compiled.ir.nodes import (
     AGAIN,
@@ -86,7 +89,7 @@ def _form(program: Program) -> None:
         )  # type: ignore[arg-type]
     if repeated := [str(port) for port, count in Counter(program.ports).items() if count > 1]:
         fail(program, None, f"ports appear twice: {', '.join(repeated)}.")
-    sums = {node for port, node in program.inputs.items() if port.kind == "sum"}
+    free = {node for port, node in program.inputs.items() if port.kind in ("sum", "room")}
     phase = 0
     for node in program.graph.nodes:
         if node.op == "output":
@@ -104,7 +107,7 @@ def _form(program: Program) -> None:
             )
         phase = now
         for target in mutated(node):
-            if target.op == "placeholder" and node.meta["phase"] != "update" and target not in sums:
+            if target.op == "placeholder" and node.meta["phase"] != "update" and target not in free:
                 fail(
                     program,
                     node,
@@ -231,7 +234,7 @@ def _nothing_is_written_before_ranks_agree(program: Program, plan: Plan) -> None
     for node in program.graph.nodes:
         if role_of(node) == "agree":
             return
-        if any(origin(target).op == "placeholder" for target in mutated(node)):
+        if any(origin(target).op == "placeholder" for target in mutated(node)) and role_of(node) != "store":
             fail(program, node, f"{node.name} writes an input before the ranks agree that they all make this step.")
 
 
@@ -263,6 +266,11 @@ def _only_copied(program: Program, plan: Plan) -> None:
                 fail(program, odd, f"what {odd.name} writes is of {port}, and never goes back to the host.")
 
 
+def _copies_end(program: Program, plan: Plan) -> None:
+    if (found := odd_copy(program)) is not None:
+        fail(program, *found)
+
+
 INVARIANTS: dict[str, tuple[Callable[[Program, Plan], None], ...]] = {
     "gather": (_no_full_parameters, _gathered_once_a_phase),
     "reduce": (_gradients_are_reduced,),
@@ -272,6 +280,7 @@ INVARIANTS: dict[str, tuple[Callable[[Program, Plan], None], ...]] = {
     "update": (_shards_are_updated,),
     "write_back": (_buffers_are_stored,),
     "offload": (_only_copied,),
+    "store_saved": (_copies_end,),
     "limit": (_within_limit,),
     "schedule": (_within_limit,),
 }

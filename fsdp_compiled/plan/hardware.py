@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+HOST = 2e10  # PCIe 4.0 with 16 lanes, of 3.2e10 in theory
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -18,7 +20,7 @@ class Machine:
     each direction, and the seconds that a collective takes however little it carries.
 
     ``inner``: bytes a second along the tp axis, where that has wires of its own (inside a node); None: it has the
-    network's.
+    network's. ``host``: bytes a second between a device and host memory, in each direction.
     """
 
     flops: float
@@ -26,6 +28,7 @@ class Machine:
     network: float
     latency: float
     inner: float | None = None
+    host: float = HOST
 
     def transfer(self, nbytes: float, world: int, axis: str = "shard") -> float:
         """Seconds of an all-gather to, or a reduce-scatter from, ``nbytes`` in a ring of ``world`` ranks."""

@@ -198,6 +198,7 @@ class ShardedCalls:
             "constant": compiled.constants(state),
             "hyper": self._hyperparameters.tensors,
             "rank": {"": self._rank},
+            "room": compiled.rooms,
             "sum": state.sums,
             "scale": state.scale,
             "call": {"": self._call},

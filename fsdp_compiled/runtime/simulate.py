@@ -153,5 +153,5 @@ def simulate(
         )  # fmt: skip
         captured = capture(model, job)
         program = transform(captured, job)[-1]
-        memory = memory_of(captured, program, job)(program)
+        memory = memory_of(captured, job)(program)
     return Estimate(plan, program, memory, estimate(program, plan))

@@ -33,6 +33,7 @@ from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.host_memory import Rooms
 from fsdp_compiled.runtime.programs import memory_budget
 from fsdp_compiled.runtime.programs.input_binding import InputBinding
 from fsdp_compiled.runtime.programs.training import Backward, Training, training_of
@@ -90,6 +91,11 @@ class Compiled:
         """Of a program that is lowered."""
         assert self.halves is not None
         return training_of(self.halves, self.inputs, self.outputs, self.reached, self.backward)
+
+    @cached_property
+    def rooms(self) -> Rooms:
+        """Host memory for what its forward keeps."""
+        return Rooms(self.program)
 
     @property
     def updates(self) -> bool:
@@ -174,16 +180,21 @@ def transform(captured: Capture, job: Job) -> list[Program]:
     return stages
 
 
-def memory_of(captured: Capture, program: Program, job: Job) -> Predict:
+def memory_of(captured: Capture, job: Job) -> Predict:
     """What a program of this step takes of a rank's memory; what cannot be predicted says so, and stops nothing."""
-    held = partial(memory.persistent, job.plan, job.rules, job.buffers, captured.constants, program)
-    return lambda one: attempt(lambda: peak_memory.predict(one, job.plan, held()), memory.unpredicted)
+    held = partial(memory.persistent, job.plan, job.rules, job.buffers, captured.constants)
+    return lambda one: attempt(lambda: peak_memory.predict(one, job.plan, held(one)), memory.unpredicted)
+
+
+def has_host_memory(job: Job) -> bool:
+    """Whether values may wait in host memory: it is another than the device's, and backward is in the program."""
+    return job.plan.device.type != "cpu" and job.kind != "training"
 
 
 def fit_to_memory(stages: Sequence[Program], predict: Predict, job: Job) -> list[Program]:
     """Other last stages, where what will run, the program fused, needs more than `Policy.memory_gb`."""
     fused = lambda one: predict(passes.run(one, job.plan, job.fusions))  # noqa: E731
-    return memory_budget.fit(stages, job.plan, fused, job.passes)
+    return memory_budget.fit(stages, job.plan, fused, job.passes, has_host_memory(job))
 
 
 def fuse(stages: Sequence[Program], job: Job) -> list[Program]:

@@ -1,5 +1,5 @@
-"""A step that fits into `Policy.memory_gb`: gathers less far ahead, then saved values computed again, then fewer units
-alive, until the predicted peak does.
+"""A step that fits into `Policy.memory_gb`: gathers less far ahead, then saved values computed again or sent to host
+memory, then fewer units alive, until the predicted peak does.
 
     prefetch=2, limit as it comes         predicted peak 1.31 GiB
     prefetch=1                                           1.19 GiB
@@ -8,7 +8,8 @@ alive, until the predicted peak does.
     96 of 96, limit=2                                    0.61 GiB
 
 In this order because gathering ahead costs nothing but memory, making values again costs compute, and a lower limit
-gathers again. Which values, a knapsack chooses: the least compute for so many bytes (`analysis.saved_values`). What a
+gathers again. Which values, a knapsack chooses: the least time for so many bytes (`analysis.saved_values`), each value
+the cheaper way: made again, or in host memory meanwhile, where the device has memory of its own (`storable`). What a
 choice brings is not the sum of its bytes, since what is made again is alive in backward; so more is chosen until the
 program that comes of it, with all its passes and fusions, is predicted to fit. Only what the policy leaves on
 ``"auto"`` is touched.
@@ -22,8 +23,10 @@ from dataclasses import dataclass, replace
 
 from fsdp_compiled import passes
 from fsdp_compiled.analysis.memory import Memory
-from fsdp_compiled.analysis.saved_values import cheapest, saved_values
+from fsdp_compiled.analysis.saved_values import Saved, cheapest, saved_values
+from fsdp_compiled.analysis.storable import storable
 from fsdp_compiled.ir.liveness import live_ranges, most_gathered
+from fsdp_compiled.ir.nodes import base_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.text import human
@@ -57,6 +60,7 @@ class _Budget:
     plan: Plan
     predict: Callable[[Program], Memory]
     transforms: Sequence[passes.Pass]
+    host: bool  # whether values may wait in host memory
 
     @property
     def nbytes(self) -> int:
@@ -83,17 +87,18 @@ def fit(
     plan: Plan,
     predict: Callable[[Program], Memory],
     transforms: Sequence[passes.Pass] = (),
+    host: bool = False,
 ) -> list[Program]:
     """The stages, with other last ones if the program is over the budget.
 
     ``predict``: the memory of what will run, which is the program fused. What was chosen is in its notes. The last
     stages are those of `passes.SCHEDULING`; ``transforms`` are all the passes that made them: without, nothing is
-    computed again. Where nothing fits, it is the least there is, with a warning; where memory cannot be predicted,
-    nothing is chosen by it, with a warning.
+    computed again. ``host``: values may wait in host memory. Where nothing fits, it is the least there is, with a
+    warning; where memory cannot be predicted, nothing is chosen by it, with a warning.
     """
     if plan.policy.memory_gb is None:
         return list(stages)
-    budget = _Budget(plan, predict, transforms)
+    budget = _Budget(plan, predict, transforms, host)
     needed = predict(stages[-1])
     if needed.unknown:
         reason = f"{budget} has no effect: memory is not predicted: {needed.unknown}"
@@ -129,10 +134,12 @@ def _less_and_less(first: _Tried, budget: _Budget) -> Iterator[_Tried]:
             return
         yield one
     best = None
-    for names, how in _values_again(first, budget):
+    for values, how in _values_freed(first, budget):
         done = made[: _recomputed(made)]
-        again = (passes.recompute_saved(names), *_from_recompute(budget.transforms))
-        one = budget.made(done, policy, again, how)
+        rest = _from_recompute(budget.transforms)[: -len(passes.SCHEDULING)]
+        again = (passes.recompute_saved(_nodes(values, stored=False)), *rest)
+        away = [passes.store_saved(names)] if (names := _nodes(values, stored=True)) else []
+        one = budget.made(done, policy, (*again, *away, *passes.SCHEDULING), how)
         if one is None:
             break
         best = one if best is None or one.peak < best.peak else best
@@ -163,24 +170,43 @@ def _fewer_alive(policy: Policy, alive: int) -> Iterator[Policy]:
             yield replace(policy, limit=limit)
 
 
-def _values_again(first: _Tried, budget: _Budget) -> Iterator[tuple[frozenset[str], str]]:
-    """Nodes to repeat in backward, more of them each time, and what that is called."""
+def _values_freed(first: _Tried, budget: _Budget) -> Iterator[tuple[list[Saved], str]]:
+    """Values that forward keeps no longer, more of them each time, and what that is called."""
     done = _recomputed(first.stages)
-    if budget.plan.policy.recompute != "auto" or not done or not _from_recompute(budget.transforms):
+    if not done or not _from_recompute(budget.transforms):
         return
-    values = saved_values(first.stages[done - 1], budget.plan)
+    values = _candidates(first.stages[done - 1], budget)
     whole = sum(value.nbytes for value in values)
     missing = first.peak - budget.nbytes
     more = [size for size in (int(missing * factor) for factor in MORE) if size < whole]
     fewer = [size for size in (int(whole * part) for part in FEWER) if size < missing]
     for wanted in [*more, whole, *fewer] if values else []:
         chosen = cheapest(values, wanted)
-        seconds = sum(value.seconds for value in chosen)
-        how = (
-            f"{len(chosen)} of {len(values)} saved values, {human(sum(value.nbytes for value in chosen))}, made again "
-            f"in backward at some {1e3 * seconds:.3g} ms"
-        )
-        yield frozenset().union(*(value.nodes for value in chosen)), how
+        yield chosen, _said(chosen, len(values))
+
+
+def _candidates(program: Program, budget: _Budget) -> list[Saved]:
+    """What can be made again or stored, each value the cheaper way."""
+    recompute = budget.plan.policy.recompute
+    again = {value.name: value for value in saved_values(program, budget.plan)} if recompute == "auto" else {}
+    stored = storable(program, budget.plan, again) if budget.host and recompute != "unit" else []
+    nodes = {node.name: node for node in program.graph.nodes}
+    taken = {base_of(nodes[value.name]).name for value in stored}
+    return [*(value for name, value in again.items() if name not in taken), *stored]
+
+
+def _nodes(values: Sequence[Saved], stored: bool) -> frozenset[str]:
+    return frozenset().union(*(value.nodes for value in values if value.stored == stored))
+
+
+def _said(chosen: Sequence[Saved], count: int) -> str:
+    parts = []
+    for stored, what in ((False, "made again in backward"), (True, "in host memory meanwhile")):
+        own = [value for value in chosen if value.stored == stored]
+        if own:
+            size, seconds = human(sum(value.nbytes for value in own)), sum(value.seconds for value in own)
+            parts.append(f"{len(own)} of {count} saved values, {size}, {what} at some {1e3 * seconds:.3g} ms")
+    return ", ".join(parts)
 
 
 def _recomputed(stages: Sequence[Program]) -> int:

@@ -132,7 +132,7 @@ class ProgramMaker:
 
         def build() -> Compiled:
             stages = transform(captured, job)  # checked after each pass
-            predict = memory_of(captured, stages[-1], job)
+            predict = memory_of(captured, job)
             stages = fit_to_memory(stages, predict, job)
             stages = fuse(stages, job)  # checked after each fusion
             return describe(captured, stages, predict, job)
