@@ -38,6 +38,9 @@ class Block(nn.Module):
         self.act = lambda y: y**power
         if like == "writes a buffer":
             self.register_buffer("seen", torch.zeros(WIDTH))
+        self.plain = torch.ones(WIDTH) * (index + 1) if like == "plain tensors" else None
+        if like == "experts":
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 
     def forward(self, x: torch.Tensor, factor: float = 1.0, *, masks: tuple[torch.Tensor, ...] = ()) -> Any:
         y = self.linear(x) * factor * self.factor
@@ -76,6 +79,14 @@ class Block(nn.Module):
             y = y + checkpoint(self.second, x, use_reentrant=False)
         if self.like == "random":
             y = y * torch.rand(WIDTH)
+        if self.like == "plain tensors":
+            y = y * self.plain
+        if self.like == "reads and does not use":
+            self.drop(self.linear.weight)
+            y = x * self.linear.bias
+        if self.like == "experts":
+            for expert in self.experts:
+                y = y + expert(x)
         if self.kind == "other":
             y = y.sin()
         if self.like == "returns its argument":
@@ -90,6 +101,7 @@ class Model(nn.Module):
         self.shared = shared
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Block(index, like, shared) for index in range(LAYERS))
+        self.last = torch.ones(WIDTH) * 3 if like == "plain tensors" else None
         if like == "tied":
             self.layers[5].linear.weight = self.layers[2].linear.weight
         if like == "frozen":
@@ -141,6 +153,8 @@ class Model(nn.Module):
                 seen.append(x)
             else:
                 x = layer(x)
+        if self.like == "plain tensors":
+            x = x * self.last
         if self.like == "read after":
             x = x * sum(layer.linear.weight.square().sum() for layer in self.layers)
         if self.like == "differentiated inside":

@@ -134,7 +134,9 @@ def capture(
         try:
             with torch.compiler.config.patch(unbacked_sources=",".join(symbolic)), in_place(places, made.tensors):
                 value, aux, pair, replaced, said, made.touched = compiled(named, args, dict(kwargs), buffers)
+                made.complete()
                 if repeats is not None:
+                    repeats.tell(recorder)
                     repeats.check_guards(recorder.kept)
                 check_parameters(places, made.tensors)
                 made.side_effects = SideEffects(made.mutations, made.closed, {id(result) for result in made.results})

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.aot_cache import traced
+from fsdp_compiled.capture.blocks.written_blocks import with_own_tensors
 from fsdp_compiled.capture.captured import CURE, Tensors
 from fsdp_compiled.capture.closed_numbers import Numbers
 from fsdp_compiled.capture.guards import Guards
@@ -75,24 +76,34 @@ class Trace:
                 f"  Cure: {cure('manual_seed')}"
             )
         self.mutations = Mutations()
-        self.module, self.inputs, self.results = module, self._in_order(module, inputs), results
+        self.module, self.inputs, self.results = module, inputs, results
         self.context = TracingContext.try_get()
         self.code = set(TracingContext.get_traced_code() or ())
-        self.given = self._input_ports(module, self.inputs)
         return lambda *_: tuple(results)  # which Dynamo holds for good, and no more than these
 
+    def complete(self) -> None:
+        """After Dynamo, which makes code that finds each input: the graph has all of them, in order, with ports."""
+        assert self.module is not None
+        self.inputs = self._in_order(self.module, with_own_tensors(self.module.graph, self.inputs))
+        self.given = self._input_ports(self.module, self.inputs)
+
     def _in_order(self, module: fx.GraphModule, inputs: list[Any]) -> list[Any]:
-        """The inputs, and their placeholders: the batch's, the model's as it registers them, others as they came."""
+        """The inputs, and their placeholders: the batch's, the model's as registered, others as they are read."""
         model = [self.tensors[place.name] for place in self.places]
         ranks: dict[int, int] = {}
         for tensor in [*self.batch, *model]:
             ranks.setdefault(id(tensor), len(ranks))
         places = module.graph.find_nodes(op="placeholder")
         last = len(ranks)
-        order = sorted(
-            range(len(places)),
-            key=lambda place: ranks.get(id(inputs[place]), last if isinstance(inputs[place], torch.Tensor) else -1),
-        )
+        others = {node for node, value in zip(places, inputs, strict=True) if id(value) not in ranks}
+        reads = ((one, place) for place, node in enumerate(module.graph.nodes) for one in node.all_input_nodes)
+        read = dict(reversed([(one, place) for one, place in reads if one in others])) if len(others) > 1 else {}
+
+        def rank(place: int) -> tuple[int, int]:
+            last_rank = last if isinstance(inputs[place], torch.Tensor) else -1
+            return ranks.get(id(inputs[place]), last_rank), read.get(places[place], 0)
+
+        order = sorted(range(len(places)), key=rank)
         for place in reversed(order):
             module.graph._root.append(places[place])
         return [inputs[place] for place in order]
@@ -175,7 +186,7 @@ class Trace:
                     port = Port("in", "constant", _source(node))
                     self.constants[port.name] = value.detach()
                     self.closed[id(value)] = port.name
-                    self.sources[port.name] = value, node.meta["grapharg"].source
+                    self.sources[port.name] = value, node._dynamo_source  # type: ignore[attr-defined]
                 else:
                     raise CaptureError(
                         f"{node.name} is a {type(value).__name__} that varies from call to call. Pass numbers that "
@@ -197,7 +208,7 @@ class Trace:
 
 def _name(node: fx.Node) -> str:
     """Where Dynamo found an input."""
-    source = node.meta["grapharg"].source.name
+    source = node._dynamo_source.name  # type: ignore[attr-defined]
     return source() if callable(source) else source
 
 

@@ -37,7 +37,7 @@ import contextlib
 import re
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,15 @@ class Recorder:
         self.code: set[types.CodeType] = set()  # that was traced, functions of functions too
         self._alive: list[Any] = []
 
+    def repeat(self, guards: Iterable[tuple[Any, Any]]) -> None:
+        """Guards of a block like one that was walked through, each with what it looks at."""
+        for guard, value in guards:
+            if guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT":
+                if type(value).__name__ == "OrderedDict":
+                    self.empty.append(value)
+            else:
+                self._alive.append(_identity(value, guard.create_fn_name()))
+
     def select(self, entries: Sequence[Any]) -> list[bool]:
         """``guard_filter_fn``: which guards are kept."""
         self.values = {entry.orig_guard.name: entry.value for entry in entries if entry.has_value}
@@ -87,7 +96,8 @@ class Recorder:
                       and type(entry.value).__name__ == "OrderedDict"]  # fmt: skip
         kept = [self._is_relied_on(entry, own) for entry in entries]
         chosen = [entry for entry, select in zip(entries, kept, strict=True) if select]
-        self._alive, self.kept = [_identity(entry) for entry in chosen], [entry.orig_guard for entry in chosen]
+        self._alive = [_identity(entry.value, entry.guard_type, entry.has_value) for entry in chosen]
+        self.kept = [entry.orig_guard for entry in chosen]
         return kept
 
     def _is_relied_on(self, entry: Any, own: set[int]) -> bool:
@@ -121,13 +131,12 @@ class Recorder:
         return found
 
 
-def _identity(entry: Any) -> Any:
+def _identity(value: Any, kind: str, there: bool = True) -> Any:
     """What a guard knows by its address alone: it stays, so that nothing else gets the address."""
-    value = entry.value
     if isinstance(value, types.FunctionType):
         return value.__code__
-    by_type = not entry.has_value or isinstance(value, nn.Module) or not entry.guard_type.endswith("_MATCH")
-    return type(value) if by_type or entry.guard_type == "TYPE_MATCH" else value
+    by_type = not there or isinstance(value, nn.Module) or not kind.endswith("_MATCH")
+    return type(value) if by_type or kind == "TYPE_MATCH" else value
 
 
 def _library(module: types.ModuleType) -> bool:

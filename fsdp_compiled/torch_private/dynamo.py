@@ -22,7 +22,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.guards import CheckFunctionManager, uninteresting_files
 from torch._dynamo.guards import _get_closure_vars as closure_vars
-from torch._dynamo.source import CallMethodItemSource, NNModuleSource
+from torch._dynamo.source import CallMethodItemSource, LocalSource, NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables import (
@@ -40,7 +40,7 @@ from torch._dynamo.variables.base import (
     ValueMutationExisting,
     ValueMutationNew,
 )
-from torch._dynamo.variables.builder import VariableBuilder, wrap_fx_proxy
+from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._guards import ChainedSource, Guard, Source, TracingContext, tracing
 
@@ -55,6 +55,7 @@ __all__ = [
     "Guard",
     "InstructionTranslator",
     "LazyVariableTracker",
+    "LocalSource",
     "NNModuleSource",
     "Source",
     "TensorVariable",
@@ -69,7 +70,6 @@ __all__ = [
     "UserErrorType",
     "ValueMutationExisting",
     "ValueMutationNew",
-    "VariableBuilder",
     "cache_entries",
     "closure_vars",
     "config",

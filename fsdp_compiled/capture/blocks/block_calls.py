@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import traceback
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ from fsdp_compiled.torch_private.dynamo import (
     uninteresting_files,
 )
 
+BLOCK = "___block"  # the called block, in what `BlockCall.evaluate` is given
+
 
 class Unlike(Exception):
     """Why a block is walked through."""
@@ -55,6 +58,8 @@ class BlockCall:
             raise Unlike("it is inside of a region of its own")
         if C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             raise Unlike("it is called inside of a derivative")
+        if self.value(self.source) is not self.module:
+            raise Unlike("it is not where it was found")
         self.tensors: list[fx.Node] = []
         self.form = (
             tuple(self._form(one) for one in args),
@@ -97,6 +102,14 @@ class BlockCall:
             return source.get_value(self._scope, self._names, self._values)
         except Exception as error:
             raise Unlike(f"{source.name} cannot be read: {error}") from error
+
+    def evaluate(self, code: types.CodeType) -> Any:
+        """What an expression of places says, in which the block is a local of this name: `BLOCK`."""
+        scope = {"L": {**self._scope["L"], BLOCK: self.module}, "G": self._scope["G"]}
+        try:
+            return eval(code, scope, dict(self._names))
+        except Exception as error:
+            raise Unlike(f"what is read of it cannot be: {error}") from error
 
 
 def call_path(variable: Any) -> str:

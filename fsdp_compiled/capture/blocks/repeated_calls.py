@@ -12,8 +12,8 @@ writes the same calls if all of these hold there, with one block in the place of
 that lie alike, and the same numbers; under the same modes; while nothing that was there before the trace is changed.
 Where any of it cannot be said, the block is walked through. What is written is what the walk would have written: an
 input for each of the block's own tensors, calls with values worked out on fake tensors, the modules and lines they came
-from, and the guards, of this block, which are asked again at each step. When Dynamo has built these, their texts are
-compared with the walked block's.
+from, and those guards of this block that are kept, which are asked again at each step. When Dynamo has built these,
+their texts are compared with the walked block's.
 
 Reaches into Dynamo, of torch 2.13 and such as are like it; `RepeatError`, and any other failure in here, is answered by
 tracing again without (`dynamo.capture`).
@@ -33,8 +33,9 @@ from torch import nn
 from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, call_path
 from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
 from fsdp_compiled.capture.blocks.walked_blocks import Before, WalkedBlock
-from fsdp_compiled.capture.blocks.written_blocks import RepeatError, write
-from fsdp_compiled.torch_private.dynamo import Guard, UnspecializedNNModuleVariable, config
+from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
+from fsdp_compiled.capture.guards import Recorder, plain_names
+from fsdp_compiled.torch_private.dynamo import CheckFunctionManager, Guard, UnspecializedNNModuleVariable, config
 
 log = logging.getLogger("fsdp_compiled")
 LOCK = threading.RLock()  # Dynamo, too, traces for one thread at a time
@@ -57,7 +58,9 @@ class Repeats:
         self._output: Any = None  # Dynamo's, of one trace
         self._visited: set[tuple[int, type]] = set()
         self._walked: dict[tuple[int, type], WalkedBlock] = {}
-        self.written: list[tuple[WalkedBlock, BlockCall]] = []  # in the newest trace
+        self.written: list[WrittenBlock] = []  # in the newest trace
+        self._tensors: set[int] = set()  # their own, by identity
+        self.built: list[tuple[WrittenBlock, int, Guard]] = []  # their guards: of the walked block's list, which
         self._told: set[str] = set()
         self._until_traced = contextlib.ExitStack()
 
@@ -78,15 +81,25 @@ class Repeats:
                 return walk()
             return self._call(walk, variable, tx, args, kwargs)
 
+        build = CheckFunctionManager.build_guards
+
+        def build_guards(manager: Any, guards: Any, *rest: Any, **named: Any) -> Any:
+            if threading.get_ident() == thread and "guard_filter_fn" in named:  # those that are kept
+                guards = [*guards, *self.more(guards)]
+            return build(manager, guards, *rest, **named)
+
         kind.call_function = call_function  # type: ignore[method-assign]
+        CheckFunctionManager.build_guards = build_guards  # type: ignore[method-assign]
         try:
             yield
         finally:
+            CheckFunctionManager.build_guards = build  # type: ignore[method-assign]
             kind.call_function = before  # type: ignore[method-assign]
 
     def _call(self, walk: Callable[[], Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if tx.output is not self._output:
-            self._output, self._visited, self._walked, self.written = tx.output, set(), {}, []
+            self._output, self._visited, self._walked = tx.output, set(), {}
+            self.written, self._tensors, self.built = [], set(), []
         mine = self._lists[id(variable.value)]
         if mine not in self._visited:  # it alone reads first what all of them read
             self._visited.add(mine)
@@ -95,19 +108,23 @@ class Repeats:
         with self._answered(variable):
             call = BlockCall(variable, tx, args, kwargs)
             if (walked := self._walked.get(mine)) is not None:
-                values = walked.check(call)
+                tensors, values = walked.check(call, self._tensors)
                 if not self.written:
                     # What differentiates later would look for a way through values that were not computed.
                     self._until_traced.enter_context(config.patch(trace_autograd_ops=False))
-                result = write(walked, call, values)
-                self.written.append((walked, call))
+                block = WrittenBlock(walked, call, values)
+                result = block.write(tensors)
+                self.written.append(block)
+                self._tensors.update(map(id, tensors))
                 self.wrote = True
                 return result
             before = Before(call)
         result = walk()
         if before is not None:
             with self._answered(variable):
-                self._walked[mine] = WalkedBlock(call, before, result)
+                inside = [one for one in self.written if one.call.source.name.startswith(call.source.name)]
+                guards = [block.guard(place) for block in inside for place in range(len(block.walked.guards))]
+                self._walked[mine] = WalkedBlock(call, before, result, guards)
         return result
 
     @contextlib.contextmanager
@@ -122,16 +139,32 @@ class Repeats:
                 log.info("%s is traced by itself, as equal blocks are not: %s", call_path(variable), why)
         self.failed = False
 
-    def check_guards(self, guards: Iterable[Guard]) -> None:
-        """Raises `RepeatError` unless what is kept of the guards says of each written block what it says of its like.
+    def more(self, chosen: Iterable[Guard]) -> list[Guard]:
+        """Of blocks that were not walked through, the guards that are kept. ``chosen``: those of the others."""
+        kept = set(map(id, chosen))
+        for block in self.written:
+            for place, (guard, _, _) in enumerate(block.walked.guards):
+                if id(guard) in kept:
+                    self.built.append((block, place, block.guard(place)))
+                    kept.add(id(block.guard(place)))
+        return [guard for _, _, guard in self.built]
 
-        ``guards``: those that are kept, which Dynamo has built.
+    def tell(self, recorder: Recorder) -> None:
+        """What the guards of blocks look at that were not walked through."""
+        for block in self.written:
+            guards = (guard for guard, _, _ in block.walked.guards)
+            recorder.repeat(zip(guards, block.values, strict=True))
+
+    def check_guards(self, guards: Iterable[Guard]) -> None:
+        """Raises `RepeatError` unless those of each written block say of it what its like's say of that.
+
+        ``guards``: those that are kept of the others. Dynamo has built them all.
         """
         texts: dict[str, set[str]] = {}
-        for guard in guards:
+        for guard in (*guards, *(guard for _, _, guard in self.built)):
             texts.setdefault(guard.originating_source.name, set()).update(guard.code_list or ())
-        for walked, call in self.written:
-            try:
-                walked.check_guards(call, texts)
-            except Unlike as why:
-                raise RepeatError(str(why)) from why
+        for block, place, guard in self.built:
+            one, other = block.walked.call.source.name, block.call.source.name
+            said = {text.replace(one, other) for text in block.walked.guards[place][0].code_list or ()}
+            if not said <= texts[guard.originating_source.name]:
+                raise RepeatError(f"a guard of {plain_names(other)} is not that of the one before")

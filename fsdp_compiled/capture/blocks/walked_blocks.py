@@ -2,26 +2,27 @@
 
 It would if all that the walk took for granted, which Dynamo notes as guards, holds of the other block as well. That is
 asked of what the guards look at before anything is written (`WalkedBlock.check`), and of the texts of the guards
-themselves when Dynamo has built them (`WalkedBlock.check_guards`).
+themselves when Dynamo has built them (`repeated_calls.Repeats.check_guards`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, changed, moved, plain, plain_layout
+from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, changed, moved, plain, plain_layout
 from fsdp_compiled.capture.blocks.equal_blocks import layout_of
 from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     Guard,
     LazyVariableTracker,
+    LocalSource,
     Source,
     TensorVariable,
     TupleVariable,
@@ -31,10 +32,20 @@ HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
+OWN = "own"  # under which `own_tensor`'s tensor is described
 # What of a node is written anew.
 WRITTEN = (
-    "example_value", "creation_timestamp", "source_fn_stack", "nn_module_stack", "stack_trace",
+    "example_value", "creation_timestamp", "source_fn_stack", "nn_module_stack", "stack_trace", "grapharg", OWN,
 )  # fmt: skip
+
+
+def own_tensor() -> torch.Tensor:
+    """Stands in Dynamo's graph for an own tensor of a block that was not walked through (`written_blocks`)."""
+    raise AssertionError
+
+
+def is_input(node: fx.Node) -> bool:
+    return node.op == "placeholder" or node.target is own_tensor
 
 
 class Before:
@@ -67,24 +78,25 @@ class WalkedBlock:
     visits   how often each of the block's modules was called
     """
 
-    def __init__(self, call: BlockCall, before: Before, result: Any) -> None:
+    def __init__(self, call: BlockCall, before: Before, result: Any, inside: Iterable[Guard]) -> None:
+        """``inside``: guards of blocks in this one that were not walked through."""
         self.call, self.result = call, result
-        self._inputs: dict[fx.Node, int] = {}
         output = call.output
         new = [node for node in output.graph.nodes if node not in before.nodes]
-        self.inputs = [node for node in new if node.op == "placeholder"]
-        self.nodes = [node for node in new if node.op != "placeholder"]
+        self.inputs = [node for node in new if is_input(node)]
+        self.nodes = [node for node in new if not is_input(node)]
         if changed(output.side_effects) or before.counts != _counts(call):
             raise Unlike("it changes objects")
         if any(node.meta["example_value"]._version != version for node, version in before.versions.items()):
             raise Unlike("it writes tensors in place")
         if any(node.meta["example_value"]._version for node in self.inputs):
             raise Unlike("it writes its own tensors in place")
-        self.sources = [node.meta["grapharg"].source for node in self.inputs]
+        self.sources = [node.meta[OWN if OWN in node.meta else "grapharg"].source for node in self.inputs]
         if not all(self._own(source) for source in self.sources):
             raise Unlike("it reads what the one before did not")
         self._check_nodes(set(new))
-        self.guards = list(self._guards())
+        self.guards = list(self._guards([*output.guards, *inside]))
+        self._read = self._reader()
         self.values = [call.value(source) for source in self.sources]
         self.structure = _structure(call.module)
         self.visits = {name: count for name, count in call.tx.num_calls.items() if self.inside(name)}
@@ -93,10 +105,10 @@ class WalkedBlock:
         self._answer(result, lambda node: node in made)
         self._check_results([*self.inputs, *call.tensors])
 
-    def _guards(self) -> Iterable[tuple[Guard, Any, tuple[Source, ...]]]:
+    def _guards(self, guards: Iterable[Guard]) -> Iterable[tuple[Guard, Any, tuple[Source, ...]]]:
         """What was read before the block was called is asked as well: the block may have read it again."""
         inputs = {source.name for source in self.sources}
-        for guard in self.call.output.guards:
+        for guard in guards:
             if not self._own(guard.originating_source):  # of what all blocks read
                 continue
             create: Any = guard.create_fn
@@ -140,7 +152,7 @@ class WalkedBlock:
             if not all(plain(value) for key, value in node.meta.items() if key not in WRITTEN):
                 raise Unlike("its calls are marked")
             for source in node.all_input_nodes:
-                if source not in new and source not in self.call.tensors and source.op != "placeholder":
+                if source not in new and source not in self.call.tensors and not is_input(source):
                     raise Unlike(f"it reads {source.name}, which it was not given")
 
     def _answer(self, result: Any, known: Callable[[fx.Node], bool]) -> None:
@@ -170,49 +182,54 @@ class WalkedBlock:
             if not same or value.storage_offset() or value._is_view():
                 raise Unlike("what it returns lies in another way")
 
-    def check(self, call: BlockCall) -> list[Any]:
-        """The block's own tensors; raises `Unlike` if a walk through it might write something else."""
+    def check(self, call: BlockCall, written: Collection[int]) -> tuple[list[torch.Tensor], list[Any]]:
+        """The block's own tensors, and what its guards look at.
+
+        Raises `Unlike` if a walk through it might write something else. ``written``: which tensors the blocks have
+        that were not walked through, by identity.
+        """
         if call.form != self.call.form:
             raise Unlike("its arguments are others")
         if call.modes != self.call.modes or list(call.stack.items()) != list(self.call.stack.items()):
             raise Unlike("it is called elsewhere, or under other modes")
         if _structure(call.module) != self.structure:
             raise Unlike("its modules are others")
-        for guard, value, others in self.guards:
-            mine = call.value(self.there(guard.originating_source, call))
+        there, elsewhere, tensors = self._read(call)
+        for (guard, value, _others), mine, its in zip(self.guards, there, elsewhere, strict=True):
             if not (_alike(value, mine) and all(_has(value, name) == _has(mine, name) for name in _names(guard))):
                 name = guard.originating_source.name.removeprefix(self.call.source.name)
                 raise Unlike(f"{plain_names(name).strip('.')} is not what it is in the one before")
-            if any(mine is not call.value(self.there(other, call)) for other in others):
+            if any(mine is not one for one in its):
                 raise Unlike("what is one object in one is two in the other")
-        values = []
-        read = self._read(call)
-        for source, value in zip(self.sources, self.values, strict=True):
-            place = self.there(source, call)
-            values.append(call.value(place))
-            if plain_layout(value) != plain_layout(values[-1]):
+        before = {
+            id(node.meta["grapharg"].example)
+            for node in call.output.graph.find_nodes(op="placeholder", sort=False)
+            if "grapharg" in node.meta
+        }
+        for source, value, mine in zip(self.sources, self.values, tensors, strict=True):
+            if plain_layout(value) != plain_layout(mine):
                 raise Unlike("its tensors lie in another way")
-            known = id(values[-1]) in read or values[-1] in call.output.side_effects
-            if known or place in call.output.input_source_to_var:
+            known = id(mine) in before or id(mine) in written or mine in call.output.side_effects
+            if known or self.there(source, call) in call.output.input_source_to_var:
                 raise Unlike("its tensors were read before")
-        if len(set(map(id, values))) != len(values):
+        if len(set(map(id, tensors))) != len(tensors):
             raise Unlike("it has the same tensor twice")
-        return values
+        return tensors, there
 
-    def _read(self, call: BlockCall) -> Collection[int]:
-        """What are inputs of the graph by now, by identity; each is looked at once, however many blocks ask."""
-        for node in call.output.graph.find_nodes(op="placeholder", sort=False):
-            if node not in self._inputs and "grapharg" in node.meta:
-                self._inputs[node] = id(node.meta["grapharg"].example)
-        return set(self._inputs.values())
+    def _reader(self) -> Callable[[BlockCall], tuple[list[Any], list[list[Any]], list[Any]]]:
+        """Reads at once, of another call: what each guard looks at, the other places it names, and the tensors."""
+        moved_to: dict[int, Source] = {}
 
-    def check_guards(self, call: BlockCall, texts: Mapping[str, set[str]]) -> None:
-        """Raises `Unlike` unless the guards of both say the same. ``texts``: of those that are kept, by source."""
-        for guard, _, _ in self.guards:
-            there = self.there(guard.originating_source, call).name
-            said = {text.replace(self.call.source.name, call.source.name) for text in guard.code_list or ()}
-            if not said <= texts.get(there, set()):
-                raise Unlike(f"a guard of {plain_names(call.source.name)} is not that of the one before")
+        def text(source: Source) -> str:
+            return moved(source, self.call.source, LocalSource(BLOCK), moved_to).name
+
+        def row(texts: Iterable[str]) -> str:
+            return f"[{', '.join(texts)}]"
+
+        guards = row(text(guard.originating_source) for guard, _, _ in self.guards)
+        others = row(row(map(text, others)) for _, _, others in self.guards)
+        code = compile(f"({guards}, {others}, {row(map(text, self.sources))})", "<guards>", "eval")
+        return lambda call: call.evaluate(code)
 
 
 def another(value: FakeTensor) -> Any:

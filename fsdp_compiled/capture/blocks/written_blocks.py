@@ -1,22 +1,30 @@
-"""Writes into Dynamo's graph, of a block, what a walk through it would: see `repeated_calls`."""
+"""Writes into Dynamo's graph, of a block, what a walk through it would: see `repeated_calls`.
+
+    Dynamo's graph       x, p2 -> y = linear(x, p2)      p3 = own_tensor()      z = linear(y, p3)
+    what is made of it   x, p2, p3 -> y = linear(x, p2)                         z = linear(y, p3)
+
+A walk takes a third of a millisecond for each parameter: Dynamo makes a fake tensor, a variable, a guard, and code that
+finds it. Of these the graph needs an input alone, which it gets when Dynamo is done (`with_own_tensors`).
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from fsdp_compiled.capture.blocks.block_calls import BlockCall, modes
-from fsdp_compiled.capture.blocks.walked_blocks import WRITTEN, WalkedBlock, another
+from fsdp_compiled.capture.blocks.walked_blocks import OWN, WRITTEN, WalkedBlock, another, own_tensor
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     Guard,
     Source,
     TensorVariable,
     TupleVariable,
-    VariableBuilder,
     set_example_value,
     wrap_fx_proxy,
 )
@@ -26,86 +34,110 @@ class RepeatError(Exception):
     """What was begun cannot be ended: trace again, walking through every block."""
 
 
-def write(walked: WalkedBlock, call: BlockCall, values: Sequence[Any]) -> Any:
-    """What Dynamo has for what the called block returns. ``values``: the block's own tensors."""
-    _write_guards(walked, call)
-    mine = _write_inputs(walked, call, values) | _given(walked, call)
-    _write_calls(walked, call, mine)
-    for name, count in walked.visits.items():
-        call.tx.num_calls[walked.path(name, call)] = count
-    if modes(call.tx) != call.modes:
-        raise RepeatError("modes are left changed")
-    return _returned(walked.result, mine, call.tx)
+@dataclass(frozen=True)
+class Own:
+    """An own tensor of a block: where it is, and what it is. Dynamo keeps it of its inputs under this name, too."""
+
+    source: Source
+    example: torch.Tensor
 
 
-def _write_guards(walked: WalkedBlock, call: BlockCall) -> None:
-    for guard, _, others in walked.guards:
-        create = guard.create_fn
-        if others:
-            assert isinstance(create, functools.partial)
-            named = create.keywords.items()
-            create = functools.partial(
-                create.func,
-                **{name: walked.there(one, call) if isinstance(one, Source) else one for name, one in named},
-            )
-        call.output.guards.add(Guard(walked.there(guard.originating_source, call), create))
+class WrittenBlock:
+    """A block that was not walked through. ``values``: what is there that the guards of the walked one look at."""
 
+    def __init__(self, walked: WalkedBlock, call: BlockCall, values: Sequence[Any]) -> None:
+        self.walked, self.call, self.values = walked, call, values
+        self._guards: dict[int, Guard] = {}
 
-def _given(walked: WalkedBlock, call: BlockCall) -> dict[fx.Node, Any]:
-    """What the block is called with."""
-    tracer = call.output.current_tracer
-    return {one: fx.Proxy(two, tracer) for one, two in zip(walked.call.tensors, call.tensors, strict=True)}
+    def guard(self, place: int) -> Guard:
+        """That of the walked block which is ``place`` in its list, of this one."""
+        if place not in self._guards:
+            guard, _, others = self.walked.guards[place]
+            create = guard.create_fn
+            if others:
+                assert isinstance(create, functools.partial)
+                named = create.keywords.items()
+                create = functools.partial(create.func, **{name: self._there(one) for name, one in named})
+            self._guards[place] = Guard(self._there(guard.originating_source), create)
+        return self._guards[place]
 
+    def _there(self, value: Any) -> Any:
+        return self.walked.there(value, self.call) if isinstance(value, Source) else value
 
-def _write_inputs(walked: WalkedBlock, call: BlockCall, values: Sequence[Any]) -> dict[fx.Node, Any]:
-    mine: dict[fx.Node, Any] = {}
-    modules = _modules(walked, call)
-    for node, source, value in zip(walked.inputs, walked.sources, values, strict=True):
-        proxy = VariableBuilder(call.tx, walked.there(source, call))(value).as_proxy()
-        if proxy.node.op != "placeholder":
-            raise RepeatError(source.name)
-        mine[node] = proxy
-        _mark(proxy.node, node, walked, call, modules)
-    return mine
+    def write(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What Dynamo has for what the block returns. ``tensors``: the block's own."""
+        walked, call = self.walked, self.call
+        self._modules = {
+            str(id(one)): str(id(two))
+            for one, two in zip(walked.call.module.modules(), call.module.modules(), strict=True)
+        }
+        self._stacks: dict[tuple[str, ...], dict[str, Any]] = {}
+        mine = dict(zip(walked.call.tensors, call.tensors, strict=True))
+        for node, source, tensor in zip(walked.inputs, walked.sources, tensors, strict=True):
+            made = mine[node] = self._node(node, "call_function", own_tensor, (), {})
+            made.meta[OWN] = Own(self._there(source), tensor)
+            set_example_value(made, node.meta["example_value"])  # which is not changed
+        for node in walked.nodes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: mine.get(one, one))
+            made = mine[node] = self._node(node, node.op, node.target, args, kwargs)
+            made.meta["source_fn_stack"] = [(made.name, node.meta["source_fn_stack"][-1][1])]
+            value = node.meta["example_value"]  # which nothing can reach but what is returned, and is not changed
+            set_example_value(made, another(value) if node in walked.results else value)
+        for name, count in walked.visits.items():
+            call.tx.num_calls[walked.path(name, call)] = count
+        if modes(call.tx) != call.modes:
+            raise RepeatError("modes are left changed")
+        return self._returned(walked.result, mine)
 
-
-def _write_calls(walked: WalkedBlock, call: BlockCall, mine: dict[fx.Node, Any]) -> None:
-    output, tracer = call.output, call.output.current_tracer
-    modules = _modules(walked, call)
-    for node in walked.nodes:
-        args, kwargs = fx.node.map_arg(
-            (node.args, node.kwargs), lambda one: mine[one] if one in mine else fx.Proxy(one, tracer)
-        )
-        proxy = mine[node] = output.create_proxy(node.op, node.target, tuple(args), dict(kwargs))
-        made = proxy.node
+    def _node(self, node: fx.Node, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
+        """Like that one, with the modules, and the user's lines, that it comes from."""
+        output = self.call.output
+        made = output.graph.create_node(op, target, args, kwargs)
         made.meta |= {key: value for key, value in node.meta.items() if key not in WRITTEN}
-        made.meta["source_fn_stack"] = [(made.name, node.meta["source_fn_stack"][-1][1])]
-        _mark(made, node, walked, call, modules)
-        value = node.meta["example_value"]  # which nothing can reach but what is returned, and is not changed
-        set_example_value(made, another(value) if node in walked.results else value)
+        made.meta["creation_timestamp"] = output.timestamp
+        made.meta["stack_trace"] = self.call.trace + node.meta["stack_trace"].removeprefix(self.walked.call.trace)
+        made.meta["nn_module_stack"] = self._stack(node.meta["nn_module_stack"])
+        return made
+
+    def _stack(self, stack: Mapping[str, Any]) -> dict[str, Any]:
+        """The same of this block; many nodes have it in common."""
+        if (found := self._stacks.get(tuple(stack))) is None:
+            found = self._stacks[tuple(stack)] = {}
+            for key, (path, kind) in stack.items():
+                module, *visit = key.split("@")
+                found["@".join([self._modules.get(module, module), *visit])] = self.walked.path(path, self.call), kind
+        return found
+
+    def _returned(self, result: Any, mine: Mapping[fx.Node, fx.Node]) -> Any:
+        if type(result) is TensorVariable:
+            node = mine[result.as_proxy().node]
+            proxy = fx.Proxy(node, self.call.output.current_tracer)
+            return wrap_fx_proxy(self.call.tx, proxy, example_value=node.meta.pop("example_value"))
+        if type(result) is TupleVariable:
+            return TupleVariable([self._returned(one, mine) for one in result.items])
+        return ConstantVariable.create(result.value)
 
 
-def _modules(walked: WalkedBlock, call: BlockCall) -> dict[str, str]:
-    """The modules of the called block by those of the walked one, as `nn_module_stack` has them."""
-    pairs = zip(walked.call.module.modules(), call.module.modules(), strict=True)
-    return {str(id(one)): str(id(two)) for one, two in pairs}
-
-
-def _mark(made: fx.Node, node: fx.Node, walked: WalkedBlock, call: BlockCall, modules: Mapping[str, str]) -> None:
-    """Where the node came from: the modules, and the user's lines."""
-    made.meta["stack_trace"] = call.trace + node.meta["stack_trace"].removeprefix(walked.call.trace)
-    made.meta["nn_module_stack"] = {
-        "@".join([modules.get(key.split("@")[0], key.split("@")[0]), *key.split("@")[1:]]): (
-            walked.path(path, call), kind
-        )
-        for key, (path, kind) in node.meta["nn_module_stack"].items()
-    }  # fmt: skip
-
-
-def _returned(result: Any, mine: Mapping[fx.Node, Any], tx: Any) -> Any:
-    if type(result) is TensorVariable:
-        proxy = mine[result.as_proxy().node]
-        return wrap_fx_proxy(tx, proxy, example_value=proxy.node.meta.pop("example_value"))
-    if type(result) is TupleVariable:
-        return TupleVariable([_returned(one, mine, tx) for one in result.items])
-    return ConstantVariable.create(result.value)
+def with_own_tensors(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of Dynamo's graph, and the own tensors of written blocks, which are inputs of it from now on."""
+    places = graph.find_nodes(op="placeholder")
+    known = dict(zip(map(id, inputs), places, strict=True))
+    found, written = list(inputs), set()
+    before = next(node for node in graph.nodes if node.op != "placeholder")
+    for node in graph.find_nodes(op="call_function", target=own_tensor):
+        own = node.meta.pop(OWN)
+        if node.users:
+            place = known.get(id(own.example))
+            if place is None:
+                with graph.inserting_before(before):
+                    place = known[id(own.example)] = graph.placeholder(f"own_{len(found)}")
+                found.append(own.example)
+            elif place not in written:  # Dynamo read the tensor, too, but later
+                node.meta["example_value"] = place.meta["example_value"]
+            if place not in written:
+                written.add(place)
+                place.meta = node.meta
+                place._dynamo_source = own.source  # type: ignore[attr-defined]
+            node.replace_all_uses_with(place)
+        graph.erase_node(node)
+    return found
