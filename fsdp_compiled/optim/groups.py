@@ -22,9 +22,14 @@ def scheduled(group: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def hyper_of(group: Mapping[str, Any], name: str) -> Any:
+    """A scheduled hyperparameter as the group has it: a number or a tensor."""
+    return group["betas"][0] if name == "beta1" else group[name]
+
+
 def hyper(group: Mapping[str, Any], name: str) -> float:
     """The current value of a scheduled hyperparameter."""
-    return float(group["betas"][0] if name == "beta1" else group[name])
+    return float(hyper_of(group, name))
 
 
 def with_hyper(group: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:

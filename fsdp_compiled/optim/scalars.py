@@ -37,6 +37,11 @@ MIXING = frozenset(
     "vdot inner trace fft_fft fft_rfft dist var_mean std_mean".split()
 )
 HALF = (torch.bfloat16, torch.float16)
+ARITHMETIC = tuple(
+    "mul multiply div divide true_divide truediv rtruediv imul itruediv add sub iadd isub radd rsub rmul pow".split()
+)
+QUOTIENTS = ("div", "divide", "true_divide", "truediv")
+CASTS = (torch.Tensor.to, torch.Tensor.float, torch.Tensor.double, torch.Tensor.type)
 
 
 class Numbers(TorchFunctionMode):
@@ -91,6 +96,8 @@ class Numbers(TorchFunctionMode):
             return self._property(func, name, args)
         if func is torch.Tensor.item:
             return self.number(args[0].to(torch.float64))
+        if func in CASTS and self.is_number(args[0]):
+            return args[0]  # of a Python number there is no cast: rounded here, it would be rounded twice
         if func in (torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero):
             return self.decide(args[0])
         if func in (torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.tolist):
@@ -175,6 +182,11 @@ class Numbers(TorchFunctionMode):
                     return self._upcast(func, name, (args[0], end, weight), {})
                 return func(args[0], end, weight.to(args[0].dtype))
             return func(args[0], end, weight)
+        if base in QUOTIENTS and self.is_number(args[0]) and not self.is_number(args[1]):
+            inverse = torch.reciprocal(args[1])  # what PyTorch computes of a Python number over a tensor
+            if inverse.dtype in HALF:
+                return self._upcast(torch.mul, "mul", (inverse, args[0]), {})
+            return inverse * args[0]
         if base in ("clamp", "clip", "clamp_min", "clamp_max"):
             bounds = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)]
             if bounds and all(bound.dim() == 0 for bound in bounds):
@@ -188,12 +200,19 @@ class Numbers(TorchFunctionMode):
                 if high is not None:
                     result = torch.minimum(result, torch.as_tensor(high, dtype=result.dtype, device=result.device))
                 return args[0].copy_(result) if name.endswith("_") else result
-        if base in ("mul", "multiply", "div", "divide", "true_divide", "truediv", "rtruediv", "imul", "itruediv", "add",
-                    "sub", "iadd", "isub", "radd", "rsub", "rmul", "pow"):  # fmt: skip
+        if base in ARITHMETIC:
+            args = self._in_its_dtype(args)
             if any(isinstance(a, torch.Tensor) and a.dim() and a.dtype in HALF for a in args[:1]):
                 if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].dim() == 0:
                     return self._upcast(func, name, args, kwargs)
         return func(*args, **kwargs)
+
+    def _in_its_dtype(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Beside a tensor without dims, a number is rounded to its dtype first, where a 0-d tensor would widen it."""
+        single = [one for one in args[:2] if isinstance(one, torch.Tensor) and not one.dim() and not self.is_number(one)]
+        if len(single) != 1 or not single[0].is_floating_point():
+            return args
+        return tuple(one.to(single[0].dtype) if self.is_number(one) else one for one in args)
 
     def _upcast(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """In bfloat16 and float16, PyTorch takes a Python number in float32, but rounds a 0-d tensor first."""

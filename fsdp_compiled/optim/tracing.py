@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from fsdp_compiled.ir.nodes import mutated
 from fsdp_compiled.optim.branches import merge, resolve_aliases
 from fsdp_compiled.optim.elementwise import check_elementwise
-from fsdp_compiled.optim.groups import with_hyper
+from fsdp_compiled.optim.groups import hyper_of, with_hyper
 from fsdp_compiled.optim.nested import Form, filled, form_of, leaves_of
 from fsdp_compiled.optim.rule import RuleInput, StateTensor, inputs_of
 from fsdp_compiled.optim.scalars import Numbers, functions_of_tensors
@@ -152,7 +152,10 @@ def _step(subject: Subject, twin: Optimizer, given: Mapping[RuleInput, torch.Ten
     """The twin's step on these tensors; whatever its code keeps is written to the tensor that holds it."""
     group = dict(subject.options)
     for name in subject.hypers:
-        group = with_hyper(group, name, mode.number(given[RuleInput("hyper", name)], f"hyper_{name}"))
+        value, own = given[RuleInput("hyper", name)], hyper_of(group, name)
+        # One that is a tensor (lr=torch.tensor(...)) is computed with in its dtype.
+        value = value.to(own.dtype) if isinstance(own, torch.Tensor) else mode.number(value, f"hyper_{name}")
+        group = with_hyper(group, name, value)
     begins = subject.first and mode.decide(given[RuleInput("state", "first")] != 0)
     entries: dict[str, Any] = {} if begins else dict.fromkeys(subject.empty)
     attributes: dict[str, Any] = {}
