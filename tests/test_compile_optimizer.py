@@ -19,6 +19,7 @@ APART = "parameters of one group have made different steps"
 # By case, which of its steps the program makes, and why not.
 PROGRAM = {
     "groups": [True] * 4,
+    "cycle": [True] * 6,
     "momentum": [True] * 5,
     "saved": [True] * 5,  # the other one is not compiled
     "missing": [True, NONE, APART, APART],
@@ -57,6 +58,13 @@ def test_inductors_update_is_that_of_clip_grad_norm_and_the_optimizer(found: lis
         off, ran = rank["inductor"]
         assert 0 <= off < 1e-6
         assert ran == [True, True]
+
+
+def test_a_graph_on_two_ranks_leaves_the_same(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        off, captured = rank["graphed"]
+        assert 0 <= off < 1e-6
+        assert captured == [1, 4]
 
 
 def test_what_is_not_supported_is_refused_by_name(found: list[dict[str, Any]]) -> None:

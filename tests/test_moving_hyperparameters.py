@@ -1,4 +1,4 @@
-"""Hyperparameters that move between steps, by schedulers or by hand: the traced update is the eager one, bit for bit."""
+"""Hyperparameters that move between steps, by schedulers or by hand: the traced update is the eager one."""
 
 from __future__ import annotations
 

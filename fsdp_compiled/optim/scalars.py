@@ -182,7 +182,8 @@ class Numbers(TorchFunctionMode):
                     return self._upcast(func, name, (args[0], end, weight), {})
                 return func(args[0], end, weight.to(args[0].dtype))
             return func(args[0], end, weight)
-        if base in QUOTIENTS and self.is_number(args[0]) and not self.is_number(args[1]):
+        if (base in QUOTIENTS and self.is_number(args[0]) and isinstance(args[1], torch.Tensor)
+                and not self.is_number(args[1])):  # fmt: skip
             inverse = torch.reciprocal(args[1])  # what PyTorch computes of a Python number over a tensor
             if inverse.dtype in HALF:
                 return self._upcast(torch.mul, "mul", (inverse, args[0]), {})
@@ -209,7 +210,9 @@ class Numbers(TorchFunctionMode):
 
     def _in_its_dtype(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Beside a tensor without dims, a number is rounded to its dtype first, where a 0-d tensor would widen it."""
-        single = [one for one in args[:2] if isinstance(one, torch.Tensor) and not one.dim() and not self.is_number(one)]
+        single = [
+            one for one in args[:2] if isinstance(one, torch.Tensor) and not one.dim() and not self.is_number(one)
+        ]
         if len(single) != 1 or not single[0].is_floating_point():
             return args
         return tuple(one.to(single[0].dtype) if self.is_number(one) else one for one in args)

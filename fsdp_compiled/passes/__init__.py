@@ -18,7 +18,7 @@ from fsdp_compiled.passes.count_updates import count_updates
 from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.host_offload import offload
 from fsdp_compiled.passes.limit import limit
-from fsdp_compiled.passes.loss_scale import scale, skip, unscale
+from fsdp_compiled.passes.loss_scale import scale, skip, skip_found, unscale, unscale_found
 from fsdp_compiled.passes.overlap import overlap
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.recompute_saved import recompute_saved
@@ -66,9 +66,10 @@ def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
     return (*DIFFERENTIATION, *means, *REPORTING, *cleared, clip, update(rules), skip, count_updates, *CLOSING)
 
 
-def update_alone(rules: Sequence[Rule]) -> tuple[Pass, ...]:
-    """The passes of a program of gradients that are there already."""
-    return (norm, clip, update(rules))
+def update_alone(rules: Sequence[Rule], scaled: bool = False) -> tuple[Pass, ...]:
+    """The passes of a program of gradients that are there already; ``scaled``: by a GradScaler."""
+    before, after = ((unscale_found,), (skip_found,)) if scaled else ((), ())
+    return (*before, norm, clip, update(rules), *after)
 
 
 def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:

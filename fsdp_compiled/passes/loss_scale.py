@@ -15,7 +15,8 @@
 
 Whether a step overflowed is known when its gradients are reduced, for an infinity or a NaN in any term of a sum
 stays one. It is a number on the device, so nothing waits for it. The rule for the factor is that of
-`torch.amp.GradScaler`.
+`torch.amp.GradScaler`. Where one is outside of the program (`unscale_found`, `skip_found`), its scale and whether it
+found a gradient that is not finite are inputs, and it moves the factor on by itself.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, first, last, positions, versions
-from fsdp_compiled.ir.program import OVERFLOW, Port, Program
+from fsdp_compiled.ir.program import FACTOR, FOUND, OVERFLOW, Port, Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import LossScale
 
 aten = torch.ops.aten
-FACTOR, GOOD, OVERFLOWS = (Port("in", "scale", name) for name in ("factor", "good", "overflows"))
+GOOD, OVERFLOWS = (Port("in", "scale", name) for name in ("good", "overflows"))
 MARK = Mark("scale")
 
 
@@ -54,19 +55,28 @@ def unscale(program: Program, plan: Plan) -> Program:
     factor = edit.inputs.get(FACTOR)
     if factor is not None:
         with edit.at(edit.end, "update"):
-            inverse = edit.call(aten._to_copy.default, factor, dtype=torch.float64, mark=MARK)
-            inverse = edit.call(aten.reciprocal.default, inverse, mark=MARK)
-            inverse = edit.call(aten._to_copy.default, inverse, dtype=torch.float32, mark=MARK)
-            _divide(edit, plan, inverse)
+            _divide(edit, plan, factor, counted=True)
     return edit.done("unscale")
 
 
-def _divide(edit: Edit, plan: Plan, inverse: fx.Node) -> None:
+def unscale_found(program: Program, plan: Plan) -> Program:
+    """Gradients are divided by the factor."""
+    edit = Edit(program)
+    with edit.at(edit.end, "update"):
+        _divide(edit, plan, edit.inputs[FACTOR], counted=False)
+    return edit.done("unscale_found")
+
+
+def _divide(edit: Edit, plan: Plan, factor: fx.Node, counted: bool) -> None:
+    """``counted``: whether it is found here how many of this rank's gradients are not finite."""
+    inverse = edit.call(aten._to_copy.default, factor, dtype=torch.float64, mark=MARK)
+    inverse = edit.call(aten.reciprocal.default, inverse, mark=MARK)
+    inverse = edit.call(aten._to_copy.default, inverse, dtype=torch.float32, mark=MARK)
     largest = []
     for port, gradient in edit.outputs.items():
         if port.kind == "gradient" and gradient is not None:
             mark = Mark("scale", plan.buffer(port.name).unit, port.name, "factor")
-            if plan.buffer(port.name).updated:
+            if counted and plan.buffer(port.name).updated:
                 size = edit.call(aten.linalg_vector_norm.default, gradient, math.inf, mark=MARK)
                 largest.append(edit.call(aten._to_copy.default, size, dtype=torch.float64, mark=MARK))
             edit.set_output(port, edit.call(aten.mul.Tensor, gradient, inverse, mark=mark))
@@ -84,14 +94,27 @@ def skip(program: Program, plan: Plan) -> Program:
     if count is not None and scaling is not None:
         with edit.at(count.next, "update"):
             overflow = edit.call(aten.gt.Scalar, count, 0, mark=MARK)
-        order = positions(edit.graph)
-        for port, target in edit.inputs.items():
-            if port.kind in ("shard", "state") and len(chain := versions(target)) > 1:
-                _put_back(edit, chain, overflow, order)
+        _put_all_back(edit, overflow)
         with edit.at(edit.end, "update"):
             _move_on(edit, scaling, overflow, plan)
         edit.set_output(OVERFLOW, overflow)
     return edit.done("skip")
+
+
+def skip_found(program: Program, plan: Plan) -> Program:
+    """What the update wrote is put back where a gradient is not finite."""
+    edit = Edit(program)
+    with edit.at(next(node for node in edit.graph.nodes if node.op != "placeholder"), "update"):
+        overflow = edit.call(aten.gt.Scalar, edit.inputs[FOUND], 0, mark=MARK)
+    _put_all_back(edit, overflow)
+    return edit.done("skip_found")
+
+
+def _put_all_back(edit: Edit, overflow: fx.Node) -> None:
+    order = positions(edit.graph)
+    for port, target in edit.inputs.items():
+        if port.kind in ("shard", "state") and len(chain := versions(target)) > 1:
+            _put_back(edit, chain, overflow, order)
 
 
 def _put_back(edit: Edit, chain: list[fx.Node], overflow: fx.Node, order: dict[fx.Node, int]) -> None:

@@ -117,9 +117,10 @@ def norm(program: Program, plan: Plan) -> Program:
     }
     with edit.at(edit.end, "update"):
         squares = _squares(edit, gradients, plan, mark)
-        if plan.shard > 1:
-            squares = edit.call(c10d.all_reduce.default, squares, "sum", "shard", mark=mark)
-            squares = edit.call(c10d.wait_tensor.default, squares, mark=mark)
+        for axis, size in (("tp", plan.tp), ("shard", plan.shard)):  # replicas have the same gradients
+            if size > 1:
+                squares = edit.call(c10d.all_reduce.default, squares, "sum", axis, mark=mark)
+                squares = edit.call(c10d.wait_tensor.default, squares, mark=mark)
         _set_norm(edit, squares, mark)
     return edit.done("norm")
 

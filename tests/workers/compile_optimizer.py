@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_compiled as ours
+from fsdp_compiled.runtime.loop import loop_optimizer
 from tests.launch import told, write_for_all
 from tests.loops import GPT, different, full, gpt, loss_of
+from tests.standin import StandIn
 
-ran: list[bool | str] = []  # of each step, whether the program made it, and why not
+ran: list[bool | str | int] = []  # of each step, whether the program made it, and why not
 
 
 def compiled(api: Any, model: nn.Module, optimizer: Any, max_norm: float | None = None) -> Any:
@@ -62,6 +65,17 @@ def groups(api: Any) -> Any:
         schedule.step()
         if step == 2:
             optimizer.param_groups[0]["weight_decay"] = 0.3
+    return left(model, optimizer)
+
+
+def cycle(api: Any) -> Any:
+    """Rate and betas that a schedule moves."""
+    model = gpt(api)
+    optimizer = compiled(api, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 8)
+    for step in range(6):
+        steps(model, optimizer, step, step + 1)
+        schedule.step()
     return left(model, optimizer)
 
 
@@ -188,6 +202,28 @@ def inductor(api: Any) -> Any:
     return left(model, optimizer)
 
 
+def graphed(api: Any) -> Any:
+    """Launched as a graph on a stand-in for a GPU, clipped, with another rate in each step."""
+    model = gpt(api)
+    if api is theirs:
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        device = StandIn()
+        with mock.patch.object(loop_optimizer, "make_device", lambda *_: device):
+            optimizer = compiled(api, model, torch.optim.AdamW(model.parameters(), lr=1e-2), 0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, 10)
+    for step in range(6):
+        loss_of(model, step).backward()
+        if api is theirs:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    if api is not theirs:
+        ran[:] = [device.log.count(what) for what in ("capture", "launch")]
+    return left(model, optimizer)
+
+
 def broken(api: Any) -> Any:
     """Another rate under this package: what must be told apart."""
     model = gpt(api)
@@ -221,7 +257,7 @@ def close(one: Any, two: Any) -> float:
     return max(((a - b).abs().max() / a.abs().max().clamp(min=1e-30)).item() for a, b in pairs)
 
 
-CASES: tuple[Callable[[Any], Any], ...] = (groups, momentum, saved, missing, scaler, written, hybrid, broken)
+CASES: tuple[Callable[[Any], Any], ...] = (groups, cycle, momentum, saved, missing, scaler, written, hybrid, broken)
 
 
 def main(result: str) -> None:
@@ -237,7 +273,7 @@ def main(result: str) -> None:
             found[case.__name__] = [different(case(theirs), case(ours)), list(ran)]
         except Exception:
             found[case.__name__] = [traceback.format_exc()[-3000:], []]
-    for case in (clipped, inductor):
+    for case in (clipped, inductor, graphed):
         ran.clear()
         found[case.__name__] = [close(case(theirs), case(ours)), list(ran)]
     found["refused"] = refused()

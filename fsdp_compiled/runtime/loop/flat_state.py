@@ -107,7 +107,7 @@ class FlatState:
 
     def _show_number(self, name: str, number: torch.Tensor, parts: Sequence[Part]) -> None:
         entries = [entry for part in parts for entry, _, _ in part.places()]
-        vector = torch.empty(len(entries), dtype=number.dtype)
+        vector = torch.empty(len(entries), dtype=number.dtype, device=number.device)  # nothing waits for a GPU
         vector.copy_(number)
         self._counts.append((vector, number))
         for entry, place in zip(entries, vector.unbind(), strict=True):

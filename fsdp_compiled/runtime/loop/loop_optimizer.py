@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -26,9 +25,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp_compiled.ir.program import Port
-from fsdp_compiled.lower.inductor import compile_all
-from fsdp_compiled.lower.lowering import Lowering, below_autograd
+from fsdp_compiled.ir.program import FACTOR, FOUND, Port, Program
+from fsdp_compiled.lower.cuda_graph import Replays, make_device
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.twin import step_of
@@ -36,14 +34,14 @@ from fsdp_compiled.optim.wrapped import check_own_step
 from fsdp_compiled.plan.hardware import machine_of
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.loop.flat_gradients import flat_gradient
 from fsdp_compiled.runtime.loop.flat_state import FlatState, Part, refusal
 from fsdp_compiled.runtime.loop.merged_units import Row
 from fsdp_compiled.runtime.loop.module_call import DEFAULT, shared_calls
 from fsdp_compiled.runtime.loop.module_plan import units_of
-from fsdp_compiled.runtime.loop.module_run import run_program
 from fsdp_compiled.runtime.loop.module_state import lay_out, states_in
 from fsdp_compiled.runtime.loop.parameter_group import ParameterGroup
-from fsdp_compiled.runtime.loop.update_program import update_program, updated_by
+from fsdp_compiled.runtime.loop.update_program import Update, updated_by
 
 log = logging.getLogger("fsdp_compiled")
 # Of the given optimizer's attributes, those that are not this one's: its own are asked for, or mean its own step.
@@ -84,9 +82,15 @@ class CompiledOptimizer(Optimizer):
         self._model = model
         self._groups = list(dict.fromkeys(state.group for state in states))
         policies = [state.policy for state in states if state.policy is not None]
-        self._policy = replace(policies[0] if policies else DEFAULT, clip=max_norm)
+        given = policies[0] if policies else replace(DEFAULT, cuda_graph="auto")
+        self._policy = replace(given, clip=max_norm)
+        device = make_device(self._groups[0].mesh.device, given.cuda_graph)
+        self._replays = Replays(device, given.cuda_graph)
+        # On a device that is not to be waited for, GradScaler's scale and finding are inputs of the program.
+        self._step_supports_amp_scaling = device is not None
         self._step = step_of(type(optimizer))
         self._flat = FlatState(optimizer)
+        self._made = 0  # programs
         self._versions: list[int] = []
         self._said: set[str] = set()
         self.__dict__.update((name, value) for name, value in vars(optimizer).items() if name not in APART)
@@ -141,8 +145,8 @@ class CompiledOptimizer(Optimizer):
         vars(self.optimizer)["_opt_called"] = True  # as schedulers that were given that one ask for it
         return loss
 
-    def _fitting(self) -> list[torch.Tensor] | None:
-        """The flat gradients, by part; None, with the reason logged once, where the program is not for this step."""
+    def _fitting(self) -> dict[Port, torch.Tensor] | None:
+        """The flat gradients, by port; None, with the reason logged once, where the program is not for this step."""
         if not all(group.same() for group in self._groups):
             self._not("parameters were given other tensors, which the next call of the model takes over")
             return None
@@ -153,16 +157,15 @@ class CompiledOptimizer(Optimizer):
             with self._calls().refusing():
                 self._check()
                 self._lay_out()
-        gradients: list[torch.Tensor] = []
+        gradients: dict[Port, torch.Tensor] = {}
         for part in self._parts:
-            if (flat := _flat_gradient(part)) is None:
+            if (flat := flat_gradient(part)) is None:
                 self._not("a parameter has no gradient, or one that is not cut as the parameter is")
                 return None
-            gradients.append(flat)
+            gradients[Port("in", "sum", part.buffer.key)] = flat
         if not self._flat.current() and not self._flat.adopt(self._parts):
             self._not("parameters of one group have made different steps")
             return None
-        self._bind()
         return gradients
 
     def _not(self, reason: str) -> None:
@@ -173,8 +176,16 @@ class CompiledOptimizer(Optimizer):
             )
 
     def _as_it_is(self) -> None:
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        if (found := vars(self).get("found_inf")) is not None:
+            if found.item():
+                return
+            if (scale := vars(self)["grad_scale"]) is not None:
+                inverse = scale.double().reciprocal().float()
+                for one in parameters:
+                    if one.grad is not None:
+                        one.grad.mul_(inverse)
         if self.max_norm is not None:
-            parameters = [one for group in self.param_groups for one in group["params"]]
             self._calls().post("update", "as it is")
             try:
                 norm: Any = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
@@ -183,32 +194,44 @@ class CompiledOptimizer(Optimizer):
                 self._calls().returned()
         self._step(self.optimizer)
 
-    def _run(self, gradients: Sequence[torch.Tensor]) -> None:
+    def _run(self, gradients: dict[Port, torch.Tensor]) -> None:
         self._hypers.write(self._rules)
-        inputs = list(self._inputs)
-        for place, gradient in zip(self._places, gradients, strict=True):
-            inputs[place] = gradient
-        if self.max_norm is None:  # nothing is sent
-            with below_autograd():
-                self._runner(*inputs)
-        else:
-            self._calls().post("update", "compiled")
-            (norm,) = run_program(partial(self._runner, *inputs), self._calls())
-            self.grad_norm = norm.clone()
+        scaled = (found := vars(self).get("found_inf")) is not None
+        if scaled:  # by a GradScaler, which asks for it
+            scale = vars(self)["grad_scale"]
+            gradients |= {FOUND: found, FACTOR: torch.ones_like(found) if scale is None else scale}
+        update = self._update(scaled)
+        update.bind(self._flat.tensors, self._input)
+        self.grad_norm = update(gradients)
         self._flat.counted()
+
+    @property
+    def program(self) -> Program:
+        """What a step runs, for people to read."""
+        return self._update(False).program
+
+    def _update(self, scaled: bool) -> Update:
+        if scaled not in self._updates:
+            self._made += 1
+            with self._calls().refusing():
+                self._updates[scaled] = Update(
+                    self._plan, self._rules, scaled, self._groups[0].mesh, self._calls(), self._replays, self._made
+                )
+        return self._updates[scaled]
 
     def _calls(self) -> Any:
         return shared_calls(self._groups[0].mesh)
+
+    def _input(self, port: Port) -> torch.Tensor:
+        if port.kind == "hyper":
+            return self._hypers.tensors[f"{port.name}.{port.part}"]
+        return self._shards[port.name] if port.kind == "shard" else self._flat.tensors[port]
 
     # The program.
 
     def _check(self) -> None:
         """The rules. Raises for what is not supported."""
-        mesh, name = self._groups[0].mesh, type(self.optimizer).__name__
-        if mesh.tp > 1:
-            raise NotImplementedError(
-                "compile_optimizer is not supported with tensor parallelism yet: call optimizer.step() itself."
-            )
+        name = type(self.optimizer).__name__
         known = {id(entry.parameter): entry for group in self._groups for entry in group.entries}
         for number, group in enumerate(self.param_groups):
             for one in group["params"]:
@@ -248,71 +271,17 @@ class CompiledOptimizer(Optimizer):
             if buffer.updated and buffer.group is not None
         ]
         self._hypers.write(self._rules)
-        program = update_program(plan, self._rules)
-        self._ports = [port for port in program.ports if port.side == "in"]
-        self._places = [self._ports.index(Port("in", "sum", part.buffer.key)) for part in self._parts]
-        lowering = Lowering(program, self._groups[0].mesh.groups, plan.policy.lower)
-        self.program = program
-        self._runner = lowering.runner(compile_all(lowering.pieces))
+        self._plan = plan
+        self._shards = {part.buffer.key: part.row.tensor for part in self._parts}
+        self._replays.close()
+        self._updates: dict[bool, Update] = {}  # made when they are asked for; of gradients that are scaled, and not
         self._flat = FlatState(self.optimizer)
-        self._inputs: list[Any] = []
-        self._bound: dict[Port, torch.Tensor] = {}
         self._versions = [group.version for group in self._groups]
-
-    def _bind(self) -> None:
-        """What the program reads besides gradients; found again where state is kept elsewhere now."""
-        if self._inputs and self._bound is self._flat.tensors:
-            return
-        shards = {part.buffer.key: part.row.tensor for part in self._parts}
-        found: list[Any] = []
-        for port in self._ports:
-            if port.kind == "shard":
-                found.append(shards[port.name])
-            elif port.kind == "hyper":
-                found.append(self._hypers.tensors[f"{port.name}.{port.part}"])
-            else:
-                found.append(self._flat.tensors[port] if port.kind == "state" else None)
-        self._inputs, self._bound = found, self._flat.tensors
 
 
 def _plan(model: nn.Module, groups: Sequence[ParameterGroup], policy: Policy, rows: dict[str, Row]) -> Plan:
     mesh = groups[0].mesh
     units = tuple(units_of(model, groups, rows))
     machine = machine_of(mesh.device, mesh.world, policy.bandwidth_gbps, mesh.tp)
-    plan = Plan(units, policy, mesh.device, mesh.shard, mesh.replicate, machine)
+    plan = Plan(units, policy, mesh.device, mesh.shard, mesh.replicate, machine, tp=mesh.tp)
     return updated_by(plan, [rows[buffer.key].flats[0].buffer.group for buffer in plan.buffers])
-
-
-def _flat_gradient(part: Part) -> torch.Tensor | None:
-    """The parameters' gradients side by side, as backward left them, or put there; None where some are missing."""
-    size, dtype = part.row.tensor.numel(), part.row.tensor.dtype
-    found: list[tuple[torch.Tensor, int, int]] = []
-    for entry, first, last in part.places():
-        gradient = entry.parameter.grad
-        if type(gradient) is not DTensor or gradient.dtype != dtype:
-            return None
-        if gradient._spec is not entry.spec and gradient._spec != entry.spec:
-            return None
-        found.append((gradient._local_tensor, first, last))
-    whole = _side_by_side(found, size)
-    if whole is None:
-        whole = torch.zeros(size, dtype=dtype, device=part.row.tensor.device)
-        for local, first, last in found:
-            whole[first:last].view(local.shape).copy_(local)
-    return whole
-
-
-def _side_by_side(found: Sequence[tuple[torch.Tensor, int, int]], size: int) -> torch.Tensor | None:
-    """The memory that these are slices of, if they are, in their places, and fill it."""
-    if sum(last - first for _, first, last in found) != size:
-        return None  # what is between them need not be zero
-    anchor, start = next((local, first) for local, first, last in found if last > first)
-    begin = anchor.storage_offset() - start
-    storage = anchor.untyped_storage()
-    if begin < 0 or (begin + size) * anchor.itemsize > storage.nbytes():
-        return None
-    address = storage.data_ptr() + begin * anchor.itemsize
-    for local, first, last in found:
-        if last > first and (local.data_ptr() != address + first * anchor.itemsize or not local.is_contiguous()):
-            return None
-    return anchor.as_strided((size,), (1,), begin)
