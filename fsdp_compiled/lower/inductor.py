@@ -3,8 +3,8 @@
 What was compiled is kept on disk, under a key that a piece has before it is traced: Inductor's own cache finds a graph
 by what AOTAutograd made of it, which takes a warm start longer than all that comes after.
 
-Private surfaces of Inductor are touched here, in `compiled_piece`, in `isa_probes` and for the cache folder
-(`disk_cache`), and nowhere else.
+Private surfaces of Inductor are touched here, in `compiled_piece`, `isa_probes`, `translation_units` and for the cache
+folder (`disk_cache`), and nowhere else.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from fsdp_compiled.lower.compiled_piece import Call, CompiledPiece
 from fsdp_compiled.lower.isa_probes import remembered, without_headers
 from fsdp_compiled.lower.partition import Piece
 from fsdp_compiled.lower.processor import instructions
+from fsdp_compiled.lower.translation_units import compile_together
 from fsdp_compiled.torch_private.inductor import (
     CacheBase,
     CacheCompiledArtifact,
@@ -64,20 +65,20 @@ def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
         log.info("compiling %d of %d pieces (%d operators)", len(found) + 1, len(pieces), len(piece.nodes))
         return _artifact(piece)
 
-    for key in _largest_first(pieces):
-        piece = pieces[key]
-        full = hashlib.sha256(f"{around} {key}".encode()).hexdigest()
-        made = _compiled.get(full)
-        if made is None:
-            still = all(isinstance(node.meta["val"], torch.Tensor) for node in piece.inputs)
-            with remembered(folder()):
+    with remembered(folder()), compile_together(folder()):
+        for key in _largest_first(pieces):
+            piece = pieces[key]
+            full = hashlib.sha256(f"{around} {key}".encode()).hexdigest()
+            made = _compiled.get(full)
+            if made is None:
+                still = all(isinstance(node.meta["val"], torch.Tensor) for node in piece.inputs)
                 artifact, source = (
                     _from_cache(piece, full, compiled_now) if still and around else (compiled_now(piece), COMPILED)
                 )
                 made = CompiledPiece(artifact, key, source)
-            if still:
-                _compiled[full] = made  # else a size moves, and compiling it asked about this program's sizes
-        found[key] = made
+                if still:
+                    _compiled[full] = made  # else a size moves, and compiling it asked about this program's sizes
+            found[key] = made
     return found
 
 

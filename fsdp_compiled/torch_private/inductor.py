@@ -7,6 +7,7 @@ vector instructions, and compiles C++ code and its headers.
 
 import torch._inductor
 from torch._inductor import codecache, config
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CacheBase, cache_dir, torch_key
 from torch._inductor.codegen.common import custom_backend_passes
 from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, VecISA, pick_vec_isa
@@ -17,6 +18,7 @@ from torch._inductor.standalone_compile import CacheCompiledArtifact, CompiledAr
 compile_alone = torch._inductor.standalone_compile  # whose name a module of the same name takes
 
 __all__ = [
+    "AsyncCompile",
     "CacheBase",
     "CacheCompiledArtifact",
     "CompiledArtifact",

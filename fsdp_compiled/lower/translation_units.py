@@ -1,0 +1,207 @@
+"""Several of Inductor's C++ kernels in one translation unit.
+
+Inductor compiles each kernel by itself. Of the 0.6 s that one takes, most goes to the header, although that was
+compiled before, for 4 s. Compiled together, the first pays 1.5 s with its header, and each other one 50 ms:
+
+    cpp_pybinding(types, source)    a `Kernel`, which stands in the generated module until all pieces are generated
+    compile_together                kernels -> units -> libraries; a kernel's function takes its `Kernel`'s place
+
+A unit holds what Inductor would compile for each kernel, with its bindings, in a namespace of its own, under a name of
+its own. Nothing else is changed: the same flags, and functions that do not see each other, so the same numbers. It is
+compiled and loaded by Inductor's own `CppPythonBindingsCodeCache`, which finds the library of a unit that it compiled
+before. Which unit holds a kernel is kept on disk (`UNITS`). A kernel of another form than expected, and all of a unit
+that cannot be compiled or loaded, go Inductor's way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+from fsdp_compiled.capture import disk_cache
+from fsdp_compiled.capture.cache_key import settings
+from fsdp_compiled.lower.isa_probes import REPLACING, with_found_headers, without_headers
+from fsdp_compiled.torch_private.inductor import AsyncCompile, codecache
+
+UNITS = "units"  # in our part of the cache folder: by kernel, its unit and its place there; by unit, its text
+ENOUGH = 12  # kernels that take about as long as the header: fewer are no reason for another unit
+HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"
+FUNCTION = re.compile(r'extern "C"\s+void\s+kernel\(')
+log = logging.getLogger("fsdp_compiled")
+
+
+class Kernel:
+    """A kernel that is still to be compiled; called all the same, it is compiled by itself."""
+
+    def __init__(self, types: Sequence[str], source: str) -> None:
+        self.types, self.source = list(types), source
+        self.function: Callable[..., Any] | None = None
+
+    def key(self, around: str) -> str:
+        return hashlib.sha256(f"{around} {self.types} {self.source}".encode()).hexdigest()
+
+    def text(self, name: str) -> str:
+        """The kernel under this name, with the bindings that Inductor gives it."""
+        given: list[str] = []
+
+        class Told(codecache.CppPythonBindingsCodeCache):
+            entry_function = name
+            call_entry_function = codecache.CppPythonBindingsCodeCache.call_entry_function.replace("kernel", name, 1)
+
+            @classmethod
+            def load_async(cls, main_code: str, *_: Any, **__: Any) -> Any:
+                given.append(main_code)
+
+        Told.load_pybinding_async(self.types, FUNCTION.sub(f'extern "C" void {name}(', self.source))
+        return given[0]
+
+    def __call__(self, *args: Any) -> Any:
+        if self.function is None:
+            self.function = codecache.CppPythonBindingsCodeCache.load_pybinding(self.types, self.source)
+        return self.function(*args)
+
+
+def fits(source: str) -> bool:
+    """Whether a kernel is one function that can be renamed, with what stands around it as we know it."""
+    directives = {line.strip() for line in source.splitlines() if line.lstrip().startswith("#")}
+    return (
+        len(FUNCTION.findall(source)) == len(re.findall(r"\bkernel\b", source)) == source.count('extern "C"') == 1
+        and HEADER in directives
+        and all(line == HEADER or line.startswith("#pragma") for line in directives)
+    )
+
+
+@contextmanager
+def compile_together(folder: Path | None) -> Iterator[None]:
+    """Inside, this thread's kernels are put off; at the end, they are compiled. ``folder``: where to keep of which
+    unit they are, if anywhere."""
+    thread, kernels = threading.get_ident(), list[Kernel]()
+
+    def put_off(self: AsyncCompile, types: Sequence[str], source: str) -> Any:
+        if threading.get_ident() != thread or not fits(source):
+            return plain(self, types, source)
+        kernels.append(Kernel(types, source))
+        return kernels[-1]
+
+    with REPLACING:
+        plain = AsyncCompile.cpp_pybinding
+        AsyncCompile.cpp_pybinding = put_off  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            AsyncCompile.cpp_pybinding = plain  # type: ignore[method-assign]
+        if kernels:
+            _compile(kernels, folder)
+            _put_in_place(kernels)
+
+
+def _compile(kernels: Sequence[Kernel], folder: Path | None) -> None:
+    around = settings()
+    distinct = {kernel.key(around): kernel for kernel in kernels}
+    known = {text for key in distinct if folder is not None and (text := _known(key, folder / UNITS))}
+    held = {key for text in known for key in keys_of(text)}
+    missing = {key: kernel for key, kernel in distinct.items() if key not in held}
+    new = [unit_text(part) for part in dealt_out(missing, _cores())]
+    functions: dict[str, Callable[..., Any]] = {}
+    with without_headers():  # which libraries that are there do not need
+        loads = {text: _loading(text) for text in known}
+    with with_found_headers(), ThreadPoolExecutor(_cores()) as pool:
+        loads |= {text: _loading(text) for text in new}
+        for text, loaded in zip(loads, pool.map(_tried, loads.values()), strict=True):
+            functions |= zip(keys_of(text), loaded, strict=False)  # none, where it failed
+            if folder is not None and loaded and text in new:
+                _remember(text, folder / UNITS)
+    if missing:
+        log.info("compiled %d kernels in %d translation units", len(missing), len(new))
+    for kernel in kernels:
+        kernel.function = functions.get(kernel.key(around))
+
+
+def dealt_out(kernels: Mapping[str, Kernel], cores: int) -> list[dict[str, Kernel]]:
+    """A part for each core, but no more than it takes for `ENOUGH` kernels in each; the longest first."""
+    parts: list[dict[str, Kernel]] = [{} for _ in range(min(cores, -(-len(kernels) // ENOUGH)))]
+    load = [0] * len(parts)
+    for key in sorted(kernels, key=lambda key: -len(kernels[key].source)):
+        least = load.index(min(load))
+        parts[least][key] = kernels[key]
+        load[least] += len(kernels[key].source)
+    return parts
+
+
+def unit_text(kernels: Mapping[str, Kernel]) -> str:
+    """The unit of these kernels, which says at its top whose they are."""
+    includes: dict[str, None] = {"#define PY_SSIZE_T_CLEAN": None}
+    spaces = []
+    for place, kernel in enumerate(kernels.values()):
+        lines = kernel.text(f"kernel_{place}").splitlines()
+        includes |= dict.fromkeys(line for line in lines if line.startswith("#include"))
+        own = "\n".join(line for line in lines if line not in includes)
+        spaces.append(f"namespace space_{place} {{\n{own}\n}}")
+    return "\n".join([*(f"// {key}" for key in kernels), *includes, *spaces, ""])
+
+
+def keys_of(text: str) -> list[str]:
+    """Whose kernels the unit holds, by place."""
+    return re.findall("^// ([0-9a-f]{64})$", text, re.MULTILINE)
+
+
+def _loading(text: str) -> Callable[[], Any]:
+    """What compiles the unit where that was not done, and loads it."""
+    names = [f"kernel_{place}" for place in range(len(keys_of(text)))]
+
+    class Unit(codecache.CppPythonBindingsCodeCache):
+        cache: ClassVar[dict[str, Any]] = {}
+
+        @classmethod
+        def _load_library_inner(cls, path: str, key: str) -> Any:
+            functions = []
+            for name in names:
+                one = type(name, (codecache.CppPythonBindingsCodeCache,), {"entry_function": name})
+                functions.append(getattr(one._load_library_inner(path, key), name))  # type: ignore[attr-defined]
+            return SimpleNamespace(functions=functions)
+
+    return Unit.load_async(text, "cpu")  # type: ignore[no-any-return]
+
+
+def _tried(load: Callable[[], Any]) -> list[Callable[..., Any]]:
+    try:
+        return load().functions  # type: ignore[no-any-return]
+    except Exception as error:
+        log.info("kernels are compiled one by one: a unit of them failed (%s)", str(error).partition("\n")[0])
+        return []
+
+
+def _known(key: str, place: Path) -> str | None:
+    name = disk_cache.read(place / key, bytes.decode)
+    text = disk_cache.read(place / name, bytes.decode) if name else None
+    return text if text and key in keys_of(text) else None
+
+
+def _remember(text: str, place: Path) -> None:
+    name = hashlib.sha256(text.encode()).hexdigest()
+    disk_cache.write(place / name, text.encode())
+    for key in keys_of(text):
+        disk_cache.write(place / key, name.encode())
+
+
+def _put_in_place(kernels: Sequence[Kernel]) -> None:
+    """Generated modules call a kernel's function itself from now on."""
+    ours = {id(kernel) for kernel in kernels if kernel.function is not None}
+    for module in codecache.PyCodeCache.modules:
+        for name, value in list(vars(module).items()):
+            if id(value) in ours:
+                setattr(module, name, value.function)
+
+
+def _cores() -> int:
+    """This rank's part of the host's."""
+    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
