@@ -42,7 +42,6 @@ ELSEWHERE = {
     "loss_scale": "Use torch.amp.GradScaler in the loop.",
     "accumulate": "Use model.set_requires_gradient_sync in the loop.",
     "weigh": "Weigh the loss in the loop.",
-    "loss_rows": "Call fsdp_compiled.chunked_cross_entropy in the model's forward.",
     "offload": "It is not supported with fully_shard yet: leave it out.",
     "precision": "Pass it as mp_policy=.",
     "tp": 'Call parallelize_module(model, mesh["tp"], plan) before fully_shard.',

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled import Policy, compile_sharded, fully_shard
 from fsdp_compiled.analysis.memory import Persistent
 from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.ir.edit import Edit
@@ -45,6 +46,10 @@ def summed(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens).float().flatten(0, 1), targets.flatten(), reduction="sum") * 0.5 + 1
 
 
+def squared(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    return mean(model, tokens, targets) ** 2
+
+
 def batches(steps: int = 2, ranks: int = 2) -> list[list[tuple[Tensor, Tensor]]]:
     torch.manual_seed(1)
     return [[tuple(torch.randint(CLASSES, (2, 4, ROWS // 4))) for _ in range(ranks)] for _ in range(steps)]  # type: ignore[misc]
@@ -74,6 +79,7 @@ def whole(program: Program) -> list[str]:
         (mean, {"bias": False, "tied": True}, {"recompute": "cheap"}),
         (summed, {}, {"loss_scale": 8.0, "clip": 1.0}),
         (mean, {}, {"weigh": "rows", "shard": "zero1", "recompute": "unit"}),
+        (squared, {}, {"recompute": "cheap"}),
     ],
 )
 def test_slices_are_the_whole_loss(loss: Any, options: dict[str, Any], policy: dict[str, Any]) -> None:
@@ -84,6 +90,16 @@ def test_slices_are_the_whole_loss(loss: Any, options: dict[str, Any], policy: d
     products = [sum("mm" in str(node.target) for node in run.program.graph.nodes) for run in (sliced, uncut)]
     assert products[0] - products[1] == 2 * 3  # three slices of three products: none is made twice
     assert "logits of 3 slices, [10, 96]" in str(sliced.program)
+
+
+def test_in_bfloat16_slices_are_as_near_to_the_truth_as_the_whole() -> None:
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for loss in (mean, summed):
+        truth = trained(Model(), loss, replace(SLICED, loss_rows=None))
+        uncut = trained(Model(), loss, replace(SLICED, loss_rows=None, precision=half))
+        sliced = trained(Model(), loss, replace(SLICED, precision=half))
+        assert not whole(sliced.program) and whole(uncut.program)
+        assert BOUND < furthest(uncut, truth) < 0.05 and furthest(sliced, truth) < 1.5 * furthest(uncut, truth)
 
 
 def test_a_slice_too_few_is_noticed() -> None:
@@ -110,10 +126,6 @@ def test_the_input_program_stays_as_it_was_and_evaluation_is_whole() -> None:
     uncut, _ = simulate.stages(model, optimizer, mean, batches()[0][0], replace(SLICED, loss_rows=None))
     peaks = [predict(program, plan, Persistent(), "gloo").peak.nbytes for program in (stages[-1], uncut[-1])]
     assert peaks[0] < peaks[1]
-
-
-def squared(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
-    return mean(model, tokens, targets) ** 2
 
 
 def smoothed(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -148,7 +160,6 @@ def other(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (squared, "more than sums and constants is made of the loss afterwards"),
         (smoothed, "label smoothing"),
         (weighted, "classes have weights"),
         (with_logits, "its logits are used elsewhere as well"),
@@ -163,6 +174,18 @@ def test_what_cannot_be_sliced_is_refused_by_name(loss: Any, reason: str) -> Non
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match=reason):
         simulate.stages(model, optimizer, loss, batches()[0][0], SLICED)
+
+
+def test_in_float16_a_derivative_that_is_not_known_in_forward_is_refused() -> None:
+    half = replace(SLICED, precision=MixedPrecisionPolicy(param_dtype=torch.float16), loss_scale=8.0)
+    for loss in (mean, squared):
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters())
+        if loss is mean:
+            assert not whole(simulate.stages(model, optimizer, loss, batches()[0][0], half)[0][-1])
+        else:
+            with pytest.raises(ValueError, match="in float16 the derivative by the loss must be known in forward"):
+                simulate.stages(model, optimizer, loss, batches()[0][0], half)
 
 
 @pytest.mark.parametrize("rows", [0, -1, True, 1.5, "auto"])
@@ -189,3 +212,33 @@ def test_one_rank_trains_as_eager_pytorch(lower: str) -> None:
         optimizer.step()
     for name, value in sharded.full_state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name], rtol=0, atol=1e-6)
+
+
+class Whole(Model):
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def test_a_model_that_returns_its_loss_is_sliced_in_a_loop_of_its_own() -> None:
+    plain, model = Whole(), Whole()
+    fully_shard(model, policy=SLICED)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (plain, model)]
+    for step, ((tokens, targets),) in enumerate(batches(3, 1)):
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            loss = one(tokens, targets)
+            (loss * (1 + step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            torch.testing.assert_close(model(tokens, targets), plain(tokens, targets), rtol=1e-5, atol=0)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value.full_tensor(), plain.state_dict()[name], rtol=0, atol=1e-5)  # type: ignore[operator]
+
+
+def test_a_model_that_returns_logits_is_refused_in_a_loop_of_its_own() -> None:
+    model = Model()
+    fully_shard(model, policy=SLICED)
+    with pytest.raises(ValueError, match="the model's forward, which is to return the loss, has no calls"):
+        model(batches()[0][0][0])
+    with torch.no_grad():
+        assert model(batches()[0][0][0]).shape[-1] == CLASSES

@@ -57,7 +57,7 @@ REPORTING: tuple[Pass, ...] = (unscale, report, unweigh)
 GRADIENT: tuple[Pass, ...] = (*DIFFERENTIATION, *REPORTING, *CLOSING)
 MICROBATCH: tuple[Pass, ...] = (*DIFFERENTIATION, add_up, *CLOSING)
 # Whose derivative by its results comes from outside.
-OUTPUTS: tuple[Pass, ...] = (scale, *SHARDING, compare_batches, *CLOSING)
+OUTPUTS: tuple[Pass, ...] = (*DIFFERENTIATION, compare_batches, *CLOSING)
 
 
 def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:

@@ -11,9 +11,11 @@
     d_weight = mm(t(d_logits), hidden)              d_bias += sum(d_logits)
 
 A slice's gradient is made beside its loss, while its logits are there: no product is made twice. That takes the
-derivative by the loss before the loss is known, which in a step is a constant, or the factor of the loss's scale; a
-loss that something else than sums and constants is made of afterwards is refused. So is what is not recognised: who
-asks for slices has no room for the whole. What is summed over slices is summed in another order, in float32 at least.
+derivative by the loss before the loss is known, which in a step is a constant, or the factor of the loss's scale. Where
+it is made of the loss, or comes from outside (a model that returns its loss), slices' gradients are those of a
+derivative of 1, and what is made of them is multiplied by it in backward: as exact, but in float16, where small ones
+would be zeros. What is not recognised is refused: who asks for slices has no room for the whole. What is summed over
+slices is summed in another order, in float32 at least.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def slice_loss(program: Program, plan: Plan) -> Program:
     heads = edit.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
     found = [node for node in heads if any(user.target is aten.nll_loss_forward.default for user in node.users)]
     if len(found) != 1:
-        _refuse(f"the loss has {len(found) or 'no'} calls of cross_entropy on classes", plan)
+        inside = any(port.kind == "result" for port in program.ports)
+        where = "the model's forward, which is to return the loss," if inside else "the loss"
+        _refuse(f"{where} has {len(found) or 'no'} calls of cross_entropy on classes", plan)
     head = _Head(found[0], edit, plan)
     count = _in_slices(edit, head, rows)
     return edit.done("slice_loss", f"loss_rows={rows}, as given: logits of {count} slices, [{rows}, {head.classes}]")
@@ -155,7 +159,8 @@ def _in_slices(edit: Edit, head: _Head, rows: int) -> int:
     before = list(edit.graph.nodes)
     with edit.at(nll, "forward"):
         copies: dict[fx.Node, fx.Node] = {}
-        seed = _early(edit, head, [head.seed], copies)[0]
+        known = _is_known(edit, head)
+        seed = _early(edit, head, [head.seed], copies)[0] if known else _one(edit, head)
         turned = _early(edit, head, [node.args[1] for node in head.products], copies)  # type: ignore[misc]
         counts = edit.call(aten.ne.Scalar, targets, ignored)
         counted = edit.call(aten.sum.default, counts, dtype=dtype)
@@ -204,6 +209,10 @@ def _in_slices(edit: Edit, head: _Head, rows: int) -> int:
             whole[node] = value if value.meta["val"].dtype == kept else edit.call(
                 aten._to_copy.default, value, dtype=kept
             )  # fmt: skip
+    if not known:
+        for node, value in whole.items():
+            with edit.at(node, "backward"):
+                whole[node] = edit.call(aten.mul.Tensor, value, head.seed)
     for node in set(edit.graph.nodes).difference(before):
         node.meta.update(path)
     for old, new in (*whole.items(), (head.value, loss)):
@@ -221,6 +230,27 @@ def _wide(edit: Edit, value: fx.Node) -> fx.Node:
     dtype = value.meta["val"].dtype
     wide = torch.promote_types(dtype, torch.float32)
     return value if wide == dtype else edit.call(aten._to_copy.default, value, dtype=wide)
+
+
+def _is_known(edit: Edit, head: _Head) -> bool:
+    """Whether the derivative by the loss can be made in forward."""
+    outside = {node for port, node in edit.inputs.items() if port.kind == "tangent"}
+    stack, seen = [head.seed], {head.seed}
+    while stack:
+        node = stack.pop()
+        if node in outside or node in (head.log_softmax, head.nll, head.value):
+            return False
+        stack += set(node.all_input_nodes) - seen
+        seen.update(node.all_input_nodes)
+    return True
+
+
+def _one(edit: Edit, head: _Head) -> fx.Node:
+    dtypes = [head.product.meta["val"].dtype, *head.casts, *head.casts_back]
+    head.need(torch.float16 not in dtypes, "in float16 the derivative by the loss must be known in forward, and it is "
+              "made of the loss or comes from outside")  # fmt: skip
+    value = head.seed.meta["val"]
+    return edit.call(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
 
 
 def _early(edit: Edit, head: _Head, wanted: Iterable[fx.Node], copies: dict[fx.Node, fx.Node]) -> list[fx.Node]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,14 +100,21 @@ def main(result: str) -> None:
     for _ in range(3):
         sharded.step(*batches[mesh.rank])
     faces["step"] = exchange(sharded.full_state_dict(), mesh)[0]
-    model = plain(64, 8, 16)
-    fully_shard(model, policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    by_policy = replace(policy, loss_rows=16)
+    model = Head(64, 8)
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), lr=1.0), loss=uncut, policy=by_policy)
     for _ in range(3):
-        optimizer.zero_grad()
-        model(*batches[mesh.rank]).backward()
-        optimizer.step()
-    faces["a loop of one's own"] = {name: one.full_tensor() for name, one in model.named_parameters()}
+        sharded.step(*batches[mesh.rank])
+    faces["step, by the policy"] = exchange(sharded.full_state_dict(), mesh)[0]
+    for face, rows, chosen in (("", 16, policy), (", by the policy", None, by_policy)):
+        model = plain(64, 8, rows)
+        fully_shard(model, policy=chosen)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (0.5 * model(*batches[mesh.rank])).backward()  # a derivative by the loss that is not 1
+            optimizer.step()
+        faces[f"a loop of one's own{face}"] = {name: one.full_tensor() for name, one in model.named_parameters()}
     whole = {
         face: "".join(
             f"{name} is off by {float((value - wanted[name]).abs().max())} "
