@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fsdp_compiled import CaptureError, Policy, compile_sharded
-from fsdp_compiled.capture import aot, aot_cache, cache_key, disk_cache, dynamo_run
+from fsdp_compiled.capture import aot, aot_cache, cache_key, disk_cache
+from fsdp_compiled.capture.blocks import repeats
 from fsdp_compiled.ir.nodes import describe
-from tests import architectures, huggingface, models
+from tests import architectures, equal_models, huggingface, models
 from tests.chosen import chosen
 from tests.models import Block, Recipe
 from tests.toys import mse
@@ -51,7 +52,7 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watch:
     found = Watch()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(aot_cache, "differentiate", found.differentiate)
-    monkeypatch.setattr(dynamo_run, "traced", found)
+    monkeypatch.setattr(repeats, "traced", found)
     return found
 
 
@@ -154,6 +155,15 @@ def test_architectures_of_transformers_are_read_as_they_were_traced(watch: Watch
     sharded = compile_sharded(huggingface.build(name), loss=huggingface.loss, policy=Policy(lower="eager"))
     sharded.value_and_grad(*huggingface.MODELS[name].batch())
     assert watch.traced == 1 and len(programs(tmp_path)) == (name != "Mixtral")
+
+
+def test_of_equal_blocks_a_few_are_on_disk(watch: Watch, tmp_path: Path) -> None:
+    sizes = []
+    for layers in (8, 16, 16):
+        equal_models.program_of(equal_models.Model(layers=layers), equal_models.loss)
+        sizes.append(sum(path.stat().st_size for path in programs(tmp_path)))
+    assert watch.traced == len(programs(tmp_path)) == 2  # the third was read twice, and compared
+    assert sizes[1] < 2.05 * sizes[0] and sizes[2] == sizes[1]
 
 
 def test_a_program_that_was_read_another_way_is_noticed(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +314,7 @@ def capture_arguments() -> Sequence[Any]:
         found.extend(given)
         return aot.differentiate(*given)
 
-    with mock.patch.object(dynamo_run, "traced", stop):
+    with mock.patch.object(repeats, "traced", stop):
         step(Model())
     return found
 

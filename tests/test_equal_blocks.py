@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled.capture import aot, aot_cache
+from fsdp_compiled.capture import aot, aot_cache, dynamo_run
 from fsdp_compiled.capture.blocks import equal_blocks, repeats
 from fsdp_compiled.ir.program import Program
 from tests.equal_models import LAYERS, WIDTH, Model, TwoLists, loss, program_of
@@ -34,9 +34,7 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
     def both(module: Any, inputs: Any, given: Any, results: Any) -> Any:
         seen["runs"].append([len(run.stretches) for run in equal_blocks.runs_of(module, inputs, given)])
-        monkeypatch.setattr(aot, "differentiate", counted)
         found = repeats.differentiate(module, inputs, given, results)
-        monkeypatch.setattr(aot, "differentiate", whole)
         seen["short"].append(everything(found.program))
         seen["whole"].append(everything(whole(module, inputs, given, results).program))
         return found
@@ -46,7 +44,8 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         return whole(module, *rest)
 
     whole = aot.differentiate
-    monkeypatch.setattr(aot_cache, "differentiate", both)
+    monkeypatch.setattr(aot_cache, "differentiate", counted)
+    monkeypatch.setattr(dynamo_run, "differentiate", both)
     monkeypatch.setattr(aot_cache, "folder", lambda: None)
     return seen
 

@@ -65,7 +65,7 @@ def traced(model: nn.Module, function: Any, patch: pytest.MonkeyPatch) -> tuple[
         patched.setattr(dynamo_run.Trace, "complete", seeing)
         patched.setattr(Repeats, "more", adding)
         patched.setattr(dynamo, "Repeats", watching)
-        patched.setattr(dynamo_run, "traced", stop)
+        patched.setattr(dynamo_run, "differentiate", stop)
         with pytest.raises(_Stop):
             equal.program_of(model, function)
     return found, len(watched[0].written)

@@ -31,8 +31,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fsdp_compiled.capture import disk_cache
-from fsdp_compiled.capture.aot import Traced
-from fsdp_compiled.capture.blocks.repeats import differentiate
+from fsdp_compiled.capture.aot import Traced, differentiate
 from fsdp_compiled.capture.cache_key import others, settings
 from fsdp_compiled.capture.disk_cache import KNOWN, folder
 from fsdp_compiled.ir.program import Port, Program

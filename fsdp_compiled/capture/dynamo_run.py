@@ -12,7 +12,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.aot import CaptureError
-from fsdp_compiled.capture.aot_cache import traced
+from fsdp_compiled.capture.blocks.repeats import differentiate
 from fsdp_compiled.capture.blocks.written_blocks import with_own_tensors
 from fsdp_compiled.capture.captured import CURE, Tensors
 from fsdp_compiled.capture.closed_numbers import Numbers
@@ -162,7 +162,7 @@ class Trace:
         end.args = (tuple(wanted.values()),)
         self.module.recompile()
         with tracing(self.context):
-            found = traced(self.module, self.inputs, self.given, list(wanted))
+            found = differentiate(self.module, self.inputs, self.given, list(wanted))
         self.constants |= found.literals
         return found.program
 

@@ -25,8 +25,8 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture import aot
 from fsdp_compiled.capture.aot import Traced, stem
+from fsdp_compiled.capture.aot_cache import traced
 from fsdp_compiled.capture.blocks.equal_blocks import (
     KEPT,
     LAST,
@@ -52,17 +52,17 @@ class _Unequal(Exception):
 def differentiate(
     module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], results: Sequence[Port]
 ) -> Traced:
-    """`aot.differentiate`, which sees few of many equal stretches."""
+    """`aot.differentiate`, which sees few of many equal stretches; so does the disk, where its work is kept."""
     runs = runs_of(module, inputs, given)
     if runs:
         short = _Shortened(module, inputs, given, runs)
         try:
             with short.marked():
-                found = aot.differentiate(short.module, short.inputs, short.given, results)
+                found = traced(short.module, short.inputs, short.given, results)
             return _Lengthened(module, found, runs, given).traced()
         except _Unequal as why:
             log.info("equal blocks are differentiated one by one: %s", why)
-    return aot.differentiate(module, inputs, given, results)
+    return traced(module, inputs, given, results)
 
 
 # Differentiating few of them.

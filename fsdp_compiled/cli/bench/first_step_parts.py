@@ -34,6 +34,7 @@ def parts_of(layers: int) -> dict[str, float]:
 
     from fsdp_compiled import Policy, compile_sharded
     from fsdp_compiled.capture import aot_cache, dynamo_run
+    from fsdp_compiled.capture.blocks import repeats
     from fsdp_compiled.cli.bench.host_time import GPT, batch, loss
     from fsdp_compiled.runtime.programs import program_maker
 
@@ -69,7 +70,8 @@ def parts_of(layers: int) -> dict[str, float]:
     step(1)
     timed(program_maker, "capture", "Dynamo")
     timed(aot_cache, "differentiate", "AOTAutograd")
-    timed(dynamo_run, "traced", "the trace, read and written on disk")
+    timed(repeats, "traced", "the trace, read and written on disk")
+    timed(dynamo_run, "differentiate", "equal blocks, found and copied")
     timed(program_maker, "transform", "passes and checks")
     timed(program_maker, "fuse", "fusions")
     timed(program_maker, "describe", "memory, predicted")
