@@ -71,13 +71,13 @@ def capture_on(
             if leaf.names[0] not in own:  # a parameter of the unit's, outside of the model that is called
                 continue
             fake = fake_tensor(mode, leaf.shape, leaf.stride, plan.compute_dtype(buffer), plan.device)
-            fake = nn.Parameter(fake, requires_grad=gradient and leaf.trainable)  # models ask with isinstance
+            fake = _parameter(fake, gradient and leaf.trainable)
             fake.__dict__.update(vars(own[leaf.names[0]]))  # and for what they noted on it
             parameters |= dict.fromkeys(leaf.names, fake)
     whole: dict[str, torch.Tensor] = {}
     for name, parameter in (plain or {}).items():
         if id(parameter) not in seen:
-            fake = nn.Parameter(twin(parameter), requires_grad=gradient and parameter.requires_grad)
+            fake = _parameter(twin(parameter), gradient and parameter.requires_grad)
             fake.__dict__.update(vars(parameter))
             seen[id(parameter)] = fake
         whole[name] = seen[id(parameter)]
@@ -109,6 +109,12 @@ def capture_on(
         )  # fmt: skip
     check_attributes(batch_tensors(args, kwargs), made.asked)
     return made
+
+
+def _parameter(fake: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+    """A parameter to models, which ask with isinstance; `nn.Parameter` would make another tensor of it first."""
+    fake.requires_grad_(requires_grad)._is_param = True  # type: ignore[attr-defined]
+    return fake  # type: ignore[return-value]
 
 
 def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Sizes) -> torch.Tensor:

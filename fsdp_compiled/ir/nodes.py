@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -92,8 +91,16 @@ class _Schema:
     dropout: tuple[int, Any] | None  # the place of ``dropout_p`` among the arguments, and what it is by default
 
 
-@cache
+_SCHEMAS: dict[int, tuple[torch._ops.OpOverload, _Schema]] = {}  # by identity: to hash an operator takes longer
+
+
 def _schema(target: torch._ops.OpOverload) -> _Schema:
+    if (found := _SCHEMAS.get(id(target))) is None:
+        found = _SCHEMAS[id(target)] = target, _read(target)
+    return found[1]
+
+
+def _read(target: torch._ops.OpOverload) -> _Schema:
     schema = target._schema
     aliases = [argument.alias_info for argument in schema.arguments]
     writes = [(place, schema.arguments[place].name) for place, one in enumerate(aliases) if one and one.is_write]

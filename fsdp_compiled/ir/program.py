@@ -16,7 +16,7 @@ ports and by the marks below, never by shapes or node names:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -105,7 +105,7 @@ class Program:
     ports: tuple[Port, ...]  # inputs in the order of the placeholders, then outputs in the order of the output node
     history: tuple[str, ...]
     notes: tuple[str, ...] = ()  # what passes chose, and why
-    needs: tuple[str, ...] = ()  # what it takes of a rank's memory, for people
+    needs: Callable[[], tuple[str, ...]] = tuple  # what it takes of a rank's memory, for people
 
     @property
     def inputs(self) -> dict[Port, fx.Node]:

@@ -19,7 +19,7 @@ def summary(program: Program) -> str:
     Consecutive nodes of one unit and phase are one line; collectives have lines of their own.
     """
     lines = [f"program: {' -> '.join(program.history)}, {len(program.graph.nodes)} nodes, {_collectives(program)}"]
-    lines += program.needs
+    lines += program.needs()
     phase = None
     run: list[fx.Node] = []
 

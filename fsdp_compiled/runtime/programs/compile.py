@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import passes
 from fsdp_compiled.analysis import memory, peak_memory
-from fsdp_compiled.analysis.contained import attempt
+from fsdp_compiled.analysis.contained import attempt, reason
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
@@ -47,6 +47,7 @@ Kind = Literal["step", "last", "accumulate", "gradient", "training", "forward"]
 # What a program depends on by its value; other leaves of a batch are objects that it cannot take.
 PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | None
 Predict = Callable[[Program], Memory]
+Later = Callable[[Program], Callable[[], Memory]]
 
 
 class Constants(Protocol):
@@ -62,7 +63,7 @@ class Compiled:
     program: Program
     capture: Capture
     stages: tuple[Program, ...]
-    memory: Memory
+    predicted: Callable[[], Memory]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     random: bool
@@ -96,6 +97,10 @@ class Compiled:
     def rooms(self) -> Rooms:
         """Host memory for what its forward keeps."""
         return Rooms(self.program)
+
+    @property
+    def memory(self) -> Memory:
+        return self.predicted()
 
     @property
     def updates(self) -> bool:
@@ -186,6 +191,21 @@ def memory_of(captured: Capture, job: Job) -> Predict:
     return lambda one: attempt(lambda: peak_memory.predict(one, job.plan, held(one)), memory.unpredicted)
 
 
+def memory_later(captured: Capture, job: Job) -> Later:
+    """The same when somebody asks: to run the program takes none of it. What is asked then holds no tensors."""
+    plan, held = job.plan, partial(memory.persistent, job.plan, job.rules, job.buffers, captured.constants)
+
+    def later(program: Program) -> Callable[[], Memory]:
+        try:
+            now = held(program)
+        except Exception as error:
+            failed = memory.unpredicted(reason(error))
+            return lambda: failed
+        return cache(lambda: attempt(lambda: peak_memory.predict(program, plan, now), memory.unpredicted))
+
+    return later
+
+
 def has_host_memory(job: Job) -> bool:
     """Whether values may wait in host memory: it is another than the device's, and backward is in the program."""
     return job.plan.device.type != "cpu" and job.kind != "training"
@@ -205,12 +225,13 @@ def fuse(stages: Sequence[Program], job: Job) -> list[Program]:
     return [*done, *fused]
 
 
-def describe(captured: Capture, stages: Sequence[Program], predict: Predict, job: Job) -> Compiled:
+def describe(captured: Capture, stages: Sequence[Program], later: Later, job: Job) -> Compiled:
     """The last stage, which is what will run, with all that is asked of it later."""
     *before, program = stages
-    needed = predict(program)
-    lines = attempt(needed.lines, lambda why: (f"memory: not predicted: {why}",))
-    program = replace(program, needs=lines)
+    needed = later(program)
+    program = replace(
+        program, needs=lambda: attempt(lambda: needed().lines(), lambda why: (f"memory: not predicted: {why}",))
+    )
     halves = cut(program) if job.kind == "training" else None
     first = halves.forward if halves is not None else program
     inputs = tuple(port for port in first.ports if port.side == "in")

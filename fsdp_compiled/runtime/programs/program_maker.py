@@ -48,6 +48,7 @@ from fsdp_compiled.runtime.programs.compile import (
     describe,
     fit_to_memory,
     fuse,
+    memory_later,
     memory_of,
     transform,
 )
@@ -135,7 +136,7 @@ class ProgramMaker:
             predict = memory_of(captured, job)
             stages = fit_to_memory(stages, predict, job)
             stages = fuse(stages, job)  # checked after each fusion
-            return describe(captured, stages, predict, job)
+            return describe(captured, stages, memory_later(captured, job), job)
 
         uneven = self.plan.uneven
         compiled = self.together(build, lambda made: made.program.text(), lambda made: made.program.outline(uneven))
@@ -332,7 +333,7 @@ class ProgramMaker:
         except BaseException as error:  # one that interrupts, too, would leave the others waiting
             failure = error
         if outline is None or self.mesh.tp == 1:
-            agree(self.ranks, "The program", text(made[0]) if made else "", failure)
+            agree(self.ranks, "The program", text(made[0]) if made and self.ranks.world > 1 else "", failure)
         else:
             agree(self.mesh, "The program", outline(made[0]) if made else "", failure, lambda: text(made[0]))
         return made[0]
