@@ -64,7 +64,7 @@ def test_what_is_taken_is_not_there_again() -> None:
     nodes = [node for node in found[-1].graph.nodes if node.op == "call_function"]
     assert min(room.left.values()) == 0
     highest = next(at for at, node in enumerate(nodes) if room.left[node.name] == 0)
-    assert room.earliest(nodes, 0, highest + 1, 1) == highest + 1 and room.latest(nodes, 0, len(nodes), 1) <= highest
+    assert room.earliest(nodes, 0, highest + 1, 1) == highest + 1 and len(room.until(nodes[0], nodes[-1], 1)) <= highest
     before = room.left[nodes[0].name]
     room.take(nodes[:1], before)
     assert room.earliest(nodes, 0, 1, 1) == 1 and room.earliest(nodes, 0, 1, 0) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import pytest
@@ -128,3 +129,15 @@ def test_what_is_returned_is_the_argument_where_it_was(monkeypatch: pytest.Monke
         assert infer(aten.add.Tensor, (x, y), {}) is not x
         first, second = infer(aten.split_with_sizes.default, (fake(5), [2, 3]), {})
         assert first is not second and (first.shape, second.shape) == ((2,), (3,))
+
+
+def test_what_takes_one_of_many_looks_at_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode = FakeTensorMode()
+    many = [fake_tensor(mode, (size,), (1,), torch.float32, torch.device("cpu")) for size in range(1, 101)]
+    looked: list[Any] = []
+    monkeypatch.setattr(inference, "_plain", lambda value: not looked.append(value))
+    infer = Inference(mode)
+    assert all(infer(getitem, (many, place), {}) is one for place, one in enumerate(many))
+    assert not looked
+    infer(aten.cat.default, (many,), {})  # control: what reads all of them does
+    assert len(looked) >= len(many)

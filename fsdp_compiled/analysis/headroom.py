@@ -35,11 +35,13 @@ class Headroom:
             place -= 1
         return place
 
-    def latest(self, nodes: Sequence[fx.Node], place: int, last: int, nbytes: int) -> int:
-        """The place up to which so many bytes may be alive from ``place`` on; not behind ``last``."""
-        while place < last and self._holds(nodes[place], nbytes):
-            place += 1
-        return place
+    def until(self, node: fx.Node, last: fx.Node, nbytes: int) -> list[fx.Node]:
+        """The nodes from this one on during which so many bytes may be alive; none from ``last`` on."""
+        found = []
+        while node < last and self._holds(node, nbytes):
+            found.append(node)
+            node = node.next
+        return found
 
     def take(self, nodes: Sequence[fx.Node], nbytes: int) -> None:
         """So many bytes more are alive while these nodes run."""

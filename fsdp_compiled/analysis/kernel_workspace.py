@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -69,9 +70,11 @@ def on_wire(node: fx.Node, backend: Backend) -> int:
 
 def in_kernel(node: fx.Node) -> int:
     """Bytes that the node's kernel allocates besides its results, at its height."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not _may_allocate(node.target):
+        return 0
     read = [source.meta["val"] for source in node.all_input_nodes]
     read = [value for value in read if isinstance(value, torch.Tensor)]
-    if not isinstance(node.target, torch._ops.OpOverload) or not read or read[0].device.type != "cpu":
+    if not read or read[0].device.type != "cpu":
         return 0
     operands, result = as_traced((read, node.meta["val"]))
     results = [value for value in (result if isinstance(result, tuple | list) else [result]) if value is not None]
@@ -86,6 +89,12 @@ def in_kernel(node: fx.Node) -> int:
     if torch.Tag.reduction in node.target.tags and results and operands[0].dtype != results[0].dtype:
         return workspace + operands[0].numel() * results[0].dtype.itemsize
     return workspace
+
+
+@cache
+def _may_allocate(target: torch._ops.OpOverload) -> bool:
+    known = target in CONTIGUOUS or target in PRODUCTS or target in _KERNELS
+    return known or torch.Tag.pointwise in target.tags or torch.Tag.reduction in target.tags
 
 
 Tensors = Sequence[torch.Tensor]

@@ -102,6 +102,7 @@ def _starts(
         return []
     nodes = list(graph.nodes)
     order = positions(graph)
+    begins = {node.meta.get("phase"): order[node] for node in reversed(nodes)}
     entries = _sequence(graph, found)
     moved: list[tuple[LiveRange, fx.Node]] = []
     leaving: set[fx.Node] = set()  # nodes that are moved, and so no longer stand where they did
@@ -111,8 +112,7 @@ def _starts(
         place = _place(entries, live_range)
         issue = _issue(live_range)
         now = min(order[node] for node in issue)
-        phase = issue[0].meta["phase"]
-        earliest = next(index for index, node in enumerate(nodes) if node.meta.get("phase") == phase)
+        earliest = begins[issue[0].meta["phase"]]
         if place is not None:
             at = max(_behind_copies(entries[place - ahead], order) if place >= ahead else earliest, earliest, previous)
             at = _room(at, live_range.unit, placed, most)
@@ -202,24 +202,20 @@ def _wait_late(edit: Edit, in_flight: int, plan: Plan, room: Headroom | None) ->
             last = next((last for first, last in rows if order[start] < order[first]), target)
             sooner = min(_before_rows(target), last, key=order.__getitem__)
             if room is not None and tail:
-                sooner = _while_free(edit.graph, start, tail, sooner, plan, room)
+                sooner = _while_free(start, tail, sooner, plan, room)
             if tail and (order[tail[-1]] < order[target] or sooner is not target):
                 edit.move(tail, before=sooner)
 
 
-def _while_free(
-    graph: fx.Graph, start: fx.Node, tail: list[fx.Node], target: fx.Node, plan: Plan, room: Headroom
-) -> fx.Node:
+def _while_free(start: fx.Node, tail: list[fx.Node], target: fx.Node, plan: Plan, room: Headroom) -> fx.Node:
     """The node up to which what is reduced, and the copy that the wire needs of it, stay alive for nothing."""
-    nodes = list(graph.nodes)
-    order = positions(graph)
     taken = nbytes(start.all_input_nodes[0].meta["val"]) + on_wire(start, backend_of(plan.device))
-    begin = order[tail[-1]] + 1
-    end = room.latest(nodes, begin, max(order[target], begin), taken)
-    if end > begin:
-        room.take(nodes[begin:end], taken)
-        room.stand(tail, nodes[end - 1])
-    return nodes[end]
+    passed = room.until(tail[-1].next, target, taken)
+    if passed:
+        room.take(passed, taken)
+        room.stand(tail, passed[-1])
+        return passed[-1].next
+    return tail[-1].next
 
 
 def _rows_of_blocks(graph: fx.Graph, order: dict[fx.Node, int]) -> list[tuple[fx.Node, fx.Node]]:
