@@ -15,7 +15,7 @@ WORKER = Path(__file__).parent / "workers" / "own_loop.py"
 # before it reduces them, and this package after it: the last bit may differ, from then on in all weights.
 ROUNDED = {"several_forwards", "adversarial", "methods"}
 CASES = (
-    "adamw", "sgd_groups", "fused", "accumulate", "evaluation", "checkpointed", "several_forwards", "frozen",
+    "adamw", "sgd_groups", "fused", "accumulate", "divided", "evaluation", "checkpointed", "several_forwards", "frozen",
     "adapters", "structured", "adversarial", "autocast", "mixed_precision", "scaler", "fused_scaler",
     "nested", "uneven", "meta", "saved", "assigned", "written", "hooks", "methods", "held_by_methods",
     "ignored", "unsharded", "hybrid", "around", "copied", "regrouped", "stepped_in_backward", "failing",

@@ -301,6 +301,12 @@ def test_a_parameter_of_nobodys_that_is_replaced_is_read_and_trained() -> None:
         assert torch.equal(model[2].bias.grad, plain[2].bias.grad)
 
 
+def dual(model: nn.Module) -> Any:
+    """Forward differentiation, of the input."""
+    with torch.autograd.forward_ad.dual_level():
+        return model(torch.autograd.forward_ad.make_dual(torch.randn(2, 6), torch.ones(2, 6)))
+
+
 @pytest.mark.parametrize(
     ("what", "named"),
     [
@@ -310,7 +316,10 @@ def test_a_parameter_of_nobodys_that_is_replaced_is_read_and_trained() -> None:
         (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), "do not implement forward"),
         (lambda: fully_shard(fully_shard(net())), "before"),
         (lambda: copy.deepcopy(fully_shard(net())), "cannot be copied"),
-        (lambda: fully_shard(net()).set_gradient_divide_factor(2.0), "multiply the loss"),
+        (lambda: fully_shard(net()).set_gradient_divide_factor(0.0), "positive number"),
+        (lambda: fully_shard(net()).set_all_reduce_hook(print), "register_hook"),
+        (lambda: torch.func.vjp(fully_shard(net()), torch.randn(2, 6)), "torch.func transform"),
+        (lambda: dual(fully_shard(net())), "tangents would be lost"),
         (lambda: fully_shard(nn.ParameterList([nn.Parameter(torch.ones(()))])), "scalar"),
     ],
 )

@@ -24,6 +24,7 @@ from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 from torch.backends import mha
 from torch.nn import functional
 from torch.nn.modules import module
@@ -204,13 +205,23 @@ def check(call: str, trains: bool, seen: bool, saves: bool = False) -> None:
             "does not get into a program. Give ranks their stretches with fsdp_compiled.stretch, and let the model "
             "attend with fsdp_compiled.SequenceAttention (docs/context_parallel.md)."
         )
+    check_transforms(call)
+    if _C._get_tracing_state() is not None:
+        raise ValueError(f"{call} inside torch.jit.trace, which would keep the numbers of this call. Call it outside.")
+
+
+def check_transforms(call: str) -> None:
+    """Raises ``ValueError`` inside a transform of functions, which would have to see each operator."""
     if _C._functorch.peek_interpreter_stack() is not None:
         raise ValueError(
             f"{call} inside a torch.func transform (grad, vmap, jvp): it has collectives and state, and cannot be "
             "transformed. Use the transform inside the loss, where it is traced, or call value_and_grad."
         )
-    if _C._get_tracing_state() is not None:
-        raise ValueError(f"{call} inside torch.jit.trace, which would keep the numbers of this call. Call it outside.")
+    if forward_ad._current_level >= 0:
+        raise ValueError(
+            f"{call} inside torch.autograd.forward_ad.dual_level(): a compiled step has no derivative forward, and "
+            "tangents would be lost. Call it outside, or use torch.func.jvp inside the loss, where it is traced."
+        )
 
 
 def _check_dispatch(call: str, seen: bool) -> None:

@@ -4,8 +4,9 @@
                                                  wait -> [n]
 
 Means are taken on the wire, but for float16, whose largest number is 65504: there a part of the division comes before
-the sum and the rest after it, as in FSDP2. The pass `reduce` writes these calls into a program; what a loop of the
-user's own adds up without synchronisation is no program's, and goes through the same ones.
+the sum and the rest after it, as in FSDP2. A loop of the user's own may set another factor (`Division`). The pass
+`reduce` writes these calls into a program; what such a loop adds up without synchronisation is no program's, and goes
+through the same ones.
 """
 
 from __future__ import annotations
@@ -36,20 +37,39 @@ class Call:
 
 def reduction(buffer: Buffer, dtype: torch.dtype, plan: Plan) -> list[Call]:
     """Of a flat gradient of this dtype, whole on each rank; what comes of it has the buffer's."""
-    before, after = plan.divisors if dtype == torch.float16 else (1, 1)
-    how = "sum" if dtype == torch.float16 else "avg"
+    factor, sums = buffer.division.factor, buffer.division.sums
     wait = Call("wait", c10d.wait_tensor.default)
-    calls = []
-    if before != 1:
-        calls.append(Call("scale", aten.div.Tensor, (before,)))
+    calls: list[Call] = []
+    first = rest = "avg"
+    after = 1.0
+    if dtype == torch.float16:
+        first = rest = "sum"
+        before, after = _divisors(factor or plan.world)
+        if before != 1:
+            calls.append(Call("scale", aten.div.Tensor, (before,)))
+    elif sums:
+        first = rest = "sum"
+        after = factor or plan.world
+    elif factor is not None:
+        first, rest = "avg" if factor == plan.shard else "sum", "sum"
+        if first == "sum" and factor != 1:
+            calls.append(Call("scale", aten.mul.Tensor, (1 / factor,)))
     if plan.shard > 1 and plan.placement.gradient:
-        calls += [Call("reduce", c10d.reduce_scatter_tensor.default, (how, plan.shard), "shard"), wait]
+        calls += [Call("reduce", c10d.reduce_scatter_tensor.default, (first, plan.shard), "shard"), wait]
     elif plan.shard > 1:
-        calls += [Call("reduce", c10d.all_reduce.default, (how,), "shard"), wait]
+        calls += [Call("reduce", c10d.all_reduce.default, (first,), "shard"), wait]
     if plan.replicate > 1:
-        calls += [Call("reduce", c10d.all_reduce.default, (how,), "replicate"), wait]
+        calls += [Call("reduce", c10d.all_reduce.default, (rest,), "replicate"), wait]
     if after != 1:
         calls.append(Call("scale", aten.div.Tensor, (after,)))
     if dtype != buffer.dtype:
         calls.append(Call("cast", aten._to_copy.default, options={"dtype": buffer.dtype}))
     return calls
+
+
+def _divisors(factor: float) -> tuple[int, float]:
+    """What float16 is divided by before a sum over the ranks, a power of two near its root, and what after it."""
+    before = 1
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return before, factor / before

@@ -133,6 +133,15 @@ class Slot:
 
 
 @dataclass(frozen=True)
+class Division:
+    """What the sum of gradients over the ranks is divided by: a ``factor``, or, None, how many ranks there are.
+    ``sums``: after sums on the wire, and not by means there."""
+
+    factor: float | None = None
+    sums: bool = False
+
+
+@dataclass(frozen=True)
 class Buffer:
     """Parameters of one unit that share dtype, trainability and optimizer group, end to end."""
 
@@ -146,6 +155,7 @@ class Buffer:
     variant: int = 0  # of the group's rules
     by_rows: bool = False  # each rank's shard holds rows of every parameter (`rows`)
     split: bool = False  # whether ranks along the tp axis have parts of its parameters, or all the whole
+    division: Division = Division()
 
     @property
     def updated(self) -> bool:
@@ -244,14 +254,6 @@ class Plan:
     def world(self) -> int:
         """Ranks with batches of their own."""
         return self.shard * self.replicate
-
-    @property
-    def divisors(self) -> tuple[int, float]:
-        """What float16 is divided by before a sum over the ranks, a power of two near its root, and what after it."""
-        before = 1
-        while self.world % before == 0 and self.world / before > before:
-            before *= 2
-        return before, self.world / before
 
     @property
     def axes(self) -> tuple[tuple[Axis, int], ...]:

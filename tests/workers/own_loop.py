@@ -36,7 +36,7 @@ together = SimpleNamespace(
     fully_shard=partial(ours.fully_shard, policy=MERGED), register_fsdp_forward_method=ours.register_fsdp_forward_method
 )
 # Loops that see single units, their gradients or their state; the others run so in `make test-all`.
-MERGED_TOO = ("accumulate", "structured", "saved", "unsharded")
+MERGED_TOO = ("accumulate", "divided", "structured", "saved", "unsharded")
 
 
 def adamw(api: Any) -> Any:
@@ -81,6 +81,28 @@ def accumulate(api: Any) -> Any:
         optimizer.step()
         optimizer.zero_grad()
     return [*found, *weights(model)]
+
+
+def divided(api: Any) -> Any:
+    """Gradients that are summed on the wire, and divided by another factor, from the second step on; and held back."""
+    model = gpt(api)
+    units = [one for one in model.modules() if isinstance(one, theirs.FSDPModule)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = train(model, optimizer, 1)
+    for one in units:
+        one.set_force_sum_reduction_for_comms(True)
+    found += train(model, optimizer, 1)
+    for one in units:
+        one.set_gradient_divide_factor(1.0 if one is model else 3.0)
+    found += train(model, optimizer, 1)
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        loss_of(model, micro).backward()
+    found += gradients(model)
+    for one in units:
+        one.set_force_sum_reduction_for_comms(False)
+        one.set_gradient_divide_factor(2.0)
+    return [*found, *train(model, optimizer, 1)]
 
 
 def evaluation(api: Any) -> Any:
@@ -312,8 +334,8 @@ def broken(api: Any) -> Any:
 CASES: dict[str, Callable[[Any], Any]] = {
     case.__name__: case
     for case in (
-        adamw, sgd_groups, fused, accumulate, evaluation, checkpointed, several_forwards, autocast, mixed_precision,
-        scaler, fused_scaler, saved, assigned, written, hooks, unsharded, hybrid, around, broken,
+        adamw, sgd_groups, fused, accumulate, divided, evaluation, checkpointed, several_forwards, autocast,
+        mixed_precision, scaler, fused_scaler, saved, assigned, written, hooks, unsharded, hybrid, around, broken,
         *own_loop_models.CASES, *own_loop_midway.CASES,
     )
 }  # fmt: skip

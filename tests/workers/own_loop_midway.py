@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import tempfile
 from typing import Any, NoReturn
 
@@ -13,7 +14,7 @@ import torch.distributed.fsdp as theirs
 import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.loops import GPT, batch, gpt, loss_of, train, weights
+from tests.loops import GPT, batch, full, gpt, loss_of, train, weights
 
 
 def copied(api: Any) -> Any:
@@ -21,6 +22,11 @@ def copied(api: Any) -> Any:
     model = gpt(api)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = train(model, optimizer, 2)
+    for one in model.parameters():
+        with io.BytesIO() as file:
+            torch.save(one, file)
+            file.seek(0)
+            found += map(full, (copy.deepcopy(one), copy.deepcopy(one.detach()), torch.load(file, weights_only=False)))
     best = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)

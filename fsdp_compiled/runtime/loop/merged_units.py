@@ -125,6 +125,7 @@ def _alike(first: ParameterGroup, second: ParameterGroup) -> bool:
     return (
         first.device_mesh == second.device_mesh
         and (first.reshard_after_forward is not False) == (second.reshard_after_forward is not False)
+        and first.division == second.division
         and [first.precision.param_dtype, first.precision.reduce_dtype]
         == [second.precision.param_dtype, second.precision.reduce_dtype]
         and [_kind(flat) for flat in first.flats] == [_kind(flat) for flat in second.flats]

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture.ambient import outside_modes, untraced
+from fsdp_compiled.capture.ambient import check_transforms, outside_modes, untraced
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import Plan
@@ -51,6 +51,7 @@ def shared_calls(mesh: Mesh) -> Calls:
     for known, calls in _calls:
         if known() is world:
             return calls
+    check_transforms("forward")  # in which ranks could not even meet
     _calls.clear()
     _calls.append((weakref.ref(world), Calls(mesh)))
     return _calls[0][1]
@@ -214,7 +215,7 @@ class ModuleCall:
             and bool(self._groups)
             and all(group.same() and not group.unsharded for group in self._groups)
             and [one.requires_grad for one in self._flags] == self._trainable
-            and [(group.version, group.reshard_after_forward) for group in self._groups] == self._versions
+            and [group.treated for group in self._groups] == self._versions
         )
 
     def _look(self) -> None:
@@ -234,7 +235,7 @@ class ModuleCall:
         self._flags = [*(entry.parameter for entry in entries), *dict.fromkeys(self._plain.values())]
         self._trainable = [one.requires_grad for one in self._flags]
         self._trained = [one for one in self._flags if one.requires_grad]
-        self._versions = [(group.version, group.reshard_after_forward) for group in self._groups]
+        self._versions = [group.treated for group in self._groups]
 
     def _now(self) -> tuple[Any, ...]:
         """What a plan depends on."""

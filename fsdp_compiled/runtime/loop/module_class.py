@@ -13,20 +13,20 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle
-from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.plan.plan import Division
 from fsdp_compiled.runtime.loop.gathered_module import gathered
 from fsdp_compiled.runtime.loop.module_call import ModuleCall
 from fsdp_compiled.runtime.loop.module_state import ModuleState, lay_out, state_of, states_in, traced, tracing
 from fsdp_compiled.runtime.loop.parameter_group import ParameterGroup
-from fsdp_compiled.torch_private.dtensor import over_slices
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
@@ -143,6 +143,18 @@ class FSDPModule(TorchFSDPModule):
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Nothing."""
 
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of this module's gradients over the ranks is divided by, in the place of their number."""
+        _divide(_state(self).group, replace(_state(self).group.division, factor=float(factor)))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The same, by its old name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether this module's gradients are summed on the wire, and divided after it."""
+        _divide(_state(self).group, replace(_state(self).group.division, sums=bool(enable)))
+
     def reset_iter_state(self) -> None:
         """Drops gradients that were held back; a forward that failed leaves nothing else."""
         for state in states_in(self):
@@ -156,24 +168,9 @@ class FSDPModule(TorchFSDPModule):
     set_all_reduce_hook = _refusing(
         "set_all_reduce_hook", "Change gradients after backward, in parameter.grad, or with parameter.register_hook."
     )
-    set_gradient_divide_factor = _refusing(
-        "set_gradient_divide_factor", "Gradients are means over ranks: multiply the loss by what is wanted."
-    )
-    set_reduce_scatter_divide_factor = set_gradient_divide_factor
-    set_force_sum_reduction_for_comms = _refusing(
-        "set_force_sum_reduction_for_comms", "Leave it out: gradients are means over ranks."
-    )
     set_reduce_scatter_unused_params = _refusing(
         "set_reduce_scatter_unused_params", "Leave it out: ranks run one program, with one set of gradients."
     )
-
-    def state_dict(self, *args: Any, **named: Any) -> Any:
-        """With DTensors that ``copy.deepcopy`` and ``async_save`` can copy: not those of slices (`over_slices`)."""
-        found = super(TorchFSDPModule, self).state_dict(*args, **named)  # type: ignore[misc]
-        for name, value in found.items():
-            if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) and value.storage_offset():
-                (found[name],) = over_slices([(value._local_tensor, value._spec)])
-        return found
 
     def _get_fsdp_state(self) -> Any:
         return _OwnGathered(_state(self).group)
@@ -186,6 +183,19 @@ class FSDPModule(TorchFSDPModule):
         group.follow()
         lay_out(self)
         return result
+
+
+def _divide(group: ParameterGroup, division: Division) -> None:
+    """Raises ``ValueError`` for no number over zero, ``NotImplementedError`` where FSDP2 divides twice."""
+    factor, mesh = division.factor, group.mesh
+    if factor is not None and not 0 < factor < float("inf"):
+        raise ValueError(f"The factor to divide gradients by is {factor}; expected a positive number.")
+    if factor is not None and mesh.shard == 1 and (mesh.replicate > 1 or division.sums):
+        raise NotImplementedError(
+            "set_gradient_divide_factor is not supported by fsdp_compiled.fully_shard on replicas that are not "
+            "sharded, nor beside set_force_sum_reduction_for_comms on one rank. Multiply the loss by what is wanted."
+        )
+    group.division = division
 
 
 def _deepcopy(self: Any, _memo: Any) -> NoReturn:

@@ -156,7 +156,7 @@ def _trained(plan: Plan, plain: Mapping[str, torch.Tensor]) -> tuple[str, str]:
     slots = {slot.name: (slot.leaf.trainable, slot.leaf.shape) for buffer in plan.buffers for slot in buffer.slots}
     slots |= {name: (one.requires_grad, tuple(one.shape)) for name, one in plain.items()}
     count = sum(trained for trained, _ in slots.values())
-    units = [(unit.reshard, [buffer.key for buffer in unit.buffers]) for unit in plan.units]
+    units = [(unit.reshard, [(buffer.key, buffer.division) for buffer in unit.buffers]) for unit in plan.units]
     names = [name for name, (trained, _) in slots.items() if trained]
     said = f"{count} of {len(slots)} trained"
     note = "" if count == len(slots) else f", {said} ({_digest(names)})"
@@ -183,7 +183,8 @@ def units_of(module: nn.Module, groups: Sequence[ParameterGroup], rows: dict[str
         for index, row in enumerate(together):
             key = unit if len(together) == 1 else f"{unit}#{index}"
             own = [_buffer(flat, places[group], names) for group, flat in zip(run, row.flats, strict=True)]
-            buffers.append(side_by_side(unit, key, own, run[0].mesh.shard))
+            together_as = side_by_side(unit, key, own, run[0].mesh.shard)
+            buffers.append(replace(together_as, division=run[0].division))
             rows[key] = row
         yield Unit(unit, tuple(buffers), run[0].reshard_after_forward is not False)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compiled.distributed.device_mesh import beside
 from fsdp_compiled.distributed.mesh import Mesh, gather_shards
-from fsdp_compiled.plan.plan import Buffer, Leaf, TensorParallel, contiguous_stride
+from fsdp_compiled.plan.plan import Buffer, Division, Leaf, TensorParallel, contiguous_stride
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, widths
 from fsdp_compiled.runtime.loop.loop_hooks import OURS, Mark, mark
 from fsdp_compiled.runtime.tensor_parallel.parts import local_part, tensor_parallel
@@ -73,7 +74,8 @@ class FlatShard:
     @property
     def written(self) -> tuple[int, ...]:
         """Another one after each write, to a parameter or past it to its local tensor."""
-        return (self.tensor._version, *(entry.parameter._version for entry in self.entries))
+        locals_of = (entry.local._version for entry in self.entries if entry.local is not None)
+        return (self.tensor._version, *(entry.parameter._version for entry in self.entries), *locals_of)
 
     def hold(self, gradient: torch.Tensor, entries: Iterable[Entry]) -> None:
         """Adds a whole flat gradient, of which these parameters' parts count, to what is held back."""
@@ -93,6 +95,19 @@ class FlatShard:
         self._held_of.clear()
 
 
+def part_of(flat: torch.Tensor, first: int, last: int, shape: Sequence[int]) -> torch.Tensor:
+    """These elements of a flat shard, in its memory and with an offset of zero.
+
+    A DTensor takes the offset of its local tensor for its own, beside memory that it has none of, and then neither
+    ``copy.deepcopy`` nor ``torch.save`` can read it.
+    """
+    if flat.is_meta or first == last:
+        return flat[first:last].view(shape)
+    begin, size = flat.storage_offset(), flat.itemsize
+    memory = flat.untyped_storage()[(begin + first) * size : (begin + last) * size]
+    return flat.new_empty(0).set_(memory, 0, shape)  # type: ignore[call-overload, no-any-return]
+
+
 class ParameterGroup:
     """Parameters that are gathered together, as the user marked them."""
 
@@ -108,6 +123,7 @@ class ParameterGroup:
         self.modules, self.device_mesh, self.mesh = tuple(modules), device_mesh, mesh
         self.all_axes = beside(device_mesh, mesh.tp_mesh) if mesh.tp_mesh is not None else device_mesh
         self.precision, self.reshard_after_forward = precision, reshard
+        self.division = Division()
         self.version = 0  # of the flat shards
         self.flats: list[FlatShard] = []
         self.replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # plain ones, by the new
@@ -123,6 +139,11 @@ class ParameterGroup:
     @property
     def entries(self) -> Iterator[Entry]:
         return (entry for flat in self.flats for entry in flat.entries)
+
+    @property
+    def treated(self) -> tuple[Any, ...]:
+        """What a plan depends on, besides the parameters."""
+        return self.version, self.reshard_after_forward, self.division
 
     def same(self) -> bool:
         """Whether all parameters are still the slices that they were; a table that changed is not seen here."""
@@ -193,7 +214,9 @@ class ParameterGroup:
             local = local_part(plain)[first:last]
             if not plain.is_meta:
                 local = local.to(self.mesh.device)
-        made = nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=plain.requires_grad)
+        blank = DTensor(local.new_empty(0), spec, requires_grad=False)  # without the slice's offset: see `part_of`
+        made = nn.Parameter(blank, requires_grad=plain.requires_grad)
+        made._local_tensor = local  # type: ignore[attr-defined]
         made.__dict__.update(plain.__dict__)
         made.__dict__[OURS] = True
         for module, name in holders:
@@ -232,7 +255,7 @@ class ParameterGroup:
                 entry.spec = self._spec(entry.parameter, entry.tp)
                 old = entry.parameter._local_tensor  # type: ignore[attr-defined]
                 entry.first, entry.last = slot.offset, slot.offset + old.numel()
-                entry.local = tensor[entry.first : entry.last].view(old.shape)
+                entry.local = part_of(tensor, entry.first, entry.last, old.shape)
                 if not tensor.is_meta:
                     entry.local.copy_(old)
                 entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
@@ -250,7 +273,7 @@ class ParameterGroup:
             moved.append(FlatShard(tensor, flat.buffer, flat.entries))
             for entry in flat.entries:
                 assert entry.local is not None
-                entry.local = tensor[entry.first : entry.last].view(entry.local.shape)
+                entry.local = part_of(tensor, entry.first, entry.last, entry.local.shape)
                 entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
         self.flats = moved
         self.version += 1
