@@ -17,7 +17,9 @@ from torch import nn, optim
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.whole import is_known
+from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.owners import dealt, laid_out, update_cost
+from fsdp_compiled.plan.plan import Leaf
 from tests.launch import launch
 from tests.matrices import Matrices, batches, loss
 from tests.parts import parts
@@ -132,13 +134,32 @@ def test_what_a_rank_has_already_changes_who_not_how_much(sizes: list[int], rank
 
 
 def test_few_matrices_are_cut_and_owners_have_most_of_theirs() -> None:
-    """A block's matrices are 3, 1, 4 and 4 squares; 6 are a rank's. Of all 48, 24 would have to go to owners."""
+    """A block's matrices are 3, 1, 4 and 4 squares; 6 are a rank's. Of all 48, 24 would have to go to owners, and 8 do
+    where all are laid out alike."""
     assert laid_out([3, 1, 4, 4], 2) == [2, 1, 0, 3]
     rows = [(3, 1, 4, 4)[index] for index in laid_out([3, 1, 4, 4], 2)] * 4
     held = [[4, 0], [1, 0], [1, 2], [0, 4]] * 4
     owners = dealt([64.0**2 * row for row in rows], 2, held)
     assert sum(row for row, who in zip(rows, owners, strict=True) if who) == 24
     assert sum(parts[1 - who] for parts, who in zip(held, owners, strict=True)) == 8
+
+
+def test_every_other_unit_is_laid_out_from_its_end() -> None:
+    """So that of four such blocks no rank has more to do, and half as much goes to owners."""
+    shapes = [(96, 32), (32, 32), (128, 32), (32, 128)]
+    leaves = [
+        Leaf((f"{layer}.{index}",), shape, (shape[1], 1), torch.float32, True, 0, str(layer), owned=True)
+        for layer in range(4)
+        for index, shape in enumerate(shapes)
+    ]
+    plan = make_plan(leaves, Policy(lower="eager", bucket_mb=0), torch.device("cpu"), 2)
+    orders = [[slot.name.split(".")[1] for slot in buffer.slots] for buffer in plan.buffers]
+    assert orders == [["2", "1", "0", "3"], ["3", "0", "1", "2"]] * 2
+    costs = {leaf.names[0]: update_cost(leaf.shape) for leaf in leaves}
+    loads = [sum(costs[name] for name, who in plan.owners.items() if who == rank) for rank in range(2)]
+    assert loads[0] == loads[1]
+    sent = sum(held[1 - plan.owners[slot.name]] for slot, held in plan._owned)
+    assert sent == 4 * 32**2
 
 
 def _beside_eager(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -84,9 +85,9 @@ def _exchange(
         message[place : place + WORD].view(torch.int64).fill_(word)
         place += WORD
         for value in row:
-            nbytes = value.numel() * value.itemsize
-            message[place : place + nbytes].view(value.dtype).copy_(value)
-            place += _padded(nbytes)
+            if nbytes := value.numel() * value.itemsize:
+                message[place : place + nbytes].view(value.dtype).copy_(value)
+                place += _padded(nbytes)
     collectives = torch.ops._c10d_functional
     received = collectives.wait_tensor(
         collectives.all_to_all_single(message, coming, lengths, mesh.groups["shard"])
@@ -102,11 +103,16 @@ def _exchange(
         place += WORD
         parts = []
         for nbytes, dtype in row_sizes:
-            parts.append(received[place : place + nbytes].view(dtype))
+            parts.append(received[place : place + nbytes].view(dtype) if nbytes else _none(dtype, mesh.device))
             place += _padded(nbytes)
         found.append(parts)
     others = torch.stack(words).tolist()
     return found, [*others[:me], word, *others[me:]]
+
+
+@cache
+def _none(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -34,11 +34,14 @@ def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
     )
 
 
-def _in_order(leaves: Sequence[Leaf], policy: Policy, world: int) -> Sequence[Leaf]:
-    """Of one buffer: as given, but for what ranks own whole."""
+def _in_order(leaves: Sequence[Leaf], policy: Policy, world: int, place: int) -> Sequence[Leaf]:
+    """Of one buffer, at its place among the units: as given, but for what ranks own whole. Every other one is laid out
+    from its end: what a rank has more of in one of two equal blocks it has less of in the other, so that owners with
+    as much to do as others hold the most of theirs."""
     if world == 1 or not policy.placement.state or not all(leaf.owned for leaf in leaves):
         return leaves
-    return [leaves[index] for index in laid_out([leaf.numel for leaf in leaves], world)]
+    order = laid_out([leaf.numel for leaf in leaves], world)
+    return [leaves[index] for index in (reversed(order) if place % 2 else order)]
 
 
 def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
@@ -76,10 +79,11 @@ def make_plan(
         kind = (leaf.dtype, leaf.trainable, *((leaf.group, leaf.variant) if leaf.trainable else (None, 0)), leaf.split)
         by_unit.setdefault(unit, {}).setdefault(kind, []).append(leaf)
     units = []
-    for name, kinds in by_unit.items():
+    for place, (name, kinds) in enumerate(by_unit.items()):
+        keys = [name if len(kinds) == 1 else f"{name}#{index}" for index in range(len(kinds))]
         buffers = tuple(
-            _lay_out(name, name if len(kinds) == 1 else f"{name}#{index}", _in_order(members, policy, shard), shard)
-            for index, members in enumerate(kinds.values())
+            _lay_out(name, key, _in_order(members, policy, shard, place), shard)
+            for key, members in zip(keys, kinds.values(), strict=True)
         )
         units.append(Unit(name, buffers))
     return Plan(tuple(units), policy, device, shard, replicate, machine, (reason,), tp)

@@ -136,7 +136,8 @@ class EagerUpdate:
         try:
             with self._opened(), torch.no_grad(), guard:
                 step_of(kind)(self._optimizer)
-            for place, name, _ in (one for one, value in self._noted().items() if before.get(one) != value):
+            self._after = self._noted()
+            for place, name, _ in (one for one, value in self._after.items() if before.get(one) != value):
                 self._written[place].add(name)
         except Refused as error:
             raise RuntimeError(
@@ -219,6 +220,9 @@ class EagerUpdate:
         found = {}
         for place, index, values in [*options, ("attribute", 0, attributes_of(self._optimizer))]:
             for name, value in values.items():
+                if value is None or type(value) in (bool, int, float, str):  # most of them, without what the rest takes
+                    found[place, name, index] = repr(value)
+                    continue
                 tensors: Tensors = {}
                 try:
                     found[place, name, index] = digest(encode(value, name, tensors), tensors)

@@ -26,6 +26,7 @@ import copy
 import zlib
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ class WholeUpdate(EagerUpdate):
     """Runs one optimizer's step on the whole parameters that this rank owns."""
 
     what = "whole parameters"
+
+    def __init__(self, *given: Any) -> None:
+        self._rows: dict[str, Owned] = {}
+        super().__init__(*given)
 
     @property
     def owned(self) -> list[str]:
@@ -127,23 +132,42 @@ class WholeUpdate(EagerUpdate):
 
     def _by_owners(self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
         rows = [self._row(name, values.dtype) for name, values in parameters.items()]
-        both = [self._row(name, values.dtype) for name, values in gradients.items()] + rows
+        both = [
+            replace(row, dtype=values.dtype) if values.dtype != row.dtype else row
+            for row, values in zip(rows, gradients.values(), strict=True)
+        ] + rows
         whole = to_owners(both, [*gradients.values(), *parameters.values()], self._mesh)
         names = list(parameters)
         given = dict(zip(names, whole[: len(names)], strict=True))
-        # Shards are written once all ranks have said that theirs went well.
-        pairs = zip(parameters.values(), whole[len(names) :], strict=True)
-        values = [value.clone() if value is own else value for own, value in pairs]
+        # What a rank has all of is updated where it is, and put back where a rank fails; what others update is written
+        # once all have said that theirs went well.
+        values = whole[len(names) :]
+        written = [value for own, value in zip(parameters.values(), values, strict=True) if value is own]
+        before = [value.clone() for value in written]
+        try:
+            parts = self._updated(rows, given, dict(zip(names, values, strict=True)))
+        except BaseException:  # an interrupt too
+            for value, kept in zip(written, before, strict=True):
+                value.copy_(kept)
+            raise
+        for name, part in zip(names, parts, strict=True):
+            if part.data_ptr() != parameters[name].data_ptr():
+                parameters[name].copy_(part)
+
+    def _updated(
+        self, rows: list[Owned], gradients: Mapping[str, torch.Tensor | None], values: Mapping[str, torch.Tensor | None]
+    ) -> list[torch.Tensor]:
+        """This rank's parts of all parameters after the step on those that it owns; raises where it fails on any."""
         failure: BaseException | None = None
         try:
             self._on(
-                {name: gradient for name, gradient in given.items() if gradient is not None},
-                {name: value for name, value in zip(names, values, strict=True) if value is not None},
+                {name: gradient for name, gradient in gradients.items() if gradient is not None},
+                {name: value for name, value in values.items() if value is not None},
             )
         except BaseException as error:  # an interrupt too would leave the others waiting
             failure = error
         word = FAILED if failure is not None else self._counted_so_far()
-        parts, words = to_parts(rows, values, word, self._mesh)
+        parts, words = to_parts(rows, list(values.values()), word, self._mesh)
         if failure is not None:
             raise failure
         if FAILED in words:
@@ -158,22 +182,24 @@ class WholeUpdate(EagerUpdate):
                 "its code wrote it, for ranks own different parameters, and how it updates one depends on others now: "
                 f"{INSTEAD[0].lower()}{INSTEAD[1:]} No rank wrote its own. {HALF}"
             )
-        for name, part in zip(names, parts, strict=True):
-            parameters[name].copy_(part)
+        return parts
 
     def _counted_so_far(self) -> int:
         """A checksum of what its groups and attributes say, which is the same on all owners."""
-        return zlib.crc32(repr(sorted(self._noted().items())).encode()) + 1
+        return zlib.crc32(repr(sorted(self._after.items())).encode()) + 1
 
     def _row(self, name: str, dtype: torch.dtype) -> Owned:
         """Who owns a parameter, and which of its elements each rank has."""
+        if (known := self._rows.get(name)) is not None and known.dtype == dtype:
+            return known
         buffer, slot = self._slots[name]
         parts = []
         for rank in range(self._plan.shard):
             first, last = slot.within(*self._slice(buffer, rank))
             begin = min(max(first - slot.offset, 0), slot.leaf.numel)
             parts.append((begin, max(min(last - slot.offset, slot.leaf.numel), begin)))
-        return Owned(self._plan.owners[name], tuple(parts), dtype)
+        self._rows[name] = Owned(self._plan.owners[name], tuple(parts), dtype)
+        return self._rows[name]
 
 
 def first_rank_s(value: Any, mesh: Mesh, device: torch.device) -> Any:
