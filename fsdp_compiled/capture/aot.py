@@ -284,6 +284,7 @@ def _copy(graph: fx.Graph, node: fx.Node, mapping: dict[fx.Node, fx.Node], phase
     return copy
 
 
+@functools.lru_cache(1 << 14)
 def stem(name: str) -> str:
     """A node's name without its number, which counts the nodes that there were."""
     return re.sub(r"(_\d+)+$", "", name)

@@ -9,6 +9,7 @@ import os
 import re
 import sysconfig
 import traceback
+from functools import lru_cache
 
 import torch
 from torch import fx
@@ -34,13 +35,18 @@ def path_of(node: fx.Node) -> str:
     if not stack and is_backward(node) and node.prev.op == "call_function":
         return path_of(node.prev)
     entries = [entry[0] for entry in stack.values()]
-    for text in reversed(entries):
-        found = re.sub(r"getattr\((.*), '([^']+)'\)", r"\1.\2", _flatten_getattr(text))
-        match = re.search(r"\.model\.?(.*)$", found)
-        if match:
-            path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", match[1].replace("_modules", "")).strip(".")
-            return path or "(model)"
-    return ""
+    return next(filter(None, map(_submodule, reversed(entries))), "")
+
+
+@lru_cache(1 << 14)
+def _submodule(text: str) -> str:
+    """The same of Dynamo's name of a module, which many nodes have; empty where it is none of the model's."""
+    found = re.sub(r"getattr\((.*), '([^']+)'\)", r"\1.\2", _flatten_getattr(text))
+    match = re.search(r"\.model\.?(.*)$", found)
+    if not match:
+        return ""
+    path = re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", match[1].replace("_modules", "")).strip(".")
+    return path or "(model)"
 
 
 def stretch_of(node: fx.Node) -> tuple[int, int] | None:

@@ -31,6 +31,7 @@ class Inference:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._known: dict[Hashable, Any] = {}
+        self._layouts: dict[int, tuple[torch.Tensor, Hashable]] = {}  # of arguments, by identity
 
     def __call__(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of ``target(*args, **kwargs)``, of fake tensors."""
@@ -39,7 +40,7 @@ class Inference:
         tensors: list[torch.Tensor] = []
         places: dict[int, int] = {}  # in that list, by identity
         try:
-            key = (target, _key(args, tensors, places), _key(kwargs, tensors, places))
+            key = (target, self._key(args, tensors, places), self._key(kwargs, tensors, places))
         except _Odd:
             return propagate(self._mode, target, args, kwargs)
         if key in self._known:
@@ -48,6 +49,27 @@ class Inference:
         with suppress(_Odd):
             self._known[key] = _described(value, places)
         return value
+
+    def _key(self, value: Any, tensors: list[torch.Tensor], places: dict[int, int]) -> Hashable:
+        """Equal for arguments that are alike: the same numbers, tensors of one layout, the same one in the same places.
+
+        ``tensors`` is filled with the tensors, each once.
+        """
+        kind = type(value)
+        if kind in PLAIN:
+            return kind, value
+        if isinstance(value, tuple | list):
+            return (kind, *[self._key(one, tensors, places) for one in value])
+        if isinstance(value, dict):
+            return (kind, *[(name, self._key(one, tensors, places)) for name, one in value.items()])
+        if id(value) not in self._layouts:
+            if not _plain(value):
+                raise _Odd
+            self._layouts[id(value)] = value, (tuple(value.shape), value.stride(), value.dtype, value.device)
+        place = places.setdefault(id(value), len(tensors))
+        if place == len(tensors):
+            tensors.append(value)
+        return place, self._layouts[id(value)][1]
 
     def _made(self, described: Any, tensors: Sequence[torch.Tensor]) -> Any:
         if isinstance(described, tuple | list):
@@ -70,26 +92,6 @@ class _Layout:
 def propagate(mode: FakeTensorMode, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with mode, torch.no_grad():
         return target(*args, **kwargs)
-
-
-def _key(value: Any, tensors: list[torch.Tensor], places: dict[int, int]) -> Hashable:
-    """Equal for arguments that are alike: the same numbers, tensors of one layout, the same one in the same places.
-
-    ``tensors`` is filled with the tensors, each once.
-    """
-    kind = type(value)
-    if kind in PLAIN:
-        return kind, value
-    if isinstance(value, tuple | list):
-        return (kind, *(_key(one, tensors, places) for one in value))
-    if isinstance(value, dict):
-        return (kind, *((name, _key(one, tensors, places)) for name, one in value.items()))
-    if not _plain(value):
-        raise _Odd
-    place = places.setdefault(id(value), len(tensors))
-    if place == len(tensors):
-        tensors.append(value)
-    return place, tuple(value.shape), value.stride(), value.dtype, value.device
 
 
 def _described(value: Any, places: Mapping[int, int]) -> Any:

@@ -82,8 +82,8 @@ def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer 
     for transform in passes:
         if transform in OPTIONAL and not OPTIONAL[transform](plan):
             continue
-        program = transform(program, plan)
-        check(program, plan)
+        before, program = program, transform(program, plan)
+        check(program, plan, before)
         observe(program)
     return program
 

@@ -39,6 +39,7 @@ from fsdp_compiled.capture.blocks.equal_blocks import (
     with_body,
 )
 from fsdp_compiled.capture.source_lines import MARK, path_of
+from fsdp_compiled.ir.edit import SET_ARGS, SET_KWARGS
 from fsdp_compiled.ir.nodes import fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
 
@@ -309,9 +310,9 @@ class _Lengthened:
         stretch: int = -1,
     ) -> fx.Node:
         copy = graph.create_node(node.op, node.target, (), {}, stem(node.name))
-        copy.args = fx.node.map_arg(node.args, read)
+        SET_ARGS(copy, fx.node.map_arg(node.args, read))
         if node.kwargs:
-            copy.kwargs = fx.node.map_arg(node.kwargs, read)
+            SET_KWARGS(copy, fx.node.map_arg(node.kwargs, read))
         copy.meta.update(node.meta)
         for name in ("path", "stack_trace") if texts else ():
             if name in copy.meta:

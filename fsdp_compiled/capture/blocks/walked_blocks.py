@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, changed, moved, plain, plain_layout
 from fsdp_compiled.capture.blocks.equal_blocks import layout_of
 from fsdp_compiled.capture.guards import plain_names
+from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     Guard,
@@ -234,8 +235,8 @@ class WalkedBlock:
 
 def another(value: FakeTensor) -> Any:
     """A fake tensor like this one, in memory of its own."""
+    made = fake_tensor(value.fake_mode, tuple(value.shape), value.stride(), value.dtype, value.device)
     with value.fake_mode, torch.enable_grad():
-        made = torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device)
         return made.requires_grad_().clone() if value.requires_grad else made
 
 
