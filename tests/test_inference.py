@@ -72,7 +72,7 @@ def test_more_layers_take_no_more_of_them(monkeypatch: pytest.MonkeyPatch) -> No
 def test_programs_are_those_of_running_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     found = stages(3, monkeypatch)[0]
     with monkeypatch.context() as patched:
-        patched.setattr(inference, "_key", odd)
+        patched.setattr(Inference, "_key", odd)
         wanted, ran = stages(3, monkeypatch)
     assert ran > 50
     assert [described(one) for one in found] == [described(one) for one in wanted]
