@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -22,8 +23,10 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Plan, Policy, Program, Sharded, compile_sharded
 from fsdp_compiled.analysis.host_copies import AHEAD
+from fsdp_compiled.analysis.memory import Persistent
+from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import positions, role_of
+from fsdp_compiled.ir.nodes import fake_tensor, positions, role_of
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.kernels import host_copies
 from fsdp_compiled.lower import kernel_trial
@@ -31,6 +34,7 @@ from fsdp_compiled.lower.capturable import obstacles
 from fsdp_compiled.lower.cuda_graph import WARM, Replays
 from fsdp_compiled.passes import SCHEDULING, run, store_saved
 from fsdp_compiled.passes.check import ProgramError, check
+from fsdp_compiled.plan.hardware import GPU
 from fsdp_compiled.runtime.programs import compile as making
 from fsdp_compiled.runtime.programs.memory_budget import GIB
 from tests import simulate
@@ -279,18 +283,35 @@ def test_a_graph_holds_the_copies_and_their_rooms() -> None:
     assert sum("store_" in name for name in operators) == len(graphed.program.marked("store")) > 5
 
 
-def test_rooms_and_copies_are_no_obstacle_to_a_graph(stored_program: tuple[Program, Plan]) -> None:
-    """Of a program on a device that is not the CPU, where its rooms are."""
-    edit, gpu = Edit(stored_program[0]), torch.device("meta")
+def test_on_a_gpu_only_copies_cross_and_they_are_no_obstacle_to_a_graph() -> None:
+    """With fake tensors of one."""
+    before, plan = captured()
+    edit, gpu = Edit(before), torch.device("cuda", 0)
+    move = lambda one: fake_tensor(edit.mode, tuple(one.shape), one.stride(), one.dtype, gpu)  # noqa: E731
     for node in edit.graph.nodes:
-        on_host = role_of(node) in ("store", "stored") or node in {edit.inputs[port] for port in rooms(edit.inputs)}
-        if "val" in node.meta and not on_host:
-            node.meta["val"] = pytree.tree_map_only(torch.Tensor, lambda one: one.to(gpu), node.meta["val"])
-    program = edit.done("by hand")
-    assert rooms(program.inputs) and obstacles(program, gpu, {"shard": "nccl"}, {"nccl"}) == []
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, move, node.meta["val"])
+    plan = replace(plan, device=gpu, machine=GPU)
+    whole = run(replace(edit.done("by hand"), history=before.history), plan, SCHEDULING)
+    program = run(replace(edit.done("by hand"), history=before.history), plan, (all_stored, *SCHEDULING))
+    on_host = {node for node in program.graph.nodes if node.op != "output" and _devices(node) == {"cpu"}}
+    inputs = [program.inputs[port] for port in rooms(program.inputs)]
+    assert inputs and on_host == {*inputs, *program.marked("store"), *program.marked("stored")}
+    for node in program.graph.nodes:
+        read = set().union(*map(_devices, node.all_input_nodes))
+        assert len(read) <= 1 or role_of(node) in ("store", "stored", "restored")
+    assert all(node.meta["val"].device == gpu for node in program.marked("restore"))
+    peaks = [predict(one, plan, Persistent()).peak.nbytes for one in (whole, program)]
+    assert peaks[1] < 0.6 * peaks[0]
+    assert obstacles(program, gpu, {"shard": "nccl"}, {"nccl"}) == []
     for node in program.marked("stored"):
         del node.meta["mark"]
     assert "made on the CPU" in obstacles(program, gpu, {"shard": "nccl"}, {"nccl"})[0]
+
+
+def _devices(node: fx.Node) -> set[str]:
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return {value.device.type for value in values if isinstance(value, torch.Tensor)}
 
 
 def rooms(ports: Iterable[Port]) -> list[Port]:
