@@ -17,6 +17,7 @@ on a GPU where a trial fails (`failure`), each copy is where it starts, in compu
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import cuda
@@ -122,6 +123,14 @@ def failure(device: torch.device) -> str:
         return f"a value of {wrong[0]} elements came back as another" if wrong else ""
     except Exception as error:  # whatever a driver raises
         return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def finish() -> None:
+    """Waits on the host until no copy is under way: where a program broke off, nothing else waits before the memory
+    that one writes is another's."""
+    for lane in LANES.values():
+        with suppress(Exception):  # a device that fails copies nothing
+            lane.stream.synchronize()
 
 
 def use_order(device: torch.device) -> bool:

@@ -35,6 +35,9 @@ class Stream:
         assert event.stream is not None, "an event that was never recorded"
         event.stream.run(event.place)
 
+    def synchronize(self) -> None:
+        self.run(len(self.row))
+
     def run(self, place: int) -> None:
         for index in range(place):
             if self.row[index] is not None:

@@ -254,6 +254,38 @@ def test_copies_that_end_as_late_as_they_may_change_nothing() -> None:
     assert len(stream.row) == tried + STEPS * copies and not any(stream.row)  # each ran
 
 
+def broken_off(sharded: Sharded, batch: torch.Tensor) -> None:
+    """A step that ends in an error where it waits for the third value that comes back."""
+    wait, waits = host_copies.Lane.wait, iter(range(1000))
+    third = len(sharded.program.marked("stored")) + 2
+
+    def breaks(*given: Any) -> None:
+        if next(waits) == third:
+            raise ArithmeticError("broken")
+        wait(*given)
+
+    broken = pytest.raises(ArithmeticError, match=r"^broken$")
+    with torch.random.fork_rng(devices=()), mock.patch.object(host_copies.Lane, "wait", breaks), broken:
+        sharded.step(batch)
+
+
+def test_a_step_that_breaks_off_leaves_no_copy_under_way_and_can_be_made_again() -> None:
+    found = []
+    for breaks in (False, True):
+        with host_memory(), late_copies() as streams:
+            sharded = made(budget(0.6))
+            torch.manual_seed(1)
+            batches = [torch.randn(ROWS, WIDTH) for _ in range(STEPS)]
+            losses = [sharded.step(batches[0])]
+            before = [value.clone() for value in sharded.state.parameters.values()]
+            if breaks:
+                broken_off(sharded, batches[1])
+            assert not any(streams[0].row) and equal(before, list(sharded.state.parameters.values()))
+            losses += [sharded.step(batch) for batch in batches[1:]]
+            found.append([*losses, *sharded.full_state_dict().values()])
+    assert equal(*found)
+
+
 def test_without_the_waits_numbers_are_others() -> None:
     untried = mock.patch.object(kernel_trial, "_copies_failure", mock.Mock(return_value=""))
     with host_memory(), untried, late_copies(), mock.patch.object(host_copies.Lane, "wait", lambda *_: None):

@@ -98,8 +98,10 @@ class Remainder:
                     torch.ops._c10d_functional.wait_tensor(value)
 
     def _writes(self, node: fx.Node) -> bool:
-        """Whether it writes an input; of a compiled piece, whether it writes anything."""
-        return node.meta.get("writes", False) or any(origin(one).op == "placeholder" for one in mutated(node))
+        """Whether it writes an input, but for a room, which each run fills anew; of a compiled piece, whether it writes
+        anything."""
+        written = role_of(node) != "store" and any(origin(one).op == "placeholder" for one in mutated(node))
+        return written or node.meta.get("writes", False)
 
     def _sent(self, node: fx.Node, given: Given) -> torch.Tensor:
         chain = self._chain(node)

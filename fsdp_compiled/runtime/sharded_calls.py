@@ -18,6 +18,7 @@ from fsdp_compiled.distributed.call_store import Posted
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.distributed.uneven_inputs import Joined
 from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port
+from fsdp_compiled.kernels import host_copies
 from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules_again
@@ -154,6 +155,7 @@ class ShardedCalls:
                 if not self._hyperparameters.unchanged():
                     self._hyperparameters.traced()  # what its code changed is no change of the user's
         except BaseException as error:
+            host_copies.finish()
             called = f"{request.said(compiled.label)}{self._hyperparameters}{self._writes}"
             raised = self._failed.handle(compiled, state, error, ran, called)
             if raised is error:
