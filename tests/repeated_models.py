@@ -19,6 +19,17 @@ class Shared:
         self.factor = 2.0
 
 
+class State:
+    """Reached by a global name; while a model runs it is another."""
+
+    def __init__(self, factor: float = 3.0) -> None:
+        self.factor = factor
+        self.found: dict[Any, Any] | None = None
+
+
+STATE = State(1.0)
+
+
 class Block(nn.Module):
     def __init__(self, index: int, like: str, shared: Shared) -> None:
         super().__init__()
@@ -36,6 +47,7 @@ class Block(nn.Module):
             self.linear.flag = True  # type: ignore[assignment]
         power = 3 if index == ODD else 2
         self.act = lambda y: y**power
+        self.state = State() if like in ("another global", "one of a global's kind") and odd else STATE
         if like == "writes a buffer":
             self.register_buffer("seen", torch.zeros(WIDTH))
         self.plain = torch.ones(WIDTH) * (index + 1) if like == "plain tensors" else None
@@ -50,6 +62,12 @@ class Block(nn.Module):
             y = y * self.shared.factor
         if self.like == "counts":
             self.calls += 1
+        if self.like in ("global set before", "global set for one", "global collects"):
+            y = y * STATE.factor if STATE.found is not None and "none" not in STATE.found else y
+        if self.like in ("another global", "one of a global's kind"):
+            y = y * self.state.factor
+        if self.like == "global collects":
+            STATE.found[self.like] = STATE.found.get(self.like, 0.0) + 1.0  # type: ignore[index, union-attr]
         if self.like in ("dropout", "another dropout", "one in eval mode"):
             y = self.drop(y)
         if self.like == "closure":
@@ -119,9 +137,15 @@ class Model(nn.Module):
         x = self.first(x)
         masks = (x.sin(), x.cos())
         seen: list[torch.Tensor] = []
+        if "global " in self.like or self.like == "another global":
+            STATE.factor, STATE.found = 2.0, {"some": [1.0, (None, "text")]}
+        if self.like == "one of a global's kind":
+            x = x * STATE.factor
         for index, layer in enumerate(self.layers):
             if self.like == "read outside" and layer.kind == "other":
                 x = x + 1
+            if self.like == "global set for one":
+                STATE.factor = 3.0 if index == ODD else 2.0
             if self.like == "shared changes":
                 self.shared.factor = float(index)
             if self.like == "an attribute of its argument" and index == ODD:
@@ -164,6 +188,7 @@ class Model(nn.Module):
             with torch.no_grad():
                 seen[3].add_(1)
             x = x * seen[3].detach() + seen[4].requires_grad * seen[5].detach()
+        STATE.factor, STATE.found = 1.0, None
         return x + self.first.weight.sum() if self.like == "some without gradient" else x
 
 

@@ -109,13 +109,14 @@ WRITTEN = {
     # all but the first two
     **dict.fromkeys(
         ("shared", "dropout", "random", "arguments", "read after", "written later", "twice", "plain tensors",
-         "reads and does not use"), LAYERS - 2
+         "reads and does not use", "global set before"), LAYERS - 2
     ),
     # and but for the one that differs
     **dict.fromkeys(
         ("another dropout", "one in eval mode", "frozen", "tied", "tied inside", "read outside", "hook",
          "another class inside", "own forward", "longer table", "minus zero", "an attribute of its argument",
-         "autocast for one", "numbers of one value"), LAYERS - 3
+         "autocast for one", "numbers of one value", "global set for one", "another global",
+         "one of a global's kind"), LAYERS - 3
     ),
     # blocks, and within each that is walked through; in torch 2.11 a list's method differs from the next one's
     "experts": (LAYERS - 2) * (1 + 2 if TORCH >= (2, 13) else LAYERS),
@@ -124,7 +125,7 @@ WRITTEN = {
     # none
     **dict.fromkeys(
         ("closure", "writes a buffer", "global", "writes its input", "shared changes", "counts", "no grad", "annotated",
-         "a hook on a tensor", "checkpointed inside", "returns its argument"), 0
+         "a hook on a tensor", "checkpointed inside", "returns its argument", "global collects"), 0
     ),
 }  # fmt: skip
 # Others differ from these in what a person writes, and not in what finds it.
@@ -132,7 +133,8 @@ CHOSEN = (
     "shared", "dropout", "read after", "written later", "plain tensors", "reads and does not use", "experts",
     "another dropout", "tied inside", "read outside", "hook", "another class inside", "autocast for one",
     "an attribute more", "numbers", "some without gradient", "closure", "writes a buffer", "shared changes", "counts",
-    "a hook on a tensor", "checkpointed inside",
+    "a hook on a tensor", "checkpointed inside", "global set before", "global set for one", "global collects",
+    "one of a global's kind",
 )  # fmt: skip
 
 

@@ -22,10 +22,10 @@ are kept, less those that this package answers for in another way:
 - *Tables of parameters* (``module._parameters``) of a model that was taken over: `runtime.taken_model` compares all of
   them at every call, entry by entry, and refuses any other. Half of all guards are theirs.
 - *Functions of this package*, which the trace passes through, and *modules of Python's and PyTorch's own library* that
-  are one and the same under two names (DUPLICATE_INPUT): neither is the user's to change.
+  are one and the same under two names (DUPLICATE_INPUT, ID_MATCH): neither is the user's to change.
 
 What Dynamo does not note is noted here: the methods of classes that the trace went through, and global
-hooks of modules (`traced_functions`).
+hooks of modules (`traced_functions`); and an object that an argument and a global lead to (`one_object`).
 
 Written for torch 2.11 to 2.13, where guards, the filter for them and the manager that checks them have the same form.
 """
@@ -53,6 +53,7 @@ ELSEWHERE = {
     "TENSOR_MATCH", "SHAPE_ENV", "GLOBAL_STATE", "GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "TORCH_FUNCTION_STATE",
     "DEFAULT_DEVICE", "AUTOGRAD_SAVED_TENSORS_HOOKS", "EMPTY_NN_MODULE_HOOKS_DICT",
 }  # fmt: skip
+ONE_OBJECT = ("DUPLICATE_INPUT", "ID_MATCH")
 SIGNATURE = ("L['named']", "L['args']", "L['kwargs']", "L['buffers']")
 # How the hooks of a module are called; fixed when one is registered.
 WAYS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -105,7 +106,9 @@ class Recorder:
         other = getattr(getattr(entry.orig_guard.create_fn, "keywords", {}).get("source_b"), "name", "")
         if entry.guard_type in ELSEWHERE or any(given in f"{name} {other}" for given in SIGNATURE):
             return False
-        if entry.guard_type == "DUPLICATE_INPUT" and isinstance(entry.value, types.ModuleType | torch.Tensor):
+        if entry.guard_type in ("DUPLICATE_INPUT", "ID_MATCH") and isinstance(
+            entry.value, types.ModuleType | torch.Tensor
+        ):
             return not _library(entry.value) if isinstance(entry.value, types.ModuleType) else False
         if self.taken and PARAMETERS.match(name) and entry.guard_type != "HASATTR":  # what is noted on one may change
             return False

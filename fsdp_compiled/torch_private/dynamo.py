@@ -1,10 +1,11 @@
 """``torch._dynamo``, and the tracing context of ``torch._guards``: torch 2.11 to 2.13 have all of this in one form.
 
 Capturing relies on: the settings (``config``), the errors of what cannot be traced, the tracer itself with its record
-of mutated Python objects, the table of compiled code with its guards, who builds guards (``CheckFunctionManager``) and
-times them (``guard_building.profile_guard_manager``), the source of a number that is read out of a tensor, the record
-of those that cannot stay unknown, and on ``variables.misc`` or ``variables.user_defined`` for the function that calls
-Python's random numbers, ``misc`` and ``variables.tensor`` for what texts, tensors and their storages answer.
+of mutated Python objects, the table of compiled code with its guards, who builds guards (``CheckFunctionManager``),
+times them (``guard_building.profile_guard_manager``) and notes that two names are of one object (``variable_builder``),
+the source of a number that is read out of a tensor, the record of those that cannot stay unknown, and on
+``variables.misc`` or ``variables.user_defined`` for the function that calls Python's random numbers, ``misc`` and
+``variables.tensor`` for what texts, tensors and their storages answer.
 
 Repeated blocks rely on what stands for modules, tensors, numbers and tuples while Dynamo traces, on sources and guards.
 """
@@ -20,19 +21,23 @@ from torch._dynamo.exc import (
     UserError,
     UserErrorType,
 )
-from torch._dynamo.guards import CheckFunctionManager, uninteresting_files
+from torch._dynamo.guards import CheckFunctionManager, GuardBuilder, uninteresting_files
 from torch._dynamo.guards import _get_closure_vars as closure_vars
-from torch._dynamo.source import CallMethodItemSource, LocalSource, NNModuleSource
+from torch._dynamo.source import CallMethodItemSource, GlobalSource, LocalSource, NNModuleSource
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables import (
     ConstantVariable,
+    ConstDictVariable,
     LazyVariableTracker,
+    ListVariable,
     TensorVariable,
     TupleVariable,
+    UserDefinedObjectVariable,
     misc,
     user_defined,
 )
+from torch._dynamo.variables import builder as variable_builder
 from torch._dynamo.variables import tensor as tensor_variables
 from torch._dynamo.variables.base import (
     AttributeMutationExisting,
@@ -51,10 +56,14 @@ __all__ = [
     "CallMethodItemSource",
     "ChainedSource",
     "CheckFunctionManager",
+    "ConstDictVariable",
     "ConstantVariable",
+    "GlobalSource",
     "Guard",
+    "GuardBuilder",
     "InstructionTranslator",
     "LazyVariableTracker",
+    "ListVariable",
     "LocalSource",
     "NNModuleSource",
     "Source",
@@ -66,6 +75,7 @@ __all__ = [
     "TupleVariable",
     "UnspecializedNNModuleVariable",
     "Unsupported",
+    "UserDefinedObjectVariable",
     "UserError",
     "UserErrorType",
     "ValueMutationExisting",
@@ -81,5 +91,6 @@ __all__ = [
     "tracing",
     "uninteresting_files",
     "user_defined",
+    "variable_builder",
     "wrap_fx_proxy",
 ]

@@ -15,11 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.traceback import get_current_meta
 
+from fsdp_compiled.capture.blocks.changes import Changed, changes
 from fsdp_compiled.capture.blocks.equal_blocks import layout_of
 from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
-    AttributeMutationExisting,
-    AttributeMutationNew,
     ChainedSource,
     ConstantVariable,
     LazyVariableTracker,
@@ -27,7 +26,6 @@ from fsdp_compiled.torch_private.dynamo import (
     Source,
     TensorVariable,
     TupleVariable,
-    ValueMutationNew,
     closure_vars,
     uninteresting_files,
 )
@@ -44,6 +42,7 @@ class BlockCall:
 
     form    what it is called with, which two calls have in common: tensors by their layout, numbers, texts
     modes   under which it is called
+    changes of what was there before the trace
     stack   the modules that call it
     trace   the user's lines that do
     """
@@ -71,8 +70,7 @@ class BlockCall:
         self.trace = _trace(tx)
         if tx.num_calls.get(self.path):
             raise Unlike("it is called twice")
-        if changed(tx.output.side_effects):
-            raise Unlike("objects are changed before it is called")
+        self.changes = self.changed()
 
     def _form(self, variable: Any) -> tuple[Any, ...]:
         if isinstance(variable, LazyVariableTracker):
@@ -95,6 +93,13 @@ class BlockCall:
         if type(variable) is TupleVariable:
             return ("tuple", *(self._form(one) for one in variable.items))
         raise Unlike(f"an argument is a {type(variable).__name__}")
+
+    def changed(self) -> tuple[Any, ...]:
+        """What is another now than before the trace."""
+        try:
+            return changes(self.output.side_effects)
+        except Changed:
+            raise Unlike("objects are changed before it is called, or by it") from None
 
     def value(self, source: Source) -> Any:
         """What is there, before the trace."""
@@ -157,20 +162,6 @@ def plain_layout(value: Any) -> tuple[Any, ...]:
     if not usual or not all(type(size) is int for size in (*value.shape, *value.stride())):
         raise Unlike("its values are not plain tensors of fixed sizes")
     return layout_of(value)
-
-
-def changed(effects: Any) -> bool:
-    """Whether something that was there before the trace is another now."""
-    new = (AttributeMutationNew, ValueMutationNew)
-    if any(not isinstance(variable.mutation_type, new) for variable in effects.store_attr_mutations):
-        return True
-    # There are as many tensors as parameters; those of before the trace were among the above.
-    return any(
-        variable.mutation_type is not None and not isinstance(variable.mutation_type, new)
-        and effects.is_modified(variable)
-        for variable in effects.id_to_variable.values()
-        if type(variable) is not TensorVariable or type(variable.mutation_type) is not AttributeMutationExisting
-    )  # fmt: skip
 
 
 def modes(tx: Any) -> tuple[Any, ...]:

@@ -9,11 +9,11 @@
 
 Dynamo's guards are the exact statement of what its walk through a block took for granted. A walk through another block
 writes the same calls if all of these hold there, with one block in the place of the other; if its arguments are tensors
-that lie alike, and the same numbers; under the same modes; while nothing that was there before the trace is changed.
-Where any of it cannot be said, the block is walked through. What is written is what the walk would have written: an
-input for each of the block's own tensors, calls with values worked out on fake tensors, the modules and lines they came
-from, and those guards of this block that are kept, which are asked again at each step. When Dynamo has built these,
-their texts are compared with the walked block's.
+that lie alike, and the same numbers; under the same modes; and where what was there before the trace is what it was,
+but for the same `changes`. Where any of it cannot be said, the block is walked through. What is written is what the
+walk would have written: an input for each of the block's own tensors, calls with values worked out on fake tensors, the
+modules and lines they came from, and those guards of this block that are kept, which are asked again at each step. When
+Dynamo has built these, their texts are compared with the walked block's.
 
 Reaches into Dynamo, of torch 2.13 and such as are like it; `RepeatError`, and any other failure in here, is answered by
 tracing again without (`dynamo.capture`).

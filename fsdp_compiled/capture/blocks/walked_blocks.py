@@ -15,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, changed, moved, plain, plain_layout
+from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, moved, plain, plain_layout
 from fsdp_compiled.capture.blocks.equal_blocks import layout_of
 from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.ir.nodes import fake_tensor
@@ -86,7 +86,7 @@ class WalkedBlock:
         new = [node for node in output.graph.nodes if node not in before.nodes]
         self.inputs = [node for node in new if is_input(node)]
         self.nodes = [node for node in new if not is_input(node)]
-        if changed(output.side_effects) or before.counts != _counts(call):
+        if call.changed() != call.changes or before.counts != _counts(call):
             raise Unlike("it changes objects")
         if any(node.meta["example_value"]._version != version for node, version in before.versions.items()):
             raise Unlike("it writes tensors in place")
@@ -193,11 +193,14 @@ class WalkedBlock:
             raise Unlike("its arguments are others")
         if call.modes != self.call.modes or list(call.stack.items()) != list(self.call.stack.items()):
             raise Unlike("it is called elsewhere, or under other modes")
+        if call.changes != self.call.changes:
+            raise Unlike("objects were changed since the one before was called")
         if _structure(call.module) != self.structure:
             raise Unlike("its modules are others")
         there, elsewhere, tensors = self._read(call)
         for (guard, value, _others), mine, its in zip(self.guards, there, elsewhere, strict=True):
-            if not (_alike(value, mine) and all(_has(value, name) == _has(mine, name) for name in _names(guard))):
+            same = mine is value if guard.create_fn_name() == "ID_MATCH" else _alike(value, mine)
+            if not (same and all(_has(value, name) == _has(mine, name) for name in _names(guard))):
                 name = guard.originating_source.name.removeprefix(self.call.source.name)
                 raise Unlike(f"{plain_names(name).strip('.')} is not what it is in the one before")
             if any(mine is not one for one in its):

@@ -1,0 +1,68 @@
+"""What code has changed, while Dynamo traces it, of what was there before.
+
+A block's walk is repeated by what is there before the trace. So a change may be no part of a block, and the same when
+each of them is called: an object that a model reaches by a global name, as transformers keep there for whom a forward
+collects its outputs, which then holds numbers and texts, or lists and dictionaries of these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdp_compiled.torch_private.dynamo import (
+    AttributeMutationExisting,
+    AttributeMutationNew,
+    ChainedSource,
+    ConstantVariable,
+    ConstDictVariable,
+    GlobalSource,
+    ListVariable,
+    TensorVariable,
+    TupleVariable,
+    UserDefinedObjectVariable,
+    ValueMutationNew,
+)
+
+NEW = (AttributeMutationNew, ValueMutationNew)
+
+
+class Changed(Exception):
+    """What cannot be compared."""
+
+
+def changes(effects: Any) -> tuple[Any, ...]:
+    """What was there before the trace and is another now, so that it can be compared. Raises `Changed`."""
+    found = []
+    for variable, attributes in effects.store_attr_mutations.items():
+        if isinstance(variable.mutation_type, NEW):
+            continue
+        if type(variable) is not UserDefinedObjectVariable or not _global(variable.source):
+            raise Changed
+        found.append((variable.source.name, *((name, _form(value)) for name, value in attributes.items())))
+    # There are as many tensors as parameters; those of before the trace were among the above.
+    for variable in effects.id_to_variable.values():
+        if variable.mutation_type is None or isinstance(variable.mutation_type, NEW):
+            continue
+        if type(variable) is TensorVariable and type(variable.mutation_type) is AttributeMutationExisting:
+            continue
+        above = variable in effects.store_attr_mutations and getattr(variable, "_base_vt", None) is None
+        if not above and effects.is_modified(variable):
+            raise Changed
+    return tuple(found)
+
+
+def _global(source: Any) -> bool:
+    while isinstance(source, ChainedSource):
+        source = source.base
+    return isinstance(source, GlobalSource)
+
+
+def _form(variable: Any) -> Any:
+    """All that code can read of it."""
+    if type(variable) is ConstantVariable:
+        return type(variable.value), repr(variable.value)
+    if type(variable) is TupleVariable or (type(variable) is ListVariable and isinstance(variable.mutation_type, NEW)):
+        return type(variable), *map(_form, variable.items)
+    if type(variable) is ConstDictVariable and isinstance(variable.mutation_type, NEW):
+        return variable.user_cls, *((_form(key.vt), _form(value)) for key, value in variable.items.items())
+    raise Changed
