@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import distribute_tensor
 
 from fsdp_compiled import compile_optimizer, fully_shard
 from tests.launch import launch
@@ -92,3 +93,27 @@ def test_gradients_and_state_can_be_copied() -> None:
     state = copy.deepcopy(optimizer.state_dict())["state"]
     for place, one in enumerate(model.parameters()):
         assert torch.equal(state[place]["exp_avg"].full_tensor(), optimizer.state[one]["exp_avg"].full_tensor())
+
+
+def test_parameters_that_took_others_places_before_the_first_call() -> None:
+    with torch.device("meta"):
+        model = fully_shard(build())
+    plain = build()
+    wholes = plain.state_dict()
+    model.load_state_dict(
+        {
+            name: distribute_tensor(wholes[name], one.device_mesh, one.placements)
+            for name, one in model.state_dict().items()
+        },
+        assign=True,
+    )
+    x, y = torch.randn(5, 6), torch.randn(5, 2)
+    optimizers = [
+        compile_optimizer(model, torch.optim.AdamW(model.parameters())),
+        torch.optim.AdamW(plain.parameters()),
+    ]
+    for one, optimizer in zip((model, plain), optimizers, strict=True):
+        mse(one, x, y).backward()
+        optimizer.step()
+    for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), other)

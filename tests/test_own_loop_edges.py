@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard
 from tests.allocator import record
@@ -332,6 +334,31 @@ def test_a_rank_that_skips_a_backward_is_an_error_on_every_rank() -> None:
     said = launch(ROOT / "tests" / "workers" / "skipped_backward.py", 2)
     assert len(said) == 2
     assert all(one.startswith("RankError: ") and "different calls" in one for one in said), said
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="gradients of results come in a tuple")
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_gradient_of_what_is_returned_is_freed_when_it_was_read(keeps: bool) -> None:
+    """Before what comes after it in backward is computed. The control holds it, by a hook."""
+    alive: list[bool] = []
+    seen: list[Any] = []
+
+    model = fully_shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), policy=Policy(lower="eager"))
+    x = torch.randn(64, 64)
+    model(x).sum().backward()
+    result = model(x)
+    result.register_hook(lambda gradient: seen.append(gradient if keeps else weakref.ref(gradient)))
+
+    class Last(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if seen:
+                alive.append(keeps or seen[0]() is not None)
+            return func(*args, **(kwargs or {}))
+
+    loss = result.square().sum()
+    with Last():
+        loss.backward()
+    assert alive[0] and alive[-1] == keeps
 
 
 @pytest.mark.parametrize("retain", [False, True])

@@ -94,6 +94,9 @@ class CompiledOptimizer(Optimizer):
         self._versions: list[int] = []
         self._said: set[str] = set()
         self.__dict__.update((name, value) for name, value in vars(optimizer).items() if name not in APART)
+        for group in self._groups:  # parameters that took others' places, as load_state_dict(assign=True) puts them
+            group.reshard()
+            group.follow()
         self._check()
         self._lay_out()
 

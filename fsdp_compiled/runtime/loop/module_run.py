@@ -170,6 +170,10 @@ class Run:
 
 
 class _Function(torch.autograd.Function):
+    # What comes in is one list, out of which each is freed after its last use; a torch that does not know it (2.11)
+    # gives a tuple, and holds it until backward is over.
+    boxed_grads_call = True
+
     @staticmethod
     def forward(ctx: Any, run: Run, token: torch.Tensor, *given: torch.Tensor) -> Any:
         training, inputs = run.training, run.inputs
@@ -191,8 +195,9 @@ class _Function(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, *tangents: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *given: Any) -> Any:
         run: Run = ctx.run
+        tangents: list[torch.Tensor | None] = given[0] if given and isinstance(given[0], list) else list(given)
         training = run.training
         if torch.is_grad_enabled():
             with run.calls.refusing():
@@ -207,6 +212,7 @@ class _Function(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         reached = training.reached(frozenset(place for place, one in enumerate(tangents) if one is not None))
         kept += [one.laid_out(tangents[one.place], ctx.shapes[one.place]) for one in training.tangents]
+        tangents.clear()
         # A plain backward() reaches the token. One that asks for some gradients alone, as torch.autograd.grad does, is
         # answered by autograd, and so are hooks.
         everything = C._will_engine_execute_node(ctx.next_functions[0][0])
