@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_compiled import Policy
+from fsdp_compiled import Policy, simulate
 from fsdp_compiled.analysis.memory import Memory, Persistent
 from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.ir.liveness import live_ranges, most_gathered
@@ -21,6 +21,7 @@ from fsdp_compiled.passes import GRADIENT, SCHEDULING, run
 from fsdp_compiled.passes.check import check
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.programs.memory_budget import GIB, fit
+from fsdp_compiled.runtime.simulate import Estimate
 from tests.models import Stack
 from tests.simulate import stages
 
@@ -118,6 +119,17 @@ def test_whatever_the_budget_the_program_holds_and_a_lower_one_takes_no_more(low
         heights.append(predicted(program).peak.nbytes)
         again += sum(node.meta["mark"].purpose == AGAIN for node in program.marked("gather"))
     assert heights == sorted(heights, reverse=True) and heights[-1] < peak and again > 0
+
+
+def test_a_step_that_is_simulated_keeps_the_budget_too() -> None:
+    def estimated(memory_gb: float | None) -> Estimate:
+        policy = Policy(lower="eager", shard="zero2", bucket_mb=0, memory_gb=memory_gb)
+        model = lambda: Stack(4, WIDTH)  # noqa: E731
+        return simulate(model, lambda made, x: made(x).square().mean(), (torch.empty(4, WIDTH),), 2, policy=policy)
+
+    peak = estimated(None).memory.peak.nbytes
+    tight = estimated((peak - 1) / GIB)
+    assert tight.memory.peak.nbytes < peak and "the first that fits" in tight.program.notes[-1]
 
 
 def test_what_was_given_is_kept() -> None:

@@ -35,7 +35,7 @@ from fsdp_compiled.plan.text import human
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.checked_call import checked_call
-from fsdp_compiled.runtime.programs.compile import Job, capture, memory_of, transform
+from fsdp_compiled.runtime.programs.compile import Job, capture, fit_to_memory, memory_of, transform
 from fsdp_compiled.runtime.tensor_parallel.parts import check_tensor_parallel
 from fsdp_compiled.runtime.tensor_parallel.plan import apply_cuts, find_cuts
 
@@ -152,6 +152,7 @@ def simulate(
             tp_mesh=place.tp_mesh,
         )  # fmt: skip
         captured = capture(model, job)
-        program = transform(captured, job)[-1]
-        memory = memory_of(captured, job)(program)
+        predict = memory_of(captured, job)
+        program = fit_to_memory(transform(captured, job), predict, job)[-1]
+        memory = predict(program)
     return Estimate(plan, program, memory, estimate(program, plan))
