@@ -25,7 +25,7 @@ LONG = (
     "test_cli_bench", "test_bundle", "test_modes", "test_meaning", "test_direct_gradients", "test_dynamic_shapes",
     "test_cli_check", "test_api", "test_aot_cache", "test_third_party_optimizers", "test_kernels_interpreted",
     "test_repeated_calls", "test_equal_blocks", "test_compute_copies", "test_kernels_inserted",
-    "test_sequence_attention",
+    "test_sequence_attention", "test_shared_folder",
 )  # fmt: skip
 
 

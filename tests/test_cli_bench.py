@@ -114,6 +114,7 @@ def test_first_steps_are_cold_and_then_warm_from_the_same_cache(tmp_path: Path) 
     ]
     cold, warm = (part.environment["TORCHINDUCTOR_CACHE_DIR"] for part in parts[1:3])
     assert cold == warm and parts[0].environment["TORCHINDUCTOR_CACHE_DIR"] != cold
+    assert all(part.environment["TMPDIR"].startswith(cold) for part in parts[1:3])  # where headers are kept
 
 
 def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

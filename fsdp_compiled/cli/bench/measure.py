@@ -7,6 +7,7 @@ round: a ratio is that of two turns that ran seconds apart.
 
 import gc
 import os
+import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -248,14 +249,22 @@ def conditions(options: BenchOptions, here: RankInfo, load: Sequence[float]) -> 
     }
 
 
-def measure_first_step(preset: Preset, rival: Rival, here: RankInfo, seed: int) -> float:
-    """Seconds from before the model is built until the first step's loss is on the host; the slowest rank's."""
+def measure_first_step(preset: Preset, rival: Rival, here: RankInfo, seed: int) -> tuple[float, float]:
+    """Seconds from before the model is built until the first step's loss is on the host, the slowest rank's, and of
+    processors, of all ranks and the compilers that they called."""
     ranks = Ranks()
     with quiet_threads(here.device):
         setting = Setting(preset, here, seed)
         whole = on_device(preset.batches(here.world, seed, 1), here.device)[0]
         dist.barrier()
-        began = time.perf_counter()
+        began, spent = time.perf_counter(), _spent()
         if here.first or not rival.alone:
             rival.build(setting)(*(whole if rival.alone else rows_of_rank(whole, here.rank, preset.batch))).item()
-        return ranks.max(torch.tensor(time.perf_counter() - began, dtype=torch.float64)).item()
+        taken, spent = time.perf_counter() - began, _spent() - spent
+        one = torch.tensor([taken, spent], dtype=torch.float64)
+        return ranks.max(one[:1].clone()).item(), ranks.sum(one[1:].clone()).item()
+
+
+def _spent() -> float:
+    """Seconds of processors, of this process and of those that it started and that ended."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

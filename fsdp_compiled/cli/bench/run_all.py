@@ -25,7 +25,7 @@ COMMANDS = {
     "large": "--preset large",
     "llama": "--preset llama",
     "thin-first-step": "--preset thin --measure first-step --rivals ddp-compile fsdp2-compile ours",
-    "thin-4-first-step": "--preset thin --layers 4 --measure first-step --rivals ours",
+    "thin-4-first-step": "--preset thin --layers 4 --measure first-step --rivals fsdp2-compile ours",
     "loop-thin": "--preset thin --rivals fsdp2 ours-loop-eager ours-loop ours-loop-update",
     "loop-small": "--preset small --rivals fsdp2 ours-loop-eager ours-loop ours-loop-update",
     "loop-first-step": "--preset thin --layers 4 --measure first-step --rivals ours ours-loop fsdp2-compile",

@@ -57,6 +57,7 @@ def start(options: BenchOptions, arguments: Sequence[str]) -> int:
         logs.mkdir(parents=True, exist_ok=True)
         if part.name.endswith("cold"):
             shutil.rmtree(part.environment["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+            Path(part.environment["TMPDIR"]).mkdir(parents=True)
         command = [sys.executable, "-m", "fsdp_compiled", *arguments, *part.arguments]
         command += ["--out", str(options.out), "--part", part.name]
         environment = (
@@ -127,7 +128,8 @@ def parts(options: BenchOptions, rivals: Sequence[Rival]) -> list[Part]:
         for rival in rivals:
             cache = options.out.absolute() / "cache" / rival.name
             for kind in CACHES if rival.compiles else CACHES[:1]:
-                environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+                # Inductor's precompiled header is in the folder for temporary files, whatever the cache folder is.
+                environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TMPDIR": str(cache / "tmp")}
                 made.append(Part(f"first-step/{rival.name}/{kind}", ("--rivals", rival.name), environment))
     if "steps" in options.measure:
         made.append(Part("steps"))
@@ -167,10 +169,10 @@ def _rank(options: BenchOptions, arguments: Sequence[str]) -> int:
             measured = muon.measure_muon(preset, here, options.seed, options.rounds or preset.rounds)
         else:
             _, rival, cache = name.split("/")
-            seconds = measure_first_step(preset, RIVALS[rival], here, options.seed)
-            measured = {"rival": rival, "cache": cache, "seconds": seconds}
+            seconds, spent = measure_first_step(preset, RIVALS[rival], here, options.seed)
+            measured = {"rival": rival, "cache": cache, "seconds": seconds, "cpu": spent}
             if here.first:
-                print(f"first step of {rival}, {cache}: {seconds:.1f} s", flush=True)
+                print(f"first step of {rival}, {cache}: {seconds:.1f} s, {spent:.1f} s of processors", flush=True)
         if here.first:
             file = part_file(options.out, name)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -207,7 +209,9 @@ def assemble(options: BenchOptions, rivals: Sequence[Rival]) -> dict[str, Any]:
         elif file.stem in TABLES:
             measured[file.stem] = facts
         else:
-            measured["rivals"][facts["rival"]].setdefault("first_step", {})[facts["cache"]] = facts["seconds"]
+            rival = measured["rivals"][facts["rival"]]
+            rival.setdefault("first_step", {})[facts["cache"]] = facts["seconds"]
+            rival.setdefault("first_step_cpu", {})[facts["cache"]] = facts["cpu"]
     return measured
 
 

@@ -54,7 +54,9 @@ def _peak(result: Mapping[str, Any], name: str) -> float:
 
 
 def _first(result: Mapping[str, Any], ours: str, cache: str) -> float:
-    return result["rivals"][ours]["first_step"][cache]
+    """Of processors, where that was measured: the two results that are compared are not of one run."""
+    facts = result["rivals"][ours]
+    return facts.get("first_step_cpu", facts["first_step"])[cache]
 
 
 def _fastest_that_shards(results: Results, ours: str) -> float:
@@ -162,8 +164,11 @@ def first_step(results: Results) -> str:
             if "first_step" in facts:
                 first, layers = facts["first_step"], result["preset"]["layers"]
                 warm = f"{first['warm']:.1f} s" if "warm" in first else "no cache"
-                lines.append(f"| {facts['title']} | {layers} | {first['cold']:.1f} s | {warm} |")
-    return "\n".join(["| | layers | cold | warm |", "|---|---:|---:|---:|", *lines]) if lines else NOTHING
+                spent = facts.get("first_step_cpu", {})  # of processors, in results that have it
+                both = [f"{spent[cache]:.1f} s" if cache in spent else report.MISSING for cache in ("cold", "warm")]
+                lines.append(f"| {facts['title']} | {layers} | {first['cold']:.1f} s | {warm} | {' | '.join(both)} |")
+    head = ["| | layers | cold | warm | processors, cold | warm |", "|---|---:|---:|---:|---:|---:|"]
+    return "\n".join([*head, *lines]) if lines else NOTHING
 
 
 def train(file: Path = RESULTS / "train.json") -> str:
