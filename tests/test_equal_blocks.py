@@ -56,6 +56,7 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         pytest.param(lambda: Model("tied"), [LAYERS], id="tied embedding"),
         pytest.param(lambda: Model("dropout"), [LAYERS], id="dropout", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("autocast"), [LAYERS], id="autocast"),
+        pytest.param(lambda: Model("begins with nothing"), [LAYERS], id="empty literals"),
         pytest.param(lambda: Model("around"), [LAYERS], id="something between blocks", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("in place"), [LAYERS], id="written in place", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("rotary"), [LAYERS], id="read by all blocks"),
@@ -78,6 +79,11 @@ def test_the_program_is_that_of_all_blocks(
     program_of(make())
     assert differentiated["short"] == differentiated["whole"]
     assert differentiated["runs"] == [runs]
+
+
+def test_a_literal_without_values_is_no_input(differentiated: dict[str, list[Any]]) -> None:
+    programs = [program_of(Model(like)) for like in ("begins with nothing", "")]
+    assert [port.kind for port in programs[0].inputs] == [port.kind for port in programs[1].inputs]
 
 
 def test_aotautograd_sees_no_more_of_more_blocks(differentiated: dict[str, list[Any]]) -> None:

@@ -160,6 +160,7 @@ class Trace:
                 node.meta["example_value"] = result
             wanted[port] = node
         end.args = (tuple(wanted.values()),)
+        _without_empty_literals(self.module.graph)
         self.module.recompile()
         with tracing(self.context):
             found = differentiate(self.module, self.inputs, self.given, list(wanted))
@@ -204,6 +205,15 @@ class Trace:
                     if isinstance(own, torch.SymInt) and own.node.expr == size.node.expr:
                         return Port("in", "size", port.name, dim=dim)
         raise CaptureError(f"{size} is a size that varies from call to call, and of no tensor of the batch.")
+
+
+def _without_empty_literals(graph: fx.Graph) -> None:
+    """``torch.tensor([])``, with which a cache of keys begins, has no values to be an input with."""
+    for node in graph.find_nodes(op="call_function", target=torch.tensor):
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and not value.numel() and node.kwargs.keys() <= {"dtype", "device"}:
+            node.target = torch.empty
+            node.args, node.kwargs = (tuple(value.shape),), {"dtype": value.dtype, "device": value.device}
 
 
 def _name(node: fx.Node) -> str:
