@@ -303,6 +303,12 @@ def test_a_parameter_of_nobodys_that_is_replaced_is_read_and_trained() -> None:
         assert torch.equal(model[2].bias.grad, plain[2].bias.grad)
 
 
+def tied_later(model: Any) -> Any:
+    model(torch.randn(2, 6)).sum().backward()
+    model[1].weight = model[0].weight
+    return model(torch.randn(2, 6))
+
+
 def dual(model: nn.Module) -> Any:
     """Forward differentiation, of the input."""
     with torch.autograd.forward_ad.dual_level():
@@ -322,6 +328,7 @@ def dual(model: nn.Module) -> Any:
         (lambda: fully_shard(net()).set_all_reduce_hook(print), "register_hook"),
         (lambda: torch.func.vjp(fully_shard(net()), torch.randn(2, 6)), "torch.func transform"),
         (lambda: dual(fully_shard(net())), "tangents would be lost"),
+        (lambda: tied_later(fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))), "tied after fully_shard"),
         (lambda: fully_shard(nn.ParameterList([nn.Parameter(torch.ones(()))])), "scalar"),
     ],
 )

@@ -176,6 +176,7 @@ class ModuleCall:
             _check_same(groups, type(self.module).__name__)
             _adopt_optimizers(groups)
         before = [group.version for group in groups]
+        _check_untied(groups)
         for group in groups:
             group.reshard()
             group.follow()
@@ -266,6 +267,16 @@ def _policy(states: Sequence[ModuleState]) -> Policy:
     if len(given) > 1:
         raise ValueError("fully_shard was given different policies inside one model. Give one, to the root's call.")
     return given[0] if given else DEFAULT
+
+
+def _check_untied(groups: Sequence[ParameterGroup]) -> None:
+    """Raises ``ValueError`` for a parameter that stands in the places of two that were sharded apart."""
+    known: dict[int, str] = {}
+    for module, name in (entry.holders[0] for group in groups for entry in group.entries):
+        where = f"{type(module).__name__}.{name}"
+        now = module._parameters.get(name)
+        if now is not None and (other := known.setdefault(id(now), where)) is not where:
+            raise ValueError(f"{where} and {other} were tied after fully_shard. Tie them before it is called.")
 
 
 def _check_same(groups: Sequence[ParameterGroup], name: str) -> None:
