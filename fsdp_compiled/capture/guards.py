@@ -12,7 +12,8 @@ are kept, less those that this package answers for in another way:
 - *The tensors and the structure of the batch* (``args``, ``kwargs``) and *sizes* (SHAPE_ENV): in the key that a program
   is found by, and in `capture.dynamic_shapes`.
 - *Tensors* (TENSOR_MATCH): parameters live in shards that keep their layout; module buffers are watched by identity
-  (`runtime.programs.program_cache`), and tensors that are closed over by `closed_tensors`.
+  (`runtime.programs.program_cache`), and tensors that are closed over by `closed_tensors`. That two names lead to one
+  of these (DUPLICATE_INPUT, ID_MATCH) is kept.
   Of a size or number (SHAPE_ENV) that was read out of one, ``if step.item() > 3``, `closed_numbers` asks again.
 - *Modes* (GLOBAL_STATE, GRAD_MODE, DETERMINISTIC_ALGORITHMS, TORCH_FUNCTION_STATE, DEFAULT_DEVICE,
   AUTOGRAD_SAVED_TENSORS_HOOKS): capture sets its own around the trace; those of the caller's that mean anything are in
@@ -40,7 +41,6 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 
 from fsdp_compiled.capture.closed_tensors import Closed
@@ -58,8 +58,10 @@ SIGNATURE = ("L['named']", "L['args']", "L['kwargs']", "L['buffers']")
 # How the hooks of a module are called; fixed when one is registered.
 WAYS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 LONG = 60  # characters of a value, as a message shows it
-# ``module._parameters`` of the model, and what is in it, as Dynamo names them.
-PARAMETERS = re.compile(r"L\['objective'\]\._modules\['model'\](\._modules\['[^']+'\])*\._parameters(\['[^']+'\])?$")
+# ``module._parameters`` of the model, and what is in it, as Dynamo names them; and its tensors.
+MODEL = r"L\['objective'\]\._modules\['model'\](\._modules\['[^']+'\])*"
+PARAMETERS = re.compile(MODEL + r"\._parameters(\['[^']+'\])?$")
+OWN = re.compile(MODEL + r"\._(parameters|buffers)\['[^']+'\]$")
 
 
 class Recorder:
@@ -106,10 +108,10 @@ class Recorder:
         other = getattr(getattr(entry.orig_guard.create_fn, "keywords", {}).get("source_b"), "name", "")
         if entry.guard_type in ELSEWHERE or any(given in f"{name} {other}" for given in SIGNATURE):
             return False
-        if entry.guard_type in ("DUPLICATE_INPUT", "ID_MATCH") and isinstance(
-            entry.value, types.ModuleType | torch.Tensor
-        ):
-            return not _library(entry.value) if isinstance(entry.value, types.ModuleType) else False
+        if entry.guard_type in ONE_OBJECT and isinstance(entry.value, types.ModuleType):
+            return not _library(entry.value)
+        if entry.guard_type in ONE_OBJECT and (OWN.match(name) or OWN.match(other)):
+            return False
         if self.taken and PARAMETERS.match(name) and entry.guard_type != "HASATTR":  # what is noted on one may change
             return False
         if "_hooks_with_kwargs" in name or "_hooks_always_called" in name:
