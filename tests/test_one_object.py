@@ -22,23 +22,29 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+def scaled_by(factor: float) -> Any:
+    return lambda x: x * factor
+
+
 OPTIONS = Options(2.0)
 TABLE, ROW, MASK = {"factor": 2.0}, [2.0], torch.full((3,), 2.0)
 
 
 class Net(nn.Module):
-    """Reads each object by its global name, then by an attribute's; one tensor by two attributes."""
+    """Reads each object by its global name, then by an attribute's; one tensor, and one closure, by two
+    attributes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
         self.options, self.table, self.row, self.act, self.mask = OPTIONS, TABLE, ROW, doubled, MASK
         self.shift = self.other_shift = torch.ones(3)
+        self.scale = self.other_scale = scaled_by(2.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.first(x) * OPTIONS.factor * TABLE["factor"] * ROW[0] * MASK + self.shift
         y = self.second(doubled(y)) * self.options.factor * self.table["factor"] * self.row[0] * self.mask
-        return self.act(y) + self.other_shift
+        return self.scale(self.act(y)) + self.other_scale(self.other_shift)
 
 
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -73,6 +79,8 @@ OTHERS: dict[str, Any] = {
     "row": [3.0],
     "act": lambda x: x * 3,
     "mask": torch.full((3,), 3.0),
+    "scale": scaled_by(3.0),
+    "other_scale": scaled_by(3.0),
     "shift": torch.zeros(3),
     "other_shift": torch.zeros(3),
 }
@@ -97,9 +105,11 @@ def test_the_same_object_is_captured_once() -> None:
     assert ours == eager and captures == 1
 
 
-def test_control_without_the_question_it_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["options", "other_scale"])
+def test_control_without_the_question_it_is_not_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_object, "GuardBuilder", type("None", (), {"ID_MATCH": None}))
-    eager, ours, captures = losses(_another("options"))
+    monkeypatch.setattr(one_object, "install_guard", lambda guard: None)
+    eager, ours, captures = losses(_another(name))
     assert ours[:2] == eager[:2] and ours[2:] != eager[2:] and captures == 1
 
 

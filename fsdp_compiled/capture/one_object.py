@@ -5,7 +5,8 @@
 
 Dynamo knows the object when it comes to it again, and looks at nothing that the second name leads to. Where both begin
 at arguments, or both at globals, it notes that they are one (DUPLICATE_INPUT); where one does and the other does not,
-it notes nothing, and another object that is put there later is not seen. Written for torch 2.11 to 2.13.
+it notes nothing, and of a closure's cell that it knows it never does: another object that is put there later is not
+seen. Written for torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
@@ -15,22 +16,42 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from fsdp_compiled.torch_private.dynamo import GuardBuilder, Source, variable_builder
+from fsdp_compiled.torch_private.dynamo import (
+    ClosureSource,
+    GetItemSource,
+    GuardBuilder,
+    Source,
+    UserFunctionVariable,
+    install_guard,
+    variable_builder,
+)
 
 
 @contextlib.contextmanager
 def asked_again() -> Iterator[None]:
-    """Inside, what this thread's trace reaches by an argument's name and by a global's is asked of the second."""
-    before, thread = variable_builder.make_dupe_guard, threading.get_ident()
+    """Inside, what this thread's trace reaches by two names is asked of the second as well."""
+    dupe, bind, thread = variable_builder.make_dupe_guard, UserFunctionVariable.bind_args, threading.get_ident()
 
     def make_dupe_guard(source: Source, known: Source | None) -> Any:
-        guard = before(source, known)
+        guard = dupe(source, known)
         if threading.get_ident() != thread or guard is not None or known is None or known == source:
             return guard
         return GuardBuilder.ID_MATCH
 
+    def bind_args(self: Any, parent: Any, *given: Any) -> Any:
+        source = self.get_source() if threading.get_ident() == thread else None
+        for place, cell in enumerate(self.fn.__closure__ or ()) if source is not None else ():
+            if cell in parent.output.side_effects:
+                of_cell = GetItemSource(ClosureSource(source), place)
+                guard = make_dupe_guard(of_cell, parent.output.side_effects[cell].source)
+                if guard is not None:
+                    install_guard(of_cell.make_guard(guard))
+        return bind(self, parent, *given)
+
     variable_builder.make_dupe_guard = make_dupe_guard
+    UserFunctionVariable.bind_args = bind_args  # type: ignore[method-assign]
     try:
         yield
     finally:
-        variable_builder.make_dupe_guard = before
+        UserFunctionVariable.bind_args = bind  # type: ignore[method-assign]
+        variable_builder.make_dupe_guard = dupe

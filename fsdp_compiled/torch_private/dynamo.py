@@ -21,9 +21,16 @@ from torch._dynamo.exc import (
     UserError,
     UserErrorType,
 )
-from torch._dynamo.guards import CheckFunctionManager, GuardBuilder, uninteresting_files
+from torch._dynamo.guards import CheckFunctionManager, GuardBuilder, install_guard, uninteresting_files
 from torch._dynamo.guards import _get_closure_vars as closure_vars
-from torch._dynamo.source import CallMethodItemSource, GlobalSource, LocalSource, NNModuleSource
+from torch._dynamo.source import (
+    CallMethodItemSource,
+    ClosureSource,
+    GetItemSource,
+    GlobalSource,
+    LocalSource,
+    NNModuleSource,
+)
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables import (
@@ -46,6 +53,7 @@ from torch._dynamo.variables.base import (
     ValueMutationNew,
 )
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._guards import ChainedSource, Guard, Source, TracingContext, tracing
 
@@ -56,8 +64,10 @@ __all__ = [
     "CallMethodItemSource",
     "ChainedSource",
     "CheckFunctionManager",
+    "ClosureSource",
     "ConstDictVariable",
     "ConstantVariable",
+    "GetItemSource",
     "GlobalSource",
     "Guard",
     "GuardBuilder",
@@ -78,12 +88,14 @@ __all__ = [
     "UserDefinedObjectVariable",
     "UserError",
     "UserErrorType",
+    "UserFunctionVariable",
     "ValueMutationExisting",
     "ValueMutationNew",
     "cache_entries",
     "closure_vars",
     "config",
     "guard_building",
+    "install_guard",
     "maybe_mark_dynamic",
     "misc",
     "set_example_value",
