@@ -118,3 +118,29 @@ def test_dynamo_is_left_as_it_was() -> None:
     with one_object.asked_again():
         assert variable_builder.make_dupe_guard is not before
     assert variable_builder.make_dupe_guard is before
+
+
+class Masked(nn.Module):
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.linear, self.mask = nn.Linear(3, 3), mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.3 * self.linear(x) * self.mask
+
+
+@pytest.mark.parametrize("of", [4, 5])
+def test_a_tensor_of_two_equal_blocks_that_becomes_two(of: int) -> None:
+    """The first of the blocks that have it is not walked through."""
+    torch.manual_seed(0)
+    masks = [torch.full((3,), 1.5) for _ in range(7)]
+    masks[5] = masks[4]
+    model, eager = (nn.Sequential(*(Masked(mask) for mask in masks)) for _ in range(2))
+    eager.load_state_dict(model.state_dict())
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
+    x = torch.randn(2, 3)
+    for step in range(3):
+        if step == 1:
+            for one in (model, eager):
+                one[of].mask = torch.full((3,), 0.5)  # type: ignore[assignment]
+        assert sharded.step(x).item() == loss(eager, x).item(), step

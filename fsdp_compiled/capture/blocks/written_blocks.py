@@ -19,6 +19,8 @@ from torch import fx
 
 from fsdp_compiled.capture.blocks.block_calls import BlockCall, modes
 from fsdp_compiled.capture.blocks.walked_blocks import OWN, WRITTEN, WalkedBlock, another, own_tensor
+from fsdp_compiled.capture.guards import OWN as OWN_TENSOR
+from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     Guard,
@@ -119,7 +121,11 @@ class WrittenBlock:
 
 
 def with_own_tensors(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of Dynamo's graph, and the own tensors of written blocks, which are inputs of it from now on."""
+    """The inputs of Dynamo's graph, and the own tensors of written blocks, which are inputs of it from now on.
+
+    Raises `RepeatError` for a plain tensor that a block has which was walked through, too: Dynamo came to it by one of
+    two names. That parameters and buffers stay tied is watched otherwise.
+    """
     places = graph.find_nodes(op="placeholder")
     known = dict(zip(map(id, inputs), places, strict=True))
     found, written = list(inputs), set()
@@ -133,6 +139,8 @@ def with_own_tensors(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
                     place = known[id(own.example)] = graph.placeholder(f"own_{len(found)}")
                 found.append(own.example)
             elif place not in written:  # Dynamo read the tensor, too, but later
+                if not OWN_TENSOR.match(own.source.name):
+                    raise RepeatError(f"nothing asks whether {plain_names(own.source.name)} stays what it is twice")
                 node.meta["example_value"] = place.meta["example_value"]
             if place not in written:
                 written.add(place)
