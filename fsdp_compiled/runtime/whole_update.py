@@ -14,7 +14,7 @@ State lives on its owner alone, in whatever form the optimizer's code gives it. 
 state (``"ddp"``, or one rank along the shard axis) each updates all for itself and nothing is sent. Replicas (HSDP) do
 the same work on the same numbers. The message back begins with a word: a rank whose step fails says so, and ranks
 compare what their code counts in groups and attributes, so that one that starts to depend on other parameters late in
-training is an error on all of them, before parameters are written.
+training is an error on all of them, and parameters are what they were.
 
 The eager code is what runs under both lowerings, so the numbers are those of eager PyTorch on the same gradients, bit
 for bit, Newton-Schulz in bfloat16 included. See `fsdp_compiled.optim.whole` for who may.

@@ -27,9 +27,9 @@ from torch._dynamo.source import (
     CallMethodItemSource,
     ClosureSource,
     GetItemSource,
-    GlobalSource,
     LocalSource,
     NNModuleSource,
+    is_from_global_source,
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
 from torch._dynamo.utils import set_example_value
@@ -68,7 +68,6 @@ __all__ = [
     "ConstDictVariable",
     "ConstantVariable",
     "GetItemSource",
-    "GlobalSource",
     "Guard",
     "GuardBuilder",
     "InstructionTranslator",
@@ -96,6 +95,7 @@ __all__ = [
     "config",
     "guard_building",
     "install_guard",
+    "is_from_global_source",
     "maybe_mark_dynamic",
     "misc",
     "set_example_value",

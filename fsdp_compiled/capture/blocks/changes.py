@@ -12,15 +12,14 @@ from typing import Any
 from fsdp_compiled.torch_private.dynamo import (
     AttributeMutationExisting,
     AttributeMutationNew,
-    ChainedSource,
     ConstantVariable,
     ConstDictVariable,
-    GlobalSource,
     ListVariable,
     TensorVariable,
     TupleVariable,
     UserDefinedObjectVariable,
     ValueMutationNew,
+    is_from_global_source,
 )
 
 NEW = (AttributeMutationNew, ValueMutationNew)
@@ -36,7 +35,7 @@ def changes(effects: Any) -> tuple[Any, ...]:
     for variable, attributes in effects.store_attr_mutations.items():
         if isinstance(variable.mutation_type, NEW):
             continue
-        if type(variable) is not UserDefinedObjectVariable or not _global(variable.source):
+        if type(variable) is not UserDefinedObjectVariable or not is_from_global_source(variable.source):
             raise Changed
         found.append((variable.source.name, *((name, _form(value)) for name, value in attributes.items())))
     # There are as many tensors as parameters; those of before the trace were among the above.
@@ -49,12 +48,6 @@ def changes(effects: Any) -> tuple[Any, ...]:
         if not above and effects.is_modified(variable):
             raise Changed
     return tuple(found)
-
-
-def _global(source: Any) -> bool:
-    while isinstance(source, ChainedSource):
-        source = source.base
-    return isinstance(source, GlobalSource)
 
 
 def _form(variable: Any) -> Any:
