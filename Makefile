@@ -47,6 +47,7 @@ test-all: lint ## as make test, with what only repeats it in more combinations a
 fuzz: ## two thousand generated programs against plain PyTorch (ARGS="--start 5000 --count 100", "--seed 17")
 	@sh .ci/setup test
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) tests.fuzz $(or $(ARGS),--count 2000)
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) tests.fuzz --stacks $(or $(ARGS),--count 1000)
 
 kills: ## train, killed at thirty random moments, ends as if it had not been (ARGS="--seed 7 --count 100")
 	@sh .ci/setup test

@@ -1,5 +1,5 @@
 """Twenty of the fuzzer's programs (tests/fuzz/), right, or refused by name; `make test-all` runs a hundred of them, and
-`make fuzz` two thousand."""
+`make fuzz` two thousand, and a thousand stacks of blocks (tests/fuzz/stacks.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_compiled.capture.guards import Guards
 from tests.chosen import chosen
+from tests.fuzz import stacks
 from tests.fuzz.cases import Case, make_case
 from tests.fuzz.parts import Factor
 from tests.fuzz.sides import Ours
@@ -50,6 +52,20 @@ def test_generated_programs_on_two_ranks() -> None:
     assert not wrong, json.dumps(wrong, indent=1)
     assert all(all(said) for said in found.values()), "refused on one rank alone"
     assert len(found) <= 2
+
+
+@pytest.mark.parametrize("start", chosen(range(0, 100, CHUNK), [0]))
+def test_stacks_of_blocks_that_hold_objects(start: int) -> None:
+    """Replaced, shared and changed between steps; by both faces."""
+    outcomes = {seed: stacks.run(seed) for seed in range(start, start + CHUNK)}
+    wrong = {seed: said for seed, (kind, said) in outcomes.items() if kind in ("differs", "crashed")}
+    assert not wrong, "\n".join(f"python -m tests.fuzz --stacks --seed {seed}: {said}" for seed, said in wrong.items())
+    assert sum(kind == "refused" for kind, _ in outcomes.values()) <= 3
+
+
+def test_control_a_stack_whose_guards_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Guards, "hold", lambda guards: True)
+    assert "differs" in {stacks.run(seed)[0] for seed in range(4)}
 
 
 def test_few_of_them_are_refused() -> None:

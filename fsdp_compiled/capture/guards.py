@@ -26,7 +26,8 @@ are kept, less those that this package answers for in another way:
   are one and the same under two names (DUPLICATE_INPUT, ID_MATCH): neither is the user's to change.
 
 What Dynamo does not note is noted here: the methods of classes that the trace went through, and global
-hooks of modules (`traced_functions`); and an object that an argument and a global lead to (`one_object`).
+hooks of modules (`traced_functions`); an object that an argument and a global lead to (`one_object`); and the order of
+an `OrderedDict` (`ordered_keys`).
 
 Written for torch 2.11 to 2.13, where guards, the filter for them and the manager that checks them have the same form.
 """
@@ -44,6 +45,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_compiled.capture.closed_tensors import Closed
+from fsdp_compiled.capture.ordered_keys import KeyOrders
 from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
 from fsdp_compiled.capture.traced_functions import HOOKS, Hooks, Methods, is_ours
@@ -79,6 +81,7 @@ class Recorder:
         self.kept: list[Any] = []  # Dynamo's own, which have texts when they are built
         self.code: set[types.CodeType] = set()  # that was traced, functions of functions too
         self._alive: list[Any] = []
+        self._orders = KeyOrders()
 
     def repeat(self, guards: Iterable[tuple[Any, Any]]) -> None:
         """Guards of a block like one that was walked through, each with what it looks at."""
@@ -88,6 +91,7 @@ class Recorder:
                     self.empty.append(value)
             else:
                 self._alive.append(_identity(value, guard.create_fn_name()))
+                self._orders.note(guard.name, value, guard.create_fn_name())
 
     def select(self, entries: Sequence[Any]) -> list[bool]:
         """``guard_filter_fn``: which guards are kept."""
@@ -101,6 +105,9 @@ class Recorder:
         chosen = [entry for entry, select in zip(entries, kept, strict=True) if select]
         self._alive = [_identity(entry.value, entry.guard_type, entry.has_value) for entry in chosen]
         self.kept = [entry.orig_guard for entry in chosen]
+        self._orders = KeyOrders()
+        for entry in chosen:
+            self._orders.note(entry.orig_guard.name, entry.value, entry.guard_type)
         return kept
 
     def _is_relied_on(self, entry: Any, own: set[int]) -> bool:
@@ -130,7 +137,7 @@ class Recorder:
         """What the trace of this code took for granted; ``closed``: tensors by our name, each with its source."""
         (entry,) = cache_entries(code)
         hooks, methods = Hooks(self.root, self.empty), Methods(self.values.values(), self.code)
-        found = Guards(entry, scope, hooks, methods, self._alive, self.wrapped)
+        found = Guards(entry, scope, hooks, methods, self._orders, self._alive, self.wrapped)
         found.closed = Closed(closed, found.scope)
         self.values, self.kept = {}, []
         return found
@@ -155,12 +162,19 @@ class Guards:
     closed: Closed
 
     def __init__(
-        self, entry: Any, scope: dict[str, Any], hooks: Hooks, methods: Methods, alive: list[Any], wrapped: bool
+        self,
+        entry: Any,
+        scope: dict[str, Any],
+        hooks: Hooks,
+        methods: Methods,
+        orders: KeyOrders,
+        alive: list[Any],
+        wrapped: bool,
     ) -> None:
         self._manager = entry.guard_manager
         self._check = self._manager.root.check
         self._locals = scope
-        self._hooks, self._methods, self._alive = hooks, methods, alive
+        self._hooks, self._methods, self._orders, self._alive = hooks, methods, orders, alive
         # Dynamo names modules in the globals of what it traces, for as long as the code that it made is there.
         self._code = entry.code
         self.scope = {"L": scope, "G": self._manager.global_scope["G"], **closure_vars()}
@@ -170,7 +184,12 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether all of it is as it was; some 30 us for 24 layers."""
-        return self._check(self._locals) and self._hooks.same() and self._methods.same()
+        return (
+            self._check(self._locals)
+            and self._hooks.same()
+            and self._methods.same()
+            and self._orders.changed(self.scope) is None
+        )
 
     def _check_around(self, scope: dict[str, Any]) -> bool:
         """With what is put into the model's place while it is traced."""
@@ -187,6 +206,8 @@ class Guards:
                     stack.enter_context(around(self._locals["objective"]))
                 parts = list(self._manager.root.check_verbose(self._locals).verbose_code_parts)
             return next(filter(None, map(self._explain, parts)), None) or ("the model", self.words(parts[0]))
+        if (name := self._orders.changed(self.scope)) is not None:
+            return self.words(name), f"{self.words(name)} in its order, which is another now"
         return self._hooks.changed(self._locals["objective"].model) or self._methods.changed()
 
     def _explain(self, part: str) -> tuple[str, str] | None:

@@ -1,17 +1,19 @@
 """An object that a trace reached by two names stays one object.
 
     STATE.factor                 a global          guards: STATE.factor == 2.0
-    self.layers[0].state         the same object   guards: none, in Dynamo; here: self.layers[0].state is that object
+    self.layers[0].state         the same object   guards: none, in Dynamo; here: self.layers[0].state is STATE
 
 Dynamo knows the object when it comes to it again, and looks at nothing that the second name leads to. Where both begin
 at arguments, or both at globals, it notes that they are one (DUPLICATE_INPUT); where one does and the other does not,
 it notes nothing, and of a closure's cell that it knows it never does: another object that is put there later is not
-seen. Written for torch 2.11 to 2.13.
+seen. Here it notes it of all of them; what is there under either name may be another object, as long as it is one.
+Written for torch 2.11 to 2.13.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +38,7 @@ def asked_again() -> Iterator[None]:
         guard = dupe(source, known)
         if threading.get_ident() != thread or guard is not None or known is None or known == source:
             return guard
-        return GuardBuilder.ID_MATCH
+        return functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=known)
 
     def bind_args(self: Any, parent: Any, *given: Any) -> Any:
         source = self.get_source() if threading.get_ident() == thread else None

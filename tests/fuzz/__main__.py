@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import tests.fuzz
+from tests.fuzz import stacks
 from tests.fuzz.cases import make_case
 from tests.fuzz.trial import run, shrunk
 
@@ -19,11 +20,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=100, help="how many programs (%(default)s)")
     parser.add_argument("--start", type=int, default=0, help="the first seed (%(default)s)")
     parser.add_argument("--seed", type=int, help="this program alone")
+    parser.add_argument("--stacks", action="store_true", help="stacks of equal blocks that hold objects, instead")
     given = parser.parse_args(arguments)
     seeds = [given.seed] if given.seed is not None else range(given.start, given.start + given.count)
     counts: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
     for seed in seeds:
+        if given.stacks:
+            kind, said = stacks.run(seed)
+            counts[kind] += 1
+            refusals[said[:100]] += kind == "refused"
+            if kind in ("differs", "crashed"):
+                print(f"seed {seed}: {kind}: {said}", flush=True)
+            continue
         outcome = run(make_case(seed))
         counts[outcome.kind or "right"] += 1
         if given.seed is not None:
@@ -39,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif seed % 50 == 49:
             print(f"{seed + 1 - seeds[0]} of {len(seeds)}: {dict(counts)}", flush=True)
     print(dict(counts))
-    for said, count in refusals.most_common():
+    for said, count in (+refusals).most_common():
         print(f"{count:>5} refused: {said}")
     return 1 if counts["differs"] or counts["crashed"] else 0
 

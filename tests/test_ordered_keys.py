@@ -1,0 +1,76 @@
+"""The order of an `OrderedDict` that a model goes through, and that its owner changes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.capture.ordered_keys import KeyOrders
+
+
+class Ordered(OrderedDict[str, float]):
+    pass
+
+
+TABLE: OrderedDict[Any, float] = OrderedDict()
+
+
+class Block(nn.Module):
+    def __init__(self, table: OrderedDict[Any, float] | None) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(3, 3), table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for value in (TABLE if self.table is None else self.table).values():
+            x = torch.tanh(x) + value
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def losses(
+    tables: list[OrderedDict[Any, float]], moved: OrderedDict[Any, float]
+) -> tuple[list[float], list[float], int]:
+    """By eager PyTorch and here; before the third of four steps the first key is moved to the end."""
+    torch.manual_seed(0)
+    model, eager = (nn.Sequential(*(Block(None if one is TABLE else one) for one in tables)) for _ in range(2))
+    eager.load_state_dict(model.state_dict())
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
+    found: tuple[list[float], list[float]] = [], []
+    x = torch.randn(2, 3)
+    for step in range(4):
+        if step == 2:
+            moved.move_to_end(next(iter(moved)))
+        found[0].append(loss(eager, x).item())
+        found[1].append(float(sharded.step(x)))
+    return *found, sharded.captures
+
+
+KEYS: list[Any] = ["a", torch.float32, (1, 2)]
+
+
+@pytest.mark.parametrize("which", ["attribute", "global", "subclass", "of a block like others", "other keys"])
+def test_another_order_is_seen(which: str) -> None:
+    keys = KEYS if which == "other keys" else list("abc")
+    made = [
+        (Ordered if which == "subclass" else OrderedDict)(zip(keys, (0.1, 0.2, 0.3), strict=True)) for _ in range(5)
+    ]
+    TABLE.clear()
+    TABLE.update(zip(keys, (0.1, 0.2, 0.3), strict=True))
+    tables = [TABLE] if which == "global" else made if which == "of a block like others" else made[:1]
+    eager, ours, captures = losses(tables, tables[-1])
+    assert eager[2] != eager[1] and ours == eager and captures == 2
+
+
+def test_control_without_the_question_it_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KeyOrders, "note", lambda *_: None)
+    table = OrderedDict(a=0.1, b=0.2)
+    eager, ours, captures = losses([table], table)
+    assert ours[:2] == eager[:2] and ours[2:] != eager[2:] and captures == 1
