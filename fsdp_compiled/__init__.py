@@ -16,9 +16,9 @@ from fsdp_compiled.fully_shard import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from fsdp_compiled.ir.form import ProgramError
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.bundle import BundleError, load_bundle
-from fsdp_compiled.passes.check import ProgramError
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import LossScale, Policy
 from fsdp_compiled.runtime.chunked_loss import chunked_cross_entropy

@@ -252,11 +252,11 @@ class Case:
 
 
 CASES = [
-    Case("gather", a_port_without_an_input, "_form", r"ports for \d+ inputs", shows=False),
-    Case("gather", a_port_twice, "_form", "ports appear twice: ", shows=False),
-    Case("gather", a_value_without_fake_tensor, "_form", "has no fake tensor"),
-    Case("reduce", forward_after_backward, "_form", "is forward, but stands after the backward has begun"),
-    Case("gather", an_input_written_early, "_form", "shard_.* is written in forward"),
+    Case("gather", a_port_without_an_input, "form", r"ports for \d+ inputs", shows=False),
+    Case("gather", a_port_twice, "form", "ports appear twice: ", shows=False),
+    Case("gather", a_value_without_fake_tensor, "form", "has no fake tensor"),
+    Case("reduce", forward_after_backward, "form", "is forward, but stands after the backward has begun"),
+    Case("gather", an_input_written_early, "form", "shard_.* is written in forward"),
     Case("gather", gathered_for_nobody, "_waited", "is never waited for"),
     Case("capture", a_parameter_still_full, "_no_full_parameters", "embedding.weight is still a full parameter"),
     Case("gather", gathered_twice, "_gathered_once_a_phase", "is gathered twice in forward"),
@@ -309,7 +309,7 @@ def test_a_broken_program_is_rejected_and_the_place_is_shown(case: Case) -> None
 
 def test_every_invariant_has_a_program_that_it_rejects() -> None:
     known = {function.__name__ for functions in INVARIANTS.values() for function in functions}
-    assert {case.invariant for case in CASES} == {"_form", "_waited", *known}
+    assert {case.invariant for case in CASES} == {"form", "_waited", *known}
 
 
 def test_every_entry_of_the_table_is_enforced() -> None:

@@ -27,6 +27,7 @@ PRIVATE = {
     "torch._functorch": "torch_private.functorch",
     "torch._guards": "torch_private.dynamo",
     "torch._inductor": "torch_private.inductor",
+    "torch.Tensor._make_subclass": "torch_private.fake_tensors",
     "torch.compiler._is_compiling_flag": "optim.tracing",
     "torch.cuda.graph_pool_handle": "lower.cuda_device",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "runtime.checkpoint.dcp_files",
@@ -266,8 +267,8 @@ def test_an_import_from_another_test_is_noticed(code: str) -> None:
 # A new pass, or a new fusion, is one file, its test, and one entry. What another part would have to know of it is in
 # the program: ports, marks, history.
 TABLES = {"passes": "passes.__init__", "lower.fusions": "lower.fusions.__init__"}
-# Modules of a room of passes that are none, and who may know them: what checks a program, what carries out an exchange.
-SHARED = {"passes.check": {"__init__"}, "lower.fusions.exchange": {"cli.bench.library_choices"}}
+# Modules of a room of passes that others may know: what carries out an exchange.
+SHARED = {"lower.fusions.exchange": {"cli.bench.library_choices"}}
 
 
 def known_by() -> dict[str, set[str]]:

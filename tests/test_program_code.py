@@ -70,4 +70,113 @@ def test_an_error_shows_the_line_and_its_place() -> None:
         code.run(torch.ones(2, 2), torch.ones(2))
     (frame,) = [one for one in traceback.extract_tb(error.tb) if one.name == "run"]
     assert frame.line is not None and frame.line.startswith("breaks = ") and "_to_copy" in frame.line
-    assert frame.lineno is not None and code.nodes[code.position(frame.lineno)].target is breaks
+    place, values = code.reached(error.tb) or (0, {})
+    assert code.nodes[place].target is breaks and "_to_copy_default" in values
+
+
+def blocks_of(
+    count: int, makes: Callable[..., Any] = torch.mul, watch: Callable[..., Any] = torch.neg, last: float = 2.0
+) -> fx.Graph:
+    """Blocks that are alike, but for a number in the ``last``; backward reads what each has kept."""
+    graph = fx.Graph()
+    x, *weights = (graph.placeholder(f"in_{place}") for place in range(count + 1))
+    kept = []
+
+    def call(block: int, phase: str, target: Callable[..., Any], *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta |= {"phase": phase, "path": f"layers.{block}.up"}
+        return node
+
+    for block, weight in enumerate(weights):
+        scale = last if block == count - 1 else 2.0
+        y = call(block, "forward", makes, x, weight)
+        y = call(block, "forward", makes, y, scale)
+        z = call(block, "forward", makes, y, torch.device("cpu") if makes is not torch.mul else 3)
+        call(block, "forward", watch, z)
+        x = call(block, "forward", torch.add, z, 1)
+        kept.append(y)
+    for block in reversed(range(count)):
+        for _ in range(5):
+            x = call(block, "backward", torch.sub, x, kept[block])
+    graph.output([x, kept[0]])
+    return graph
+
+
+def functions(code: Code) -> int:
+    return sum(line.startswith("def ") for line in code.text.splitlines())
+
+
+def test_equal_stretches_are_one_function() -> None:
+    given = [torch.randn(3) for _ in range(6)]
+    for last, more in ((2.0, 0), (5.0, 1)):
+        graph = blocks_of(5, last=last)
+        code = Code(graph)
+        assert functions(code) == 3  # run, forward and backward; what is in one block alone stands in run
+        assert len(code.text.splitlines()) < 2 * 8 + 5 * 2 + 12 + 5 * more
+        wanted = fx.GraphModule(nn.Module(), graph)(*given)
+        assert [one.tolist() for one in code.run(*given)] == [one.tolist() for one in wanted]
+    texts = [Code(blocks_of(count)).text for count in (5, 20)]
+    assert [text.count("def ") for text in texts] == [3, 3]
+    assert len(texts[1].splitlines()) - len(texts[0].splitlines()) == 2 * 15  # a call of each in each block
+
+
+@pytest.mark.parametrize("boxed", [False, True], ids=["given", "boxed"])
+def test_stretches_let_values_go_as_early(boxed: bool) -> None:
+    alive: list[Any] = []
+    seen: list[int] = []
+
+    def makes(x: torch.Tensor, y: Any) -> torch.Tensor:
+        alive.append(weakref.ref(result := x + 1))
+        return result
+
+    def counts(x: torch.Tensor) -> None:
+        seen.append(sum(ref() is not None for ref in alive))
+
+    code = Code(blocks_of(4, makes, counts), boxed=boxed)
+    given = [torch.ones(1) for _ in range(5)]
+    inputs = [weakref.ref(one) for one in given]
+    if boxed:
+        assert functions(code) == 3
+        code.function(code, given)
+        assert not given
+    else:
+        code.run(*given)
+        given.clear()
+    assert seen == [2, 3, 4, 5]  # what each block kept so far, and the last result
+    assert not any(ref() is not None for ref in inputs)
+
+
+@pytest.mark.parametrize("block", [0, 2, 3])
+def test_an_error_in_a_stretch_shows_its_line_and_its_place(block: int) -> None:
+    calls: list[int] = []
+
+    def breaks(_: torch.Tensor) -> None:
+        calls.append(1)
+        if len(calls) == block + 1:
+            raise RuntimeError("here")
+
+    code = Code(blocks_of(4, watch=breaks))
+    assert functions(code) == 3
+    with pytest.raises(RuntimeError, match="here") as error:
+        code.run(*(torch.ones(1) for _ in range(5)))
+    frame = traceback.extract_tb(error.tb)[-2]
+    assert "part_0" in frame.name and frame.line is not None and frame.line.startswith("breaks = ")
+    place, _ = code.reached(error.tb) or (0, {})
+    assert code.nodes[place].target is breaks
+    assert sum(node.target is breaks for node in code.nodes[:place]) == block
+
+
+def test_what_runs_after_a_stretch_is_placed_too() -> None:
+    def breaks(_: torch.Tensor) -> None:
+        raise RuntimeError("here")
+
+    graph = blocks_of(4)
+    end = graph.output_node()
+    with graph.inserting_before(end):
+        node = graph.call_function(breaks, (end.args[0][0],))  # type: ignore[index]
+    code = Code(graph)
+    with pytest.raises(RuntimeError, match="here") as error:
+        code.run(*(torch.ones(1) for _ in range(5)))
+    place, values = code.reached(error.tb) or (0, {})
+    assert code.nodes[place] is node and end.args[0][1].name in values  # type: ignore[index]
+    assert code.reached(None) is None

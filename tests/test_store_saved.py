@@ -26,6 +26,7 @@ from fsdp_compiled.analysis.host_copies import AHEAD
 from fsdp_compiled.analysis.memory import Persistent
 from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.form import ProgramError
 from fsdp_compiled.ir.nodes import fake_tensor, positions, role_of
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.kernels import host_copies
@@ -33,7 +34,7 @@ from fsdp_compiled.lower import kernel_trial
 from fsdp_compiled.lower.capturable import obstacles
 from fsdp_compiled.lower.cuda_graph import WARM, Replays
 from fsdp_compiled.passes import SCHEDULING, run, store_saved
-from fsdp_compiled.passes.check import ProgramError, check
+from fsdp_compiled.passes.check import check
 from fsdp_compiled.plan.hardware import GPU
 from fsdp_compiled.runtime.programs import compile as making
 from fsdp_compiled.runtime.programs.memory_budget import GIB

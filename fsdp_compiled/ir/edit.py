@@ -1,4 +1,8 @@
-"""`Edit`: the only place where a graph is copied or changed; a pass makes one, changes it, and is `done`."""
+"""`Edit`: the only place where a graph is copied or changed; a pass makes one, changes it, and is `done`.
+
+A program is a value: an edit changes a copy of it. Who needs a program no more donates it, as `passes.run` does with
+what one pass has made for the next; the edit then takes the graph itself, and nothing may look at that program again.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,10 @@ SET_ARGS, SET_KWARGS = (vars(fx.Node)[name].fset for name in ("args", "kwargs"))
 
 
 def copied(graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> fx.Graph:
-    """A copy of all but the output node; ``mapping`` is filled with each node's copy."""
+    """A copy of all but the output node; ``mapping`` is filled with each node's copy.
+
+    What is inserted later has the same name in the copy as in the graph itself.
+    """
     result = fx.Graph()
     for node in graph.nodes:
         if node.op != "output":
@@ -30,29 +37,32 @@ def copied(graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> fx.Graph:
             if node.kwargs:
                 SET_KWARGS(copy, fx.node.map_arg(node.kwargs, mapping.__getitem__))
             copy.meta.update(node.meta)
+    taken, given = graph._graph_namespace, result._graph_namespace
+    given._used_names |= taken._used_names
+    given._base_count |= taken._base_count
     return result
 
 
 class Edit:
-    """A copy of a program that may be changed; `done` turns it into the next program.
+    """A copy of a program that may be changed, or a donated one; `done` turns it into the next program.
 
-    Lives inside one pass. ``self.map`` leads from the old program's nodes to the copy's.
+    Lives inside one pass. ``self.map`` leads from the nodes of a program that was copied to the copy's.
     """
 
     def __init__(self, program: Program) -> None:
         self.map: dict[fx.Node, fx.Node] = {}
-        self.graph = copied(program.graph, self.map)
-        outputs = fx.node.map_arg(program.graph.output_node().args[0], self.map.__getitem__)
-        self.mode = fake_mode(program.graph)
+        old = program.graph.output_node()
+        if program.donated:
+            self.graph, self._end = program.graph, old
+        else:
+            self.graph = copied(program.graph, self.map)
+            self._end = self.graph.output(fx.node.map_arg(old.args[0], self.map.__getitem__))
+            self._end.meta = dict(old.meta)
+        self.mode = fake_mode(self.graph)
         self._result = Inference(self.mode)
         self._before = program
-        self._inputs = {port: self.map[node] for port, node in program.inputs.items()}
-        old = program.graph.output_node()
-        self._end = self.graph.output(outputs)
-        self._end.meta = dict(old.meta)
-        self._outputs: dict[Port, fx.Node | None] = dict(
-            zip((port for port in program.ports if port.side == "out"), outputs, strict=True)  # type: ignore[arg-type]
-        )
+        given = Program(self.graph, program.ports, ())
+        self._inputs, self._outputs = given.inputs, given.outputs
         self._phase: Phase = "forward"
         self._mark: Mark | None = None
 
@@ -133,10 +143,10 @@ class Edit:
         Draws of random numbers stay too: they move the generator.
         """
         for node in reversed(list(self.graph.nodes)):
-            if node.op != "call_function":
+            if node.users or node.op != "call_function":
                 continue
             effect = node.target is ASSERT or node.meta.get("effect") or is_random(node)
-            if not (node.users or mutated(node) or effect):
+            if not (effect or mutated(node)):
                 self.graph.erase_node(node)
 
     def rebuild(self, nodes: Collection[fx.Node]) -> None:
@@ -199,15 +209,16 @@ class Edit:
         self.sweep()
         self._check_order()
         ports = (*self._inputs, *self._outputs)
-        return Program(self.graph, ports, (*self._before.history, name), (*self._before.notes, *notes))
+        history, notes = (*self._before.history, name), (*self._before.notes, *notes)
+        return Program(self.graph, ports, history, notes, edits=self._before.edits + 1)
 
     def _check_order(self) -> None:
         """What `fx.Graph.lint` says of graphs that hold calls alone, in a tenth of its time."""
         seen: set[fx.Node] = set()
         for node in self.graph.nodes:
-            for source in node.all_input_nodes:
-                if source not in seen:
-                    raise RuntimeError(f"{node.name} reads {source.name}, which stands after it, or is not there.")
+            if not seen.issuperset(node.all_input_nodes):
+                source = next(source for source in node.all_input_nodes if source not in seen)
+                raise RuntimeError(f"{node.name} reads {source.name}, which stands after it, or is not there.")
             seen.add(node)
 
 

@@ -12,6 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.torch_private.fake_tensors import fake_of
 from fsdp_compiled.torch_private.modes import no_dispatch
 
 c10d = torch.ops._c10d_functional
@@ -162,9 +163,14 @@ def base_of(node: fx.Node, apart: Container[fx.Node] = ()) -> fx.Node:
     return node
 
 
+def writes(node: fx.Node) -> bool:
+    """Whether the node's operator writes arguments in place."""
+    return isinstance(node.target, torch._ops.OpOverload) and bool(_schema(node.target).writes)
+
+
 def mutated(node: fx.Node) -> list[fx.Node]:
     """The arguments that the node writes in place."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not writes(node):
         return []
     found: list[fx.Node] = []
     for place, name in _schema(node.target).writes:
@@ -276,7 +282,7 @@ def fake_tensor(
     if all(type(size) is int for size in (*shape, *stride)):
         with no_dispatch():  # what a mode would have to find out is given
             empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return FakeTensor(mode, empty, device)
+        return fake_of(mode, empty, device)
     with mode:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 

@@ -106,6 +106,8 @@ class Program:
     history: tuple[str, ...]
     notes: tuple[str, ...] = ()  # what passes chose, and why
     needs: Callable[[], tuple[str, ...]] = tuple  # what it takes of a rank's memory, for people
+    edits: int = 0  # that made the graph what it is
+    donated: bool = False  # whether who holds it gives it up: an `Edit` takes the graph then, and copies none
 
     @property
     def inputs(self) -> dict[Port, fx.Node]:
@@ -123,7 +125,11 @@ class Program:
 
     def after(self, name: str) -> Program:
         """The same program after a pass that had nothing to do."""
-        return replace(self, history=(*self.history, name))
+        return replace(self, history=(*self.history, name), donated=False)
+
+    def is_graph_of(self, other: Program) -> bool:
+        """Whether nothing was edited between the two."""
+        return (self.graph, self.edits, self.ports) == (other.graph, other.edits, other.ports)
 
     @property
     def random(self) -> bool:

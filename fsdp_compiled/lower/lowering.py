@@ -10,19 +10,19 @@ that compile time does not grow with depth and the order that the passes chose i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from operator import getitem
 from typing import Any
 
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.edit import copied
 from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, origin
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.inductor import compile_all
 from fsdp_compiled.lower.partition import Piece, segments
-from fsdp_compiled.lower.program_code import Code
+from fsdp_compiled.lower.program_code import Code, as_it_says
 from fsdp_compiled.torch_private.core import C
 
 Runner = Callable[..., Sequence[torch.Tensor]]
@@ -69,33 +69,36 @@ class Lowering:
         blocks: Collection[str] = (),
         bind: Bind | None = None,
     ) -> None:
-        self.bind = bind
-        self.graph = _bind_groups(program.graph, groups)
+        self.graph, self._groups = program.graph, groups
+        self._bind = cache(bind) if bind is not None else None
         self.segments = segments(self.graph, blocks) if how == "inductor" else None
         self.keys = {part: part.key() for part in self.segments or () if isinstance(part, Piece)}
         self.pieces = {key: piece for piece, key in reversed(self.keys.items())}
 
     def runner(self, compiled: Mapping[str, Call]) -> Runner:
         """The program with a call of a compiled function in the place of each piece."""
-        return Code(self._calls(compiled)).run
+        return self._code(compiled).run
 
     def boxed(self, compiled: Mapping[str, Call]) -> Boxed:
         """The same as a function of one list, for inputs that nobody holds but who calls."""
-        graph = self._calls(compiled)
-        inputs = graph.find_nodes(op="placeholder")
-        with graph.inserting_before(inputs[0] if inputs else None):
-            taken = graph.call_function(unboxed, (graph.placeholder("boxed_inputs"),))
-            for place, node in enumerate(inputs):
-                node.replace_all_uses_with(graph.call_function(getitem, (taken, place)))
-        for node in inputs:
-            graph.erase_node(node)
-        return Code(graph).run
+        return self._code(compiled, boxed=True).run
 
-    def _calls(self, compiled: Mapping[str, Call]) -> fx.Graph:
+    def _code(self, compiled: Mapping[str, Call], boxed: bool = False) -> Code:
         if self.segments is None:
-            for node in self.graph.nodes:
-                self._bind_random(node, node)
-            return self.graph
+            return Code(self.graph, self._called, boxed)
+        return Code(self._calls(self.segments, compiled), boxed=boxed)
+
+    def _called(self, node: fx.Node) -> tuple[Callable[..., Any], Sequence[Any]]:
+        """What a node of the program calls: a collective names a process group in the place of an axis, and what draws
+        random numbers draws them from the generator that is given."""
+        target, args = as_it_says(node)
+        if is_collective(node):
+            return target, (*args[:-1], self._groups[str(args[-1])])
+        if self._bind is not None and is_random(node):
+            return self._bind(target, bool(node.meta.get("shared"))), args
+        return target, args
+
+    def _calls(self, segments: Sequence[fx.Node | Piece], compiled: Mapping[str, Call]) -> fx.Graph:
         result = fx.Graph()
         mapping = {node: result.node_copy(node) for node in self.graph.find_nodes(op="placeholder")}
 
@@ -106,10 +109,11 @@ class Lowering:
                 mapping[node] = result.node_copy(node, value)
             return mapping[node]
 
-        for segment in self.segments:
+        for segment in segments:
             if isinstance(segment, fx.Node):
-                mapping[segment] = result.node_copy(segment, value)
-                self._bind_random(segment, mapping[segment])
+                copy = mapping[segment] = result.node_copy(segment, value)
+                copy.target, args = self._called(segment)
+                copy.args = fx.node.map_arg(tuple(args), value)
                 continue
             given = result.call_function(boxed, tuple(value(node) for node in segment.inputs))
             call = result.call_function(compiled[self.keys[segment]], (given,))
@@ -142,29 +146,7 @@ class Lowering:
                 )
         return "\n".join(lines)
 
-    def _bind_random(self, node: fx.Node, copy: fx.Node) -> None:
-        if self.bind is not None and node.op == "call_function" and is_random(node):
-            copy.target = self.bind(node.target, bool(node.meta.get("shared")))  # type: ignore[arg-type]
-
 
 def boxed(*values: torch.Tensor) -> list[torch.Tensor]:
     """The only reference to a piece's inputs, so that the piece can free each after its last use."""
     return list(values)
-
-
-def unboxed(inputs: list[Any]) -> tuple[Any, ...]:
-    """What was in the list, which is empty then."""
-    found = tuple(inputs)
-    inputs.clear()
-    return found
-
-
-def _bind_groups(source: fx.Graph, groups: Mapping[str, str]) -> fx.Graph:
-    """A copy in which collectives name process groups instead of axes."""
-    mapping: dict[fx.Node, fx.Node] = {}
-    graph = copied(source, mapping)
-    graph.output(fx.node.map_arg(source.output_node().args[0], mapping.__getitem__))
-    for node in graph.nodes:
-        if node.op == "call_function" and is_collective(node):
-            node.args = (*node.args[:-1], groups[str(node.args[-1])])
-    return graph

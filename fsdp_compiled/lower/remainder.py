@@ -16,9 +16,8 @@ broke, nobody knows whether it started, and nothing can be finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -55,18 +54,14 @@ class Remainder:
 
     def place(self, error: BaseException) -> Position | None:
         """Where the run broke off that this error came out of; None if it is not to be seen."""
-        found = None
-        for frame, line in _frames(error.__traceback__):
-            if frame.f_code is self._code.function.__code__:
-                found = frame, line
+        found = self._code.reached(error.__traceback__)
         if found is None:
             return None
-        frame, line = found
-        count = self._code.position(line)
+        count, values = found
         ran, broken = set(self._code.nodes[:count]), self._code.nodes[count : count + 1]
         return Position(
             owed=[node for node in self._code.nodes if is_collective(node) and node not in ran],
-            started=self._started(ran, frame.f_locals),
+            started=self._started(ran, values),
             communicating=any(is_collective(node) or is_wait(node) for node in broken),
             wrote=any(self._writes(node) for node in (*ran, *broken)),
         )
@@ -92,8 +87,9 @@ class Remainder:
             for value in place.started:
                 torch.ops._c10d_functional.wait_tensor(value)
             for node in place.owed:
-                args = fx.node.map_arg(node.args, lambda source: self._sent(source, given))
-                result = node.target(*args, **node.kwargs)  # type: ignore[operator]
+                target, args = self._code.call(node)
+                args = fx.node.map_arg(tuple(args), lambda source: self._sent(source, given))
+                result = target(*args, **node.kwargs)
                 for value in pytree.tree_leaves(result):
                     torch.ops._c10d_functional.wait_tensor(value)
 
@@ -126,9 +122,3 @@ class Remainder:
                 return None
             found.insert(0, node.all_input_nodes[0])
         return found
-
-
-def _frames(traceback: TracebackType | None) -> Iterable[tuple[Any, int]]:
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lineno
-        traceback = traceback.tb_next

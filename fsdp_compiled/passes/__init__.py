@@ -2,12 +2,13 @@
 
 A pass is a function of a program and a plan that returns the next program. It knows no rank, process group, device,
 clock or environment; options are bound when it is made, as in ``update(rules)``. To remove a pass, delete its file,
-its test and its entry in a tuple below.
+its test and its entry in a tuple below. What it is given it leaves as it is, unless that was donated (`ir.edit`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.optim.rule import Rule
@@ -72,19 +73,24 @@ def update_alone(rules: Sequence[Rule], scaled: bool = False) -> tuple[Pass, ...
     return (*before, norm, clip, update(rules), *after)
 
 
-def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer = lambda program: None) -> Program:
+def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer | None = None) -> Program:
     """Applies the passes in order; what must hold is checked after each, and each result is shown to ``observe``.
 
-    Passes that the plan does not ask for are left out.
+    Passes that the plan does not ask for are left out. Where nobody observes, a pass takes over the graph that the one
+    before it has made; what comes of it is the same, node for node and name for name.
     """
-    check(program, plan)
-    observe(program)
+    given, program = program, replace(program, donated=False)
+    checked = check(program, plan)
+    if observe is not None:
+        observe(program)
     for transform in passes:
         if transform in OPTIONAL and not OPTIONAL[transform](plan):
             continue
-        before, program = program, transform(program, plan)
-        check(program, plan, before)
-        observe(program)
+        own = given.donated or program.graph is not given.graph
+        program = transform(replace(program, donated=own and observe is None), plan)
+        checked = check(program, plan, checked)
+        if observe is not None:
+            observe(program)
     return program
 
 

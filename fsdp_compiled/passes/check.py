@@ -21,17 +21,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from fsdp_compiled.analysis.host_copies import odd_copy
+from fsdp_compiled.ir.form import Checked, fail, form
 from fsdp_compiled.ir.liveness import alive, live_ranges
 from fsdp_compiled.ir.nodes import (
     AGAIN,
-    call_text,
-    describe,
     gathered,
     is_collective,
     is_wait,
@@ -43,86 +42,24 @@ from fsdp_compiled.ir.nodes import (
 from fsdp_compiled.ir.program import LOSS, Program
 from fsdp_compiled.plan.plan import Buffer, Plan
 
-PHASES = ("forward", "backward", "update")
 
-
-class ProgramError(Exception):
-    """A pass broke what must hold of its result: an error of this package, not of its user."""
-
-
-def check(program: Program, plan: Plan, before: Program | None = None) -> None:
+def check(program: Program, plan: Plan, before: Checked | None = None) -> Checked:
     """Raises `ProgramError` where the program breaks an invariant of a pass in its history.
 
-    ``before``: one that was checked; a pass that had nothing to do has left it, and adds its own invariants alone.
+    ``before``: of the program before a pass. One that had nothing to do has left it, and adds its own invariants alone.
     """
-    if before is not None and before.graph is program.graph and before.ports == program.ports:
-        _invariants(program, plan, program.history[len(before.history) :])
-        return
-    _form(program)
-    _invariants(program, plan, program.history)
-    _waited(program)
+    if before is not None and program.is_graph_of(before.program):
+        return _invariants(replace(before, program=program), plan, program.history[len(before.program.history) :])
+    checked = _invariants(form(program), plan, program.history)
+    _waited(checked)
+    return checked
 
 
-def _invariants(program: Program, plan: Plan, names: Sequence[str]) -> None:
+def _invariants(checked: Checked, plan: Plan, names: Sequence[str]) -> Checked:
     for name in names:
         for invariant in INVARIANTS.get(name, ()):
-            invariant(program, plan)
-
-
-def fail(program: Program, node: fx.Node | None, message: str) -> None:
-    lines = [f"after {program.history[-1]}: {message}"]
-    if node is not None:
-        nodes = list(program.graph.nodes)
-        place = nodes.index(node)
-        for near in nodes[max(place - 3, 0) : place + 3]:
-            lines.append(("  > " if near is node else "    ") + _line(near))
-    raise ProgramError("\n".join(lines))
-
-
-def _line(node: fx.Node) -> str:
-    if node.op == "output":
-        return f"return {node.args[0]}"
-    text = f"{node.name}: {describe(node)}"
-    return text if node.op == "placeholder" else f"{text} = {call_text(node)}"
-
-
-def _form(program: Program) -> None:
-    places = program.graph.find_nodes(op="placeholder")
-    given = [port for port in program.ports if port.side == "in"]
-    values = program.graph.output_node().args[0]
-    results = [port for port in program.ports if port.side == "out"]
-    if len(places) != len(given) or len(values) != len(results):  # type: ignore[arg-type]
-        fail(
-            program,
-            None,
-            f"{len(given)} + {len(results)} ports for {len(places)} inputs, {len(values)} outputs.",
-        )  # type: ignore[arg-type]
-    if repeated := [str(port) for port, count in Counter(program.ports).items() if count > 1]:
-        fail(program, None, f"ports appear twice: {', '.join(repeated)}.")
-    free = {node for port, node in program.inputs.items() if port.kind in ("sum", "room")}
-    phase = 0
-    for node in program.graph.nodes:
-        if node.op == "output":
-            continue
-        if "val" not in node.meta:
-            fail(program, node, f"{node.name} has no fake tensor.")
-        if node.op != "call_function":
-            continue
-        now = PHASES.index(node.meta["phase"])
-        if now < phase:
-            fail(
-                program,
-                node,
-                f"{node.name} is {PHASES[now]}, but stands after the {PHASES[phase]} has begun.",
-            )
-        phase = now
-        for target in mutated(node):
-            if target.op == "placeholder" and node.meta["phase"] != "update" and target not in free:
-                fail(
-                    program,
-                    node,
-                    f"{target.name} is written in {node.meta['phase']}: its readers may still come.",
-                )
+            invariant(checked, plan)
+    return checked
 
 
 def _results(collective: fx.Node) -> list[fx.Node]:
@@ -130,43 +67,41 @@ def _results(collective: fx.Node) -> list[fx.Node]:
     return [user for user in collective.users if role_of(user) == "part"] or [collective]
 
 
-def _waited(program: Program) -> None:
-    for node in program.graph.nodes:
-        if node.op != "call_function" or not is_collective(node):
-            continue
+def _waited(checked: Checked) -> None:
+    for node in checked.collectives:
         results = _results(node)
         missing = [result for result in results if not any(is_wait(user) for user in result.users)]
         if missing or len(results) != (len(node.args[0]) if isinstance(node.args[0], list | tuple) else 1):
-            fail(program, node, f"a result of {node.name} is never waited for.")
+            fail(checked.program, node, f"a result of {node.name} is never waited for.")
 
 
-def _no_full_parameters(program: Program, plan: Plan) -> None:
-    for port, node in program.inputs.items():
+def _no_full_parameters(checked: Checked, plan: Plan) -> None:
+    for port, node in checked.inputs.items():
         if port.kind == "parameter":
-            fail(program, node, f"{port.name} is still a full parameter.")
+            fail(checked.program, node, f"{port.name} is still a full parameter.")
 
 
-def _gathered_once_a_phase(program: Program, plan: Plan) -> None:
+def _gathered_once_a_phase(checked: Checked, plan: Plan) -> None:
     seen: set[tuple[str, str]] = set()
-    for node in program.marked("gather"):
+    for node in checked.marked("gather"):
         for part in _results(node):
             if part.meta["mark"].purpose == AGAIN:
                 continue  # a limit of units makes it, as often as there are uses
             key = (part.meta["mark"].buffer, node.meta["phase"])
             if key in seen:
-                fail(program, node, f"buffer {key[0]} is gathered twice in {key[1]}.")
+                fail(checked.program, node, f"buffer {key[0]} is gathered twice in {key[1]}.")
             seen.add(key)
 
 
-def _gradients_are_reduced(program: Program, plan: Plan) -> None:
-    for port, node in program.outputs.items():
+def _gradients_are_reduced(checked: Checked, plan: Plan) -> None:
+    for port, node in checked.outputs.items():
         if port.kind == "parameter gradient":
-            fail(program, node, f"the gradient of {port.name} is still that of one parameter on one rank.")
+            fail(checked.program, node, f"the gradient of {port.name} is still that of one parameter on one rank.")
         if port.kind == "gradient":
-            _reduced(program, plan, node, plan.buffer(port.name))
+            _reduced(checked, plan, node, plan.buffer(port.name))
 
 
-def _reduced(program: Program, plan: Plan, node: fx.Node, buffer: Buffer) -> None:
+def _reduced(checked: Checked, plan: Plan, node: fx.Node, buffer: Buffer) -> None:
     source = node
     while role_of(source) in ("cast", "norm", "scale", "sum", "weigh", "combine") and source.all_input_nodes:
         source = source.all_input_nodes[0]
@@ -174,21 +109,21 @@ def _reduced(program: Program, plan: Plan, node: fx.Node, buffer: Buffer) -> Non
     if plan.axes and not zero:
         start = source.all_input_nodes[0] if source.all_input_nodes else source
         if role_of(source) != "wait" or role_of(start) != "reduce" or not is_collective(start):
-            fail(program, source, f"the gradient of {buffer.key} leaves without a waited reduction.")
+            fail(checked.program, source, f"the gradient of {buffer.key} leaves without a waited reduction.")
     size = buffer.numel // plan.shard if plan.placement.gradient else buffer.numel
     if node.meta["val"].numel() != size:
         fail(
-            program,
+            checked.program,
             node,
             f"the gradient of {buffer.key} has {node.meta['val'].numel()} elements, expected {size}.",
         )
 
 
-def _resharded(program: Program, plan: Plan) -> None:
+def _resharded(checked: Checked, plan: Plan) -> None:
     if not plan.resharded:
         return
-    order = positions(program.graph)
-    chains = gathered(program.graph)
+    order = positions(checked.program.graph)
+    chains = gathered(checked.program.graph)
     crossing: dict[str, tuple[fx.Node, fx.Node]] = {}
     last_use: dict[str, int] = {}
     for unit, nodes in chains.items():
@@ -203,85 +138,90 @@ def _resharded(program: Program, plan: Plan) -> None:
         if unit != turning and unit in plan.resharded:
             names = [slot.name for buffer in plan.buffers if buffer.unit == unit for slot in buffer.slots]
             fail(
-                program,
+                checked.program,
                 user,
                 f"{', '.join(names[:3])} stay gathered across the loss: "
                 f"{node.name} (unit {unit}) is used by {user.name} in backward.",
             )
 
 
-def _loss_is_the_mean(program: Program, plan: Plan) -> None:
-    node: fx.Node | None = program.outputs.get(LOSS)
+def _loss_is_the_mean(checked: Checked, plan: Plan) -> None:
+    node: fx.Node | None = checked.outputs.get(LOSS)
     if node is None or role_of(node) != "norm":
-        fail(program, node, "the loss leaves without having been averaged over the ranks.")
+        fail(checked.program, node, "the loss leaves without having been averaged over the ranks.")
 
 
-def _shards_are_updated(program: Program, plan: Plan) -> None:
-    targets = {origin(target) for node in program.graph.nodes for target in mutated(node)}
-    later = {port.name for port in program.outputs if port.kind == "update"}
-    for port, node in program.inputs.items():
+def _shards_are_updated(checked: Checked, plan: Plan) -> None:
+    targets = {origin(target) for _, written in checked.writes for target in written}
+    later = {port.name for port in checked.outputs if port.kind == "update"}
+    for port, node in checked.inputs.items():
         wanted = port.kind in ("shard", "copy") and plan.buffer(port.name).updated and port.name not in later
         if wanted and node not in targets:
-            fail(program, node, f"the {port.kind} of {port.name} is never updated.")
-    _no_gradient_leaves(program, plan)
+            fail(checked.program, node, f"the {port.kind} of {port.name} is never updated.")
+    _no_gradient_leaves(checked, plan)
 
 
-def _no_gradient_leaves(program: Program, plan: Plan) -> None:
-    for port, node in program.outputs.items():
+def _no_gradient_leaves(checked: Checked, plan: Plan) -> None:
+    for port, node in checked.outputs.items():
         if port.kind == "gradient":
-            fail(program, node, f"the gradient of {port.name} leaves the step.")
+            fail(checked.program, node, f"the gradient of {port.name} leaves the step.")
 
 
-def _buffers_are_stored(program: Program, plan: Plan) -> None:
-    for port, node in program.outputs.items():
+def _buffers_are_stored(checked: Checked, plan: Plan) -> None:
+    for port, node in checked.outputs.items():
         if port.kind in ("buffer", "constant"):
-            fail(program, node, f"the new value of {port} leaves the step and would be lost.")
+            fail(checked.program, node, f"the new value of {port} leaves the step and would be lost.")
 
 
-def _nothing_is_written_before_ranks_agree(program: Program, plan: Plan) -> None:
-    if not program.marked("agree"):  # one rank
+def _nothing_is_written_before_ranks_agree(checked: Checked, plan: Plan) -> None:
+    agreed = next(iter(checked.marked("agree")), None)
+    if agreed is None:  # one rank
         return
-    for node in program.graph.nodes:
-        if role_of(node) == "agree":
+    for node, written in checked.writes:
+        if node > agreed:
             return
-        if any(origin(target).op == "placeholder" for target in mutated(node)) and role_of(node) != "store":
-            fail(program, node, f"{node.name} writes an input before the ranks agree that they all make this step.")
+        if any(origin(target).op == "placeholder" for target in written) and role_of(node) != "store":
+            fail(
+                checked.program,
+                node,
+                f"{node.name} writes an input before the ranks agree that they all make this step.",
+            )
 
 
-def _within_limit(program: Program, plan: Plan) -> None:
+def _within_limit(checked: Checked, plan: Plan) -> None:
     if not isinstance(plan.policy.limit, int):
         return
-    found = live_ranges(program.graph)
+    found = live_ranges(checked.program.graph)
     for live_range in found:
         units = alive(found, live_range.start)
         if len(units) > plan.policy.limit:
             fail(
-                program,
+                checked.program,
                 live_range.gathers[0],
                 f"{len(units)} units are gathered at once ({', '.join(sorted(units))}); the limit is "
                 f"{plan.policy.limit}.",
             )
 
 
-def _only_copied(program: Program, plan: Plan) -> None:
-    for port, stored in program.inputs.items():
+def _only_copied(checked: Checked, plan: Plan) -> None:
+    for port, stored in checked.inputs.items():
         if port.kind not in ("shard", "state") or stored.meta["val"].dim() == 0:
             continue
         if odd := next((user for user in stored.users if role_of(user) not in ("fetch", "return")), None):
-            fail(program, odd, f"{odd.name} works on {port} where it lives, in host memory.")
+            fail(checked.program, odd, f"{odd.name} works on {port} where it lives, in host memory.")
         back = {source for user in stored.users if role_of(user) == "return" for source in user.all_input_nodes}
         for fetched in stored.users:
             lost = role_of(fetched) == "fetch" and fetched not in back
             if lost and (odd := next((user for user in fetched.users if fetched in mutated(user)), None)):
-                fail(program, odd, f"what {odd.name} writes is of {port}, and never goes back to the host.")
+                fail(checked.program, odd, f"what {odd.name} writes is of {port}, and never goes back to the host.")
 
 
-def _copies_end(program: Program, plan: Plan) -> None:
-    if (found := odd_copy(program)) is not None:
-        fail(program, *found)
+def _copies_end(checked: Checked, plan: Plan) -> None:
+    if (found := odd_copy(checked.program)) is not None:
+        fail(checked.program, *found)
 
 
-INVARIANTS: dict[str, tuple[Callable[[Program, Plan], None], ...]] = {
+INVARIANTS: dict[str, tuple[Callable[[Checked, Plan], None], ...]] = {
     "gather": (_no_full_parameters, _gathered_once_a_phase),
     "reduce": (_gradients_are_reduced,),
     "recompute": (_resharded, _gathered_once_a_phase),

@@ -109,11 +109,11 @@ def norm(program: Program, plan: Plan) -> Program:
     """The gradient's norm alone, float32, where there is a norm to clip at, in a program that reports nothing else."""
     if plan.policy.clip is None:
         return program.after("norm")
-    edit, mark, outputs = Edit(program), Mark("norm"), program.outputs
+    edit, mark = Edit(program), Mark("norm")
     gradients = {
-        buffer: edit.map[node]
+        buffer: node
         for buffer in plan.buffers
-        if buffer.updated and (node := outputs.get(Port("out", "gradient", buffer.key))) is not None
+        if buffer.updated and (node := edit.outputs.get(Port("out", "gradient", buffer.key))) is not None
     }
     with edit.at(edit.end, "update"):
         squares = _squares(edit, gradients, plan, mark)

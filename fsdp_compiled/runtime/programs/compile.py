@@ -34,8 +34,9 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.host_memory import Rooms
-from fsdp_compiled.runtime.programs import memory_budget
+from fsdp_compiled.runtime.programs import memory_budget, stages
 from fsdp_compiled.runtime.programs.input_binding import InputBinding
+from fsdp_compiled.runtime.programs.stages import Stages
 from fsdp_compiled.runtime.programs.training import Backward, Training, training_of
 from fsdp_compiled.runtime.shared_memory import shared
 
@@ -62,7 +63,7 @@ class Compiled:
 
     program: Program
     capture: Capture
-    stages: tuple[Program, ...]
+    known: Stages
     predicted: Callable[[], Memory]
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
@@ -92,6 +93,11 @@ class Compiled:
         """Of a program that is lowered."""
         assert self.halves is not None
         return training_of(self.halves, self.inputs, self.outputs, self.reached, self.backward)
+
+    @property
+    def stages(self) -> tuple[Program, ...]:
+        """The program after each pass, made again up to the last."""
+        return self.known.until(self.program)
 
     @cached_property
     def rooms(self) -> Rooms:
@@ -179,10 +185,8 @@ def capture(model: nn.Module, job: Job) -> Capture:
 
 
 def transform(captured: Capture, job: Job) -> list[Program]:
-    """The captured program, and what each pass made of it."""
-    stages: list[Program] = []
-    passes.run(captured.program, job.plan, job.passes, stages.append)
-    return stages
+    """The captured program, and what the passes made of it."""
+    return stages.transform(captured.program, job.plan, job.passes)
 
 
 def memory_of(captured: Capture, job: Job) -> Predict:
@@ -211,23 +215,19 @@ def has_host_memory(job: Job) -> bool:
     return job.plan.device.type != "cpu" and job.kind != "training"
 
 
-def fit_to_memory(stages: Sequence[Program], predict: Predict, job: Job) -> list[Program]:
+def fit_to_memory(made: Sequence[Program], predict: Predict, job: Job) -> list[Program]:
     """Other last stages, where what will run, the program fused, needs more than `Policy.memory_gb`."""
     fused = lambda one: predict(passes.run(one, job.plan, job.fusions))  # noqa: E731
-    return memory_budget.fit(stages, job.plan, fused, job.passes, has_host_memory(job))
+    return memory_budget.fit(made, job.plan, fused, job.passes, has_host_memory(job))
 
 
-def fuse(stages: Sequence[Program], job: Job) -> list[Program]:
-    """These stages, and what each fusion made of the last."""
-    *done, last = stages
-    fused: list[Program] = []
-    passes.run(last, job.plan, job.fusions, fused.append)
-    return [*done, *fused]
+def fuse(made: Sequence[Program], job: Job) -> tuple[Program, Stages]:
+    """What the fusions make of the last stage, and the stages, for who looks at them."""
+    return stages.fuse(made, job.plan, job.passes, job.fusions)
 
 
-def describe(captured: Capture, stages: Sequence[Program], later: Later, job: Job) -> Compiled:
-    """The last stage, which is what will run, with all that is asked of it later."""
-    *before, program = stages
+def describe(captured: Capture, program: Program, known: Stages, later: Later, job: Job) -> Compiled:
+    """The program that will run, with all that is asked of it later."""
     needed = later(program)
     program = replace(
         program, needs=lambda: attempt(lambda: needed().lines(), lambda why: (f"memory: not predicted: {why}",))
@@ -238,7 +238,7 @@ def describe(captured: Capture, stages: Sequence[Program], later: Later, job: Jo
     return Compiled(
         program,
         captured,
-        (*before, program),
+        known,
         needed,
         inputs=inputs,
         outputs=tuple(port for port in first.ports if port.side == "out"),

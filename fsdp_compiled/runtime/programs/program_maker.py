@@ -135,8 +135,8 @@ class ProgramMaker:
             stages = transform(captured, job)  # checked after each pass
             predict = memory_of(captured, job)
             stages = fit_to_memory(stages, predict, job)
-            stages = fuse(stages, job)  # checked after each fusion
-            return describe(captured, stages, memory_later(captured, job), job)
+            program, known = fuse(stages, job)  # checked after each fusion
+            return describe(captured, program, known, memory_later(captured, job), job)
 
         uneven = self.plan.uneven
         compiled = self.together(build, lambda made: made.program.text(), lambda made: made.program.outline(uneven))

@@ -1,0 +1,111 @@
+"""A program goes from pass to pass without copies, and what each pass made is made again for who looks at it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import Policy, Sharded, compile_sharded, passes
+from fsdp_compiled.ir import edit
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.program import LOSS, Program
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.programs.compile import Compiled
+from tests import models, simulate
+from tests.models import Block, Recipe
+from tests.parts import parts
+
+aten = torch.ops.aten
+RECIPES = [
+    Recipe((Block("nested"), Block("dropped", checkpoint=True)), tied_head=True, optimizer="adamw"),
+    Recipe((Block("normed"), Block("unreached")), policy=Policy(lower="eager", limit=2, clip=0.5), groups="two"),
+    Recipe((Block("linear"), Block("linear")), policy=Policy(lower="eager", offload=True, weigh="rows", prefetch=2)),
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=["checkpointed", "limited", "offloaded"])
+@pytest.mark.parametrize("kind", ["step", "last microbatch"])
+def test_what_takes_graphs_over_makes_what_copies_them(recipe: Recipe, kind: str) -> None:
+    """Name for name; and the program that it is given stays."""
+    model, optimizer = models.build(recipe)
+    with simulate.ranks(recipe.shard) as places:
+        rank = simulate.enlist(model, optimizer, recipe.policy, places[0])
+        captured = simulate.captured(rank, models.loss, models.batches(recipe, 1)[0][0], kind)
+        text, stages = captured.text(), []
+        transforms = simulate.passes(rank, kind)
+        taken = passes.run(captured, rank.plan, transforms)
+        assert captured.text() == text
+        copied = passes.run(captured, rank.plan, transforms, stages.append)
+    assert taken.text() == copied.text() != text
+    assert (taken.ports, taken.history, taken.notes) == (copied.ports, copied.history, copied.notes)
+    # Nobody's graph was taken: of each pass that had something to do there is one.
+    assert len({one.graph for one in stages}) == copied.edits + 1 == taken.edits + 1 > 5
+
+
+def test_an_edit_takes_what_is_donated_alone() -> None:
+    recipe = RECIPES[0]
+    model, optimizer = models.build(recipe)
+    program = simulate.stages(model, optimizer, models.loss, models.batches(recipe, 1)[0][0], recipe.policy)[0][-1]
+    assert Edit(program).graph is not program.graph
+    assert Edit(program.after("nothing")).graph is not program.graph
+    assert Edit(replace(program, donated=True)).graph is program.graph
+    assert not replace(program, donated=True).after("nothing").donated
+
+
+def trained(**policy: Any) -> tuple[Sharded, Compiled]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+    with parts() as of:
+        sharded = compile_sharded(
+            model, torch.optim.AdamW(model.parameters()), loss=lambda model, x: model(x).square().mean(),
+            policy=Policy(lower="eager", clip=1.0, **policy),
+        )  # fmt: skip
+    sharded.step(torch.ones(2, 4))
+    return sharded, of(sharded).programs.newest
+
+
+@pytest.mark.parametrize("policy", [{}, {"memory_gb": 1e-9}], ids=["as chosen", "fitted to memory"])
+def test_stages_are_there_for_who_looks(policy: dict[str, Any]) -> None:
+    sharded, compiled = trained(**policy)
+    stages = compiled.stages
+    assert stages[-1] is compiled.program is sharded.program
+    assert [one.history[-1] for one in stages] == list(compiled.program.history)
+    assert len({one.text() for one in stages}) > 5 and stages[0].text() == compiled.capture.program.text()
+    with torch.autocast("cpu", torch.bfloat16):  # the caller's modes are not the program's
+        assert [one.text() for one in compiled.stages] == [one.text() for one in stages]
+
+
+def test_a_program_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    copied = edit.copied
+
+    def counted(*given: Any) -> Any:
+        made.append(1)
+        return copied(*given)
+
+    monkeypatch.setattr(edit, "copied", counted)
+    _, compiled = trained()
+    assert len(made) == 1 < compiled.program.edits
+    compiled.stages  # noqa: B018
+    assert len(made) == 1 + compiled.program.edits  # control: who looks at them has one of each
+
+
+def test_a_pass_that_makes_another_program_the_second_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def impure(program: Program, plan: Plan) -> Program:
+        calls.append(1)
+        change = Edit(program)
+        with change.at(change.end, "update"):
+            loss = change.outputs[LOSS]
+            change.set_output(LOSS, change.call(aten.mul.Tensor, loss, float(len(calls)), mark=loss.meta["mark"]))  # type: ignore[union-attr]
+        return change.done("impure")
+
+    monkeypatch.setattr(passes, "CLOSING", (impure, *passes.CLOSING))
+    compiled = trained()[1]
+    with pytest.raises(RuntimeError, match="not pure"):
+        compiled.stages  # noqa: B018
