@@ -6,17 +6,20 @@ what one pass has made for the next; the edit then takes the graph itself, and n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
 
 from fsdp_compiled.ir.inference import Inference
-from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, is_random, mutated, positions
+from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, fake_tensor, is_random, mutated, positions
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.torch_private.fx_graph import copied_node, copy_names, new_call
 
 c10d = torch.ops._c10d_functional
 SET_ARGS, SET_KWARGS = (vars(fx.Node)[name].fset for name in ("args", "kwargs"))
@@ -30,16 +33,8 @@ def copied(graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> fx.Graph:
     result = fx.Graph()
     for node in graph.nodes:
         if node.op != "output":
-            # Its arguments follow: `create_node` looks through those it is given, longer than all the rest takes, and
-            # `__setattr__` has the node found anew in the graph's table.
-            copy = mapping[node] = result.create_node(node.op, node.target, (), {}, node.name, node.type)
-            SET_ARGS(copy, fx.node.map_arg(node.args, mapping.__getitem__))
-            if node.kwargs:
-                SET_KWARGS(copy, fx.node.map_arg(node.kwargs, mapping.__getitem__))
-            copy.meta.update(node.meta)
-    taken, given = graph._graph_namespace, result._graph_namespace
-    given._used_names |= taken._used_names
-    given._base_count |= taken._base_count
+            mapping[node] = copied_node(result, node, mapping.__getitem__)
+    copy_names(graph, result, mapping)
     return result
 
 
@@ -91,7 +86,7 @@ class Edit:
     def call(self, target: Callable[..., Any], *args: Any, mark: Mark | None = None, **kwargs: Any) -> fx.Node:
         """Inserts a call and works out its ``val`` by running it on fake tensors."""
         name = _identifier(f"{mark.buffer or mark.unit}_{mark.role}".lstrip("_")) if mark is not None else None
-        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        node = new_call(self.graph, target, args, kwargs, name)
         node.meta["phase"] = self._phase
         if mark is not None:
             node.meta["mark"] = mark
@@ -118,8 +113,11 @@ class Edit:
         return node
 
     def fake(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        with self.mode:
-            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        if not all(type(size) is int for size in shape):
+            with self.mode:
+                return torch.empty(tuple(shape), dtype=dtype, device=device)
+        strides = (math.prod(max(size, 1) for size in shape[place + 1 :]) for place in range(len(shape)))
+        return fake_tensor(self.mode, tuple(shape), tuple(strides), dtype, device)
 
     def remove_input(self, port: Port) -> None:
         self.graph.erase_node(self._inputs.pop(port))
@@ -234,6 +232,7 @@ def _missing(wanted: list[fx.Node], nodes: Collection[fx.Node], made: Collection
     return found
 
 
+@lru_cache(maxsize=1 << 12)
 def _identifier(text: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in text)
 

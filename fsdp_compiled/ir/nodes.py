@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -73,10 +74,13 @@ def role_of(node: fx.Node) -> str | None:
 def owner(node: fx.Node) -> str:
     """The unit or submodule that the node belongs to, for people; empty where it is of none, or of all."""
     mark: Mark | None = node.meta.get("mark")
-    if mark is not None:
-        return mark.unit
-    # layers.0.attention.query -> layers.0: up to the first index, which is where a block begins
-    parts: list[str] = node.meta.get("path", "").split(".")
+    return mark.unit if mark is not None else _block(node.meta.get("path", ""))
+
+
+@lru_cache(maxsize=1 << 12)
+def _block(path: str) -> str:
+    """``layers.0.attention.query`` -> ``layers.0``: up to the first index, which is where a block begins."""
+    parts = path.split(".")
     return ".".join(parts[: next((index + 1 for index, part in enumerate(parts) if part.isdigit()), 1)])
 
 

@@ -122,18 +122,24 @@ class Code:
 
     def _form(self, nodes: list[fx.Node]) -> _Form:
         """What the stretch is but for its names: equal for those that can be one function."""
-        local = {node: f"n{index}" for index, node in enumerate(nodes)}
-        reads: dict[fx.Node, str] = {}
+        names = {node: f"n{index}" for index, node in enumerate(nodes)}
+        reads: list[fx.Node] = []
+        over: set[fx.Node] = set()
         lines = []
 
         def name(node: fx.Node) -> str:
-            return local.get(node) or reads.setdefault(node, f"i{len(reads)}")
+            if (known := names.get(node)) is None:
+                known = names[node] = f"i{len(reads)}"
+                reads.append(node)
+            return known
 
         for node in nodes:
-            lines.append(f"{self._text(node, name)}; {' '.join(map(name, self._over[node]))}")
-        over = {one for node in nodes for one in self._over[node]}
+            lines.append(self._text(node, name))
+            if last := self._over[node]:
+                over.update(last)
+                lines.append(" ".join([names[one] for one in last]))
         returned = [node for node in nodes if node not in over]
-        lines.append(" ".join(map(name, returned)))
+        lines.append(" ".join([names[node] for node in returned]))
         taken, lent = ([node for node in reads if (node in over) == here] for here in (True, False))
         return _Form("\n".join(lines), nodes, taken, lent, returned)
 
@@ -173,7 +179,7 @@ class Code:
 
     def _text(self, node: fx.Node, name: Callable[[fx.Node], str]) -> str:
         target, args = self.call(node)
-        given = [self._argument(value, name) for value in args]
+        given = [name(value) if isinstance(value, fx.Node) else self._argument(value, name) for value in args]
         if node.kwargs:
             given += [f"{key}={self._argument(value, name)}" for key, value in node.kwargs.items()]
         return f"{self._name(target)}({', '.join(given)})"
@@ -222,9 +228,13 @@ def _stretches(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """The nodes in order, cut where another block or phase begins, and around collectives."""
     found: list[list[fx.Node]] = []
     before: object = None
+    apart: dict[int, bool] = {}  # by the operator's identity
     for node in nodes:
-        part = node.target is getitem and is_collective(node.args[0])  # type: ignore[arg-type]
-        alone = part or is_collective(node) or is_wait(node)
+        target = node.target
+        if (alone := apart.get(id(target))) is None:
+            alone = apart[id(target)] = is_collective(node) or is_wait(node)
+        if target is getitem:
+            alone = is_collective(node.args[0])  # type: ignore[arg-type]
         place = None if alone else (node.meta.get("phase"), owner(node))
         if place is None or place != before:
             found.append([])
