@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,14 +188,15 @@ def _begin(
         own = [rule for rule in rules if rule.group in groups and rule.eagerly is not None]
         if not own:
             continue
-        kind: type[EagerUpdate] = WholeUpdate if own[0].whole else EagerUpdate
+        apart = all(rule.apart for rule in own)
+        kind: Any = partial(WholeUpdate, apart=apart) if own[0].whole else EagerUpdate
         for name in [slot.name for b in plan.buffers for slot in b.slots if slot.leaf.owned and slot.name in kept]:
             yield f"the optimizer's state of {name}"
             kept[name] = first_rank_s(kept[name], place, plan.device)
         updates.append(kind(one, [rule.group - first for rule in own], plan, place, shards, kept, existing_state))
         updates[-1].show(state.optimizer)
         if place.rank == 0:
-            log.warning("%s runs as it is, on %s, after the program: %s", own[0].name, kind.what, own[0].eagerly)
+            log.warning("%s runs as it is, on %s, after the program: %s", own[0].name, updates[-1].what, own[0].eagerly)
     return taken, state, random, tuple(updates)
 
 
@@ -226,5 +228,5 @@ def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimize
         brought = {name: sorted(all_leaves(optimizer.state.get(p, {}))) for name, p in model.named_parameters()}
         lines += [f"optimizer's state of {name}: {', '.join(found)}" for name, found in brought.items() if found]
         lines += [f"optimizer's state {name}: {value.item()}" for name, value in read_scalars(optimizer).items()]
-    lines += [f"rule {rule.name} {rule.state} {rule.eagerly or ''} {rule.whole}" for rule in rules]
+    lines += [f"rule {rule.name} {rule.state} {rule.eagerly or ''} {rule.whole} {rule.apart}" for rule in rules]
     return "\n".join(lines)

@@ -129,7 +129,8 @@ class Policy:
         faster there and takes the memory. With `fully_shard`, modules that were marked are merged, and none is cut.
     bandwidth_gbps
         What the network carries from and to each rank, in 1e9 bits a second, where that is far from what such devices
-        usually have (Ethernet between GPU nodes): the ``"auto"`` choices follow it. Along a tp axis,
+        usually have (Ethernet between GPU nodes): the ``"auto"`` choices follow it, and on CPUs owners of whole
+        matrices update them while messages travel. Along a tp axis,
         which is taken to be inside of a node, estimates keep the device's own figure.
     memory_gb
         What a step may take of a rank's memory at its peak, as `Sharded.memory` predicts it, in GiB, or None. Until it

@@ -341,6 +341,37 @@ def test_lists_that_are_none() -> None:
         compile_sharded(model, [3], loss=loss, policy=EAGER)  # type: ignore[list-item]
 
 
+class CountsCalls(Own):
+    """Reads at no step that any trial comes to what it counts."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.made = getattr(self, "made", 0) + 1
+        super().step()
+        if self.made > 10**6:
+            self.param_groups[0]["params"][0].zero_()
+
+
+class KeepsAnObject(Own):
+    """That counts calls, and says nothing of itself."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.count = itertools.count()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        next(self.count)
+        super().step()
+
+
+def test_in_several_calls_where_these_come_to_the_same() -> None:
+    for kind, apart in ((optim.Muon, True), (optim.Adafactor, True), (Own, True), (CountsCalls, False),
+                        (KeepsAnObject, False), (Counting, False)):  # fmt: skip
+        (rule,) = make_rules(kind([nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(4, 2))]))
+        assert rule.whole and rule.apart == apart, kind.__name__
+
+
 class Counting(Own):
     """Counts in its group; what it keeps of a parameter is of no shape of the parameter's."""
 

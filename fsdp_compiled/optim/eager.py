@@ -42,8 +42,12 @@ from fsdp_compiled.optim.twin import (
 
 aten = torch.ops.aten
 Guard: TypeAlias = Callable[[Any], AbstractContextManager[Any]]  # around a step of this side
-# What of all parameters it is given, by which they are seen, and what is allowed.
-Way: TypeAlias = tuple[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], Guard]
+Calls: TypeAlias = Callable[[list[nn.Parameter]], list[list[nn.Parameter]]]
+# What of all parameters it is given, by which they are seen, what is allowed; in which calls, where these are several.
+Way: TypeAlias = (
+    tuple[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], Guard]
+    | tuple[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], Guard, Calls]
+)
 SHAPES: tuple[tuple[int, ...], ...] = ((5,), (2, 3), (), (2, 1, 4))
 STEPS, UNCHANGED, MOST = len(FACTORS), 4, 128  # at least; without a new entry in the state; before the trial gives up
 # On 1-d tensors these move nothing, if all shapes are the same.
@@ -105,12 +109,16 @@ def check_runs_on_pieces(optimizer: Optimizer, group: Mapping[str, Any], dtypes:
 
 
 class Side:
-    """The class's own steps on these parameters. ``guard`` looks at every operator."""
+    """The class's own steps on these parameters. ``guard`` looks at every operator.
+
+    ``calls``: which of them each call of a step is for.
+    """
 
     def __init__(
         self, optimizer: Optimizer, options: Mapping[str, Any], begin: Sequence[torch.Tensor], guard: Guard,
-        notes: Mapping[str, Any],
+        notes: Mapping[str, Any], calls: Calls = lambda parameters: [parameters],
     ) -> None:  # fmt: skip
+        self.calls = calls
         self.parameters = [nn.Parameter(value) for value in begin]
         for parameter in self.parameters:
             parameter.__dict__.update(notes)
@@ -130,7 +138,10 @@ class Side:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
         with torch.no_grad(), self.guard(self):
-            step_of(type(self.twin))(self.twin)
+            for some in self.calls(self.parameters):
+                group["params"] = some
+                step_of(type(self.twin))(self.twin)
+        group["params"] = self.parameters
 
     def numbers(self) -> dict[tuple[str, str], float]:
         """What it keeps as numbers, by where."""
@@ -197,7 +208,7 @@ def run_beside(
     rate = abs(float(group.get("lr", 0.0))) or 0.01
 
     def each(call: Callable[[Side, Callable[[Any], Any]], Any]) -> None:
-        for side, (select, _) in zip(sides, ways, strict=True):
+        for side, (select, *_) in zip(sides, ways, strict=True):
             try:
                 call(side, select)
             except (Refused, ZeroDivisionError):
@@ -207,7 +218,8 @@ def run_beside(
 
     notes: dict[str, Any] = next((copy.copy(vars(p)) for p in group["params"] if vars(p)), {})
     sides = [
-        Side(optimizer, options, select([value.clone() for value in begin]), guard, notes) for select, guard in ways
+        Side(optimizer, options, select([value.clone() for value in begin]), guard, notes, *calls)
+        for select, guard, *calls in ways
     ]
     counted: list[dict[tuple[str, str], float]] = []
     sizes: list[int] = []

@@ -67,6 +67,7 @@ class Rule:
     nonzero: bool = False  # whether the optimizer's code fails at a rate of zero
     eagerly: str | None = None  # why there is no graph, where the optimizer runs as it is after the program
     whole: bool = False  # and then on whole parameters, each on the rank that owns it, not on pieces of all
+    apart: bool = False  # and whether its step may be called on some of these, then on the others
 
     @property
     def inputs(self) -> list[RuleInput]:

@@ -42,7 +42,7 @@ from fsdp_compiled.optim.twin import (
     twin_of,
 )  # fmt: skip
 from fsdp_compiled.optim.verdicts import CPU, key_of, once, subject_of, verdict_of
-from fsdp_compiled.optim.whole import check_runs_on_some
+from fsdp_compiled.optim.whole import check_runs_on_some, may_be_called_on_some
 
 
 def make_rules(optimizer: Optimizer) -> tuple[Rule, ...]:
@@ -100,7 +100,10 @@ def _whole_rule(optimizer: Optimizer, index: int, reason: str) -> Rule:
         nonzero = _tried(optimizer, group, ("whole", *ordered), partial(check_runs_on_some, kinds=ordered))
     except Refused as error:
         raise ValueError(_refusal(type(optimizer), str(error))) from error
-    return replace(_as_it_is(optimizer, index, reason, nonzero), whole=True)
+    apart = _tried(
+        optimizer, group, ("apart", *ordered), partial(may_be_called_on_some, kinds=ordered, divides=nonzero)
+    )
+    return replace(_as_it_is(optimizer, index, reason, nonzero), whole=True, apart=apart)
 
 
 def _as_it_is(optimizer: Optimizer, index: int, reason: str, nonzero: bool) -> Rule:

@@ -18,14 +18,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled.optim.eager import Side, Way, difference, run_beside
+from fsdp_compiled.optim.groups import options_of
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.optim.trial import FACTORS
-from fsdp_compiled.optim.twin import Refused, attributes_of, step_of
+from fsdp_compiled.optim.twin import Refused, attributes_of, named_state, step_of
 
 # Wide, tall, square, and of one shape: owners of each.
 SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
@@ -109,7 +111,7 @@ def check_runs_on_some(
     """
     divides = False
     for dtype in dict.fromkeys(dtype for dtype, _ in kinds):
-        shapes = [shape for one, dims in kinds if one == dtype for shape in SHAPES.get(dims, ((2,) * dims,) * 3)]
+        shapes = _shapes(dtype, kinds)
         try:
             _try(optimizer, group, dtype, FACTORS, shapes)
         except ZeroDivisionError:
@@ -147,6 +149,39 @@ def _try(
         run_beside(optimizer, group, dtype, factors, shapes, ways, compare, steady)
 
 
+def may_be_called_on_some(
+    optimizer: Optimizer, group: Mapping[str, Any], kinds: Sequence[tuple[torch.dtype, int]], divides: bool
+) -> bool:
+    """Whether its step comes to the same, bit for bit, if it is called on some of its parameters, then on the others.
+
+    Not if its code counts calls, or keeps what cannot be looked into. It is one that `check_runs_on_some` accepts.
+    """
+
+    def compare(sides: Sequence[Side], begin: Sequence[torch.Tensor], index: int) -> None:
+        rows = zip(*(side.parameters for side in sides), strict=True)
+        same = all(torch.allclose(one, other, rtol=0, atol=0, equal_nan=True) for one, other in rows)
+        if not same or not _same(*({**_others(side), **_counters(side)} for side in sides)):
+            raise Refused("it is not the same in several calls")
+
+    ways: list[Way] = [(list, lambda _: OnItsOwn()), (list, lambda _: OnItsOwn(), _thirds)]
+    factors = tuple(filter(None, FACTORS)) if divides else FACTORS
+    try:
+        for dtype in dict.fromkeys(dtype for dtype, _ in kinds):
+            shapes = _shapes(dtype, kinds)
+            run_beside(optimizer, group, dtype, factors, shapes, ways, compare)
+    except Refused:
+        return False
+    return True
+
+
+def _thirds(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    return [list(parameters[first::3]) for first in (1, 0, 2)]
+
+
+def _shapes(dtype: torch.dtype, kinds: Sequence[tuple[torch.dtype, int]]) -> list[tuple[int, ...]]:
+    return [shape for one, dims in kinds if one == dtype for shape in SHAPES.get(dims, ((2,) * dims,) * 3)]
+
+
 def _every(first: int, step: int, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return list(values[first::step])
 
@@ -159,6 +194,12 @@ def _counters(side: Side) -> dict[str, Any]:
         for name, value in all_leaves({**attributes_of(side.twin), **group}).items()
         if isinstance(value, torch.Tensor | bool | int | float | str)
     }
+
+
+def _others(side: Side) -> dict[str, str]:
+    """All that belongs to no parameter, as text: of an object that says nothing of itself, which one it is."""
+    kept = {**attributes_of(side.twin), **options_of(side.twin.param_groups[0]), **named_state(side.twin)}
+    return {name: repr(value) for name, value in kept.items()}
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -94,7 +94,7 @@ class Leaf:
     def whole_shape(self) -> tuple[int, ...]:
         return self.tp.shape if self.tp is not None else self.shape
 
-    @property
+    @cached_property
     def order(self) -> tuple[int, ...]:
         """The dims from slowest to fastest in memory; ``(0, 1, ...)`` for a contiguous tensor."""
         contiguous = tuple(range(len(self.shape)))
@@ -104,7 +104,8 @@ class Leaf:
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
         """``[numel]``, in the parameter's memory order -> the view in its shape."""
-        order = self.order
+        if (order := self.order) == tuple(range(len(order))):
+            return flat.view(self.shape)
         return flat.view([self.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
 
     def in_memory_order(self, value: torch.Tensor) -> torch.Tensor:
@@ -232,6 +233,11 @@ class Plan:
         held = [held for _, held in self._owned]
         ranks = dealt([update_cost(slot.leaf.shape) for slot in slots], self.shard, held)
         return {slot.name: rank for slot, rank in zip(slots, ranks, strict=True)}
+
+    @property
+    def hides(self) -> bool:
+        """Whether a message travels beside compute. On one host, over gloo, it is this processor's own work."""
+        return self.device.type != "cpu" or self.policy.bandwidth_gbps is not None
 
     @property
     def _owned(self) -> list[tuple[Slot, list[int]]]:

@@ -32,6 +32,7 @@ from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, encode
 
 INSTEAD = "Use one whose update of a parameter is a function of its own gradient and state alone, such as AdamW."
+PLAIN = {bool, int, float, str, type(None)}
 Brought = Mapping[Any, Any]  # an optimizer's state as it was, by parameter's name; named state by its own
 
 
@@ -123,30 +124,35 @@ class EagerUpdate:
             buffer, first, last = self._places[name]
             gradient = outputs.get(Port("out", "update", buffer.key))
             piece.grad = None if gradient is None or name in idle else gradient[first:last]
-        self._step(PointwiseOnly())
+        before = self._noted()
+        self._step(PointwiseOnly(), self._groups)
+        self._note(before)
         for name, piece in self._pieces.items():
             if piece.data_ptr() != self._views[name].data_ptr():  # its code bound `p.data` anew
                 self._views[name].copy_(piece.detach())
                 piece.data = self._views[name]
 
-    def _step(self, guard: AbstractContextManager[Any]) -> None:
-        """The optimizer's own step on the pieces that have gradients."""
+    def _note(self, before: Mapping[tuple[str, str, int], Any]) -> None:
+        """What its code has written in groups and attributes since they were noted."""
+        self._after = self._noted()
+        for place, name, _ in (one for one, value in self._after.items() if before.get(one) != value):
+            self._written[place].add(name)
+
+    def _step(self, guard: AbstractContextManager[Any], groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """The optimizer's own step on those of these pieces, by group, that have gradients."""
         kind = type(self._optimizer)
-        before = self._noted()
         try:
-            with self._opened(), torch.no_grad(), guard:
+            with self._opened(groups), torch.no_grad(), guard:
                 step_of(kind)(self._optimizer)
-            self._after = self._noted()
-            for place, name, _ in (one for one, value in self._after.items() if before.get(one) != value):
-                self._written[place].add(name)
         except Refused as error:
             raise RuntimeError(
                 f"{kind.__name__} runs as it is, on {self.what}, and now {error}: each rank would update by another "
                 f"number. Nothing in its first steps told. {INSTEAD}"
             ) from error
         finally:
-            for piece in self._pieces.values():
-                piece.grad = None
+            for group in groups:
+                for piece in group:
+                    piece.grad = None
 
     def show(self, state: MutableMapping[str, torch.Tensor]) -> None:
         """Makes ``state`` what the optimizer keeps for its parameters: tensors, and copies of numbers.
@@ -220,8 +226,8 @@ class EagerUpdate:
         found = {}
         for place, index, values in [*options, ("attribute", 0, attributes_of(self._optimizer))]:
             for name, value in values.items():
-                if value is None or type(value) in (bool, int, float, str):  # most of them, without what the rest takes
-                    found[place, name, index] = repr(value)
+                if _is_plain(value):
+                    found[place, name, index] = repr(value)  # most of them, without what the rest takes
                     continue
                 tensors: Tensors = {}
                 try:
@@ -290,11 +296,11 @@ class EagerUpdate:
                 self._pieces[name] = nn.Parameter(view, buffer.trainable)
 
     @contextmanager
-    def _opened(self) -> Iterator[None]:
-        """Inside, the optimizer holds pieces, and its state."""
+    def _opened(self, groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[None]:
+        """Inside, the optimizer holds these pieces, and its state."""
         own = self._optimizer
         before = [group["params"] for group in self._own], own.param_groups, own.state
-        for group, pieces in zip(self._own, self._groups, strict=True):
+        for group, pieces in zip(self._own, groups, strict=True):
             group["params"] = list(pieces)
         own.param_groups = list(self._own)
         own.state = self._state
@@ -316,6 +322,13 @@ class EagerUpdate:
             for label, leaf in named_leaves(str(top), value).items()
             if isinstance(leaf, torch.Tensor | bool | int | float)
         }
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind is dict:
+        return PLAIN.issuperset(map(type, value)) and all(map(_is_plain, value.values()))
+    return kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value)))
 
 
 def _instead(old: Any, new: torch.Tensor | None) -> Any:

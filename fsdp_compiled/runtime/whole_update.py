@@ -1,9 +1,9 @@
 """The update of an optimizer that needs whole parameters: its own code, after the program, on those that a rank owns.
 
     program     forward, backward, reduce, unscale, clip -> gradients of this rank's shards
-    to owners   one all-to-all along the shard axis: parts of gradients and parameters -> whole ones, on their owners
+    to owners   an all-to-all along the shard axis: parts of gradients and parameters -> whole ones, on their owners
     then        param_groups[g]["params"] = those that this rank owns; type(optimizer).step(optimizer)
-    back        one all-to-all: parts of the new parameters -> shards
+    back        an all-to-all: parts of the new parameters -> shards
 
 Ranks run one program, which their gradients leave before ranks differ: what a rank owns is of any shape, and nothing is
 padded or computed twice. Work is divided by cost (`plan.owners`): in a whole step each matrix is orthogonalised once.
@@ -12,9 +12,10 @@ all of them: gathering gradients instead of reducing them would save nothing tha
 
 State lives on its owner alone, in whatever form the optimizer's code gives it. Where every rank has whole gradients and
 state (``"ddp"``, or one rank along the shard axis) each updates all for itself and nothing is sent. Replicas (HSDP) do
-the same work on the same numbers. The message back begins with a word: a rank whose step fails says so, and ranks
+the same work on the same numbers. The last message back begins with a word: a rank whose step fails says so, and ranks
 compare what their code counts in groups and attributes, so that one that starts to depend on other parameters late in
-training is an error on all of them, and parameters are what they were.
+training is an error on all of them, and parameters are what they were. Where messages travel beside compute this goes
+in rounds, a call of the step each (`plan.rounds`), if that is proved to come to the same.
 
 The eager code is what runs under both lowerings, so the numbers are those of eager PyTorch on the same gradients, bit
 for bit, Newton-Schulz in bfloat16 included. See `fsdp_compiled.optim.whole` for who may.
@@ -24,9 +25,8 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,12 +34,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
-from fsdp_compiled.distributed.owners import Owned, to_owners, to_parts
+from fsdp_compiled.distributed.owners import Owned
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.optim.twin import attributes_of
 from fsdp_compiled.optim.whole import OnItsOwn, is_known
+from fsdp_compiled.plan.owners import update_cost
 from fsdp_compiled.plan.plan import Buffer, Slot
+from fsdp_compiled.plan.rounds import Update, rounds
 from fsdp_compiled.runtime.eager_update import INSTEAD, EagerUpdate
+from fsdp_compiled.runtime.owner_round import Round
 from fsdp_compiled.runtime.shard_model import write_slot
 
 FAILED = 0  # a word
@@ -53,8 +56,11 @@ class WholeUpdate(EagerUpdate):
 
     what = "whole parameters"
 
-    def __init__(self, *given: Any) -> None:
-        self._rows: dict[str, Owned] = {}
+    def __init__(self, *given: Any, apart: bool = False) -> None:
+        """``apart``: whether its step may be called on some parameters, and then on others."""
+        self._apart = apart
+        self._orders: dict[tuple[str, ...], list[tuple[dict[str, Owned], list[list[nn.Parameter]]]]] = {}
+        self._nothing: dict[str, torch.Tensor] = {}  # what pieces hold between steps
         super().__init__(*given)
 
     @property
@@ -90,11 +96,18 @@ class WholeUpdate(EagerUpdate):
 
     def _follow(self, shards: Mapping[str, torch.Tensor]) -> None:
         """The shards that parts are taken from; pieces hold values only while a step runs."""
+        if self._shards and all(shards[key] is known for key, known in self._shards.items()):
+            return
         self._shards = {buffer.key: shards[buffer.key] for buffer, _ in self._slots.values()}
+        for name, (buffer, first, last) in self._places.items():
+            self._views[name] = self._shards[buffer.key].detach()[first:last]
         owners = self._plan.owners
         for name, (buffer, slot) in self._slots.items() if not self._pieces else ():
             if owners.get(name, self._mesh.shard_rank) == self._mesh.shard_rank:
-                self._pieces[name] = nn.Parameter(_nothing(slot, buffer, self._plan.device))
+                # Of the parameter's shape, and of one element in memory.
+                nothing = torch.zeros((), dtype=buffer.dtype, device=self._plan.device).expand(slot.leaf.shape)
+                self._nothing[name] = nothing
+                self._pieces[name] = nn.Parameter(nothing)
 
     def _cut(self, buffer: Buffer, slot: Slot, kept: Any, existing_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         return dict(copy.deepcopy(kept))
@@ -103,71 +116,70 @@ class WholeUpdate(EagerUpdate):
         self, shards: Mapping[str, torch.Tensor], outputs: Mapping[Port, torch.Tensor], idle: Collection[str]
     ) -> None:
         self._follow(shards)
+        of_buffers = {key: outputs.get(Port("out", "update", key)) for key in self._shards}
         gradients: dict[str, torch.Tensor] = {}
-        parameters: dict[str, torch.Tensor] = {}
         for name, (buffer, first, last) in self._places.items():
-            gradient = outputs.get(Port("out", "update", buffer.key))
+            gradient = of_buffers[buffer.key]
             if gradient is not None and name not in idle:
                 gradients[name] = gradient[first:last]
-                parameters[name] = self._shards[buffer.key].detach()[first:last]
+        parameters = {name: self._views[name] for name in gradients}
         if self._plan.owners:
             self._by_owners(gradients, parameters)
         else:
-            self._on(gradients, parameters)
+            before = self._noted()
+            self._on(gradients, parameters, self._groups)
+            self._note(before)
 
-    def _on(self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        """The step on these whole ones, flat, in place."""
-        given = {name: (self._slots[name], gradients[name], values) for name, values in parameters.items()}
+    def _on(
+        self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor],
+        groups: Sequence[Sequence[nn.Parameter]],
+    ) -> None:  # fmt: skip
+        """The step on these whole ones, flat, in place; the pieces that its code is given, by group."""
+        given = [(name, self._pieces[name], values) for name, values in parameters.items()]
         try:
-            for name, ((_, slot), gradient, values) in given.items():
-                self._pieces[name].data = slot.leaf.in_shape(values)
-                self._pieces[name].grad = slot.leaf.in_shape(gradient)
-            self._step(nullcontext() if is_known(type(self._optimizer)) else OnItsOwn())
-            for name, ((_, slot), _, values) in given.items():
-                if self._pieces[name].data_ptr() != values.data_ptr():  # its code bound `p.data` anew
-                    write_slot(values, Slot(slot.leaf, 0), self._pieces[name].detach())
+            for name, piece, values in given:
+                in_shape = self._slots[name][1].leaf.in_shape
+                piece.data, piece.grad = in_shape(values), in_shape(gradients[name])
+            self._step(nullcontext() if is_known(type(self._optimizer)) else OnItsOwn(), groups)
+            for name, piece, values in given:
+                if piece.data_ptr() != values.data_ptr():  # its code bound `p.data` anew
+                    write_slot(values, Slot(self._slots[name][1].leaf, 0), piece.detach())
         finally:
-            for name, ((buffer, slot), *_) in given.items():
-                self._pieces[name].data = _nothing(slot, buffer, self._plan.device)
+            for name, piece, _ in given:
+                piece.data = self._nothing[name]
 
     def _by_owners(self, gradients: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        rows = [self._row(name, values.dtype) for name, values in parameters.items()]
-        both = [
-            replace(row, dtype=values.dtype) if values.dtype != row.dtype else row
-            for row, values in zip(rows, gradients.values(), strict=True)
-        ] + rows
-        whole = to_owners(both, [*gradients.values(), *parameters.values()], self._mesh)
-        names = list(parameters)
-        given = dict(zip(names, whole[: len(names)], strict=True))
+        order = self._order(tuple(parameters))
+        rounds = [Round(rows, gradients, parameters, self._mesh) for rows, _ in order]
         # What a rank has all of is updated where it is, and put back where a rank fails; what others update is written
         # once all have said that theirs went well.
-        values = whole[len(names) :]
-        written = [value for own, value in zip(parameters.values(), values, strict=True) if value is own]
-        before = [value.clone() for value in written]
+        written = [value for one in rounds for value in one.in_place]
+        kept = [value.clone() for value in written]
         try:
-            parts = self._updated(rows, given, dict(zip(names, values, strict=True)))
+            self._in_rounds(rounds, [groups for _, groups in order])
         except BaseException:  # an interrupt too
-            for value, kept in zip(written, before, strict=True):
-                value.copy_(kept)
+            for value, old in zip(written, kept, strict=True):
+                value.copy_(old)
             raise
-        for name, part in zip(names, parts, strict=True):
-            if part.data_ptr() != parameters[name].data_ptr():
-                parameters[name].copy_(part)
+        for one in rounds:
+            one.write()
 
-    def _updated(
-        self, rows: list[Owned], gradients: Mapping[str, torch.Tensor | None], values: Mapping[str, torch.Tensor | None]
-    ) -> list[torch.Tensor]:
-        """This rank's parts of all parameters after the step on those that it owns; raises where it fails on any."""
+    def _in_rounds(self, row: Sequence[Round], groups: Sequence[list[list[nn.Parameter]]]) -> None:
+        """The step on what this rank owns; raises where it fails on any rank."""
         failure: BaseException | None = None
-        try:
-            self._on(
-                {name: gradient for name, gradient in gradients.items() if gradient is not None},
-                {name: value for name, value in values.items() if value is not None},
-            )
-        except BaseException as error:  # an interrupt too would leave the others waiting
-            failure = error
-        word = FAILED if failure is not None else self._counted_so_far()
-        parts, words = to_parts(rows, list(values.values()), word, self._mesh)
+        before = self._noted()
+        for index, (one, pieces) in enumerate(zip(row, groups, strict=True)):
+            last = index == len(row) - 1
+            given = one.receive()
+            try:
+                if failure is None and (last or any(pieces)):
+                    self._on(*given, pieces)
+                if failure is None and last:
+                    self._note(before)
+            except BaseException as error:  # an interrupt too would leave the others waiting
+                failure = error
+            one.send_back(None if not last else FAILED if failure is not None else self._counted_so_far())
+        words = [one.wait() for one in row][-1]
         if failure is not None:
             raise failure
         if FAILED in words:
@@ -182,24 +194,39 @@ class WholeUpdate(EagerUpdate):
                 "its code wrote it, for ranks own different parameters, and how it updates one depends on others now: "
                 f"{INSTEAD[0].lower()}{INSTEAD[1:]} No rank wrote its own. {HALF}"
             )
-        return parts
+
+    def _order(self, names: tuple[str, ...]) -> list[tuple[dict[str, Owned], list[list[nn.Parameter]]]]:
+        """The rounds of an update of these: the parameters of each, and the pieces that the code is given, by group.
+
+        The last is given what is in no other: those without gradients too.
+        """
+        if names not in self._orders:
+            rows = {name: self._row(name) for name in names}
+            updates = [
+                Update(row.owner, update_cost(leaf.shape), row.sent * leaf.dtype.itemsize)
+                for row, leaf in ((row, self._slots[name][1].leaf) for name, row in rows.items())
+            ]
+            found = rounds(updates, self._plan.machine, self._plan.shard, self._apart and self._plan.hides)
+            early = [{self._pieces.get(names[place]) for place in places} for places in found[:-1]]
+            given = [[[piece for piece in group if piece in some] for group in self._groups] for some in early]
+            rest = [[piece for piece in group if not any(piece in some for some in early)] for group in self._groups]
+            rounds_rows = [{names[place]: rows[names[place]] for place in places} for places in found]
+            self._orders[names] = list(zip(rounds_rows, [*given, rest], strict=True))
+        return self._orders[names]
 
     def _counted_so_far(self) -> int:
         """A checksum of what its groups and attributes say, which is the same on all owners."""
         return zlib.crc32(repr(sorted(self._after.items())).encode()) + 1
 
-    def _row(self, name: str, dtype: torch.dtype) -> Owned:
+    def _row(self, name: str) -> Owned:
         """Who owns a parameter, and which of its elements each rank has."""
-        if (known := self._rows.get(name)) is not None and known.dtype == dtype:
-            return known
         buffer, slot = self._slots[name]
         parts = []
         for rank in range(self._plan.shard):
             first, last = slot.within(*self._slice(buffer, rank))
             begin = min(max(first - slot.offset, 0), slot.leaf.numel)
             parts.append((begin, max(min(last - slot.offset, slot.leaf.numel), begin)))
-        self._rows[name] = Owned(self._plan.owners[name], tuple(parts), dtype)
-        return self._rows[name]
+        return Owned(self._plan.owners[name], tuple(parts))
 
 
 def first_rank_s(value: Any, mesh: Mesh, device: torch.device) -> Any:
@@ -224,8 +251,3 @@ def _placed(value: Any, name: str, device: torch.device) -> Any:
         return leaf.to(device) if isinstance(leaf, torch.Tensor) and (name != "step" or leaf.dim()) else leaf
 
     return pytree.tree_map(one, value)
-
-
-def _nothing(slot: Slot, buffer: Buffer, device: torch.device) -> torch.Tensor:
-    """Of the parameter's shape, and of one element in memory."""
-    return torch.zeros((), dtype=buffer.dtype, device=device).expand(slot.leaf.shape)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,14 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_compiled import Policy, RankError, compile_sharded, fully_shard
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import exchange
+from fsdp_compiled.plan.hardware import Machine
+from fsdp_compiled.runtime import whole_update
 from tests.matrices import Matrices, batches, loss
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ROWS = 12 // WORLD
+EAGER, SEVERAL = Policy(lower="eager"), Policy(lower="eager", bandwidth_gbps=1)
+OWNS = "RankError: The update of what rank 1 along the shard axis owns"
 
 
 def part(batch: torch.Tensor) -> torch.Tensor:
@@ -57,6 +63,23 @@ def gradients(model: nn.Module, batch: torch.Tensor) -> None:
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= WORLD
+
+
+@contextmanager
+def many_rounds() -> Iterator[list[int]]:
+    """Inside, matrices take as long as if they were large. How many rounds each update had."""
+    usual, found = whole_update.rounds, []
+
+    def rounds(updates: Any, machine: Any, ranks: int, several: bool) -> list[list[int]]:
+        order = usual(updates, Machine(flops=1.0, memory=1.0, network=1.0, latency=1.0), ranks, several)
+        found.append(len(order))
+        return order
+
+    whole_update.rounds = rounds
+    try:
+        yield found
+    finally:
+        whole_update.rounds = usual
 
 
 def differs(policy: Policy, mesh: Any = None, before: int = 0, halves: bool = False) -> str:
@@ -154,10 +177,36 @@ class Switches(optim.Muon):
             self.param_groups[0]["phase"] = "late"
 
 
-def fails(kind: type[optim.Muon], failing: str, others: str) -> str:
+def in_rounds(make: Callable[[], str], several: bool = True) -> str:
+    """The same, where messages travel meanwhile."""
+    with many_rounds() as found:
+        said = make()
+    return said or ("" if found and all((count > 1) == several for count in found) else f"in {found} rounds")
+
+
+def fails_late() -> str:
+    """In the last round, when what was updated before is back already."""
+
+    def broken(update: Any) -> None:
+        usual = update._on
+
+        def on(gradients: Any, parameters: Any, groups: Any) -> None:
+            usual(gradients, parameters, groups)
+            if RANK == 1 and groups is next(iter(update._orders.values()))[-1][1] and update._own[0]["lr"] == 0.07:
+                raise ArithmeticError("broken")
+
+        update._on = on
+
+    return fails(optim.Muon, "ArithmeticError: broken", OWNS, SEVERAL, broken)
+
+
+def fails(
+    kind: type[optim.Muon], failing: str, others: str, policy: Policy = EAGER, change: Callable[[Any], None] = id
+) -> str:
     model = Matrices()
     optimizer = kind(model.parameters(), lr=0.02)
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=policy)
+    change(sharded._updates[0])
     sharded.step(part(next(batches(1))))
     before = {key: value.clone() for key, value in sharded.state.parameters.items()}
     optimizer.param_groups[0]["lr"] = 0.07
@@ -180,18 +229,25 @@ def main(result: str, folder: str) -> None:
         shard: differs(Policy(lower="eager", shard=shard), before=2 if shard == "zero2" else 0)  # type: ignore[arg-type]
         for shard in ("zero3", "zero2", "zero1", "ddp")[: 1 if WORLD == 3 else 4]
     }
+    found["in rounds"] = in_rounds(lambda: differs(SEVERAL))
     if WORLD == 2:
+        found["in one round"] = in_rounds(lambda: differs(EAGER), several=False)
         found["microbatches"] = differs(Policy(lower="eager"), halves=True)
     if WORLD % 2 == 0:
         mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
         found["replicas"] = differs(Policy(lower="eager"), mesh)
+        if WORLD > 2:
+            found["replicas, in rounds"] = in_rounds(lambda: differs(SEVERAL, mesh))
     found["a checkpoint"] = saved(Path(folder))
     if WORLD == 2:
         found["a loop of one's own"] = own_loop()
     if WORLD == 3:  # what is left shows no more than two ranks do
         return write(found, result)
-    owns = "RankError: The update of what rank 1 along the shard axis owns"
-    found["a failing owner"] = fails(Breaks, "ArithmeticError: broken", owns)
+    found["a failing owner"] = fails(Breaks, "ArithmeticError: broken", OWNS)
+    found["a failing owner, in rounds"] = in_rounds(
+        lambda: fails(Breaks, "ArithmeticError: broken", OWNS, SEVERAL)
+    )  # fmt: skip
+    found["an owner that fails late"] = in_rounds(fails_late)
     keeps = "RankError: What Switches keeps in its groups and attributes is not the same on ranks 0 and 1"
     found["owners that count otherwise"] = fails(Switches, keeps, keeps)
     write(found, result)

@@ -3,13 +3,16 @@
 In each round all have their turn, on models of the same size, and ranks begin each update together. Timed is that of
 the blocks' matrices alone: `torch.optim.Muon.step`, and here what follows the program, messages to owners and back
 included. Unsharded, every rank updates all of them; its share is that divided by the ranks. Processor times are of all
-the process's threads, a rank's mean; wall times are those of the slowest rank.
+the process's threads, a rank's mean; wall times are those of the slowest rank. On a network that is simulated, this
+package has two turns: with messages that travel while it computes, as it is told the bandwidth, and all in one round.
 """
 
 import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torch.optim import AdamW, Muon
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.bench.checkpoint import Seconds, of_ranks
+from fsdp_compiled.cli.bench.network import slow_network
 from fsdp_compiled.cli.bench.presets import Batch, Preset, on_device, rows_of_rank
 from fsdp_compiled.cli.bench.rivals import ADAMW, Setting
 from fsdp_compiled.cli.rank import RankInfo
@@ -29,19 +33,29 @@ GOAL = 1.2  # of the share, by processor time
 TITLES = {
     "alone": "unsharded Muon",
     "ours": "this package",
+    "ours-one-round": "this package, nothing overlapped",
     "fsdp2": "FSDP2",
 }
+Wire = Callable[[], AbstractContextManager[Any]]  # what an update is timed on
 Turn = Callable[[], Seconds]  # a step; what its update took on this rank, on the wall and of the processor
 
 
-def measure_muon(preset: Preset, here: RankInfo, seed: int, rounds: int) -> dict[str, Any]:
-    """Seconds of updates by who made them, of each round those of its steps; the sizes and the conditions."""
+def measure_muon(
+    preset: Preset, here: RankInfo, seed: int, rounds: int, gbps: float | None = None, latency_ms: float = 0.0
+) -> dict[str, Any]:
+    """Seconds of updates by who made them, of each round those of its steps; the sizes and the conditions.
+
+    ``gbps``, ``latency_ms``: of a simulated network.
+    """
     load = os.getloadavg()[0]
     setting = Setting(preset, here, seed)
     batch = on_device([rows_of_rank(preset.batches(here.world, seed, 1)[0], here.rank, preset.batch)], here.device)[0]
-    turns: dict[str, Turn] = {"alone": _eager(setting, batch), "ours": _ours(setting, batch)}
-    turns["fsdp2"] = _eager(setting, batch, _by_blocks)
-    names = [*TITLES]
+    wire = nullcontext if gbps is None else partial(slow_network, gbps, latency_ms / 1e3)
+    turns: dict[str, Turn] = {"alone": _eager(setting, batch, wire), "ours": _ours(setting, batch, wire, gbps)}
+    if gbps is not None:
+        turns["ours-one-round"] = _ours(setting, batch, wire, None)
+    turns["fsdp2"] = _eager(setting, batch, wire, _by_blocks)
+    names = [*turns]
     found: dict[str, list[list[Seconds]]] = {name: [] for name in names}
     for number in range(rounds + 1):
         first = number % len(names)
@@ -61,6 +75,7 @@ def measure_muon(preset: Preset, here: RankInfo, seed: int, rounds: int) -> dict
             "world": here.world,
             "device": here.device.type,
             "threads a rank": torch.get_num_threads(),
+            "network": None if gbps is None else f"{gbps:g} Gb/s, {latency_ms:g} ms a message, simulated",
             "load average before and after": [round(load, 1), round(os.getloadavg()[0], 1)],
         },
         "seconds": found,
@@ -85,7 +100,9 @@ def _by_blocks(setting: Setting, model: nn.Module) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def _eager(setting: Setting, batch: Batch, shard: Callable[[Setting, nn.Module], None] | None = None) -> Turn:
+def _eager(
+    setting: Setting, batch: Batch, wire: Wire, shard: Callable[[Setting, nn.Module], None] | None = None
+) -> Turn:
     model = setting.model()
     if shard is not None:
         shard(setting, model)
@@ -93,7 +110,7 @@ def _eager(setting: Setting, batch: Batch, shard: Callable[[Setting, nn.Module],
 
     def turn() -> Seconds:
         setting.preset.loss(model, *batch).backward()
-        seconds = _timed(muon.step, setting.here)
+        seconds = _timed(muon.step, setting.here, wire)
         adamw.step()
         for one in (muon, adamw):
             one.zero_grad()
@@ -102,17 +119,16 @@ def _eager(setting: Setting, batch: Batch, shard: Callable[[Setting, nn.Module],
     return turn
 
 
-def _ours(setting: Setting, batch: Batch) -> Turn:
+def _ours(setting: Setting, batch: Batch, wire: Wire, gbps: float | None) -> Turn:
     model = setting.model()
-    sharded = compile_sharded(
-        model, [*_two(setting, model, fused=False)], loss=setting.preset.loss, policy=Policy(lower="eager")
-    )
+    policy = Policy(lower="eager", bandwidth_gbps=gbps)
+    sharded = compile_sharded(model, [*_two(setting, model, fused=False)], loss=setting.preset.loss, policy=policy)
     (update,) = sharded._updates
     run = update.run
     taken: list[Seconds] = []
 
     def timed(*given: Any) -> None:
-        taken.append(_timed(lambda: run(*given), setting.here))
+        taken.append(_timed(lambda: run(*given), setting.here, wire))
 
     update.run = timed  # type: ignore[method-assign, assignment]
 
@@ -123,16 +139,17 @@ def _ours(setting: Setting, batch: Batch) -> Turn:
     return turn
 
 
-def _timed(call: Callable[[], Any], here: RankInfo) -> Seconds:
+def _timed(call: Callable[[], Any], here: RankInfo, wire: Wire) -> Seconds:
     """On this rank. Ranks begin together: what one waits for another's backward pass is no part of an update."""
     if here.device.type == "cuda":
         torch.cuda.synchronize()
-    dist.barrier()
-    begun, used = time.perf_counter(), time.process_time()
-    call()
-    if here.device.type == "cuda":
-        torch.cuda.synchronize()
-    return [time.perf_counter() - begun, time.process_time() - used]
+    with wire():
+        dist.barrier()
+        begun, used = time.perf_counter(), time.process_time()
+        call()
+        if here.device.type == "cuda":
+            torch.cuda.synchronize()
+        return [time.perf_counter() - begun, time.process_time() - used]
 
 
 def ratio(measured: Mapping[str, Any], name: str, clock: int) -> float:
@@ -152,19 +169,22 @@ def describe(measured: Mapping[str, Any]) -> str:
     conditions, seconds = measured["conditions"], measured["seconds"]
     before, after = conditions["load average before and after"]
     reached = ratio(measured, "ours", 1)
+    network = f", {found}" if (found := conditions.get("network")) else ""
     lines = [
         f"Muon's update of {measured['matrices']} matrices, {measured['bytes'] / 2**20:.1f} MiB, on "
-        f"{conditions['world']} ranks, {len(seconds['ours'])} rounds. Load average before and after: {before:.1f}, "
-        f"{after:.1f}.",
+        f"{conditions['world']} ranks{network}, {len(seconds['ours'])} rounds. Load average before and after: "
+        f"{before:.1f}, {after:.1f}.",
         "",
         "| | processor time a rank | × its share | wall time | × its share |",
         "|---|---:|---:|---:|---:|",
     ]
-    for name, title in TITLES.items():
+    for name, title in ((name, title) for name, title in TITLES.items() if name in seconds):
         cells = []
         for clock in (1, 0):
             middle = statistics.median(_middle(one, clock) for one in seconds[name])
             cells += [f"{1e3 * middle:.1f} ms", f"{ratio(measured, name, clock):.2f}"]
         lines.append(f"| {title} | {' | '.join(cells)} |")
+    if network:
+        return "\n".join(lines)
     met = "met" if reached <= GOAL else "**missed**"
     return "\n".join([*lines, "", f"Goal: processor time at most {GOAL} times the share; {reached:.2f}, {met}."])

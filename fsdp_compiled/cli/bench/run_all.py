@@ -33,6 +33,7 @@ COMMANDS = {
     "far-nodes": f"--network-gbps 0.1 {NODES}",
     "near-nodes": f"--network-gbps 10 {NODES}",
     "muon-256": "--preset small --measure muon",
+    "muon-slow": "--preset small --measure muon --network-gbps 0.25",
     "muon-768": "--preset large --width 768 --heads 12 --layers 3 --measure muon --rounds 8",
 }
 

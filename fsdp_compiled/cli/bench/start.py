@@ -166,7 +166,8 @@ def _rank(options: BenchOptions, arguments: Sequence[str]) -> int:
             rounds, folder = options.rounds or preset.rounds, options.out / "checkpoints"
             measured = checkpoint.measure_checkpoint(preset, here, options.seed, rounds, folder)
         elif name == "muon":
-            measured = muon.measure_muon(preset, here, options.seed, options.rounds or preset.rounds)
+            network = options.network_gbps, options.latency_ms
+            measured = muon.measure_muon(preset, here, options.seed, options.rounds or preset.rounds, *network)
         else:
             _, rival, cache = name.split("/")
             seconds, spent = measure_first_step(preset, RIVALS[rival], here, options.seed)
