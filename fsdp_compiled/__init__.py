@@ -1,60 +1,85 @@
-"""Fully sharded data parallelism as a compiler: the training step is one program that you can read."""
+"""Fully sharded data parallelism as a compiler: the training step is one program that you can read.
+
+All of it, and PyTorch with it, is imported when a name is first asked for (PEP 562): a listing, or what starts ranks,
+asks for none.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 import fsdp_compiled.capture.cache_folder  # noqa: F401  before anything that imports Dynamo
 
-# isort: split
-from fsdp_compiled.api import compile_sharded
-from fsdp_compiled.capture.aot import CaptureError
-from fsdp_compiled.capture.sequence_attention import SequenceAttention, stretch
-from fsdp_compiled.distributed.mesh import RankError
-from fsdp_compiled.fully_shard import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    UnshardHandle,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from fsdp_compiled.ir.form import ProgramError
-from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.lower.bundle import BundleError, load_bundle
-from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.policy import LossScale, Policy
-from fsdp_compiled.runtime.chunked_loss import chunked_cross_entropy
-from fsdp_compiled.runtime.loop.loop_optimizer import CompiledOptimizer, compile_optimizer
-from fsdp_compiled.runtime.sharded import Sharded
-from fsdp_compiled.runtime.simulate import Estimate, simulate
-from fsdp_compiled.runtime.state import State
+if TYPE_CHECKING:
+    from fsdp_compiled.api import compile_sharded as compile_sharded
+    from fsdp_compiled.capture.aot import CaptureError as CaptureError
+    from fsdp_compiled.capture.sequence_attention import SequenceAttention as SequenceAttention
+    from fsdp_compiled.capture.sequence_attention import stretch as stretch
+    from fsdp_compiled.distributed.mesh import RankError as RankError
+    from fsdp_compiled.ir.form import ProgramError as ProgramError
+    from fsdp_compiled.ir.program import Port as Port
+    from fsdp_compiled.ir.program import Program as Program
+    from fsdp_compiled.lower.bundle import BundleError as BundleError
+    from fsdp_compiled.lower.bundle import load_bundle as load_bundle
+    from fsdp_compiled.own_loop import CPUOffloadPolicy as CPUOffloadPolicy
+    from fsdp_compiled.own_loop import FSDPModule as FSDPModule
+    from fsdp_compiled.own_loop import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from fsdp_compiled.own_loop import OffloadPolicy as OffloadPolicy
+    from fsdp_compiled.own_loop import UnshardHandle as UnshardHandle
+    from fsdp_compiled.own_loop import fully_shard as fully_shard
+    from fsdp_compiled.own_loop import register_fsdp_forward_method as register_fsdp_forward_method
+    from fsdp_compiled.plan.plan import Plan as Plan
+    from fsdp_compiled.policy import LossScale as LossScale
+    from fsdp_compiled.policy import Policy as Policy
+    from fsdp_compiled.runtime.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
+    from fsdp_compiled.runtime.loop.loop_optimizer import CompiledOptimizer as CompiledOptimizer
+    from fsdp_compiled.runtime.loop.loop_optimizer import compile_optimizer as compile_optimizer
+    from fsdp_compiled.runtime.sharded import Sharded as Sharded
+    from fsdp_compiled.runtime.simulate import Estimate as Estimate
+    from fsdp_compiled.runtime.simulate import simulate as simulate
+    from fsdp_compiled.runtime.state import State as State
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BundleError",
-    "CPUOffloadPolicy",
-    "CaptureError",
-    "CompiledOptimizer",
-    "Estimate",
-    "FSDPModule",
-    "LossScale",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "Plan",
-    "Policy",
-    "Port",
-    "Program",
-    "ProgramError",
-    "RankError",
-    "SequenceAttention",
-    "Sharded",
-    "State",
-    "UnshardHandle",
-    "chunked_cross_entropy",
-    "compile_optimizer",
-    "compile_sharded",
-    "fully_shard",
-    "load_bundle",
-    "register_fsdp_forward_method",
-    "simulate",
-    "stretch",
-]
+_MODULES = {  # where each is; what a type checker reads above says the same
+    "BundleError": "lower.bundle",
+    "CPUOffloadPolicy": "own_loop",
+    "CaptureError": "capture.aot",
+    "CompiledOptimizer": "runtime.loop.loop_optimizer",
+    "Estimate": "runtime.simulate",
+    "FSDPModule": "own_loop",
+    "LossScale": "policy",
+    "MixedPrecisionPolicy": "own_loop",
+    "OffloadPolicy": "own_loop",
+    "Plan": "plan.plan",
+    "Policy": "policy",
+    "Port": "ir.program",
+    "Program": "ir.program",
+    "ProgramError": "ir.form",
+    "RankError": "distributed.mesh",
+    "SequenceAttention": "capture.sequence_attention",
+    "Sharded": "runtime.sharded",
+    "State": "runtime.state",
+    "UnshardHandle": "own_loop",
+    "chunked_cross_entropy": "runtime.chunked_loss",
+    "compile_optimizer": "runtime.loop.loop_optimizer",
+    "compile_sharded": "api",
+    "fully_shard": "own_loop",
+    "load_bundle": "lower.bundle",
+    "register_fsdp_forward_method": "own_loop",
+    "simulate": "runtime.simulate",
+    "stretch": "capture.sequence_attention",
+}
+
+__all__ = list(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for one, module in _MODULES.items():  # all of them: Dynamo, which may ask next, sees what is there and nothing else
+        globals()[one] = getattr(importlib.import_module(f"{__name__}.{module}"), one)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -35,7 +35,7 @@ HERE = RankInfo(0, 1, torch.device("cpu"))
 
 
 def options(text: str) -> BenchOptions:
-    return bench_options(parser().parse_args(["bench", *text.split()]))
+    return bench_options(parser("bench").parse_args(["bench", *text.split()]))
 
 
 @pytest.fixture

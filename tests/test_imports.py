@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -57,7 +58,7 @@ ROOMS = (
     "torch_private", "policy", "plan", "ir", "kernels", "distributed", "optim", "analysis", "capture", "passes",
     "lower", "runtime",
 )  # fmt: skip
-FACE = ("__init__", "__main__", "api", "cli", "fully_shard", "integrations")
+FACE = ("__init__", "__main__", "api", "cli", "integrations", "own_loop")
 
 
 @functools.cache
@@ -327,3 +328,17 @@ def test_the_old_words_are_in_no_name() -> None:
     trees = dict(sources()) | {str(path): parsed(path) for path in paths}
     assert not {name: found for name, tree in trees.items() if (found := words_of(tree) & WORDS_OF_OLD)}
     assert words_of(ast.parse("def _homes(x): return x.settle")) & WORDS_OF_OLD == {"homes", "settle"}  # the control
+
+
+def test_the_package_names_what_it_imports_later() -> None:
+    """What type checkers read in `fsdp_compiled/__init__.py`, and where each name is looked for."""
+    (names,) = [node for node in parsed(ROOT / "__init__.py").body if isinstance(node, ast.If)]
+    read = {(alias.name, one.module) for one in names.body if isinstance(one, ast.ImportFrom) for alias in one.names}
+    assert read == {(name, f"{PACKAGE}.{module}") for name, module in fsdp_compiled._MODULES.items()}
+    assert all(hasattr(fsdp_compiled, name) for name in fsdp_compiled.__all__) and not hasattr(fsdp_compiled, "shard")
+
+
+def test_the_package_by_itself_and_a_listing_import_no_torch() -> None:
+    code = "import sys, fsdp_compiled, fsdp_compiled.cli; assert 'torch' not in sys.modules; fsdp_compiled.Policy; "
+    code += "from fsdp_compiled import fully_shard; assert callable(fully_shard) and 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)

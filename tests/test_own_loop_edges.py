@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard
+from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard, own_loop
 from tests.allocator import record
 from tests.launch import ROOT, launch
 from tests.toys import net
 
-sharding = sys.modules["fsdp_compiled.fully_shard"]  # the name in the package is the function's
 X, Y = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), torch.ones(3, 2)
 
 
@@ -212,7 +210,7 @@ class Shares(nn.Module):
 def test_buffers_that_modules_share_are_shared_after_they_were_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     model, moved = Shares(), []
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: moved.append(device) or self.detach().clone())
-    sharding._move_buffers([model], torch.device("cuda"))
+    own_loop._move_buffers([model], torch.device("cuda"))
     assert moved and model.one.running_mean is model.two.running_mean
 
 

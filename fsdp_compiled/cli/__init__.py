@@ -5,14 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdp_compiled.cli.bench.options import add_bench_options, bench_options
-from fsdp_compiled.cli.check.options import CheckOptions, add_check_options
-from fsdp_compiled.cli.compile import add_compile_options
-from fsdp_compiled.cli.options import add_train_options, train_options
-from fsdp_compiled.cli.simulate import add_simulate_options
 
-
-def parser() -> argparse.ArgumentParser:
+def parser(command: str | None) -> argparse.ArgumentParser:
+    """With the options of this command; those of others would import what only they need."""
     top = argparse.ArgumentParser(
         prog="fsdp-compiled",
         description="Fully sharded data parallelism as a compiler on top of torch.compile.",
@@ -27,7 +22,10 @@ def parser() -> argparse.ArgumentParser:
         "Ctrl-C stops after the current step, saves what was reached and exits with 130; the second kills. "
         "The last line printed is the folder that holds everything the run wrote.",
     )
-    add_train_options(train)
+    if command == "train":
+        from fsdp_compiled.cli.options import add_train_options
+
+        add_train_options(train)
 
     bench = commands.add_parser(
         "bench",
@@ -37,7 +35,10 @@ def parser() -> argparse.ArgumentParser:
         "and collectives of a step. Every rival's losses are compared with this package's eager lowering first; a "
         "wrong one ends the run. The last line printed is the folder with the result, the table and the plot.",
     )
-    add_bench_options(bench)
+    if command == "bench":
+        from fsdp_compiled.cli.bench.options import add_bench_options
+
+        add_bench_options(bench)
 
     compiling = commands.add_parser(
         "compile",
@@ -47,7 +48,10 @@ def parser() -> argparse.ArgumentParser:
         "the same kind, with as many ranks. Options come before SCRIPT. A bundle is code: load none that you would "
         "not run.",
     )
-    add_compile_options(compiling)
+    if command == "compile":
+        from fsdp_compiled.cli.compile import add_compile_options
+
+        add_compile_options(compiling)
 
     show = commands.add_parser("show", help="print a run's plan, its final program, and where its time went")
     show.add_argument("run", type=Path, metavar="RUN", help="a run folder, or the folder a dump was written to")
@@ -80,7 +84,10 @@ def parser() -> argparse.ArgumentParser:
         "kernel against its reference, both lowerings against plain PyTorch, CUDA graphs against steps without, "
         "collectives, and a step against FSDP2 on several ranks. Takes a minute or two. Exits with 1 where one fails.",
     )
-    add_check_options(check)
+    if command == "check":
+        from fsdp_compiled.cli.check.options import add_check_options
+
+        add_check_options(check)
 
     simulate = commands.add_parser(
         "simulate",
@@ -89,25 +96,31 @@ def parser() -> argparse.ArgumentParser:
         "what it is thought to take, to hold and to send. Nothing of it is run; no ranks, GPU or memory for the model "
         "are needed. Times tell which of two ways is faster, not milliseconds.",
     )
-    add_simulate_options(simulate)
+    if command == "simulate":
+        from fsdp_compiled.cli.simulate import add_simulate_options
+
+        add_simulate_options(simulate)
     return top
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    chosen = parser().parse_args(arguments)
+    chosen = parser(arguments[0] if arguments else None).parse_args(arguments)
     # Each command's imports wait for it, so that a listing does not load what only training needs.
     try:
         if chosen.command == "train":
             from fsdp_compiled.cli.launch import start
+            from fsdp_compiled.cli.options import train_options
 
             return start(train_options(chosen), arguments)
         if chosen.command == "bench":
             from fsdp_compiled.cli.bench import start as bench
+            from fsdp_compiled.cli.bench.options import bench_options
 
             return bench.start(bench_options(chosen), arguments)
         if chosen.command == "check":
             from fsdp_compiled.cli.check import start as check
+            from fsdp_compiled.cli.check.options import CheckOptions
 
             return check.start(CheckOptions(chosen.nproc, chosen.out), arguments)
         if chosen.command == "convert":
