@@ -11,7 +11,6 @@ piece by piece, in half a second of processor time; where the end of a process i
 
 from __future__ import annotations
 
-import atexit
 import gc
 import importlib
 import json
@@ -20,13 +19,12 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import types
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+
+from fsdp_compiled.cli.forked import leave
 
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 LOOK = 0.02  # seconds between two looks at the ranks
@@ -163,23 +161,6 @@ def serve(warm: bool) -> Request | None:
                 return request
         print(json.dumps(asdict(wait(pids, request.timeout))), flush=True)
     return None
-
-
-def leave(work: Callable[[], Any]) -> NoReturn:
-    """Ends this process after ``work``, whose number is the exit status, as Python would, but that it frees nothing."""
-    code = 1
-    try:
-        code = work() or 0
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        threading._shutdown()  # type: ignore[attr-defined] # ends executors and waits for threads, as at Python's end
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
 
 
 def seldom_collect() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from tests.forked_ranks import leave
+from fsdp_compiled.cli.forked import leave
 
 
 class Forked:

@@ -84,9 +84,9 @@ def test_a_seed_gives_the_same_losses(text: Path, whole: tuple[Path, str], tmp_p
     assert first == again
 
 
-def test_an_interrupted_run_saves_what_it_reached(text: Path, tmp_path: Path) -> None:
+def test_an_interrupted_run_saves_what_it_reached(text: Path, whole: tuple[Path, str], tmp_path: Path) -> None:
     out = tmp_path / "run"
-    process = start(text, out, "--steps", "100000")
+    process = start(text, out, "--steps", "100000", "--seed", "7")
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step      1/"):
@@ -97,6 +97,7 @@ def test_an_interrupted_run_saves_what_it_reached(text: Path, tmp_path: Path) ->
     assert printed.splitlines()[-1] == str(out)
     assert "stopped after step" in printed
     assert 1 <= len(metrics(out)) < 100000
+    assert metrics(out)[0]["loss"] == metrics(whole[0])[0]["loss"]  # on forks of the launcher, and on ranks that joined
     assert "embed.weight" in torch.load(out / "model.pt") and any((out / "logs").iterdir())
 
 

@@ -36,6 +36,12 @@ def make_writable() -> None:
     )  # fmt: skip
 
 
+def _leave_to_parent() -> None:
+    """In a fork: a folder of the process that it was forked from is that one's to delete."""
+    for place in _temporary:
+        place._finalizer.detach()  # type: ignore[attr-defined]
+
+
 def _wanted() -> Path:
     """As `torch._inductor.runtime.cache_dir_utils` chooses it."""
     if given := os.environ.get(VARIABLE):
@@ -47,4 +53,6 @@ def _wanted() -> Path:
     return Path(tempfile.gettempdir(), "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
 
 
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)
 make_writable()

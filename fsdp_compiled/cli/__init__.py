@@ -1,6 +1,7 @@
 """`fsdp-compiled COMMAND`: the parser, and which file does what."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,10 +110,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Each command's imports wait for it, so that a listing does not load what only training needs.
     try:
         if chosen.command == "train":
-            from fsdp_compiled.cli.launch import start
+            from fsdp_compiled.cli import forked
             from fsdp_compiled.cli.options import train_options
 
-            return start(train_options(chosen), arguments)
+            options = train_options(chosen)
+            if "RANK" not in os.environ:
+                forked.prepare(options.nproc or 2, options.lower)
+            from fsdp_compiled.cli.launch import start
+
+            return start(options, arguments)
         if chosen.command == "bench":
             from fsdp_compiled.cli.bench import start as bench
             from fsdp_compiled.cli.bench.options import bench_options
