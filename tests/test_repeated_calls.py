@@ -193,7 +193,7 @@ def test_a_block_that_could_not_be_ended_is_walked_through(
 ) -> None:
     model = Model("")
     wanted, _ = full(model, loss, monkeypatch)
-    monkeypatch.setattr(written_blocks, "set_example_value", lambda *_: 1 / 0)
+    monkeypatch.setattr(written_blocks, "another", lambda *_: 1 / 0)
     with caplog.at_level("INFO", logger="fsdp_compiled"):
         got, _ = traced(model, loss, monkeypatch)
     assert got[-2:] == wanted

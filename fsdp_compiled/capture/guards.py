@@ -39,7 +39,7 @@ import contextlib
 import re
 import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -83,15 +83,16 @@ class Recorder:
         self._alive: list[Any] = []
         self._orders = KeyOrders()
 
-    def repeat(self, guards: Iterable[tuple[Any, Any]]) -> None:
-        """Guards of a block like one that was walked through, each with what it looks at."""
-        for guard, value in guards:
-            if guard.create_fn_name() == "EMPTY_NN_MODULE_HOOKS_DICT":
+    def repeat(self, kinds: Sequence[str], values: Sequence[Any], name: Callable[[int], str]) -> None:
+        """Guards of a block like one that was walked through: of each its kind, what it looks at, and its name."""
+        for place, (kind, value) in enumerate(zip(kinds, values, strict=True)):
+            if kind == "EMPTY_NN_MODULE_HOOKS_DICT":
                 if type(value).__name__ == "OrderedDict":
                     self.empty.append(value)
-            else:
-                self._alive.append(_identity(value, guard.create_fn_name()))
-                self._orders.note(guard.name, value, guard.create_fn_name())
+                continue
+            self._alive.append(_identity(value, kind))
+            if kind == "DICT_KEYS_MATCH":
+                self._orders.note(name(place), value, kind)
 
     def select(self, entries: Sequence[Any]) -> list[bool]:
         """``guard_filter_fn``: which guards are kept."""

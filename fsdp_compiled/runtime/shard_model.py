@@ -122,16 +122,17 @@ def take_over(
     """
     holders = _holders(model)
     originals = {name: _get(places[0]) for name, places in holders.items()}
+    order = {module: index for index, module in enumerate(model.modules())}
     layout = Layout(plan, mesh)
     shards = layout.shards
     existing_state = read_scalars(optimizer)
     for unit in plan.units:
         if plan.tp > 1:  # all of the unit, in the model's order: what is drawn does not depend on what is cut
             own = {holder for buffer in unit.buffers for slot in buffer.slots for holder in holders[slot.name]}
-            _materialize(own, model, plan.device, init)
+            _materialize(own, order, plan.device, init)
         for buffer in unit.buffers:
             owners = {slot: holders[slot.name] for slot in buffer.slots}
-            _materialize({holder for owner in owners.values() for holder in owner}, model, plan.device, init)
+            _materialize({holder for owner in owners.values() for holder in owner}, order, plan.device, init)
             parameters = {slot: _get(owner[0]) for slot, owner in owners.items()}
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
             for slot, parameter in parameters.items():
@@ -180,11 +181,12 @@ def _get(holder: Holder) -> nn.Parameter:
     return parameter
 
 
-def _materialize(holders: Iterable[Holder], model: nn.Module, device: torch.device, init: Initializer | None) -> None:
-    """Fills the meta parameters that hang here, by the modules that own them; tied ones stay tied."""
+def _materialize(
+    holders: Iterable[Holder], order: Mapping[nn.Module, int], device: torch.device, init: Initializer | None
+) -> None:
+    """Fills the meta parameters that hang here, by the modules that own them, in order; tied ones stay tied."""
     modules = list(dict.fromkeys(module for module, name in holders if _get((module, name)).is_meta))
     replaced: dict[int, nn.Parameter] = {}
-    order = {module: index for index, module in enumerate(model.modules())}
     for module in sorted(modules, key=order.__getitem__):
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:

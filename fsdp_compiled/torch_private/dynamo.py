@@ -2,10 +2,10 @@
 
 Capturing relies on: the settings (``config``), the errors of what cannot be traced, the tracer itself with its record
 of mutated Python objects, the table of compiled code with its guards, who builds guards (``CheckFunctionManager``),
-times them (``guard_building.profile_guard_manager``) and notes that two names are of one object (``variable_builder``),
-the source of a number that is read out of a tensor, the record of those that cannot stay unknown, and on
-``variables.misc`` or ``variables.user_defined`` for the function that calls Python's random numbers, ``misc`` and
-``variables.tensor`` for what texts, tensors and their storages answer.
+times them (``guard_building.profile_guard_manager``), notes that two names are of one object and wraps modules
+(``variable_builder``), who makes the graph (``OutputGraph``), the source of a number that is read out of a tensor, the
+record of those that cannot stay unknown, and on ``variables.misc`` or ``variables.user_defined`` for the function that
+calls Python's random numbers, ``misc`` and ``variables.tensor`` for what texts, tensors and their storages answer.
 
 Repeated blocks rely on what stands for modules, tensors, numbers and tuples while Dynamo traces, on sources and guards.
 """
@@ -23,6 +23,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.guards import CheckFunctionManager, GuardBuilder, install_guard, uninteresting_files
 from torch._dynamo.guards import _get_closure_vars as closure_vars
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import (
     CallMethodItemSource,
     ClosureSource,
@@ -32,7 +33,6 @@ from torch._dynamo.source import (
     is_from_global_source,
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
-from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables import (
     ConstantVariable,
     ConstDictVariable,
@@ -75,6 +75,7 @@ __all__ = [
     "ListVariable",
     "LocalSource",
     "NNModuleSource",
+    "OutputGraph",
     "Source",
     "TensorVariable",
     "TensorifyScalarRestartAnalysis",
@@ -98,7 +99,6 @@ __all__ = [
     "is_from_global_source",
     "maybe_mark_dynamic",
     "misc",
-    "set_example_value",
     "tensor_variables",
     "tracing",
     "uninteresting_files",

@@ -183,10 +183,16 @@ def modes(tx: Any) -> tuple[Any, ...]:
 
 def _trace(tx: Any) -> str:
     """The user's lines, as Dynamo notes them of a call."""
-    frames = []
+    frames, left_out = [], uninteresting_files()
     while tx is not None:
-        if not tx.is_co_filename_from_nn_modules():
-            frames.append(tx.frame_summary())
+        if not tx.is_co_filename_from_nn_modules() and (frame := tx.frame_summary()).filename not in left_out:
+            frames.append((tx.f_code, frame))
         tx = getattr(tx, "parent", None)
-    kept = [frame for frame in reversed(frames) if frame.filename not in uninteresting_files()]
-    return "".join(traceback.StackSummary.from_list(kept).format())
+    key = tuple((code, frame.lineno, frame.colno, frame.end_colno) for code, frame in frames)
+    if key not in _texts:  # a list of blocks is called in few places
+        _texts.clear()
+        _texts[key] = "".join(traceback.StackSummary.from_list([frame for _, frame in reversed(frames)]).format())
+    return _texts[key]
+
+
+_texts: dict[tuple[Any, ...], str] = {}  # the newest

@@ -7,6 +7,7 @@ collects its outputs, which then holds numbers and texts, or lists and dictionar
 
 from __future__ import annotations
 
+from types import NoneType
 from typing import Any
 
 from fsdp_compiled.torch_private.dynamo import (
@@ -17,6 +18,7 @@ from fsdp_compiled.torch_private.dynamo import (
     ListVariable,
     TensorVariable,
     TupleVariable,
+    UnspecializedNNModuleVariable,
     UserDefinedObjectVariable,
     ValueMutationNew,
     is_from_global_source,
@@ -38,12 +40,15 @@ def changes(effects: Any) -> tuple[Any, ...]:
         if type(variable) is not UserDefinedObjectVariable or not is_from_global_source(variable.source):
             raise Changed
         found.append((variable.source.name, *((name, _form(value)) for name, value in attributes.items())))
-    # There are as many tensors as parameters; those of before the trace were among the above.
     for variable in effects.id_to_variable.values():
-        if variable.mutation_type is None or isinstance(variable.mutation_type, NEW):
+        kind = type(variable.mutation_type)
+        if kind is NoneType or issubclass(kind, NEW):
             continue
-        if type(variable) is TensorVariable and type(variable.mutation_type) is AttributeMutationExisting:
-            continue
+        if kind is AttributeMutationExisting:
+            # There are as many tensors as parameters, and as many modules as blocks: what was put into one is above.
+            module = isinstance(variable, UnspecializedNNModuleVariable) and getattr(variable, "_base_vt", None) is None
+            if type(variable) is TensorVariable or (module and variable not in effects.store_attr_mutations):
+                continue
         above = variable in effects.store_attr_mutations and getattr(variable, "_base_vt", None) is None
         if not above and effects.is_modified(variable):
             raise Changed

@@ -142,18 +142,22 @@ class Repeats:
     def more(self, chosen: Iterable[Guard]) -> list[Guard]:
         """Of blocks that were not walked through, the guards that are kept. ``chosen``: those of the others."""
         kept = set(map(id, chosen))
+        places: dict[int, list[int]] = {}  # of guards that are kept, by walked block
         for block in self.written:
-            for place, (guard, _, _) in enumerate(block.walked.guards):
-                if id(guard) in kept:
-                    self.built.append((block, place, block.guard(place)))
-                    kept.add(id(block.guard(place)))
+            of_like = places.get(id(block.walked))
+            if of_like is None:  # all blocks inside of it were written before, and are among those before
+                guards = enumerate(guard for guard, _, _ in block.walked.guards)
+                of_like = block.walked.distinct(place for place, guard in guards if id(guard) in kept)
+                places[id(block.walked)] = of_like
+            made = [(block, place, block.guard(place)) for place in of_like]
+            kept.update(id(guard) for _, _, guard in made)
+            self.built += made
         return [guard for _, _, guard in self.built]
 
     def tell(self, recorder: Recorder) -> None:
         """What the guards of blocks look at that were not walked through."""
         for block in self.written:
-            guards = (guard for guard, _, _ in block.walked.guards)
-            recorder.repeat(zip(guards, block.values, strict=True))
+            recorder.repeat(block.walked.kinds, block.values, lambda place, block=block: block.guard(place).name)  # type: ignore[misc]
 
     def check_guards(self, guards: Iterable[Guard]) -> None:
         """Raises `RepeatError` unless those of each written block say of it what its like's say of that.

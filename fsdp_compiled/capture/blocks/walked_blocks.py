@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, moved, plain, plain_layout
 from fsdp_compiled.capture.blocks.equal_blocks import layout_of
+from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template
 from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.dynamo import (
@@ -33,11 +34,9 @@ HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
-OWN = "own"  # under which `own_tensor`'s tensor is described
-# What of a node is written anew.
-WRITTEN = (
-    "example_value", "creation_timestamp", "source_fn_stack", "nn_module_stack", "stack_trace", "grapharg", OWN,
-)  # fmt: skip
+
+
+SOURCE = torch.empty((), device="meta").requires_grad_()  # what `another` is computed from
 
 
 def own_tensor() -> torch.Tensor:
@@ -74,7 +73,7 @@ class WalkedBlock:
     """Raises `Unlike` where what Dynamo wrote cannot be repeated.
 
     nodes    that it wrote, ``inputs`` those of the block's own tensors, of which ``sources`` says where they are
-    guards   of the block, each with what is there now, and the other places that it names
+    guards   of the block, each with what is there now, and the other places that it names; ``kinds`` of them
     results  the nodes that are returned
     visits   how often each of the block's modules was called
     """
@@ -97,14 +96,19 @@ class WalkedBlock:
             raise Unlike("it reads what the one before did not")
         self._check_nodes(set(new))
         self.guards = list(self._guards([*output.guards, *inside]))
+        self.kinds = [guard.create_fn_name() for guard, _, _ in self.guards]
         self._read = self._reader()
-        self.values = [call.value(source) for source in self.sources]
+        self._layouts = [plain_layout(call.value(source)) for source in self.sources]
         self.structure = _structure(call.module)
         self.visits = {name: count for name, count in call.tx.num_calls.items() if self.inside(name)}
         made = set(self.nodes)
         self.results: list[fx.Node] = []
         self._answer(result, lambda node: node in made)
         self._check_results([*self.inputs, *call.tensors])
+
+    @functools.cached_property
+    def template(self) -> Template:
+        return Template(self.call.module, self.call.trace, self.inputs, self.nodes)
 
     def _guards(self, guards: Iterable[Guard]) -> Iterable[tuple[Guard, Any, tuple[Source, ...]]]:
         """What was read before the block was called is asked as well: the block may have read it again."""
@@ -122,6 +126,16 @@ class WalkedBlock:
                 if create.args or not all(plain(one) or isinstance(one, Source) for one in given):
                     raise Unlike(f"its guard {create.func.__name__} is of an object")
             yield guard, self.call.value(guard.originating_source), others
+
+    def distinct(self, places: Iterable[int]) -> list[int]:
+        """Of guards in these places of the list, those that say what none before says; Dynamo notes some twice."""
+        found: dict[Any, int] = {}
+        for place in places:
+            guard = self.guards[place][0]
+            given = guard.create_fn.keywords if isinstance(guard.create_fn, functools.partial) else {}
+            key = (guard.name, self.kinds[place], *given.items())
+            found.setdefault(key if all(type(one) is str for one in given.values()) else place, place)
+        return list(found.values())
 
     def _own(self, source: Source) -> bool:
         return self.there(source, self.call) is not source
@@ -198,8 +212,10 @@ class WalkedBlock:
         if _structure(call.module) != self.structure:
             raise Unlike("its modules are others")
         there, elsewhere, tensors = self._read(call)
-        for (guard, value, _others), mine, its in zip(self.guards, there, elsewhere, strict=True):
-            same = mine is value if guard.create_fn_name() == "ID_MATCH" else _alike(value, mine)
+        for (guard, value, _others), kind, mine, its in zip(self.guards, self.kinds, there, elsewhere, strict=True):
+            if mine is value and not its:
+                continue
+            same = mine is value if kind == "ID_MATCH" else _alike(value, mine)
             if not (same and all(_has(value, name) == _has(mine, name) for name in _names(guard))):
                 name = guard.originating_source.name.removeprefix(self.call.source.name)
                 raise Unlike(f"{plain_names(name).strip('.')} is not what it is in the one before")
@@ -210,8 +226,8 @@ class WalkedBlock:
             for node in call.output.graph.find_nodes(op="placeholder", sort=False)
             if "grapharg" in node.meta
         }
-        for source, value, mine in zip(self.sources, self.values, tensors, strict=True):
-            if plain_layout(value) != plain_layout(mine):
+        for source, layout, mine in zip(self.sources, self._layouts, tensors, strict=True):
+            if layout != plain_layout(mine):
                 raise Unlike("its tensors lie in another way")
             known = id(mine) in before or id(mine) in written or mine in call.output.side_effects
             if known or self.there(source, call) in call.output.input_source_to_var:
@@ -237,10 +253,20 @@ class WalkedBlock:
 
 
 def another(value: FakeTensor) -> Any:
-    """A fake tensor like this one, in memory of its own."""
+    """A fake tensor like this one, in memory of its own, which is computed if that one requires a gradient."""
     made = fake_tensor(value.fake_mode, tuple(value.shape), value.stride(), value.dtype, value.device)
-    with value.fake_mode, torch.enable_grad():
-        return made.requires_grad_().clone() if value.requires_grad else made
+    if not value.requires_grad:
+        return made
+    with torch.enable_grad():
+        return _Computed.apply(SOURCE, [made])
+
+
+class _Computed(torch.autograd.Function):
+    """Says of a tensor that it is computed from one that requires a gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, _source: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
+        return made[0]
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -256,7 +282,7 @@ def _alike(one: Any, other: Any) -> bool:
     if plain(one) and plain(other):
         return repr(one) == repr(other)
     if isinstance(one, dict):
-        if list(map(repr, one)) != list(map(repr, other)):
+        if len(one) != len(other) or (one and list(map(repr, one)) != list(map(repr, other))):
             return False
         # Of a dictionary whose values are numbers all may be asked; of one of objects, those that are have guards.
         return not all(map(plain, one.values())) or list(map(repr, one.values())) == list(map(repr, other.values()))
@@ -278,10 +304,10 @@ def _structure(module: nn.Module) -> list[Any]:
     """Of a block: the classes of its modules, and what they hold, by name."""
     found: list[Any] = []
     for name, inner in module.named_modules(remove_duplicate=False):
-        hooks = [len(getattr(inner, kind)) for kind in HOOKS]
-        if any(hooks) or "forward" in vars(inner):
+        held = vars(inner)
+        if any(held[kind] for kind in HOOKS) or "forward" in held:
             raise Unlike("it has hooks")
-        found.append((name, type(inner), inner.training, list(vars(inner)), list(inner._modules)))
+        found.append((name, type(inner), inner.training, list(held), list(inner._modules)))
         for table in (inner._parameters, inner._buffers):
             found.append([(key, value is None) for key, value in table.items()])
     return found

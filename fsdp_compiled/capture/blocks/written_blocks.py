@@ -18,16 +18,17 @@ import torch
 from torch import fx
 
 from fsdp_compiled.capture.blocks.block_calls import BlockCall, modes
-from fsdp_compiled.capture.blocks.walked_blocks import OWN, WRITTEN, WalkedBlock, another, own_tensor
+from fsdp_compiled.capture.blocks.templates import OWN, Line
+from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock, another, own_tensor
 from fsdp_compiled.capture.guards import OWN as OWN_TENSOR
 from fsdp_compiled.capture.guards import plain_names
+from fsdp_compiled.ir.edit import SET_ARGS, SET_KWARGS
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     Guard,
     Source,
     TensorVariable,
     TupleVariable,
-    set_example_value,
     wrap_fx_proxy,
 )
 
@@ -68,46 +69,47 @@ class WrittenBlock:
 
     def write(self, tensors: Sequence[torch.Tensor]) -> Any:
         """What Dynamo has for what the block returns. ``tensors``: the block's own."""
-        walked, call = self.walked, self.call
-        self._modules = {
-            str(id(one)): str(id(two))
-            for one, two in zip(walked.call.module.modules(), call.module.modules(), strict=True)
-        }
-        self._stacks: dict[tuple[str, ...], dict[str, Any]] = {}
+        walked, call, template = self.walked, self.call, self.walked.template
+        modules = dict(zip(template.modules, (str(id(one)) for one in call.module.modules()), strict=True))
+        stacks = [self._stack(stack, modules) for stack in template.stacks]
+        graph, timestamp = call.output.graph, call.output.timestamp
         mine = dict(zip(walked.call.tensors, call.tensors, strict=True))
-        for node, source, tensor in zip(walked.inputs, walked.sources, tensors, strict=True):
-            made = mine[node] = self._node(node, "call_function", own_tensor, (), {})
+
+        def written(line: Line, op: str, target: Any, name: str) -> fx.Node:
+            """Like the walked block's node, with the modules, and the user's lines, that it comes from."""
+            made = mine[line.node] = graph.create_node(op, target, (), {}, name)
+            made.meta |= line.kept
+            made.meta["creation_timestamp"] = timestamp
+            made.meta["stack_trace"] = call.trace + line.user
+            made.meta["nn_module_stack"] = stacks[line.stack]
+            made.meta["example_value"] = line.value  # which nothing can reach but what is returned, and is not changed
+            return made
+
+        for line, source, tensor in zip(template.inputs, walked.sources, tensors, strict=True):
+            made = written(line, "call_function", own_tensor, own_tensor.__name__)
             made.meta[OWN] = Own(self._there(source), tensor)
-            set_example_value(made, node.meta["example_value"])  # which is not changed
-        for node in walked.nodes:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: mine.get(one, one))
-            made = mine[node] = self._node(node, node.op, node.target, args, kwargs)
-            made.meta["source_fn_stack"] = [(made.name, node.meta["source_fn_stack"][-1][1])]
-            value = node.meta["example_value"]  # which nothing can reach but what is returned, and is not changed
-            set_example_value(made, another(value) if node in walked.results else value)
+        for line in template.nodes:
+            node = line.node
+            made = written(line, node.op, node.target, line.name)
+            SET_ARGS(made, fx.node.map_arg(node.args, lambda one: mine.get(one, one)))
+            if node.kwargs:
+                SET_KWARGS(made, fx.node.map_arg(node.kwargs, lambda one: mine.get(one, one)))
+            made.meta["source_fn_stack"] = [(made.name, line.function)]
+        for node in walked.results:
+            made = mine[node]
+            made.meta["example_value"] = another(made.meta["example_value"])
         for name, count in walked.visits.items():
             call.tx.num_calls[walked.path(name, call)] = count
         if modes(call.tx) != call.modes:
             raise RepeatError("modes are left changed")
         return self._returned(walked.result, mine)
 
-    def _node(self, node: fx.Node, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """Like that one, with the modules, and the user's lines, that it comes from."""
-        output = self.call.output
-        made = output.graph.create_node(op, target, args, kwargs)
-        made.meta |= {key: value for key, value in node.meta.items() if key not in WRITTEN}
-        made.meta["creation_timestamp"] = output.timestamp
-        made.meta["stack_trace"] = self.call.trace + node.meta["stack_trace"].removeprefix(self.walked.call.trace)
-        made.meta["nn_module_stack"] = self._stack(node.meta["nn_module_stack"])
-        return made
-
-    def _stack(self, stack: Mapping[str, Any]) -> dict[str, Any]:
-        """The same of this block; many nodes have it in common."""
-        if (found := self._stacks.get(tuple(stack))) is None:
-            found = self._stacks[tuple(stack)] = {}
-            for key, (path, kind) in stack.items():
-                module, *visit = key.split("@")
-                found["@".join([self._modules.get(module, module), *visit])] = self.walked.path(path, self.call), kind
+    def _stack(self, stack: Mapping[str, Any], modules: Mapping[str, str]) -> dict[str, Any]:
+        """The same of this block. ``modules``: its own, by those of the walked one, as a stack names them."""
+        found: dict[str, Any] = {}
+        for key, (path, kind) in stack.items():
+            module, *visit = key.split("@")
+            found["@".join([modules.get(module, module), *visit])] = self.walked.path(path, self.call), kind
         return found
 
     def _returned(self, result: Any, mine: Mapping[fx.Node, fx.Node]) -> Any:
@@ -130,19 +132,24 @@ def with_own_tensors(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
     known = dict(zip(map(id, inputs), places, strict=True))
     found, written = list(inputs), set()
     before = next(node for node in graph.nodes if node.op != "placeholder")
+    while before.target is own_tensor:
+        before = before.next
     for node in graph.find_nodes(op="call_function", target=own_tensor):
         own = node.meta.pop(OWN)
-        if node.users:
-            place = known.get(id(own.example))
-            if place is None:
-                with graph.inserting_before(before):
-                    place = known[id(own.example)] = graph.placeholder(f"own_{len(found)}")
-                found.append(own.example)
-            elif place not in written:  # Dynamo read the tensor, too, but later
+        place = known.get(id(own.example)) if node.users else None
+        if place is None and node.users:
+            node.op, node.target = "placeholder", f"own_{len(found)}"
+            node._dynamo_source = own.source  # type: ignore[attr-defined]
+            before.prepend(node)
+            known[id(own.example)] = node
+            written.add(node)
+            found.append(own.example)
+            continue
+        if place is not None:
+            if place not in written:  # Dynamo read the tensor, too, but later
                 if not OWN_TENSOR.match(own.source.name):
                     raise RepeatError(f"nothing asks whether {plain_names(own.source.name)} stays what it is twice")
                 node.meta["example_value"] = place.meta["example_value"]
-            if place not in written:
                 written.add(place)
                 place.meta = node.meta
                 place._dynamo_source = own.source  # type: ignore[attr-defined]

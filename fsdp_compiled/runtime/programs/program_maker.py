@@ -348,4 +348,20 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            _grow_old()
             gc.enable()
+
+
+def _grow_old() -> None:
+    """They count as old at once, which else takes a look at each. What is garbage waits for a collection of all.
+
+    Once between two of these, so that no more waits than what one program leaves.
+    """
+    collections = gc.get_stats()[-1]["collections"]
+    if collections != _grown[0] and not gc.get_freeze_count():  # what the user froze stays so
+        _grown[0] = collections
+        gc.freeze()
+        gc.unfreeze()
+
+
+_grown = [-1]  # at how many collections of all that was done

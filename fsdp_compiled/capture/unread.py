@@ -1,0 +1,84 @@
+"""What Dynamo makes along with a trace, that nothing reads here, is left out.
+
+- *Names of parameters*: of each module that it comes to, the table of all tensors inside, and where they are. So a
+  tensor is listed as often as there are modules around it. The table is for parameters that a graph holds; here all
+  are inputs.
+- *Marks on tensors*, that they stay where they are: of each module, on all tensors inside. Those inside of a module
+  that was come to have theirs.
+- *Code* of the graph, for a look through it for sizes that are read out of tensors.
+
+Of a model of equal blocks, most of which are not walked through (`blocks`), this is a quarter of what is left of the
+trace. Written for torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx, nn
+
+from fsdp_compiled.torch_private.dynamo import OutputGraph, variable_builder
+
+MARKED = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")  # by which it knows what it can mark
+WALKS = ("named_parameters", "named_buffers", "named_modules", "modules")
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Inside, for what this thread traces."""
+    thread, builder = threading.get_ident(), variable_builder.VariableBuilder
+    wrap, names_of = builder.wrap_module, OutputGraph.add_fqn_info_for_inlined_modules
+    compile_graph, recompile = OutputGraph.compile_and_call_fx_graph, fx.GraphModule.recompile
+    inside: dict[int, nn.Module] = {}  # modules whose tensors have marks, by identity
+    compiling: list[int] = []
+
+    def wrap_module(self: Any, value: nn.Module) -> Any:
+        if threading.get_ident() != thread:
+            return wrap(self, value)
+        if id(value) not in inside:
+            found = wrap(self, value)
+            if all(getattr(getattr(value, name), "__func__", None) is getattr(nn.Module, name) for name in WALKS):
+                inside.update((id(one), one) for one in value.modules())
+            return found
+        marked = [getattr(variable_builder, name) for name in MARKED]
+        for name in MARKED:
+            setattr(variable_builder, name, None)
+        try:
+            return wrap(self, value)
+        finally:
+            for name, function in zip(MARKED, marked, strict=True):
+                setattr(variable_builder, name, function)
+
+    def add_fqn_info_for_inlined_modules(self: Any, *given: Any) -> None:
+        if threading.get_ident() != thread:
+            names_of(self, *given)
+
+    def compile_and_call_fx_graph(self: Any, *given: Any) -> Any:
+        if threading.get_ident() != thread:
+            return compile_graph(self, *given)
+        compiling.append(thread)
+        try:
+            return compile_graph(self, *given)
+        finally:
+            compiling.clear()
+
+    def recompile_unless_compiling(self: Any) -> Any:
+        return None if threading.get_ident() in compiling else recompile(self)
+
+    instead: list[tuple[Any, str, Any]] = [
+        (builder, "wrap_module", wrap_module),
+        (OutputGraph, "add_fqn_info_for_inlined_modules", add_fqn_info_for_inlined_modules),
+        (OutputGraph, "compile_and_call_fx_graph", compile_and_call_fx_graph),
+        (fx.GraphModule, "recompile", recompile_unless_compiling),
+    ]
+    before = [(kind, name, getattr(kind, name)) for kind, name, _ in instead]
+    for kind, name, function in instead:
+        setattr(kind, name, function)
+    try:
+        yield
+    finally:
+        for kind, name, function in before:
+            setattr(kind, name, function)
