@@ -59,8 +59,8 @@ KEYS: list[Any] = ["a", torch.float32, (1, 2)]
 @pytest.mark.parametrize("which", ["attribute", "global", "subclass", "of a block like others", "other keys"])
 def test_another_order_is_seen(which: str) -> None:
     keys = KEYS if which == "other keys" else list("abc")
-    made = [
-        (Ordered if which == "subclass" else OrderedDict)(zip(keys, (0.1, 0.2, 0.3), strict=True)) for _ in range(5)
+    made = [  # enough that the last blocks are written by the second, and not walked through
+        (Ordered if which == "subclass" else OrderedDict)(zip(keys, (0.1, 0.2, 0.3), strict=True)) for _ in range(7)
     ]
     TABLE.clear()
     TABLE.update(zip(keys, (0.1, 0.2, 0.3), strict=True))
