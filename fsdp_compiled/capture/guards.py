@@ -189,7 +189,7 @@ class Guards:
             self._check(self._locals)
             and self._hooks.same()
             and self._methods.same()
-            and self._orders.changed(self.scope) is None
+            and not (self._orders.read and self._orders.changed(self.scope))
         )
 
     def _check_around(self, scope: dict[str, Any]) -> bool:
