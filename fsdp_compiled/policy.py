@@ -144,11 +144,11 @@ class Policy:
     loss_rows
         Of so many rows at a time the logits of a linear head that go into ``F.cross_entropy``, and their gradient, are
         made: never the whole ``[rows, classes]``. A slice's gradient is made beside its loss, so that nothing is
-        computed twice; sums over slices are in another order (in float32 within 1e-6). For logits that nothing else
-        reads, without weights of classes, ``reduction="none"`` and label smoothing; in float16 only where of the loss
-        sums and products with constants are made, in a step; anything else is refused, with the reason. With
-        `fully_shard`, forward is to return the loss. Each number of rows has a program of its own. Forward alone has
-        its logits whole. None: whole.
+        computed twice; sums over slices are in another order (in float32 within 1e-6). What else is made of logits is
+        to be made row by row, as by a shift of rows, a cap, label smoothing, or ``reduction="none"``. In float16 only
+        where of the loss sums and products with constants are made, in a step. Anything else is refused, with the
+        reason. With `fully_shard`, forward is to return the loss. Each number of rows has a program of its own.
+        Forward alone has its logits whole. None: whole.
     lower
         ``"inductor"``: the compute between collectives is compiled, each distinct piece once. ``"eager"``: ATen
         kernels, the same as eager PyTorch runs, bit for bit.

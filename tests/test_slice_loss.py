@@ -128,25 +128,134 @@ def test_the_input_program_stays_as_it_was_and_evaluation_is_whole() -> None:
     assert peaks[0] < peaks[1]
 
 
-def smoothed(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+def shifted(model: Model, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """As most scripts have it: logits of a token, and the token after it."""
+    return model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
 
 
-def weighted(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), torch.ones(CLASSES))
+def capped(model: Model, tokens: Tensor) -> Tensor:
+    """After the head, before and after the shift: Gemma 2's cap, and a scale that is learned."""
+    logits = 5 * torch.tanh(model(tokens).float() * model.mix.bias[0].exp() / 5)
+    return logits[:, :-1].contiguous().view(-1, CLASSES)
+
+
+def with_z_loss(model: Model, tokens: Tensor) -> Tensor:
+    logits, targets = shifted(model, tokens)
+    return F.cross_entropy(logits, targets) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def focal(model: Model, tokens: Tensor) -> Tensor:
+    each = F.cross_entropy(*shifted(model, tokens), reduction="none")
+    return ((1 - (-each).exp()) ** 2 * each * torch.arange(1.0, 21.0)).mean()
+
+
+def with_entropy(model: Model, tokens: Tensor) -> Tensor:
+    logits, targets = shifted(model, tokens)
+    entropy = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED) - 0.1 * entropy.mean()
+
+
+def with_margin(model: Model, tokens: Tensor) -> Tensor:
+    logits, targets = shifted(model, tokens)
+    return F.cross_entropy(logits, targets) + logits.gather(1, targets[:, None]).relu().mean()
+
+
+def of_time_first(model: Model, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).transpose(0, 1)[::2].flatten(0, 1), tokens.t()[::2].flatten())
+
+
+def masked(model: Model, tokens: Tensor) -> Tensor:
+    each = F.cross_entropy(*shifted(model, tokens), reduction="none")
+    counts = (tokens[:, 1:] > IGNORED).flatten()
+    return (each * counts).sum() / counts.sum()
+
+
+def scored(model: Model, tokens: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    logits, targets = shifted(model, tokens)
+    return F.cross_entropy(logits, targets), (logits.argmax(-1) == targets).float().mean()
+
+
+def of_two(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = model(tokens).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten()) + 0.3 * F.cross_entropy(logits, tokens.flatten())
+
+
+WEIGHTS = torch.linspace(0.5, 2, CLASSES)
+BY_ROW: dict[str, Any] = {
+    "shifted by a token": lambda model, tokens, _: F.cross_entropy(*shifted(model, tokens)),
+    "label smoothing": lambda model, tokens, _: F.cross_entropy(
+        *shifted(model, tokens), label_smoothing=0.1, ignore_index=IGNORED
+    ),
+    "weights of classes": lambda model, tokens, _: F.cross_entropy(
+        *shifted(model, tokens), WEIGHTS, label_smoothing=0.1, ignore_index=IGNORED
+    ),
+    "capped": lambda model, tokens, _: F.cross_entropy(capped(model, tokens), shifted(model, tokens)[1]),
+    "z-loss": lambda model, tokens, _: with_z_loss(model, tokens),
+    "focal": lambda model, tokens, _: focal(model, tokens),
+    "entropy": lambda model, tokens, _: with_entropy(model, tokens),
+    "margin": lambda model, tokens, _: with_margin(model, tokens),
+    "time first": lambda model, tokens, _: of_time_first(model, tokens),
+    "a mean over a mask": lambda model, tokens, _: masked(model, tokens),
+    "two targets": of_two,
+    "squared": lambda model, tokens, _: F.cross_entropy(capped(model, tokens), shifted(model, tokens)[1]) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", BY_ROW)
+def test_what_is_made_of_logits_by_row_is_made_of_slices(name: str) -> None:
+    options = {"bias": name != "z-loss", "tied": name == "z-loss"}
+    sliced = trained(Model(**options), BY_ROW[name], SLICED)
+    uncut = trained(Model(**options), BY_ROW[name], replace(SLICED, loss_rows=None))
+    assert furthest(sliced, uncut) < BOUND
+    assert not large(sliced.program) and large(uncut.program)
+
+
+def large(program: Program) -> list[str]:
+    """The values that have all classes of half of the rows, or more: the weight has them of fewer."""
+    values = [(node, node.meta["val"]) for node in program.graph.nodes if node.op == "call_function"]
+    return [node.name for node, value in values if isinstance(value, Tensor)
+            and value.shape[-1:] == (CLASSES,) and value.numel() > WIDTH * CLASSES]  # fmt: skip
+
+
+def test_numbers_of_each_row_are_reported_as_they_are() -> None:
+    model, plain = Model(), Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    sharded = compile_sharded(model, optimizer, loss=scored, policy=SLICED)
+    tokens, targets = batches()[0][0]
+    (value, right), (found, score) = scored(plain, tokens, targets), sharded.step(tokens, targets)
+    assert abs(float(found) - value.item()) < BOUND * value.item() and float(score) == right.item()
+    assert not large(sharded.program)
+
+
+def test_a_hugging_face_model_with_a_cap_is_sliced_as_it_is() -> None:
+    import transformers
+
+    sizes = {"vocab_size": CLASSES, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+    config = transformers.Gemma2Config(**sizes, use_cache=False, attn_implementation="eager")
+    config.final_logit_softcapping = 1.0
+    torch.manual_seed(0)
+    model, plain = transformers.Gemma2ForCausalLM(config), transformers.Gemma2ForCausalLM(config)
+    plain.load_state_dict(model.state_dict())
+
+    def loss(model: Any, tokens: Tensor) -> Tensor:
+        return model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
+
+    tokens = torch.randint(1, CLASSES, (4, 8))
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.5), loss=loss, policy=SLICED)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.5)
+    for _ in range(2):
+        expected = loss(plain, tokens)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert abs(float(sharded.step(tokens)) - expected.item()) < BOUND * expected.item()
+    assert not large(sharded.program)
 
 
 def with_logits(model: Model, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     logits = model(tokens)
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits.argmax(-1)
-
-
-def each(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none").mean()
-
-
-def capped(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(torch.tanh(model(tokens)).flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits
 
 
 def twice(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -157,16 +266,46 @@ def other(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
     return model(tokens).square().mean()
 
 
+def of_the_loss(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    each = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none")
+    return (each / each.mean()).square().mean()
+
+
+def partly_of_the_loss(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = model(tokens).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten()) ** 2 + logits.logsumexp(-1).square().mean()
+
+
+def at_other_rows(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = model(tokens)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()) + logits[:, -1].logsumexp(-1).mean()
+
+
+def of_all_rows(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = model(tokens).flatten(0, 1)
+    return F.cross_entropy(logits, targets.flatten()) + logits.mean()
+
+
+def dropped(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.dropout(model(tokens), 0.5).flatten(0, 1), targets.flatten())
+
+
+def of_fewer_classes(model: Model, tokens: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens)[..., :50].flatten(0, 1), targets.flatten() % 50)
+
+
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
-        (smoothed, "label smoothing"),
-        (weighted, "classes have weights"),
-        (with_logits, "its logits are used elsewhere as well"),
-        (each, 'reduction="none"'),
-        (capped, "not by a linear layer"),
+        (with_logits, "its logits are used elsewhere as well, by output"),
         (twice, "2 calls of cross_entropy"),
         (other, "no calls of cross_entropy"),
+        (of_the_loss, "more than sums and constants is made of the loss"),
+        (partly_of_the_loss, "is made of the loss"),
+        (at_other_rows, "at other rows|goes into"),
+        (of_all_rows, "used elsewhere as well, by aten.mean"),
+        (dropped, "not by a linear layer"),
+        (of_fewer_classes, "not by a linear layer"),
     ],
 )
 def test_what_cannot_be_sliced_is_refused_by_name(loss: Any, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head, some rows at a time: neither logits nor their gradient are ever whole.
+"""The loss of a linear head, some rows at a time: neither logits nor their gradient are ever whole.
 
     before, V classes                               after, for each slice of rows
 
@@ -10,7 +10,9 @@
     d_hidden = mm(d_logits, weight)                 d_weight += mm(t(d_logits), hidden[rows])
     d_weight = mm(t(d_logits), hidden)              d_bias += sum(d_logits)
 
-A slice's gradient is made beside its loss, while its logits are there: no product is made twice. That takes the
+Whatever is made of logits row by row (`analysis.loss_head`), forward and backward, is made of a slice's: scales, caps,
+shifts by a token, sums over classes. One number a row is put together for all rows, and the rest of the loss stays as
+it is. A slice's gradient is made beside its loss, while its logits are there: no product is made twice. That takes the
 derivative by the loss before the loss is known, which in a step is a constant, or the factor of the loss's scale. Where
 it is made of the loss, or comes from outside (a model that returns its loss), slices' gradients are those of a
 derivative of 1, and what is made of them is multiplied by it in backward: as exact, but in float16, where small ones
@@ -20,22 +22,36 @@ slices is summed in another order, in float32 at least.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from operator import getitem
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
+from fsdp_compiled.analysis.early_derivative import EarlyValues
+from fsdp_compiled.analysis.logit_rows import (
+    COPIES,
+    LIKE,
+    MOVES,
+    NEW,
+    NLL,
+    NLL_BACKWARD,
+    OVER_CLASSES,
+    SOFTMAX,
+    SOFTMAX_BACKWARD,
+    Layout,
+    is_pointwise,
+    moves_back,
+    replay,
+    shape_of,
+)
+from fsdp_compiled.analysis.loss_head import MEAN, NONE, SUM, Head, Unlike, product_of
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import is_random, positions
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
-SAME_ROWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._to_copy.default)
-MEAN, SUM = 1, 2
 
 
 def slice_loss(program: Program, plan: Plan) -> Program:
@@ -43,229 +59,261 @@ def slice_loss(program: Program, plan: Plan) -> Program:
     rows = plan.policy.loss_rows
     assert rows is not None
     edit = Edit(program)
-    heads = edit.graph.find_nodes(op="call_function", target=aten._log_softmax.default)
-    found = [node for node in heads if any(user.target is aten.nll_loss_forward.default for user in node.users)]
-    if len(found) != 1:
-        inside = any(port.kind == "result" for port in program.ports)
-        where = "the model's forward, which is to return the loss," if inside else "the loss"
-        _refuse(f"{where} has {len(found) or 'no'} calls of cross_entropy on classes", plan)
-    head = _Head(found[0], edit, plan)
-    count = _in_slices(edit, head, rows)
+    try:
+        head = Head(edit.graph, product_of(edit.graph, program.ports))
+        count = Slices(edit, head, rows).write()
+    except Unlike as error:
+        _refuse(str(error), plan)
     return edit.done("slice_loss", f"loss_rows={rows}, as given: logits of {count} slices, [{rows}, {head.classes}]")
 
 
-def _refuse(reason: str, plan: Plan) -> None:
+def _refuse(reason: str, plan: Plan) -> NoReturn:
     raise ValueError(
-        f"Policy.loss_rows={plan.policy.loss_rows} cannot be: {reason}. It is for a linear head whose logits go into "
-        "F.cross_entropy and nowhere else. Leave loss_rows out, or call fsdp_compiled.chunked_cross_entropy."
-    )
+        f"Policy.loss_rows={plan.policy.loss_rows} cannot be: {reason}. It is for a linear head whose logits become a "
+        "loss row by row. Leave loss_rows out, or call fsdp_compiled.chunked_cross_entropy."
+    ) from None
 
 
-@dataclass
-class _Head:
-    """What there is of the loss in the program, forward and backward."""
+class Slices:
+    """Puts slices in the place of the whole."""
 
-    log_softmax: fx.Node
-    edit: Edit
-    plan: Plan
-    product: fx.Node = field(init=False)
-    casts: list[torch.dtype] = field(init=False)  # from the product to the softmax
-    value: fx.Node = field(init=False)
-    nll: fx.Node = field(init=False)
-    seed: fx.Node = field(init=False)  # the derivative by the value
-    softmax_backward: fx.Node = field(init=False)
-    products: list[fx.Node] = field(init=False)  # d_hidden
-    weights: list[fx.Node] = field(init=False)  # d_weight
-    sums: list[fx.Node] = field(init=False)  # d_bias
-    casts_back: list[torch.dtype] = field(init=False)
+    def __init__(self, edit: Edit, head: Head, rows: int) -> None:
+        self.edit, self.head, self.rows = edit, head, rows
+        self.total = len(head.chosen)
+        self.ends = head.product.next  # before which all is written
+        self.early = EarlyValues(edit, head.known, head.losses, self.ends)
+        self.order = positions(edit.graph)
+        self.flat: dict[tuple[fx.Node, int | None], fx.Node] = {}
+        self.counted: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
 
-    def __post_init__(self) -> None:
-        self._find_forward()
-        self._find_backward()
-
-    @property
-    def classes(self) -> int:
-        return int(self.log_softmax.meta["val"].shape[1])
-
-    def need(self, holds: bool, reason: str) -> None:
-        if not holds:
-            _refuse(reason, self.plan)
-
-    def _find_forward(self) -> None:
-        node, reader = self.log_softmax.all_input_nodes[0], self.log_softmax
-        self.casts = []
-        while node.target in SAME_ROWS:
-            self.need(set(node.users) == {reader}, "its logits are used elsewhere as well")
-            if node.target is aten._to_copy.default:
-                self.casts.insert(0, node.meta["val"].dtype)
-            node, reader = node.all_input_nodes[0], node
-        self.need(node.target in (aten.mm.default, aten.addmm.default) and not node.kwargs,
-                  f"its logits are made by {node.target}, not by a linear layer")  # fmt: skip
-        self.need(set(node.users) == {reader}, "its logits are used elsewhere as well")
-        self.product = node
-        shape = self.log_softmax.meta["val"].shape
-        made = node.meta["val"].shape
-        self.need(made == shape and self.log_softmax.args[1] in (1, -1),
-                  f"the head's logits are {list(made)}, and the loss reads {list(shape)}")  # fmt: skip
-        self.need(all(isinstance(size, int) for size in shape), "the number of rows moves (Policy.dynamic)")
-        users = list(self.log_softmax.users)
-        known = (aten.nll_loss_forward.default, aten.nll_loss_backward.default, aten._log_softmax_backward_data.default)
-        self.need(sorted(str(user.target) for user in users) == sorted(map(str, known)),
-                  "its log_softmax is used elsewhere as well, as by label smoothing")  # fmt: skip
-        (self.nll,) = (user for user in users if user.target is known[0])
-        self.need(self.nll.args[2] is None, "classes have weights")
-        self.need(self.nll.args[3] in (MEAN, SUM), 'reduction="none"')
-        values = {user.args[1]: user for user in self.nll.users if user.target is getitem}
-        self.value = values[0]
-
-    def _find_backward(self) -> None:
-        (backward,) = (user for user in self.log_softmax.users if user.target is aten.nll_loss_backward.default)
-        self.seed = backward.args[0]  # type: ignore[assignment]
-        (self.softmax_backward,) = backward.users
-        self.need(self.softmax_backward.target is aten._log_softmax_backward_data.default, "its gradient is changed")
-        self.products, self.weights, self.sums, self.casts_back = [], [], [], []
-        self._follow(self.softmax_backward, turned=False)
-
-    def _follow(self, gradient: fx.Node, turned: bool) -> None:
-        for user in list(gradient.users):
-            if user.target in SAME_ROWS and not turned:
-                if user.target is aten._to_copy.default:
-                    self.casts_back.append(user.meta["val"].dtype)
-                self._follow(user, turned)
-            elif user.target is aten.t.default and not turned:
-                self._follow(user, True)
-            elif user.target is aten.mm.default and user.args[0] is gradient:
-                (self.weights if turned else self.products).append(user)
-            elif user.target is aten.sum.dim_IntList and user.args[1:] == ([0], True) and not turned:
-                self.sums.append(user)
-            else:
-                self.need(False, f"the gradient of its logits goes into {user.target}")
-        same = all(node.args[1] is self.product.args[-2] for node in self.weights)
-        self.need(same, "its weight's gradient is made of other rows")
-        self.need(len(self.casts_back) <= 1, "the gradient of its logits is cast twice")
-
-
-def _in_slices(edit: Edit, head: _Head, rows: int) -> int:
-    """Puts the slices in the place of the whole; returns how many there are."""
-    product, nll = head.product, head.nll
-    bias = product.args[0] if product.target is aten.addmm.default else None
-    hidden, weight = product.args[-2:]
-    targets: Any = nll.args[1]
-    reduction, ignored = nll.args[3:5]
-    total = len(hidden.meta["val"])  # type: ignore[union-attr]
-    dtype = head.log_softmax.meta["val"].dtype
-    starts = range(0, total, rows)
-    path = {name: product.meta[name] for name in ("path",) if name in product.meta}
-    before = list(edit.graph.nodes)
-    with edit.at(nll, "forward"):
-        copies: dict[fx.Node, fx.Node] = {}
-        known = _is_known(edit, head)
-        seed = _early(edit, head, [head.seed], copies)[0] if known else _one(edit, head)
-        turned = _early(edit, head, [node.args[1] for node in head.products], copies)  # type: ignore[misc]
-        counts = edit.call(aten.ne.Scalar, targets, ignored)
-        counted = edit.call(aten.sum.default, counts, dtype=dtype)
-        values: list[fx.Node] = []
-        parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in head.products}
-        sums: dict[fx.Node, fx.Node] = {}
-        for start in starts:
-            end = min(start + rows, total)
-            mine = edit.call(aten.slice.Tensor, hidden, 0, start, end)
-            classes = edit.call(aten.slice.Tensor, targets, 0, start, end)
-            logits = edit.call(product.target, *([bias] if bias is not None else []), mine, weight)  # type: ignore[arg-type]
-            for cast in head.casts:
-                logits = edit.call(aten._to_copy.default, logits, dtype=cast)
-            log_p = edit.call(aten._log_softmax.default, logits, 1, *head.log_softmax.args[2:])
-            pair = edit.call(aten.nll_loss_forward.default, log_p, classes, None, SUM, ignored)
-            values.append(edit.call(getitem, pair, 0))
-            gradient = edit.call(
-                aten.nll_loss_backward.default, seed, log_p, classes, None, reduction, ignored, counted
-            )
-            gradient = edit.call(
-                aten._log_softmax_backward_data.default, gradient, log_p, 1, *head.softmax_backward.args[3:]
-            )
-            for cast in head.casts_back:
-                gradient = edit.call(aten._to_copy.default, gradient, dtype=cast)
-            for node, other in zip(head.products, turned, strict=True):
-                parts[node].append(edit.call(aten.mm.default, gradient, other))
-            for node in head.weights:
-                across = edit.call(aten.t.default, gradient)
-                if node in sums and gradient.meta["val"].dtype == sums[node].meta["val"].dtype:
-                    sums[node] = edit.call(aten.addmm.default, sums[node], across, mine)
-                else:
-                    _add(edit, sums, node, edit.call(aten.mm.default, across, mine))
-            for node in head.sums:
-                _add(edit, sums, node, edit.call(aten.sum.dim_IntList, gradient, [0], True))
-        values = [_wide(edit, value) for value in values]
-        loss = values[0]
-        for value in values[1:]:
-            loss = edit.call(aten.add.Tensor, loss, value)
-        if reduction == MEAN:
-            loss = edit.call(aten.div.Tensor, loss, counted)
-        if loss.meta["val"].dtype != dtype:
-            loss = edit.call(aten._to_copy.default, loss, dtype=dtype)
-        whole = {node: edit.call(aten.cat.default, found) for node, found in parts.items()}
-        for node, value in sums.items():
-            kept = node.meta["val"].dtype
-            whole[node] = value if value.meta["val"].dtype == kept else edit.call(
-                aten._to_copy.default, value, dtype=kept
-            )  # fmt: skip
-    if not known:
-        for node, value in whole.items():
+    def write(self) -> int:
+        edit, head = self.edit, self.head
+        path = {name: head.product.meta[name] for name in ("path",) if name in head.product.meta}
+        before = set(edit.graph.nodes)
+        made = sorted((node for node in head.known if node is not head.product), key=self.order.__getitem__)
+        starts = range(0, self.total, self.rows)
+        with edit.at(self.ends, "forward"):
+            root = self.early.root(made, head.sinks.values(), head.exits)
+            if root is not None:
+                self._check_precision()
+            hidden = self._rows_of_hidden()
+            sums: dict[fx.Node, fx.Node] = {}
+            parts: dict[fx.Node, list[fx.Node]] = {}
+            for start in starts:
+                self.start, self.end = start, min(start + self.rows, self.total)
+                self._write_slice(hidden, made, sums, parts)
+            whole = {node: self._joined(node, found) for node, found in parts.items()}
+            whole |= {node: self._summed(node, value) for node, value in sums.items()}
+        for node in head.sinks if root is not None else ():
             with edit.at(node, "backward"):
-                whole[node] = edit.call(aten.mul.Tensor, value, head.seed)
-    for node in set(edit.graph.nodes).difference(before):
-        node.meta.update(path)
-    for old, new in (*whole.items(), (head.value, loss)):
-        old.replace_all_uses_with(new)
-    return len(starts)
+                whole[node] = edit.call(aten.mul.Tensor, whole[node], root)
+        for node in set(edit.graph.nodes).difference(before):
+            node.meta.update(path)
+        for old, new in whole.items():
+            old.replace_all_uses_with(new)
+        for loss, (counted, _) in self.counted.items():
+            for user in loss.users:
+                if user.args[1] == 1:
+                    user.replace_all_uses_with(counted)
+        return len(starts)
+
+    def _check_precision(self) -> None:
+        wide = (node.meta["val"].dtype for node, of in self.head.known.items() if of.last == self.head.classes)
+        if torch.float16 in wide:
+            raise Unlike(
+                "in float16 the derivative by the loss must be known in forward, and it is made of the loss or comes "
+                "from outside"
+            )
+
+    def _rows_of_hidden(self) -> fx.Node:
+        """Those that the loss reads, in its order."""
+        head, edit = self.head, self.edit
+        if not head.cut:
+            return head.hidden  # type: ignore[no-any-return]
+        product, found = head.product, head.hidden
+        width = shape_of(found)[-1]
+        for move in moves_back(head.losses[0].args[0], head.known, lambda node: node is product)[1:]:  # type: ignore[arg-type]
+            found = replay(move, found, edit.call, width)
+        return self._reshaped(found, [self.total, width])
+
+    def _reshaped(self, node: fx.Node, shape: list[int]) -> fx.Node:
+        value = node.meta["val"]
+        if list(value.shape) == shape:
+            return node
+        if not value.is_contiguous():
+            node = self.edit.call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self.edit.call(aten.view.default, node, shape)
+
+    def _write_slice(
+        self, hidden: fx.Node, made: list[fx.Node], sums: dict[fx.Node, fx.Node], parts: dict[fx.Node, list[fx.Node]]
+    ) -> None:
+        """Adds what this slice has to sums, and to parts of what has rows."""
+        edit, head = self.edit, self.head
+        product = head.product
+        bias = product.args[:1] if product.target is aten.addmm.default else ()
+        mine = edit.call(aten.slice.Tensor, hidden, 0, self.start, self.end)
+        values = self.values = {product: edit.call(product.target, *bias, mine, product.args[-1])}  # type: ignore[arg-type]
+        for node in made:
+            if node.target is not getitem:
+                values[node] = self._value(node, head.known[node])
+            for loss in (one for one in node.users if one in head.losses):
+                self._write_loss(loss, values[node], sums)
+        for node in head.exits:
+            parts.setdefault(node, []).append(values[node])
+        for node, gradient in head.sinks.items():
+            of = values[gradient]
+            if node.target is not aten.mm.default:
+                keeps = node.target is aten.sum.dim_IntList and shape_of(node)[-1:] == (head.classes,)
+                part = edit.call(aten.sum.dim_IntList, of, [0], True) if keeps else edit.call(aten.sum.default, of)
+                _add(edit, sums, node, part)
+            elif node.args[0] is gradient:
+                other = self.early(node.args[1])
+                parts.setdefault(node, []).append(edit.call(aten.mm.default, of, other))
+            else:
+                turned = node.args[1] is gradient
+                pair = (edit.call(aten.t.default, mine), of) if turned else (edit.call(aten.t.default, of), mine)
+                if node in sums and of.meta["val"].dtype == sums[node].meta["val"].dtype:
+                    sums[node] = edit.call(aten.addmm.default, sums[node], *pair)
+                else:
+                    _add(edit, sums, node, edit.call(aten.mm.default, *pair))
+
+    def _write_loss(self, loss: fx.Node, log_p: fx.Node, sums: dict[fx.Node, fx.Node]) -> None:
+        edit = self.edit
+        weight, reduction, ignored = loss.args[2:]
+        if loss not in self.counted:
+            self.counted[loss] = self._count(loss)
+        classes = edit.call(aten.slice.Tensor, self.counted[loss][1], 0, self.start, self.end)
+        given = None if weight is None else self.early(weight)
+        pair = edit.call(NLL, log_p, classes, given, NONE if reduction == NONE else SUM, ignored)
+        value = edit.call(getitem, pair, 0)
+        for found in (user for user in loss.users if user.args[1] == 0):
+            if reduction == NONE:
+                self.values[found] = value
+            else:
+                _add(edit, sums, found, value)
+
+    def _count(self, loss: fx.Node) -> tuple[fx.Node, fx.Node]:
+        """What a mean divides by: how many targets count, or the sum of their classes' weights; and the targets."""
+        edit = self.edit
+        _, targets, weight, _, ignored = loss.args
+        dtype = loss.args[0].meta["val"].dtype  # type: ignore[union-attr]
+        there = self.early(targets)
+        counts = edit.call(aten.ne.Scalar, there, ignored)
+        if weight is None:
+            return edit.call(aten.sum.default, counts, dtype=dtype), there
+        known = edit.call(aten.mul.Tensor, there, counts)
+        weights = edit.call(aten.index_select.default, self.early(weight), 0, known)
+        return edit.call(aten.sum.default, edit.call(aten.mul.Tensor, weights, counts), dtype=dtype), there
+
+    def _value(self, node: fx.Node, of: Layout) -> fx.Node:
+        """Of this slice: ``[rows]``, ``[rows, 1]`` or ``[rows, classes]``."""
+        edit, target, values = self.edit, node.target, self.values
+        args, kwargs = node.args, dict(node.kwargs)
+        first = values.get(args[0])  # type: ignore[arg-type]
+        ends = [] if of.last is None else [of.last]
+        if target in MOVES:
+            assert first is not None
+            shape = [self.end - self.start, *ends]
+            return first if target in COPIES else self._reshaped(first, shape)
+        if target is aten.expand.default:
+            return edit.call(target, first, [self.end - self.start, *ends])
+        if target in SOFTMAX:
+            return edit.call(target, first, 1, *args[2:])  # type: ignore[arg-type]
+        if target in SOFTMAX_BACKWARD:
+            return edit.call(target, first, values[args[1]], 1, *args[3:])  # type: ignore[index]
+        if target in OVER_CLASSES:
+            return edit.call(target, first, [1] if isinstance(args[1], list | tuple) else 1, *args[2:], **kwargs)  # type: ignore[arg-type]
+        if target in NEW:
+            return edit.call(target, first, [self.end - self.start, *ends], *args[2:], **kwargs)  # type: ignore[arg-type]
+        if target in (aten.gather.default, aten.scatter_add.default, aten.scatter.value):
+            rest = [self._given(one, Layout(of.rows, 1)) for one in args[2:]]
+            return edit.call(target, first, 1, *rest, **kwargs)  # type: ignore[arg-type]
+        if target is NLL_BACKWARD:
+            return self._loss_backward(node)
+        if target in LIKE:
+            return edit.call(target, first, *args[1:], **kwargs)  # type: ignore[arg-type]
+        return edit.call(target, *(self._given(one, of) for one in args), **kwargs)  # type: ignore[arg-type]
+
+    def _loss_backward(self, node: fx.Node) -> fx.Node:
+        derivative, log_p, targets, weight, reduction, ignored, _ = node.args
+        loss = next(
+            one for one in self.head.losses if (*one.args[:3], one.args[4]) == (log_p, targets, weight, ignored)
+        )
+        counted, there = self.counted[loss]
+        by_row = Layout(self.head.chosen, None)
+        given = self._given(derivative, by_row) if reduction == NONE else self.early(derivative)
+        classes = self.edit.call(aten.slice.Tensor, there, 0, self.start, self.end)
+        weights = None if weight is None else self.early(weight)
+        return self.edit.call(
+            NLL_BACKWARD, given, self.values[log_p], classes, weights, reduction, ignored, counted  # type: ignore[index]
+        )  # fmt: skip
+
+    def _given(self, value: Any, of: Layout) -> Any:
+        """An argument of a call that gives a value of this layout."""
+        if not isinstance(value, fx.Node):
+            return value
+        if value in self.values:
+            return self.values[value]
+        edit, shape = self.edit, shape_of(value)
+        ends = shape[len(shape) - (of.last is not None) :]
+        lead = shape[: len(shape) - len(ends)]
+        if not lead or torch.Size(lead).numel() == 1:
+            found = self.early(value)
+            return self._reshaped(found, list(ends)) if lead else found
+        if ends == (self.head.classes,):
+            return self._wide(value, of)
+        if (value, of.last) not in self.flat:
+            if not of.of(self.head.chosen):
+                raise Unlike(f"{value.name} is read for other rows as well")
+            found, rows = self.early(value), list(of.rows.shape)
+            if list(lead) != rows:
+                found = edit.call(aten.expand.default, found, [*rows, *ends])
+            self.flat[value, of.last] = self._reshaped(found, [self.total, *ends])
+        return edit.call(aten.slice.Tensor, self.flat[value, of.last], 0, self.start, self.end)
+
+    def _wide(self, value: fx.Node, of: Layout) -> fx.Node:
+        """What has all classes of all rows, and is made of something smaller."""
+        edit = self.edit
+        shape = [self.end - self.start, self.head.classes]
+        if value.target is aten.expand.default:
+            inner = self._given(value.args[0], of)
+            return edit.call(aten.expand.default, inner, shape)
+        if value.target is aten.full.default:
+            return edit.call(aten.full.default, shape, value.args[1], **value.kwargs)
+        if is_pointwise(value.target) and not is_random(value):
+            return edit.call(value.target, *(self._given(one, of) for one in value.args), **value.kwargs)  # type: ignore[arg-type]
+        raise Unlike(f"{value.name} has all classes of all rows, too")
+
+    def _joined(self, node: fx.Node, parts: list[fx.Node]) -> fx.Node:
+        """What has rows, whole."""
+        edit, head = self.edit, self.head
+        found = edit.call(aten.cat.default, parts) if len(parts) > 1 else parts[0]
+        if node in head.exits:
+            return self._reshaped(found, list(shape_of(node)))
+        if head.cut:
+            width = shape_of(node)[-1]
+            first, *moves = moves_back(head.sinks[node], head.known, lambda one: head.known[one].of(head.chosen))
+            found = self._reshaped(found, [*head.known[first].rows.shape, width])
+            for move in moves:
+                found = replay(move, found, edit.call, width)
+        return found
+
+    def _summed(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        """In the form of what it takes the place of."""
+        edit = self.edit
+        for loss, (counted, _) in self.counted.items():
+            if node in loss.users and loss.args[3] == MEAN:
+                value = edit.call(aten.div.Tensor, value, counted)
+        dtype = node.meta["val"].dtype
+        if value.meta["val"].dtype != dtype:
+            value = edit.call(aten._to_copy.default, value, dtype=dtype)
+        return self._reshaped(value, list(shape_of(node)))
 
 
 def _add(edit: Edit, sums: dict[fx.Node, fx.Node], node: fx.Node, part: fx.Node) -> None:
     """To what is summed for this node so far, in float32 at least."""
-    part = _wide(edit, part)
-    sums[node] = edit.call(aten.add.Tensor, sums[node], part) if node in sums else part
-
-
-def _wide(edit: Edit, value: fx.Node) -> fx.Node:
-    dtype = value.meta["val"].dtype
+    dtype = part.meta["val"].dtype
     wide = torch.promote_types(dtype, torch.float32)
-    return value if wide == dtype else edit.call(aten._to_copy.default, value, dtype=wide)
-
-
-def _is_known(edit: Edit, head: _Head) -> bool:
-    """Whether the derivative by the loss can be made in forward."""
-    outside = {node for port, node in edit.inputs.items() if port.kind == "tangent"}
-    stack, seen = [head.seed], {head.seed}
-    while stack:
-        node = stack.pop()
-        if node in outside or node in (head.log_softmax, head.nll, head.value):
-            return False
-        stack += set(node.all_input_nodes) - seen
-        seen.update(node.all_input_nodes)
-    return True
-
-
-def _one(edit: Edit, head: _Head) -> fx.Node:
-    dtypes = [head.product.meta["val"].dtype, *head.casts, *head.casts_back]
-    head.need(torch.float16 not in dtypes, "in float16 the derivative by the loss must be known in forward, and it is "
-              "made of the loss or comes from outside")  # fmt: skip
-    value = head.seed.meta["val"]
-    return edit.call(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
-
-
-def _early(edit: Edit, head: _Head, wanted: Iterable[fx.Node], copies: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """These values of backward, made in forward: of what is there before the loss is."""
-    order = positions(edit.graph)
-    needed: set[fx.Node] = set()
-    stack = list(wanted)
-    while stack:
-        node = stack.pop()
-        if node.op == "call_function" and order[node] >= order[head.log_softmax] and node not in needed:
-            reads_loss = node in (head.log_softmax, head.nll, head.value) or is_random(node)
-            head.need(not reads_loss, "more than sums and constants is made of the loss afterwards")
-            needed.add(node)
-            stack += node.all_input_nodes
-    for node in sorted(needed, key=order.__getitem__):
-        if node not in copies:
-            copies[node] = edit.clone(node, copies)
-    return [copies.get(node, node) for node in wanted]
+    if wide != dtype:
+        part = edit.call(aten._to_copy.default, part, dtype=wide)
+    sums[node] = edit.call(aten.add.Tensor, sums[node], part) if node in sums else part
