@@ -7,10 +7,11 @@ what one pass has made for the next; the edit then takes the graph itself, and n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,11 +63,12 @@ class Edit:
         self._mark: Mark | None = None
 
     @property
-    def inputs(self) -> dict[Port, fx.Node]:
-        return dict(self._inputs)
+    def inputs(self) -> Mapping[Port, fx.Node]:
+        return MappingProxyType(self._inputs)
 
     @property
     def outputs(self) -> dict[Port, fx.Node | None]:
+        """As they are now: who goes through them may set and remove some meanwhile."""
         return dict(self._outputs)
 
     @property
@@ -94,8 +96,7 @@ class Edit:
         return node
 
     def infer(self, node: fx.Node) -> None:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-        node.meta["val"] = self._result(node.target, args, kwargs)  # type: ignore[arg-type]
+        node.meta["val"] = self._result(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
 
     def clone(self, node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
         """Repeats a node on other inputs at the point and in the phase that `at` set."""
@@ -123,11 +124,14 @@ class Edit:
         self.graph.erase_node(self._inputs.pop(port))
 
     def set_output(self, port: Port, node: fx.Node | None) -> None:
-        self._outputs[port] = node
+        self.set_outputs({port: node})
+
+    def set_outputs(self, nodes: Mapping[Port, fx.Node | None]) -> None:
+        """Several at once, where there are many: each time, the output node is told of all that there are."""
+        self._outputs |= nodes
         self._sync()
 
     def remove_output(self, *ports: Port) -> None:
-        """Several at once, where there are many: each time, the output node is told of all that are left."""
         for port in ports:
             del self._outputs[port]
         self._sync()

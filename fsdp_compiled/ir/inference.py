@@ -14,11 +14,14 @@ from operator import getitem
 from typing import Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fsdp_compiled.ir.nodes import fake_tensor
 
-PLAIN = (int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = frozenset(
+    [int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
+)
 
 
 class _Odd(Exception):
@@ -34,18 +37,18 @@ class Inference:
         self._layouts: dict[int, tuple[torch.Tensor, Hashable]] = {}  # of arguments, by identity
 
     def __call__(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of ``target(*args, **kwargs)``, of fake tensors."""
+        """The result of ``target(*args, **kwargs)``, of nodes or of fake tensors themselves."""
         if target is getitem:  # of as many as there are, each of which takes one out
-            return getitem(*args)
+            return getitem(*_values(args))
         tensors: list[torch.Tensor] = []
         places: dict[int, int] = {}  # in that list, by identity
         try:
-            key = (target, self._key(args, tensors, places), self._key(kwargs, tensors, places))
+            key = (target, self._key(args, tensors, places), self._key(kwargs, tensors, places) if kwargs else None)
         except _Odd:
-            return propagate(self._mode, target, args, kwargs)
+            return propagate(self._mode, target, _values(args), _values(kwargs))
         if key in self._known:
             return self._made(self._known[key], tensors)
-        value = propagate(self._mode, target, args, kwargs)
+        value = propagate(self._mode, target, _values(args), _values(kwargs))
         with suppress(_Odd):
             self._known[key] = _described(value, places)
         return value
@@ -55,6 +58,8 @@ class Inference:
 
         ``tensors`` is filled with the tensors, each once.
         """
+        if isinstance(value, fx.Node):
+            value = value.meta["val"]
         kind = type(value)
         if kind in PLAIN:
             return kind, value
@@ -62,31 +67,39 @@ class Inference:
             return (kind, *[self._key(one, tensors, places) for one in value])
         if isinstance(value, dict):
             return (kind, *[(name, self._key(one, tensors, places)) for name, one in value.items()])
-        if id(value) not in self._layouts:
+        if (known := self._layouts.get(id(value))) is None:
             if not _plain(value):
                 raise _Odd
-            self._layouts[id(value)] = value, (tuple(value.shape), value.stride(), value.dtype, value.device)
+            known = self._layouts[id(value)] = value, (tuple(value.shape), value.stride(), value.dtype, value.device)
         place = places.setdefault(id(value), len(tensors))
         if place == len(tensors):
             tensors.append(value)
-        return place, self._layouts[id(value)][1]
+        return place, known[1]
 
     def _made(self, described: Any, tensors: Sequence[torch.Tensor]) -> Any:
         if isinstance(described, tuple | list):
             return type(described)(self._made(one, tensors) for one in described)
         if isinstance(described, int):
             return tensors[described]
-        return None if described is None else described.made(self._mode)
+        if described is None:
+            return None
+        made = described.made(self._mode)
+        self._layouts[id(made)] = made, described.given
+        return made
 
 
 class _Layout:
     """Of a result."""
 
     def __init__(self, value: torch.Tensor) -> None:
-        self._given = tuple(value.shape), value.stride(), value.dtype, value.device
+        self.given = tuple(value.shape), value.stride(), value.dtype, value.device
 
     def made(self, mode: FakeTensorMode) -> torch.Tensor:
-        return fake_tensor(mode, *self._given)
+        return fake_tensor(mode, *self.given)
+
+
+def _values(arguments: Any) -> Any:
+    return fx.node.map_arg(arguments, lambda node: node.meta["val"])
 
 
 def propagate(mode: FakeTensorMode, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -35,21 +35,13 @@ def reduce(program: Program, plan: Plan) -> Program:
     """Replaces gradients by parameter with reduced gradients by buffer, each this rank's shard of the mean."""
     edit = Edit(program)
     order = positions(edit.graph)
-    outputs = edit.outputs
-    slots = [slot for buffer in plan.buffers if buffer.trainable for slot in buffer.slots]
-    ports = [Port("out", "parameter gradient", slot.name) for slot in slots]
-    edit.remove_output(*(port for port in ports if port in outputs))
+    gradients = {port.name: node for port, node in edit.outputs.items() if port.kind == "parameter gradient"}
+    sharded = [buffer for buffer in plan.buffers if buffer.trainable]
+    names = [slot.name for buffer in sharded for slot in buffer.slots if slot.name in gradients]
+    edit.remove_output(*(Port("out", "parameter gradient", name) for name in names))
     ready: list[tuple[fx.Node | None, Buffer, dict[str, fx.Node]]] = []
-    for buffer in plan.buffers:
-        if not buffer.trainable:
-            continue
-        found: dict[str, fx.Node] = {}
-        for slot in buffer.slots:
-            port = Port("out", "parameter gradient", slot.name)
-            if port in outputs:
-                node = outputs[port]
-                if node is not None:
-                    found[slot.name] = node
+    for buffer in sharded:
+        found = {slot.name: node for slot in buffer.slots if (node := gradients.get(slot.name)) is not None}
         edit.inputs[Port("in", "shard", buffer.key)].meta["idle"] = tuple(
             slot.name for slot in buffer.slots if slot.name not in found
         )
@@ -58,6 +50,7 @@ def reduce(program: Program, plan: Plan) -> Program:
     # Looked up before anything is inserted: buffers that become whole with the same gradient follow one another.
     following = {node: node.next for node, _, _ in ready if node is not None}
     pending: list[tuple[Buffer, fx.Node, list[Call]]] = []  # with what is to come
+    reduced: dict[Port, fx.Node] = {}
     for node, buffer, found in ready:
         with edit.at(edit.end if node is None else following[node], "backward"):
             if found:
@@ -65,7 +58,7 @@ def reduce(program: Program, plan: Plan) -> Program:
                 calls = reduction(buffer, flat.meta["val"].dtype, plan)
                 while calls and calls[0].role == "scale":
                     flat = _add(edit, buffer, flat, calls.pop(0))
-                _finish(edit, pending)
+                reduced |= _finish(edit, pending)
                 if calls and calls[0].role == "reduce":
                     flat = _add(edit, buffer, flat, calls.pop(0))
                 pending.append((buffer, flat, calls))
@@ -81,7 +74,8 @@ def reduce(program: Program, plan: Plan) -> Program:
                 )
                 pending.append((buffer, zeros, []))
     with edit.at(edit.end, "backward"):
-        _finish(edit, pending)
+        reduced |= _finish(edit, pending)
+    edit.set_outputs(reduced)
     return edit.done("reduce")
 
 
@@ -155,10 +149,12 @@ def _add(edit: Edit, buffer: Buffer, value: fx.Node, call: Call) -> fx.Node:
     return edit.call(call.target, value, *call.arguments, *axis, **call.options, mark=_mark(buffer, call.role))
 
 
-def _finish(edit: Edit, pending: list[tuple[Buffer, fx.Node, list[Call]]]) -> None:
+def _finish(edit: Edit, pending: list[tuple[Buffer, fx.Node, list[Call]]]) -> dict[Port, fx.Node]:
     """Waits for what is on the wire, and carries it over the remaining axis."""
+    found = {}
     while pending:
         buffer, part, rest = pending.pop()
         for call in rest:
             part = _add(edit, buffer, part, call)
-        edit.set_output(Port("out", "gradient", buffer.key), part)
+        found[Port("out", "gradient", buffer.key)] = part
+    return found

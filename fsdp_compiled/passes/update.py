@@ -41,12 +41,13 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
         edit = Edit(program)
         with edit.at(edit.end, "update"):
             shared: dict[str, dict[int, fx.Node]] = {rule.key: {} for rule in rules}
-            for buffer in plan.buffers:
-                port = Port("out", "gradient", buffer.key)
-                if port not in edit.outputs:
-                    continue
-                gradient = edit.outputs[port]
-                edit.remove_output(port)
+            outputs = edit.outputs
+            ports = {
+                port: buffer for buffer in plan.buffers if (port := Port("out", "gradient", buffer.key)) in outputs
+            }
+            edit.remove_output(*ports)
+            for port, buffer in ports.items():
+                gradient = outputs[port]
                 if not buffer.updated or gradient is None:
                     continue
                 assert buffer.group is not None

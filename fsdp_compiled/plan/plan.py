@@ -201,7 +201,7 @@ class Plan:
     def placement(self) -> Placement:
         return self.policy.placement
 
-    @property
+    @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
         return tuple(buffer for unit in self.units for buffer in unit.buffers)
 
@@ -282,7 +282,11 @@ class Plan:
         return {"shard": self.shard, "replicate": self.replicate, "tp": self.tp}[axis]
 
     def buffer(self, key: str) -> Buffer:
-        return next(buffer for buffer in self.buffers if buffer.key == key)
+        return self._by_key[key]
+
+    @cached_property
+    def _by_key(self) -> dict[str, Buffer]:
+        return {buffer.key: buffer for buffer in self.buffers}
 
     def compute_dtype(self, buffer: Buffer) -> torch.dtype:
         """The dtype in which forward and backward see the buffer, and in which it crosses the wire."""

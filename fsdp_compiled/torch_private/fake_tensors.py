@@ -18,7 +18,7 @@ _KNOWN: dict[torch.device, dict[str, Any]] = {}
 
 def fake_of(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
     """``FakeTensor(mode, meta, device)``, of a new tensor on "meta" without gradient."""
-    if (known := _KNOWN.get(device)) is None or mode._allow_unsafe_data_ptr_access:
+    if (known := _KNOWN.get(device)) is None:
         made = FakeTensor(mode, meta, device)
         if made.fake_device == device:  # "cuda" is another one from time to time
             _KNOWN[device] = {name: value for name, value in vars(made).items() if name != "fake_mode"}
@@ -26,7 +26,10 @@ def fake_of(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> F
     fake: Any = torch.Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
-    C._set_throw_on_mutable_data_ptr(fake)
+    if mode._allow_unsafe_data_ptr_access:
+        C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        C._set_throw_on_mutable_data_ptr(fake)
     attributes = vars(fake)
     attributes.update(known)
     attributes["fake_mode"] = mode
