@@ -105,8 +105,24 @@ class Block(nn.Module):
         if self.like == "experts":
             for expert in self.experts:
                 y = y + expert(x)
+        if self.like == "a function inside":
+            total = self.factor
+
+            def added(value: float) -> torch.Tensor:
+                nonlocal total
+                total += value
+                return y * total
+
+            y = added(1.0) + added(2.0)
+        if self.like == "collects in a new object":
+            STATE.found.factor += 1.0  # type: ignore[union-attr]
+            y = y * STATE.found.factor  # type: ignore[union-attr]
         if self.kind == "other":
             y = y.sin()
+        if self.like == "an attribute of its result":
+            y = x + y
+            y.mark = self.index + 1.0  # type: ignore[attr-defined]
+            return y
         if self.like == "returns its argument":
             return x, x + y
         return x + y
@@ -141,6 +157,8 @@ class Model(nn.Module):
             STATE.factor, STATE.found = 2.0, {"some": [1.0, (None, "text")]}
         if self.like == "one of a global's kind":
             x = x * STATE.factor
+        if self.like == "collects in a new object":
+            STATE.found = Shared()  # type: ignore[assignment]
         for index, layer in enumerate(self.layers):
             if self.like == "read outside" and layer.kind == "other":
                 x = x + 1
@@ -179,6 +197,8 @@ class Model(nn.Module):
                 x = layer(x)
         if self.like == "plain tensors":
             x = x * self.last
+        if self.like == "an attribute of its result":
+            x = x * x.mark  # type: ignore[attr-defined]
         if self.like == "read after":
             x = x * sum(layer.linear.weight.square().sum() for layer in self.layers)
         if self.like == "differentiated inside":

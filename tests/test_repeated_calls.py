@@ -109,7 +109,7 @@ WRITTEN = {
     # all but the first two
     **dict.fromkeys(
         ("shared", "dropout", "random", "arguments", "read after", "written later", "twice", "plain tensors",
-         "reads and does not use", "global set before"), LAYERS - 2
+         "reads and does not use", "global set before", "a function inside"), LAYERS - 2
     ),
     # and but for the one that differs
     **dict.fromkeys(
@@ -125,7 +125,8 @@ WRITTEN = {
     # none
     **dict.fromkeys(
         ("closure", "writes a buffer", "global", "writes its input", "shared changes", "counts", "no grad", "annotated",
-         "a hook on a tensor", "checkpointed inside", "returns its argument", "global collects"), 0
+         "a hook on a tensor", "checkpointed inside", "returns its argument", "global collects",
+         "collects in a new object", "an attribute of its result"), 0
     ),
 }  # fmt: skip
 # Others differ from these in what a person writes, and not in what finds it.
@@ -134,7 +135,7 @@ CHOSEN = (
     "another dropout", "tied inside", "read outside", "hook", "another class inside", "autocast for one",
     "an attribute more", "numbers", "some without gradient", "closure", "writes a buffer", "shared changes", "counts",
     "a hook on a tensor", "checkpointed inside", "global set before", "global set for one", "global collects",
-    "one of a global's kind",
+    "one of a global's kind", "a function inside", "collects in a new object", "an attribute of its result",
 )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fsdp_compiled.capture.blocks.before_walk import Before
 from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, moved, plain, plain_layout
 from fsdp_compiled.capture.blocks.equal_blocks import layout_of
 from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template
@@ -48,27 +49,6 @@ def is_input(node: fx.Node) -> bool:
     return node.op == "placeholder" or node.target is own_tensor
 
 
-class Before:
-    """What there is before a block is walked through."""
-
-    def __init__(self, call: BlockCall) -> None:
-        output = call.output
-        self.nodes = set(output.graph.nodes)
-        self.versions = {
-            node: value._version
-            for node in output.graph.nodes
-            if isinstance(value := node.meta.get("example_value"), torch.Tensor)
-        }
-        self.counts = _counts(call)
-
-
-def _counts(call: BlockCall) -> tuple[int, ...]:
-    """What else a walk may add to, which is not repeated."""
-    output, effects = call.output, call.output.side_effects
-    others = effects.tensor_hooks, effects.save_for_backward, effects.store_attr_mutations
-    return tuple(map(len, (output.nn_modules, output.random_calls, output.aotautograd_guards, *others)))
-
-
 class WalkedBlock:
     """Raises `Unlike` where what Dynamo wrote cannot be repeated.
 
@@ -85,10 +65,7 @@ class WalkedBlock:
         new = [node for node in output.graph.nodes if node not in before.nodes]
         self.inputs = [node for node in new if is_input(node)]
         self.nodes = [node for node in new if not is_input(node)]
-        if call.changed() != call.changes or before.counts != _counts(call):
-            raise Unlike("it changes objects")
-        if any(node.meta["example_value"]._version != version for node, version in before.versions.items()):
-            raise Unlike("it writes tensors in place")
+        before.check(call)
         if any(node.meta["example_value"]._version for node in self.inputs):
             raise Unlike("it writes its own tensors in place")
         self.sources = [node.meta[OWN if OWN in node.meta else "grapharg"].source for node in self.inputs]
