@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,102 @@ def test_state_dicts_are_refused_with_the_cure() -> None:
     for call in (optimizer.state_dict, lambda: optimizer.load_state_dict({})):
         with pytest.raises(RuntimeError, match="taken over by compile_sharded"):
             call()
-    for call in (sharded.full_optimizer_state_dict, lambda: sharded.load_full_optimizer_state_dict({})):
+    for call in (sharded.state_dict, lambda: sharded.load_state_dict({})):
         with pytest.raises(ValueError, match=r"with Muon, which runs as it is, .* Call save and load"):
             call()
     sharded.step(next(batches(1)))
+
+
+class CountsInItsGroup(optim.Muon):
+    """And keeps a list for each parameter; its steps grow shorter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for p in group["params"]:
+                seen = self.state[p].setdefault("seen", [torch.zeros(p.shape[0]), 0])
+                seen[0].add_(p.grad.square().sum(1))
+                seen[1] += 1
+                p.mul_(1 - 0.01 * seen[0].mean() / (seen[1] * group["count"]))
+
+
+@pytest.mark.parametrize("kind", [optim.Muon, optim.Adafactor, CountsInItsGroup])
+def test_plain_optimizer_state_both_ways_and_back_to_the_beginning(kind: Any) -> None:
+    """What PyTorch's own loop left goes on here, and what this left goes on there, bit for bit."""
+    model = Matrices()
+    sharded = compile_sharded(model, kind(model.parameters(), lr=0.02), loss=loss, policy=EAGER)
+    data = list(batches(6))
+    for steps in (3, 0):  # what it had is forgotten
+        theirs = Matrices()
+        optimizer = kind(theirs.parameters(), lr=0.02)
+        _eagerly(theirs, optimizer, data[:steps])
+        sharded.load_full_state_dict(theirs.state_dict())
+        sharded.load_full_optimizer_state_dict(copy.deepcopy(optimizer.state_dict()))
+        _eagerly(theirs, optimizer, data[3:5])
+        for batch in data[3:5]:
+            sharded.step(batch)
+        mine = sharded.full_state_dict()
+        assert all(torch.equal(value, mine[name]) for name, value in theirs.state_dict().items())
+    other = Matrices()
+    plain = kind(other.parameters(), lr=0.02)
+    other.load_state_dict(sharded.full_state_dict())
+    plain.load_state_dict(sharded.full_optimizer_state_dict())
+    for one, its in ((theirs, optimizer), (other, plain)):
+        _eagerly(one, its, data[5:])
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in theirs.state_dict().items())
+    fresh = kind(other.parameters(), lr=0.02)  # control
+    other.load_state_dict(sharded.full_state_dict())
+    _eagerly(other, fresh, data[5:])
+    assert not all(torch.equal(value, other.state_dict()[name]) for name, value in theirs.state_dict().items())
+
+
+def _eagerly(model: Any, optimizer: Any, data: Any) -> None:
+    for batch in data:
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+
+
+class CountsInAnAttribute(optim.Muon):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count = getattr(self, "count", 0) + 1
+        super().step()
+
+
+class ItsOwnForm(optim.Muon):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "more": 1}
+
+
+def test_optimizer_state_that_is_another_s_or_not_all_is_refused() -> None:
+    sharded, _ = _sharded()
+    sharded.step(next(batches(1)))
+    before = {key: value.clone() for key, value in sharded.state.optimizer.items()}
+    model = Matrices()
+    for kind, match in ((optim.AdamW, "has no 'momentum_buffer', which Muon keeps: it is another optimizer's"),
+                        (optim.Muon, r"momentum_buffer of mix has shape \[2, 3\]")):  # fmt: skip
+        other = kind(model.parameters(), lr=0.02)
+        _eagerly(model, other, batches(1))
+        if kind is optim.Muon:
+            other.state[model.mix]["momentum_buffer"] = torch.ones(2, 3)
+        with pytest.raises(ValueError, match=match):
+            sharded.load_full_optimizer_state_dict(other.state_dict())
+    assert all(torch.equal(value, sharded.state.optimizer[key]) for key, value in before.items())
+    for kind, match in (
+        (CountsInAnAttribute, "counts in its attribute 'count'"),
+        (ItsOwnForm, "state_dict of its own"),
+    ):
+        model = Matrices()
+        own = kind(model.parameters(), lr=0.02)
+        plain = own.state_dict()
+        one = compile_sharded(model, own, loss=loss, policy=EAGER)
+        with pytest.raises(ValueError, match=match):
+            one.full_optimizer_state_dict()
+        with pytest.raises(ValueError, match=match):
+            one.load_full_optimizer_state_dict(plain)
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -159,7 +159,7 @@ class ShardedCheckpoints(ShardedCalls):
         """The ordinary ``optimizer.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
         with self._refusing():
             self._need_optimizer("full_optimizer_state_dict")
-            trained = self._trained("full_optimizer_state_dict")
+            trained = self._trained("full_optimizer_state_dict", owners=True)
         with self._meeting("full_optimizer_state_dict"), outside_modes():
             return self._checkpoints.optimizer_state_dict(trained)
 
@@ -172,7 +172,7 @@ class ShardedCheckpoints(ShardedCalls):
         """
         with self._refusing():
             self._need_optimizer("load_full_optimizer_state_dict")
-            trained = self._trained("load_full_optimizer_state_dict")
+            trained = self._trained("load_full_optimizer_state_dict", owners=True)
         with self._meeting("load_full_optimizer_state_dict"), outside_modes():
             self._checkpoints.load_optimizer(state_dict, trained)
 
@@ -215,11 +215,12 @@ class ShardedCheckpoints(ShardedCalls):
                 f"{call} between microbatches: their sums are no part of a checkpoint. Call it after sharded.step."
             )
 
-    def _trained(self, call: str, optimizer: bool = True, eagerly: bool = False) -> Trained:
-        """What is saved and loaded. ``optimizer``: whether its state is; ``eagerly``: in whatever form it is kept."""
+    def _trained(self, call: str, optimizer: bool = True, eagerly: bool = False, owners: bool = False) -> Trained:
+        """What is saved and loaded. ``optimizer``: whether its state is; ``eagerly``: in whatever form it is kept;
+        ``owners``: in that in which owners keep it."""
         updates = self._updates if optimizer else ()
         for update in updates:
-            if not eagerly:
+            if not eagerly and not (owners and isinstance(update, WholeUpdate)):
                 update.refuse(call, "what its code keeps can have any form. Call save and load.")
             if not isinstance(update, WholeUpdate) and len(members(self.optimizer)) > 1:
                 update.refuse(call, "its state is saved where it is the only optimizer.")

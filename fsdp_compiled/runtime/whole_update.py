@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
@@ -39,7 +40,7 @@ from fsdp_compiled.ir.program import Port
 from fsdp_compiled.optim.twin import attributes_of
 from fsdp_compiled.optim.whole import OnItsOwn, is_known
 from fsdp_compiled.plan.owners import update_cost
-from fsdp_compiled.plan.plan import Buffer, Slot
+from fsdp_compiled.plan.plan import Buffer, Leaf, Slot
 from fsdp_compiled.plan.rounds import Update, rounds
 from fsdp_compiled.runtime.eager_update import INSTEAD, EagerUpdate
 from fsdp_compiled.runtime.owner_round import Round
@@ -67,6 +68,24 @@ class WholeUpdate(EagerUpdate):
     def owned(self) -> list[str]:
         """The parameters that this rank updates."""
         return list(self._pieces)
+
+    @property
+    def leaves(self) -> dict[str, Leaf]:
+        """The parameters that any rank updates."""
+        return {name: slot.leaf for name, (_, slot) in self._slots.items()}
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's own whose parameters it updates."""
+        return self._own
+
+    @property
+    def names_of_groups(self) -> list[list[str]]:
+        return self._names_of_groups()
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._optimizer
 
     def of_parameters(self) -> dict[str, Any]:
         """What it keeps for each parameter that this rank owns, by name."""

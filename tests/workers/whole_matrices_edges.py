@@ -154,17 +154,27 @@ def save(folder: Path) -> None:
     for batch in list(batches(4))[:2]:
         sharded.step(part(batch))
     sharded.save(folder, wait=True)
+    whole = sharded.full_state_dict(), sharded.full_optimizer_state_dict()
+    if RANK == 0:
+        torch.save(whole, folder / "whole.pt")
     for batch in list(batches(4))[2:]:
         sharded.step(part(batch))
     if weights := sharded.full_state_dict():
         torch.save(weights, folder / "weights.pt")
 
 
-def loaded(folder: Path) -> str:
-    """Of what other ranks owned, these go on."""
+def loaded(folder: Path, whole: bool = False) -> str:
+    """Of what other ranks owned, these go on. ``whole``: from rank 0's dictionaries, in PyTorch's own form."""
     model = Matrices(bias=True)
     sharded = compile_sharded(model, pair(model), loss=loss, policy=EAGER)
-    if sharded.load(folder) != 2:
+    if whole:
+        weights, kept = torch.load(folder / "whole.pt") if RANK == 0 else ({}, {})
+        sharded.load_full_state_dict(weights)
+        sharded.load_full_optimizer_state_dict(kept)
+        again = sharded.full_optimizer_state_dict()
+        if str(again) != str(kept):
+            return f"{again}, not {kept}"
+    elif sharded.load(folder) != 2:
         return "nothing was loaded"
     for batch in list(batches(4))[2:]:
         sharded.step(part(batch))
@@ -196,6 +206,8 @@ def main(result: str, folder: str) -> None:
         }
     if places[5 - WORLD].exists():
         cases["from another world"] = lambda: loaded(places[5 - WORLD])
+        cases["from another world's dictionaries"] = lambda: loaded(places[5 - WORLD], whole=True)
+        cases["from its own dictionaries"] = lambda: loaded(places[WORLD], whole=True)
     found = {name: everywhere(case()) for name, case in cases.items()}
     if RANK == 0:
         Path(result).write_text(json.dumps(found))

@@ -204,10 +204,12 @@ class Checkpoints:
     def load_optimizer(self, given: Mapping[str, Any], trained: Trained) -> None:
         """Collective. Nothing is changed unless every rank has its part."""
         work = whole.load_optimizer(given, trained, self._mesh)
-        staged, groups = self._run(trained, "What load_full_optimizer_state_dict is given", work)
+        staged, groups, owned = self._run(trained, "What load_full_optimizer_state_dict is given", work)
         whole.write(staged)
         assert trained.optimizer is not None
         write_groups(trained.optimizer, groups)
+        for one in owned:
+            one.put(trained, groups)
 
     def _run(self, trained: Trained, what: str, work: Work[T]) -> T:
         wait_for_host_memory(trained.plan)

@@ -13,8 +13,10 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh, broadcast
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Buffer
+from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.contents import names_of, options
 from fsdp_compiled.runtime.checkpoint.huggingface import keys_of
+from fsdp_compiled.runtime.checkpoint.owned_state import Loaded
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.full_state_dict import collected
 from fsdp_compiled.runtime.shard_model import write_slot
@@ -112,8 +114,10 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
         for name, value in values.items():
             state.setdefault(indices[name], {})[entry.name] = value
         del own
+    owned = yield from owned_state.from_owners(trained, mesh)
     if mesh.rank != 0:
         return {}
+    state |= {indices[name]: kept for name, kept in owned.items()}
     groups = options(optimizer)
     for rule in trained.rules:
         for entry in (entry for entry in rule.state if entry.scalar):
@@ -162,8 +166,11 @@ def _per_element(trained: Trained) -> Iterator[tuple[Buffer, StateTensor]]:
                     yield buffer, entry
 
 
-def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[tuple[Staged, list[dict[str, Any]]]]:
-    """The shards of rank 0's ``optimizer.state_dict()``, read aside, and its groups; in stages, for `lockstep`."""
+def load_optimizer(
+    given: Mapping[str, Any], trained: Trained, mesh: Mesh
+) -> Work[tuple[Staged, list[dict[str, Any]], list[Loaded]]]:
+    """The shards of rank 0's ``optimizer.state_dict()``, read aside, its groups, and what is for owners; in stages, for
+    `lockstep`."""
     plan, optimizer = trained.plan, trained.optimizer
     assert optimizer is not None
     indices = _indices(optimizer)
@@ -185,7 +192,10 @@ def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Wo
                 raise ValueError(f"{entry.name} of {slot.name} has shape {list(value.shape)}.")
         own = yield from _spread(buffer, values, to.dtype, trained, mesh, plan.placement.state)
         staged.append((to, own))
-    return staged, groups
+    names = [name for update in trained.updates for name in update.leaves]
+    kept = {name: given["state"].get(indices[name]) for name in names} if mesh.rank == 0 else {}
+    owned = yield from owned_state.to_owners(kept, trained, mesh)
+    return staged, groups, owned
 
 
 def _check_groups(given: Any, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -227,7 +237,8 @@ def _numbers(given: Mapping[str, Any], trained: Trained, indices: Mapping[str, i
                 continue
             found[f"{rule.key}.{entry.name}"] = float(value)
     known = {entry.name for rule in trained.rules for entry in rule.state}
+    owned = {indices[name] for update in trained.updates for name in update.leaves}
     for index, kept in given["state"].items():
-        if isinstance(kept, Mapping) and (odd := sorted(set(kept) - known)):
+        if index not in owned and isinstance(kept, Mapping) and (odd := sorted(set(kept) - known)):
             raise ValueError(f"The state of parameter {index} has {odd[0]!r}, which this optimizer does not keep.")
     return found

@@ -1,0 +1,182 @@
+"""What optimizers of whole parameters keep on owners, to rank 0 and back, as ``optimizer.state_dict()`` holds it.
+
+An owner keeps the state of a parameter whole, in the form of the optimizer's own code: what goes into the dictionary is
+that itself. Forms are sent as JSON, and tensors one at a time. What is loaded is compared with what the class keeps
+after one step on a small parameter, since another optimizer's state would be taken for none. What the code counts in
+groups is loaded with them; what it counts in attributes is in no ``state_dict``, and refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_compiled.distributed.lockstep import Exchange, Work
+from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.optim.groups import options_of
+from fsdp_compiled.optim.nested import all_leaves
+from fsdp_compiled.optim.twin import attributes_of, plain_options, step_of, twin_of
+from fsdp_compiled.plan.plan import Leaf
+from fsdp_compiled.runtime.checkpoint.trained import Trained
+from fsdp_compiled.runtime.checkpoint.values import decode, encode
+from fsdp_compiled.runtime.whole_update import WholeUpdate
+
+States = dict[str, Any]  # by parameter's name
+SIZES = (2, 3, 4, 5, 6, 7)  # of the small parameter
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """After one step of the class: tensors that it keeps, of which some have the parameter's shape; and what it writes
+    in its group."""
+
+    names: frozenset[str]
+    shaped: frozenset[str]
+    written: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Of one optimizer, on this rank."""
+
+    update: WholeUpdate
+    states: States
+    written: frozenset[str]
+
+    def put(self, trained: Trained, groups: list[dict[str, Any]]) -> None:
+        """``groups``: of all optimizers, as they are loaded."""
+        assert trained.optimizer is not None
+        for group, loaded in zip(trained.optimizer.param_groups, groups, strict=True):
+            for name in self.written if any(group is one for one in self.update.groups) else ():
+                group.pop(name, None)
+                if name in loaded:
+                    group[name] = loaded[name]
+        self.update.go_on(self.states, {"written": sorted(self.written), "attributes": {}})
+        self.update.show(trained.state.optimizer)
+
+
+def from_owners(trained: Trained, mesh: Mesh) -> Work[States]:
+    """On the CPU of rank 0; nothing on the other ranks."""
+    own: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+    for update in trained.updates:
+        update.of_all_ranks()  # raises for state that belongs to no parameter
+        _kept_by(update)
+        for name, kept in update.of_parameters().items():
+            tensors: dict[str, torch.Tensor] = {}
+            own[name] = encode(kept, name, tensors), tensors
+    said = yield Exchange("what owners keep", {name: (tree, _kinds(tensors)) for name, (tree, tensors) in own.items()})
+    found: States = {}
+    for name, (tree, kinds) in {name: form for one in said for name, form in one.items()}.items():
+        tensors = own[name][1] if name in own else _empty(kinds)
+        if trained.plan.owners:
+            yield name
+            _broadcast(tensors, mesh, mesh.groups["shard"], trained.plan.owners[name])
+        if mesh.rank == 0:
+            found[name] = decode(tree, tensors)
+    return found
+
+
+def to_owners(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[list[Loaded]]:
+    """``given``: by name, on rank 0. Raises ``ValueError`` for what does not fit."""
+    written: list[frozenset[str]] = []
+    own: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+    for update in trained.updates:
+        update.of_all_ranks()
+        written.append(frozenset())
+        for name, kept in _kept_by(update).items():
+            written[-1] |= kept.written
+            if mesh.rank == 0 and given.get(name):
+                _check(name, given[name], kept, update.leaves[name], update.name)
+                tensors: dict[str, torch.Tensor] = {}
+                own[name] = encode(dict(given[name]), name, tensors), tensors
+    forms = {name: (tree, _kinds(tensors)) for name, (tree, tensors) in own.items()}
+    said = (yield Exchange("what owners are given", forms))[0]
+    found: States = {}
+    mine = {name for update in trained.updates for name in update.owned}
+    for name, (tree, kinds) in said.items():
+        tensors = own[name][1] if name in own else _empty(kinds)
+        if mesh.world > 1:
+            yield name
+            _broadcast(tensors, mesh, None, 0)
+        if name in mine:
+            found[name] = decode(tree, tensors)
+    return [
+        Loaded(update, {name: found[name] for name in update.owned if name in found}, names)
+        for update, names in zip(trained.updates, written, strict=True)
+    ]
+
+
+def _kinds(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {label: (tuple(tensor.shape), tensor.dtype) for label, tensor in tensors.items()}
+
+
+def _empty(kinds: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, torch.Tensor]:
+    return {label: torch.empty(shape, dtype=dtype) for label, (shape, dtype) in kinds.items()}
+
+
+def _broadcast(tensors: Mapping[str, torch.Tensor], mesh: Mesh, group: str | None, source: int) -> None:
+    """In place, of tensors on the host, whatever their dtypes."""
+    among = dist.distributed_c10d._resolve_process_group(group) if group is not None else None
+    for tensor in tensors.values():
+        if tensor.numel():
+            sent = tensor.contiguous().view(-1).view(torch.uint8).to(mesh.device)
+            dist.broadcast(sent, group=among, group_src=source)
+            tensor.copy_(sent.cpu().view(tensor.dtype).view(tensor.shape))
+
+
+def _kept_by(update: WholeUpdate) -> dict[str, _Kept]:
+    """What its class keeps of each parameter. Raises ``ValueError`` where no ``state_dict`` holds all of it."""
+    kind = type(update.optimizer)
+    if (kind.state_dict, kind.load_state_dict) != (Optimizer.state_dict, Optimizer.load_state_dict):
+        raise ValueError(f"{kind.__name__} has a state_dict of its own: call save and load.")
+    found: dict[str, _Kept] = {}
+    alike: dict[Any, _Kept] = {}
+    for index, (group, names) in enumerate(zip(update.groups, update.names_of_groups, strict=True)):
+        for name in (name for name in names if name in update.leaves):
+            leaf = update.leaves[name]
+            key = index, len(leaf.shape), leaf.dtype
+            if key not in alike:
+                alike[key] = _after_a_step(update.optimizer, group, leaf)
+            found[name] = alike[key]
+    return found
+
+
+def _after_a_step(optimizer: Optimizer, group: Mapping[str, Any], leaf: Leaf) -> _Kept:
+    kind = type(optimizer)
+    shape = SIZES[: len(leaf.shape)]
+    small = nn.Parameter(torch.linspace(0.1, 1, math.prod(shape)).view(shape).to(leaf.dtype))
+    small.grad = small.detach().clone()
+    options = copy.deepcopy(plain_options(options_of(group)))
+    twin = twin_of(optimizer, [{**options, "params": [small]}], defaultdict(dict))
+    before = {key: repr(value) for key, value in attributes_of(twin).items()}
+    known = {key: repr(value) for key, value in options.items()}
+    with torch.no_grad():
+        step_of(kind)(twin)
+    if odd := [key for key, value in attributes_of(twin).items() if before.get(key) != repr(value)]:
+        raise ValueError(
+            f"{kind.__name__} counts in its attribute {odd[0]!r}, which is in no state_dict: call save and load."
+        )
+    leaves = all_leaves(twin.state.get(small, {}))
+    shaped = {key for key, value in leaves.items() if isinstance(value, torch.Tensor) and value.shape == small.shape}
+    now = options_of(twin.param_groups[0])
+    written = {key for key, value in now.items() if known.get(key) != repr(value)}
+    return _Kept(frozenset(map(str, twin.state.get(small, {}))), frozenset(shaped if shape else ()), frozenset(written))
+
+
+def _check(name: str, given: Any, kept: _Kept, leaf: Leaf, kind: str) -> None:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"The state of {name} is a {type(given).__name__}; expected a dictionary.")
+    if missing := sorted(kept.names - set(map(str, given))):
+        raise ValueError(f"The state of {name} has no {missing[0]!r}, which {kind} keeps: it is another optimizer's.")
+    for label, value in all_leaves(dict(given)).items():
+        if label in kept.shaped and tuple(value.shape) != leaf.shape:
+            raise ValueError(f"{label} of {name} has shape {list(value.shape)}, not {list(leaf.shape)}.")
