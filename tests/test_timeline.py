@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import fx, nn
 
 from fsdp_compiled import Policy
+from fsdp_compiled.analysis import roofline
 from fsdp_compiled.analysis.timeline import Span, Timeline, estimate
 from tests.launch import launch
 from tests.models import Stack
@@ -30,6 +32,26 @@ def test_gathers_ahead_make_the_estimate_shorter_and_compute_no_less() -> None:
     assert ahead.busy("compute") == pytest.approx(apart.busy("compute"))
     assert ahead.busy("network") == pytest.approx(apart.busy("network"))
     assert ahead.end >= max(ahead.busy("compute"), ahead.busy("network"))
+
+
+def test_nodes_that_are_alike_are_estimated_once_and_as_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[fx.Node] = []
+    flops = roofline.flops
+    monkeypatch.setattr(roofline, "flops", lambda node: looked.append(node) or flops(node))  # type: ignore[func-returns-value]
+    counts = []
+    for layers in (4, 8):
+        model = Stack(layers, 16)
+        # of another width in the middle: calls that differ in nothing but their layouts
+        model.layers[1] = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 16))
+        found, plan = stages(
+            model, None, None, (torch.ones(6, 16),), Policy(lower="eager", bucket_mb=0), kind="gradient"
+        )
+        graph = found[-1].graph
+        looked.clear()
+        together = list(roofline.seconds_of(graph, plan.machine))
+        counts.append(sum(roofline._formula(node) is not None for node in looked))
+        assert together == [roofline.seconds(node, plan.machine) for node in graph.nodes] and len(set(together)) > 5
+    assert counts[0] == counts[1] > 5
 
 
 def test_one_rank_has_nothing_on_the_wire() -> None:

@@ -123,9 +123,9 @@ class _Run:
             return [self.values[source][index]]  # type: ignore[index]
         if is_wait(node) or target is aten._unsafe_view.default or _views(node):
             (base,) = self.values[node.all_input_nodes[0]]
-            return [base] * len(pytree.tree_leaves(node.meta["val"]))
+            return [base] * len(_leaves(node.meta["val"]))
         if targets := mutated(node):
-            own = [leaf for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
+            own = [leaf for leaf in _leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
             return [self.values[source][0] for source, _ in zip(targets, own, strict=False)]
         kind, place = self._kind(node), where(node)
         value = as_traced(node.meta["val"])
@@ -188,6 +188,10 @@ def _views(node: fx.Node) -> bool:
         except (RuntimeError, ValueError):
             return False
     return is_view(node)
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
 
 
 def _extent(value: Any) -> int:

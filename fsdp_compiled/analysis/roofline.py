@@ -6,6 +6,7 @@ are those that PyTorch's own `FlopCounterMode` counts (matrix products, convolut
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from fsdp_compiled.analysis.contained import attempt
+from fsdp_compiled.ir.inference import Alike
 from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait
 from fsdp_compiled.plan.hardware import Machine
 
@@ -33,11 +35,28 @@ def seconds(node: fx.Node, machine: Machine) -> float:
     return attempt(lambda: machine.compute(flops(node), traffic(node)), lambda _: 0.0)
 
 
+def seconds_of(graph: fx.Graph, machine: Machine) -> Iterator[float]:
+    """Of each node, in order; of products that are alike one is looked at, however many layers have one."""
+    alike = Alike()
+    known: dict[Hashable, float] = {}
+    for node in graph.nodes:
+        key = alike.key(node) if _formula(node) is not None else None
+        if key is None:
+            yield seconds(node, machine)
+            continue
+        if key not in known:
+            known[key] = seconds(node, machine)
+        yield known[key]
+
+
+def _formula(node: fx.Node) -> Callable[..., int] | None:
+    packet = getattr(node.target, "overloadpacket", None)
+    return flop_registry.get(ON_CPU.get(packet, packet))
+
+
 def flops(node: fx.Node) -> int:
     """Multiplications and additions; 0 for an operator that moves or maps elements."""
-    packet = getattr(node.target, "overloadpacket", None)
-    count = flop_registry.get(ON_CPU.get(packet, packet))
-    if count is None:
+    if (count := _formula(node)) is None:
         return 0
     args, kwargs = pytree.tree_map_only(fx.Node, lambda source: as_traced(source.meta["val"]), (node.args, node.kwargs))
     return int(count(*args, **kwargs, out_val=as_traced(node.meta["val"])))
@@ -51,5 +70,6 @@ def traffic(node: fx.Node) -> int:
 
 def nbytes(value: Any) -> int:
     """Of all tensors in a value; nothing for what has no such size, a sparse tensor for one."""
-    leaves = pytree.tree_leaves(as_traced(value))
+    value = as_traced(value)
+    leaves = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided)

@@ -100,8 +100,9 @@ class Edit:
 
     def clone(self, node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
         """Repeats a node on other inputs at the point and in the phase that `at` set."""
-        copy = self.graph.node_copy(node, lambda source: mapping.get(source, source))
-        copy.meta["phase"] = self._phase
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: mapping.get(source, source))
+        copy = new_call(self.graph, node.target, args, kwargs, node.name)
+        copy.meta |= {**node.meta, "phase": self._phase}
         return copy
 
     def add_input(self, port: Port, value: torch.Tensor) -> fx.Node:

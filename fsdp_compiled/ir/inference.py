@@ -28,30 +28,19 @@ class _Odd(Exception):
     """Something whose calls are not compared: a size that moves, an object."""
 
 
-class Inference:
-    """Works out calls for one graph, and remembers them."""
+class Alike:
+    """Tells calls of nodes apart: by operator, numbers, and the layouts of tensors."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
-        self._known: dict[Hashable, Any] = {}
+    def __init__(self) -> None:
         self._layouts: dict[int, tuple[torch.Tensor, Hashable]] = {}  # of arguments, by identity
 
-    def __call__(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The result of ``target(*args, **kwargs)``, of nodes or of fake tensors themselves."""
-        if target is getitem:  # of as many as there are, each of which takes one out
-            return getitem(*_values(args))
+    def key(self, node: fx.Node) -> Hashable | None:
+        """Equal for nodes that do the same and give the same, on other values; None where that is not known."""
         tensors: list[torch.Tensor] = []
-        places: dict[int, int] = {}  # in that list, by identity
         try:
-            key = (target, self._key(args, tensors, places), self._key(kwargs, tensors, places) if kwargs else None)
+            return node.target, self._key((node.args, node.kwargs, node.meta["val"]), tensors, {})
         except _Odd:
-            return propagate(self._mode, target, _values(args), _values(kwargs))
-        if key in self._known:
-            return self._made(self._known[key], tensors)
-        value = propagate(self._mode, target, _values(args), _values(kwargs))
-        with suppress(_Odd):
-            self._known[key] = _described(value, places)
-        return value
+            return None
 
     def _key(self, value: Any, tensors: list[torch.Tensor], places: dict[int, int]) -> Hashable:
         """Equal for arguments that are alike: the same numbers, tensors of one layout, the same one in the same places.
@@ -75,6 +64,32 @@ class Inference:
         if place == len(tensors):
             tensors.append(value)
         return place, known[1]
+
+
+class Inference(Alike):
+    """Works out calls for one graph, and remembers them."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+        self._known: dict[Hashable, Any] = {}
+
+    def __call__(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The result of ``target(*args, **kwargs)``, of nodes or of fake tensors themselves."""
+        if target is getitem:  # of as many as there are, each of which takes one out
+            return getitem(*_values(args))
+        tensors: list[torch.Tensor] = []
+        places: dict[int, int] = {}  # in that list, by identity
+        try:
+            key = (target, self._key(args, tensors, places), self._key(kwargs, tensors, places) if kwargs else None)
+        except _Odd:
+            return propagate(self._mode, target, _values(args), _values(kwargs))
+        if key in self._known:
+            return self._made(self._known[key], tensors)
+        value = propagate(self._mode, target, _values(args), _values(kwargs))
+        with suppress(_Odd):
+            self._known[key] = _described(value, places)
+        return value
 
     def _made(self, described: Any, tensors: Sequence[torch.Tensor]) -> Any:
         if isinstance(described, tuple | list):

@@ -30,12 +30,14 @@ that is the copy of the last; there, too, reductions that have run since before 
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import fx
 
 from fsdp_compiled.analysis.headroom import Headroom
 from fsdp_compiled.analysis.kernel_workspace import backend_of, on_wire
-from fsdp_compiled.analysis.roofline import nbytes, seconds
+from fsdp_compiled.analysis.roofline import nbytes, seconds_of
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.liveness import LiveRange, live_ranges, most_gathered
 from fsdp_compiled.ir.nodes import Phase, positions, role_of
@@ -258,9 +260,7 @@ def _prefetch(graph: fx.Graph, found: list[LiveRange], plan: Plan) -> tuple[int,
         return (wanted if isinstance(wanted, int) else 1), ""
     if isinstance(wanted, int):
         return wanted, f"prefetch={wanted}, as given"
-    done = [0.0]
-    for node in graph.nodes:
-        done.append(done[-1] + seconds(node, plan.machine))
+    done = list(accumulate(seconds_of(graph, plan.machine), initial=0.0))
     wire = sum(plan.machine.transfer(live_range.nbytes, plan.shard) for live_range in found)
     exposed = [_exposed(graph, found, ahead, done, plan) for ahead in range(min(MOST_AHEAD, room) + 1)]
     best = min(1, room)  # however little there is to hide behind, two gathers on the wire share their latency

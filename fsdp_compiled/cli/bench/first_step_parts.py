@@ -2,6 +2,8 @@
 
     python -m fsdp_compiled.cli.bench.first_step_parts bench/results/first-step-parts.json --beside ../before
 
+``--lower inductor`` compiles, twice: with nothing on disk, and with what the first has left there.
+
 In seconds of processor time, which a shared machine hardly moves: one process, a GPT of width 32, a process of its own
 for each depth, after a first step of one layer that loads what is imported late. Parts are timed from outside, so what
 lies inside of another part (AOTAutograd's trace is called from the capture) is taken off that one. The rest is to make
@@ -25,12 +27,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 LAYERS = (4, 24, 96)
 
 
-def parts_of(layers: int) -> dict[str, float]:
+def parts_of(layers: int, lower: Literal["eager", "inductor"]) -> dict[str, float]:
     import torch
 
     from fsdp_compiled import Policy
@@ -68,7 +70,7 @@ def parts_of(layers: int) -> dict[str, float]:
         torch.manual_seed(0)
         model = GPT(count)
         optimizer = torch.optim.AdamW(model.parameters())
-        sharded = taken_over.compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
+        sharded = taken_over.compile_sharded(model, optimizer, loss=loss, policy=Policy(lower=lower))
         sharded.step(*batch())
         first = time.process_time()
         sharded.step(*batch())
@@ -85,52 +87,64 @@ def parts_of(layers: int) -> dict[str, float]:
     timed(program_maker, "describe", "memory, predicted")
     timed(program_maker, "Lowering", "lowering")
     timed(lowering, "Code", "lowering")
+    timed(program_maker, "compile_all", "compiling")
     timed(taken_over, "compile_sharded", "the model, taken over")
+    compilers = os.times()
     gc.collect()  # what was made before is not looked through meanwhile, or it is, as it happens
     running.append("the rest")
     began = time.process_time()
     later = step(layers)
     spent["the rest"] += time.process_time() - began - later
+    ended = os.times()
+    if lower == "inductor":
+        spent["compilers, processes of their own"] = (
+            ended.children_user + ended.children_system - compilers.children_user - compilers.children_system
+        )
     found = {"layers": layers, "all": sum(spent.values())} | spent | {"a later step": later}
     return {name: round(value, 2) for name, value in found.items()}
+
+
+def _one(layers: int, lower: str, checkout: Path, folder: Path) -> dict[str, Any]:
+    """In a process of its own, which keeps what it compiles in the folder."""
+    place = folder / "parts.json"
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "fsdp_compiled.cli.bench.first_step_parts", str(place), "--one", str(layers)]
+    command += ["--lower", lower] * (lower != "eager")  # which an older checkout does not know
+    subprocess.run(command, env=environment, check=True, cwd=checkout)
+    return json.loads(place.read_text())  # type: ignore[no-any-return]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
+    parser.add_argument("--lower", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--beside", type=Path, help="another checkout, whose figures stand beside this one's")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
-        arguments.out.write_text(json.dumps(parts_of(arguments.one)))
+        arguments.out.write_text(json.dumps(parts_of(arguments.one, arguments.lower)))
         return
     import torch
 
-    found: dict[str, list[dict[str, float]]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     load = os.getloadavg()[1]
     places = {"now": Path.cwd()} | ({"beside": arguments.beside} if arguments.beside else {})
-    turns = itertools.product(arguments.layers, range(arguments.rounds), places.items())
-    for layers, turn, (name, checkout) in turns:
+    disks = ("nothing on disk", "all on disk") if arguments.lower == "inductor" else ("nothing on disk",)
+    for layers, turn, (name, checkout) in itertools.product(arguments.layers, range(arguments.rounds), places.items()):
         with tempfile.TemporaryDirectory() as folder:
-            place = Path(folder) / "parts.json"
-            environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder, "OMP_NUM_THREADS": "1"}
-            command = [
-                sys.executable,
-                "-m",
-                "fsdp_compiled.cli.bench.first_step_parts",
-                str(place),
-                "--one",
-                str(layers),
-            ]
-            subprocess.run(command, env=environment, check=True, cwd=checkout)
-            parts = json.loads(place.read_text())
-            print(name, parts, flush=True)
-            before = found[name].pop() if turn else parts
-            found.setdefault(name, []).append(min(before, parts, key=lambda one: one["all"]))
+            for disk in disks:
+                parts = {"disk": disk} | _one(layers, arguments.lower, checkout, Path(folder))
+                print(name, parts, flush=True)
+                rows = found.setdefault(name, [])
+                if turn:
+                    before = rows.pop(-len(disks))
+                    parts = min(before, parts, key=lambda one: one["all"])
+                rows.append(parts)
     record = {
         "command": f"python -m fsdp_compiled.cli.bench.first_step_parts {arguments.out}"
+        + f" --lower {arguments.lower}" * (arguments.lower != "eager")
         + f" --beside {arguments.beside}" * bool(arguments.beside),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "load average": [round(load, 1), round(os.getloadavg()[1], 1)],  # of five minutes, before and after
