@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from fsdp_compiled.cli.bench import RESULTS
+from fsdp_compiled.cli.bench.start_up import paid
 from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.toolchain import SHORT, told_short
 from fsdp_compiled.cli.train import Job
@@ -26,6 +29,12 @@ def test_few_tokens_are_told_where_cpus_compile(lower: str, device: str, tokens:
     text = told_short(lower, device, tokens)
     assert (text is not None) == told
     assert text is None or (f"{tokens:,}" in text and "--lower eager" in text)
+
+
+def test_the_bound_is_about_what_was_measured() -> None:
+    measured = json.loads((RESULTS / "start-up.json").read_text())
+    assert paid(measured["seconds"]["now"]) == measured["tokens until compiling has paid"]
+    assert 0.6 < SHORT / measured["tokens until compiling has paid"] < 1.6
 
 
 class _BegunError(Exception):

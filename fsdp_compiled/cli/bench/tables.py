@@ -3,8 +3,8 @@
     python -m fsdp_compiled.cli.bench.tables
 
 `run_all` does this after it has measured. A table stands between `<!-- bench: NAME -->` and `<!-- end -->`, where
-NAME is `headline`, `summary`, `memory`, `goals`, `first-step`, `train`, `checkpoint`, or a result's. What was not
-measured, they say.
+NAME is `headline`, `summary`, `memory`, `goals`, `first-step`, `train`, `start-up`, `checkpoint`, or a result's. What
+was not measured, they say.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_compiled.cli.bench import RESULTS, checkpoint, muon, report
+from fsdp_compiled.cli.bench import RESULTS, checkpoint, muon, report, start_up
 from fsdp_compiled.cli.bench.plot import plot
 from fsdp_compiled.cli.bench.rivals import RIVALS
 from fsdp_compiled.cli.bench.summary import Row, ratio, rows
@@ -213,6 +213,9 @@ def block(name: str, results: Results) -> str:
         return _by_preset(results, _time)
     if name == "train":
         return train()
+    if name == "start-up":
+        file = RESULTS / "start-up.json"
+        return start_up.describe(json.loads(file.read_text())) if file.exists() else NOTHING
     if name == "memory":
         return _by_preset(results, _memory)
     if name == "goals":
