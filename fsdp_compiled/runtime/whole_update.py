@@ -187,14 +187,17 @@ class WholeUpdate(EagerUpdate):
         """The step on what this rank owns; raises where it fails on any rank."""
         failure: BaseException | None = None
         before = self._noted()
+        noted = []
         for index, (one, pieces) in enumerate(zip(row, groups, strict=True)):
             last = index == len(row) - 1
             given = one.receive()
             try:
                 if failure is None and (last or any(pieces)):
                     self._on(*given, pieces)
+                    noted += [self._noted()] if len(row) > 1 else []
                 if failure is None and last:
                     self._note(before)
+                    self._check_calls(noted)
             except BaseException as error:  # an interrupt too would leave the others waiting
                 failure = error
             one.send_back(None if not last else FAILED if failure is not None else self._counted_so_far())
@@ -213,6 +216,16 @@ class WholeUpdate(EagerUpdate):
                 "its code wrote it, for ranks own different parameters, and how it updates one depends on others now: "
                 f"{INSTEAD[0].lower()}{INSTEAD[1:]} No rank wrote its own. {HALF}"
             )
+
+    def _check_calls(self, noted: Sequence[Mapping[tuple[str, str, int], Any]]) -> None:
+        """``noted``: groups and attributes after each call of a step. Raises where its code counts calls there."""
+        for one in noted[1:]:
+            if odd := sorted(key[1] for key in noted[0].keys() | one.keys() if noted[0].get(key) != one.get(key)):
+                raise RuntimeError(
+                    f"{type(self._optimizer).__name__} runs in several calls of its step, so that messages travel "
+                    f"meanwhile, and now writes another {odd[0]!r} in each: it would count calls for steps. Nothing in "
+                    "its first steps told. Let it count from its first step, or leave out Policy.bandwidth_gbps."
+                )
 
     def _order(self, names: tuple[str, ...]) -> list[tuple[dict[str, Owned], list[list[nn.Parameter]]]]:
         """The rounds of an update of these: the parameters of each, and the pieces that the code is given, by group.

@@ -198,6 +198,16 @@ class Switches(optim.Muon):
             self.param_groups[0]["phase"] = "late"
 
 
+class CountsLate(optim.Muon):
+    """Counts steps in its group from a step on to which no trial comes."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        if self.param_groups[0]["lr"] == 0.07:
+            self.param_groups[0]["count"] = self.param_groups[0].get("count", 0) + 1
+
+
 def in_rounds(make: Callable[[], str], several: bool = True) -> str:
     """The same, where messages travel meanwhile."""
     with many_rounds() as found:
@@ -273,6 +283,8 @@ def main(result: str, folder: str) -> None:
     found["a failing owner, in rounds"] = in_rounds(
         lambda: fails(Breaks, "ArithmeticError: broken", OWNS, SEVERAL)
     )  # fmt: skip
+    counts = "RuntimeError: CountsLate runs in several calls of its step, so that messages travel meanwhile"
+    found["counts steps later"] = in_rounds(lambda: fails(CountsLate, counts, counts, SEVERAL)) if WORLD == 2 else ""
     found["an owner that fails late"] = in_rounds(fails_late)
     keeps = "RankError: What Switches keeps in its groups and attributes is not the same on ranks 0 and 1"
     found["owners that count otherwise"] = fails(Switches, keeps, keeps)
