@@ -229,6 +229,7 @@ class _Lengthened:
         self._copies: dict[fx.Node, fx.Node] = {node: inputs[port] for node, port in self._inputs.items()}
         self._made: dict[tuple[int, int, str], list[fx.Node]] = {}
         self._regions = _Regions()
+        self._texts: dict[tuple[int, int, int], dict[str, str]] = {}
         for key, group in self._groups:
             if key is None:
                 for node in group:
@@ -326,7 +327,9 @@ class _Lengthened:
         run = self._runs[number]
         if run.kept(stretch) is not None:
             return {}
-        found: dict[str, str] = {}
+        if (number, kept, stretch) in self._texts:  # in forward
+            return self._texts[number, kept, stretch]
+        found = self._texts[number, kept, stretch] = {}
         for one, two in zip(run.stretches[kept], run.stretches[stretch], strict=True):
             for old, new in zip(_texts(self._module, one), _texts(self._module, two), strict=True):
                 if found.setdefault(old, new) != new:
