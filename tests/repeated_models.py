@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class Block(nn.Module):
             self.linear.flag = True  # type: ignore[assignment]
         power = 3 if index == ODD else 2
         self.act = lambda y: y**power
+        how = "none" if like == "another partial function" and odd else "tanh"
+        self.partial = partial(nn.functional.gelu, approximate=how)
         self.state = State() if like in ("another global", "one of a global's kind") and odd else STATE
         if like == "writes a buffer":
             self.register_buffer("seen", torch.zeros(WIDTH))
@@ -114,6 +117,8 @@ class Block(nn.Module):
                 return y * total
 
             y = added(1.0) + added(2.0)
+        if self.like in ("partial functions", "another partial function"):
+            y = self.partial(y)
         if self.like == "collects in a new object":
             STATE.found.factor += 1.0  # type: ignore[union-attr]
             y = y * STATE.found.factor  # type: ignore[union-attr]

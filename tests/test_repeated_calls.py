@@ -109,14 +109,15 @@ WRITTEN = {
     # all but the first two
     **dict.fromkeys(
         ("shared", "dropout", "random", "arguments", "read after", "written later", "twice", "plain tensors",
-         "reads and does not use", "global set before", "a function inside"), LAYERS - 2
+         "reads and does not use", "global set before", "a function inside",
+         "partial functions"), LAYERS - 2
     ),
     # and but for the one that differs
     **dict.fromkeys(
         ("another dropout", "one in eval mode", "frozen", "tied", "tied inside", "read outside", "hook",
          "another class inside", "own forward", "longer table", "minus zero", "an attribute of its argument",
          "autocast for one", "numbers of one value", "global set for one", "another global",
-         "one of a global's kind"), LAYERS - 3
+         "one of a global's kind", "another partial function"), LAYERS - 3
     ),
     # blocks, and within each that is walked through; in torch 2.11 a list's method differs from the next one's
     "experts": (LAYERS - 2) * (1 + 2 if TORCH >= (2, 13) else LAYERS),
@@ -135,7 +136,8 @@ CHOSEN = (
     "another dropout", "tied inside", "read outside", "hook", "another class inside", "autocast for one",
     "an attribute more", "numbers", "some without gradient", "closure", "writes a buffer", "shared changes", "counts",
     "a hook on a tensor", "checkpointed inside", "global set before", "global set for one", "global collects",
-    "one of a global's kind", "a function inside", "collects in a new object", "an attribute of its result",
+    "one of a global's kind", "another partial function", "a function inside", "collects in a new object",
+    "an attribute of its result",
 )  # fmt: skip
 
 

@@ -263,6 +263,9 @@ def _alike(one: Any, other: Any) -> bool:
             return False
         # Of a dictionary whose values are numbers all may be asked; of one of objects, those that are have guards.
         return not all(map(plain, one.values())) or list(map(repr, one.values())) == list(map(repr, other.values()))
+    if type(one) is functools.partial:
+        said = [(part.func, vars(part), part.args, tuple(part.keywords.items())) for part in (one, other)]
+        return said[0][:2] == said[1][:2] and all(map(plain, said[0][2:])) and repr(said[0][2:]) == repr(said[1][2:])
     return isinstance(one, tuple | list) and len(one) == len(other) and all(map(_alike, one, other))
 
 
