@@ -56,6 +56,24 @@ def test_an_edit_takes_what_is_donated_alone() -> None:
     assert not replace(program, donated=True).after("nothing").donated
 
 
+def test_what_passes_are_done_with_is_nobodys_to_take() -> None:
+    """Not even where a pass hands on the very program that it was given."""
+    recipe = RECIPES[0]
+    model, optimizer = models.build(recipe)
+    stages, plan = simulate.stages(model, optimizer, models.loss, models.batches(recipe, 1)[0][0], recipe.policy)
+
+    def edits(program: Program, plan: Plan) -> Program:
+        return Edit(program).done("edits")
+
+    def hands_on(program: Program, plan: Plan) -> Program:
+        given.append(program.donated)
+        return replace(program, history=(*program.history, "hands on"))
+
+    given: list[bool] = []
+    made = passes.run(stages[-1], plan, (hands_on, edits, hands_on))
+    assert given == [False, True] and not made.donated and made.graph is not stages[-1].graph
+
+
 def trained(**policy: Any) -> tuple[Sharded, Compiled]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))

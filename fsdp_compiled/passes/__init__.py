@@ -87,7 +87,7 @@ def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer 
         if transform in OPTIONAL and not OPTIONAL[transform](plan):
             continue
         own = given.donated or program.graph is not given.graph
-        program = transform(replace(program, donated=own and observe is None), plan)
+        program = replace(transform(replace(program, donated=own and observe is None), plan), donated=False)
         checked = check(program, plan, checked)
         if observe is not None:
             observe(program)
