@@ -157,7 +157,7 @@ KINDS: dict[str, Kind] = {
     "options' half": Kind(Options, lambda x, o: x * o.half, _put("factor")),
     "options' class": Kind(Options, lambda x, o: x * (o.shared + o.factor), _put("shared")),
     "options' dict": Kind(Options, lambda x, o: x * vars(o)["factor"], _put("factor")),
-    "options by name": Kind(Options, lambda x, o: x * getattr(o, "factor", 2.0), lambda o, f: delattr(o, "factor")),
+    "options by name": Kind(Options, lambda x, o: x * getattr(o, "factor", 2.0), lambda o, f: vars(o).pop("factor", None)),
     "slots": Kind(Slots, lambda x, o: x * o.factor, _put("factor")),
     "dataclass": Kind(lambda f: Data(f, {"a": f}), lambda x, o: x * o.inner["a"], lambda o, f: o.inner.update(a=f)),
     "pair": Kind(lambda f: Pair(f, torch.full((WIDTH,), f)), lambda x, o: x * o.factor * o.tensor),
