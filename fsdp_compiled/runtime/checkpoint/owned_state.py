@@ -66,6 +66,8 @@ class Loaded:
 
 def from_owners(trained: Trained, mesh: Mesh) -> Work[States]:
     """On the CPU of rank 0; nothing on the other ranks."""
+    if not trained.updates:
+        return {}
     own: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     for update in trained.updates:
         update.of_all_ranks()  # raises for state that belongs to no parameter
@@ -87,6 +89,8 @@ def from_owners(trained: Trained, mesh: Mesh) -> Work[States]:
 
 def to_owners(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[list[Loaded]]:
     """``given``: by name, on rank 0. Raises ``ValueError`` for what does not fit."""
+    if not trained.updates:
+        return []
     written: list[frozenset[str]] = []
     own: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     for update in trained.updates:
