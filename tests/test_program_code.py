@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from fsdp_compiled.lower.program_code import Code
+from fsdp_compiled.lower.program_code import Code, with_room
 
 aten = torch.ops.aten
 
@@ -180,3 +180,25 @@ def test_what_runs_after_a_stretch_is_placed_too() -> None:
     place, values = code.reached(error.tb) or (0, {})
     assert code.nodes[place] is node and end.args[0][1].name in values  # type: ignore[index]
     assert code.reached(None) is None
+
+
+@pytest.mark.parametrize("count", [1, 3_000, 40_000])
+def test_a_frame_leaves_room_for_the_frames_of_what_it_calls(count: int) -> None:
+    """CPython takes frames from chunks of a power of two, in slots of 8 bytes: this one fills half of its chunk."""
+    names = ", ".join(f"v{place}" for place in range(count))
+    values: dict[str, Any] = {}
+    exec(f"def run(given):\n [{names}] = given\n return v{count - 1}", values)
+    run = values["run"]
+    run.__code__ = with_room(run.__code__)
+    assert run(list(range(count))) == count - 1
+    slots = run.__code__.co_nlocals + run.__code__.co_stacksize
+    chunk = 1 << (slots + 1_000).bit_length()
+    assert chunk - slots > 30_000 and slots > chunk / 2
+
+
+def test_a_program_runs_in_such_a_frame() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output([graph.call_function(torch.neg, (x,))])
+    code = Code(graph)
+    assert code.function.__code__.co_stacksize > 1 << 15 and code.run(torch.ones(()))[0] == -1
