@@ -36,7 +36,7 @@ EITHER = (aten.add.Tensor, aten.sub.Tensor)
 
 
 class EarlyValues:
-    """``known``: what is made by row, and ``losses`` of it. Repeats what stands after ``product`` is made."""
+    """``known``: what is made by row, and ``losses`` of it. Repeats what stands from ``begin`` on."""
 
     def __init__(self, edit: Edit, known: Collection[fx.Node], losses: Collection[fx.Node], begin: fx.Node) -> None:
         self.edit, self.by_row = edit, {*known, *losses}

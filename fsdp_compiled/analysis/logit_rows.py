@@ -164,14 +164,12 @@ def _pointwise(node: fx.Node, known: Mapping[fx.Node, Layout]) -> Layout | None:
     if any(tuple(one.rows.shape) != lead for one in read.values()):
         return None
     rows = next(iter(read.values())).rows
-    for place, one in read.items():
-        if torch.equal(one.rows, rows):
-            continue
+    if any(not torch.equal(one.rows, rows) for one in read.values()):
         zero = ZERO_AT.get(node.target, ())  # type: ignore[call-overload]
-        fewer = [of for of in read if of in zero and not bool(read[of].rows.all())]
-        if len(fewer) != 1 or place not in (fewer[0], *read):
+        fewer = [read[place].rows for place in zero if place in read and not bool(read[place].rows.all())]
+        if len(fewer) != 1:
             return None
-        rows = read[fewer[0]].rows
+        (rows,) = fewer
     if any(not torch.equal(torch.where(rows > 0, one.rows, 0), rows) for one in read.values()):
         return None
     return Layout(rows, last)

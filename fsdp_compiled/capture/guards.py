@@ -45,7 +45,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_compiled.capture.closed_tensors import Closed
-from fsdp_compiled.capture.ordered_keys import KeyOrders
+from fsdp_compiled.capture.ordered_keys import KeyOrders, has_order
 from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
 from fsdp_compiled.capture.traced_functions import HOOKS, Hooks, Methods, is_ours
@@ -91,8 +91,8 @@ class Recorder:
                     self.empty.append(value)
                 continue
             self._alive.append(_identity(value, kind))
-            if kind == "DICT_KEYS_MATCH":
-                self._orders.note(name(place), value, kind)
+            if has_order(value, kind):
+                self._orders.note(name(place), value)
 
     def select(self, entries: Sequence[Any]) -> list[bool]:
         """``guard_filter_fn``: which guards are kept."""
@@ -108,7 +108,8 @@ class Recorder:
         self.kept = [entry.orig_guard for entry in chosen]
         self._orders = KeyOrders()
         for entry in chosen:
-            self._orders.note(entry.orig_guard.name, entry.value, entry.guard_type)
+            if has_order(entry.value, entry.guard_type):
+                self._orders.note(entry.orig_guard.name, entry.value)
         return kept
 
     def _is_relied_on(self, entry: Any, own: set[int]) -> bool:

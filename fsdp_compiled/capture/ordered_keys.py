@@ -10,14 +10,17 @@ from collections import OrderedDict
 from typing import Any
 
 
+def has_order(value: Any, guard_type: str) -> bool:
+    """Whether this guard asks for keys that have an order of their own."""
+    return guard_type == "DICT_KEYS_MATCH" and isinstance(value, OrderedDict)
+
+
 class KeyOrders:
     def __init__(self) -> None:
         self.read: list[tuple[str, Any, list[Any]]] = []  # Dynamo's name, its code, and the keys as they were
 
-    def note(self, name: str, value: Any, guard_type: str) -> None:
-        """Of what a guard asks for."""
-        if guard_type == "DICT_KEYS_MATCH" and isinstance(value, OrderedDict):
-            self.read.append((name, compile(name, "<guard>", "eval"), list(value)))
+    def note(self, name: str, value: Any) -> None:
+        self.read.append((name, compile(name, "<guard>", "eval"), list(value)))
 
     def changed(self, scope: dict[str, Any]) -> str | None:
         """Which is in another order now, by Dynamo's name; asked where Dynamo's own guards hold."""

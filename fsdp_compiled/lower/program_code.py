@@ -63,9 +63,8 @@ class Code:
         while any(node.name.startswith(self._prefix) for node in graph.nodes):
             self._prefix += "_"
         self._lines: list[str] = []
-        self._places: dict[
-            int, int
-        ] = {}  # by line: of the node, or the first of the stretch; inside of one, from there
+        # By line: the place of the node, or of the first of the stretch; inside of one, from there.
+        self._places: dict[int, int] = {}
         self._write(boxed)
         self.text = "\n".join([*self._lines, ""])
         file = f"<program {next(COUNT)}>.py"

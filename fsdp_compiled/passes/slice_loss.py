@@ -47,7 +47,7 @@ from fsdp_compiled.analysis.logit_rows import (
 )
 from fsdp_compiled.analysis.loss_head import MEAN, NONE, SUM, Head, Unlike, product_of
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import is_random, positions
+from fsdp_compiled.ir.nodes import is_random
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 
@@ -82,7 +82,6 @@ class Slices:
         self.total = len(head.chosen)
         self.ends = head.product.next  # before which all is written
         self.early = EarlyValues(edit, head.known, head.losses, self.ends)
-        self.order = positions(edit.graph)
         self.flat: dict[tuple[fx.Node, int | None], fx.Node] = {}
         self.counted: dict[fx.Node, tuple[fx.Node, fx.Node]] = {}
 
@@ -90,7 +89,7 @@ class Slices:
         edit, head = self.edit, self.head
         path = {name: head.product.meta[name] for name in ("path",) if name in head.product.meta}
         before = set(edit.graph.nodes)
-        made = sorted((node for node in head.known if node is not head.product), key=self.order.__getitem__)
+        made = [node for node in head.known if node is not head.product]  # in the graph's order
         starts = range(0, self.total, self.rows)
         with edit.at(self.ends, "forward"):
             root = self.early.root(made, head.sinks.values(), head.exits)
