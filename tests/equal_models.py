@@ -44,6 +44,8 @@ class Block(nn.Module):
         if self.like == "counts":
             self.count.add_(1)
             y = y * self.count
+        if self.like == "a literal in each":
+            y = y * torch.tensor([0.5] * WIDTH)
         for one in shared:
             y = y * one + self.gate(one)
         if self.like == "tuple":
@@ -74,6 +76,8 @@ class Model(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
+        if self.like == "literals":
+            x = x * torch.tensor([0.5] * WIDTH)
         shared = {"shared": (self.shared, x.sin()), "rotary": (torch.arange(WIDTH).cos(),)}.get(self.like, ())
         seen = []
         for layer in self.layers:
@@ -90,20 +94,25 @@ class Model(nn.Module):
                 seen.append(x)
         if self.like == "hidden states":
             x = x + torch.stack(seen).mean(0)
+        if self.like == "literals":
+            x = x + torch.tensor([0.25] * WIDTH)
         return self.head(x)
 
 
 class TwoLists(nn.Module):
-    """An encoder, and a decoder that reads what it made in each of its blocks."""
+    """An encoder, and a decoder that reads what it made in each of its blocks. ``one``: they read the same, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, one: bool = False) -> None:
         super().__init__()
+        self.one = one
         self.encoder = nn.ModuleList(Block("", index) for index in range(LAYERS))
         self.decoder = nn.ModuleList(Block("", index) for index in range(LAYERS + 1))
         self.embedding, self.head = nn.Embedding(5, WIDTH), nn.Linear(WIDTH, 5)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = y = self.embedding(tokens)
+        if not self.one:
+            y = self.embedding(tokens)
         for block in self.encoder:
             x = block(x)
         for block in self.decoder:

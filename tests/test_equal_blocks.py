@@ -57,6 +57,7 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         pytest.param(lambda: Model("dropout"), [LAYERS], id="dropout", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("autocast"), [LAYERS], id="autocast"),
         pytest.param(lambda: Model("begins with nothing"), [LAYERS], id="empty literals"),
+        pytest.param(lambda: Model("literals"), [LAYERS], id="literals before and after"),
         pytest.param(lambda: Model("around"), [LAYERS], id="something between blocks", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("in place"), [LAYERS], id="written in place", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("rotary"), [LAYERS], id="read by all blocks"),
@@ -78,7 +79,7 @@ def test_the_program_is_that_of_all_blocks(
     torch.manual_seed(0)
     program_of(make())
     assert differentiated["short"] == differentiated["whole"]
-    assert differentiated["runs"] == [runs]
+    assert differentiated["runs"] == [runs] and len(differentiated["nodes"]) == 1
 
 
 def test_a_literal_without_values_is_no_input(differentiated: dict[str, list[Any]]) -> None:
@@ -96,6 +97,14 @@ def test_aotautograd_sees_no_more_of_more_blocks(differentiated: dict[str, list[
 def test_forward_alone(differentiated: dict[str, list[Any]]) -> None:
     program_of(Model(), None, gradient=False)
     assert differentiated["short"] == differentiated["whole"] and differentiated["runs"] == [[LAYERS]]
+
+
+@pytest.mark.parametrize("make", [lambda: Model("a literal in each"), lambda: TwoLists(one=True)])
+def test_blocks_that_turn_out_unequal_are_differentiated_one_by_one(
+    make: Callable[[], nn.Module], differentiated: dict[str, list[Any]]
+) -> None:
+    program_of(make())
+    assert differentiated["short"] == differentiated["whole"] and len(differentiated["nodes"]) == 2
 
 
 def test_what_forward_writes_is_not_taken_apart(differentiated: dict[str, list[Any]]) -> None:

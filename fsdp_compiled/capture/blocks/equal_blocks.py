@@ -20,23 +20,42 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture.source_lines import path_of
 from fsdp_compiled.ir.program import Port
 
-FIRST, SECOND, THIRD, LAST = KEPT = range(4)  # the stretches that are differentiated
+FIRST, SECOND, THIRD, LATER = range(4)  # the stretches that are differentiated: three, and one or two at the end
 FEWEST = 6  # stretches that are worth it
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
 @dataclass
 class Run:
-    """Stretches that follow one another. ``own``: for each, the inputs that it alone reads, as places in ``given``."""
+    """Stretches that follow one another.
+
+    own     for each, the inputs that it alone reads, as places in ``given``
+    ends    how many are differentiated at the end. The last one adds nothing to the gradient of what all of them read:
+            where there is such a gradient, the third is followed by one that does as it does, and that by the last.
+    """
 
     stretches: list[list[fx.Node]]
     own: list[list[int]]
+    ends: int
+
+    @property
+    def kept_ones(self) -> range:
+        return range(LATER + self.ends)
+
+    @property
+    def middle(self) -> range:
+        """Those that are like the third."""
+        return range(LATER, len(self.stretches) - self.ends)
 
     def kept(self, stretch: int) -> int | None:
         """Which of those that are differentiated it is."""
-        if stretch == len(self.stretches) - 1:
-            return LAST
-        return stretch if stretch < LAST else None
+        if stretch in self.middle:
+            return None
+        return stretch if stretch < LATER else stretch - len(self.middle)
+
+    def place(self, kept: int) -> int:
+        """Which stretch that is."""
+        return kept if kept < LATER else kept + len(self.middle)
 
 
 def runs_of(module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]) -> list[Run]:
@@ -190,7 +209,19 @@ def _alone(stretches: list[list[fx.Node]], own: list[list[fx.Node]], places: _Pl
             if places.kinds[places.index[node]] is None or any(where.get(user) != index for user in node.users):
                 return None
             mine[index].append(places.index[node])
-    return Run(stretches, mine)
+    before = {node for node in _read(stretches[SECOND]) if node not in where and node not in own[SECOND]}
+    before |= {node for node, *others in zip(*own, strict=True) if node in others}
+    return Run(stretches, mine, 2 if any(map(_differentiated, before)) else 1)
+
+
+def _read(stretch: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    for node in stretch:
+        yield from node.all_input_nodes
+
+
+def _differentiated(node: fx.Node) -> bool:
+    values = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def with_body(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:

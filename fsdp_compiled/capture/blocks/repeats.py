@@ -28,8 +28,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture.aot import Traced, stem
 from fsdp_compiled.capture.aot_cache import traced
 from fsdp_compiled.capture.blocks.equal_blocks import (
-    KEPT,
-    LAST,
+    LATER,
     SECOND,
     THIRD,
     Run,
@@ -130,10 +129,10 @@ class _Lengthened:
     """A program of the shortened graph, made into that of all."""
 
     def __init__(self, module: fx.GraphModule, found: Traced, runs: Sequence[Run], given: Sequence[Port]) -> None:
-        if found.literals:
-            raise _Unequal("literal tensors are inputs of the program")
         self._module, self._found, self._program, self._runs, self._given = module, found, found.program, runs, given
         self._ports = [[[given[place] for place in own] for own in run.own] for run in runs]
+        if found.literals and any(port.kind == "constant" for run in self._ports for own in run for port in own):
+            raise _Unequal("literal tensors are numbered after the blocks' own")
         self._outputs = self._program.outputs
         self._inputs = {node: port for port, node in self._program.inputs.items()}
         self._owned = {
@@ -166,7 +165,7 @@ class _Lengthened:
         wanted = [
             (number, kept, phase) for phase in ("forward", "backward")
             for number in range(len(self._runs))[:: 1 if phase == "forward" else -1]
-            for kept in KEPT[:: 1 if phase == "forward" else -1]
+            for kept in self._runs[number].kept_ones[:: 1 if phase == "forward" else -1]
         ]  # fmt: skip
         if keys not in (wanted, [key for key in wanted if key[2] == "forward"]):
             raise _Unequal("they are not apart from one another in the program")
@@ -236,14 +235,13 @@ class _Lengthened:
                     self._copies[node] = self._copy(graph, node, self._copies.__getitem__)
                 continue
             number, kept, phase = key
-            last = len(self._runs[number].stretches) - 1
-            middle = range(LAST, last)
-            if phase == "forward" and kept == LAST:
-                for stretch in middle:
+            run = self._runs[number]
+            if phase == "forward" and kept == LATER:
+                for stretch in run.middle:
                     self._repeat(graph, number, THIRD, stretch, phase, inputs)
-            self._repeat(graph, number, kept, last if kept == LAST else kept, phase, inputs)
-            if phase == "backward" and kept == LAST:
-                for stretch in reversed(middle):
+            self._repeat(graph, number, kept, run.place(kept), phase, inputs)
+            if phase == "backward" and kept == LATER:
+                for stretch in reversed(run.middle):
                     self._repeat(graph, number, THIRD, stretch, phase, inputs)
         outputs = self._collect()
         graph.output(list(outputs.values()))
@@ -350,7 +348,7 @@ class _Lengthened:
             number, kept, place = owned.get(port.name, (0, None, 0))
             if kept == THIRD:
                 of = self._places[node]
-                for stretch in range(LAST, len(self._runs[number].stretches) - 1):
+                for stretch in self._runs[number].middle:
                     name = self._ports[number][stretch][place].name
                     copy = self._made[number, stretch + of[1] - kept, of[2]][of[3]]
                     gradients[order[name]] = replace(port, name=name), copy
