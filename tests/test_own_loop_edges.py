@@ -128,6 +128,42 @@ def test_hooks_on_parameters_run() -> None:
     assert same([first.grad.full_tensor(), *seen], [expected[0] * 2, expected[1]])
 
 
+def test_hooks_of_what_no_result_depends_on_are_not_called() -> None:
+    """Autograd calls those of each input of a function with None where there is no gradient."""
+    model = fully_shard(net())
+    weight = model[-1].weight
+    weight.register_hook(lambda gradient: gradient * 2)
+    loss_of(model).backward()
+    assert same([weight.grad.full_tensor()], [plain_gradients()[-2] * 2])
+    model[-1].forward = lambda given: given[:, :2]
+    model.zero_grad()
+    loss_of(model).backward()
+    assert weight.grad is None
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(loss_of(model), [weight])
+    assert torch.autograd.grad(loss_of(model), [weight, model[0].weight], allow_unused=True)[0] is None
+
+
+def test_hooks_see_gradients_that_were_held_back() -> None:
+    """By a backward without synchronisation, and sent with one that does not reach the parameter."""
+    model = fully_shard(net())
+    weight = model[-1].weight
+    weight.register_hook(lambda gradient: gradient * 2)
+    model.set_requires_gradient_sync(False)
+    loss_of(model).backward()
+    assert weight.grad is None
+    model.set_requires_gradient_sync(True)
+    late = loss_of(model)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(RuntimeError, match="weight has a hook"):
+        late.backward()
+    model.set_requires_gradient_sync(True)
+    forward, model[-1].forward = model[-1].forward, lambda given: given[:, :2]
+    loss_of(model).backward()
+    model[-1].forward = forward
+    assert same([weight.grad.full_tensor()], [plain_gradients()[-2] * 2])
+
+
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
 def test_weights_that_were_updated_since_forward_are_an_error(options: dict[str, bool]) -> None:
     model = fully_shard(net())

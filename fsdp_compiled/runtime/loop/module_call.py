@@ -85,7 +85,7 @@ class ModuleCall:
             leaves = [leaf for leaf in pytree.tree_leaves((args, named)) if isinstance(leaf, torch.Tensor)]
             given = [leaf for leaf in leaves if leaf.requires_grad]
             gradient = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-            trains = gradient and bool(self._trained or given)
+            trains = gradient and (any(self._trainable) or bool(given))
             request = None
             if trains or not _holds_objects(args, named):
                 request = made.programs.find("training" if trains else "forward", args, named)
@@ -110,7 +110,7 @@ class ModuleCall:
                 with made.drawing(compiled):
                     outputs = run_program(partial(compiled.runner, *inputs), self._calls)
                 return compiled.capture.rebuild(dict(zip(compiled.outputs, outputs, strict=True)))
-            run = Run(made, compiled, self._calls, self._trained, self._states, inputs)
+            run = Run(made, compiled, self._calls, self._states, inputs)
             outputs = run.apply()
             return compiled.capture.rebuild(dict(zip(run.training.results, outputs, strict=True)))
 
@@ -235,7 +235,6 @@ class ModuleCall:
             )
         self._flags = [*(entry.parameter for entry in entries), *dict.fromkeys(self._plain.values())]
         self._trainable = [one.requires_grad for one in self._flags]
-        self._trained = [one for one in self._flags if one.requires_grad]
         self._versions = [group.treated for group in self._groups]
 
     def _now(self) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.ir.nodes import OTHER_BATCHES
 from fsdp_compiled.lower.lowering import below_autograd
+from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.loop.gradients import leave, parts, reduced_mean
 from fsdp_compiled.runtime.loop.module_plan import Made
 from fsdp_compiled.runtime.loop.module_state import ModuleState
@@ -55,8 +56,7 @@ def run_program(run: Callable[[], Sequence[torch.Tensor]], calls: Calls) -> Sequ
 class Run:
     """What a forward leaves for its backwards.
 
-    ``trained``: the parameters that gradients are for, which autograd gets as inputs; ``states``: of the modules
-    inside, that say whether backward synchronises.
+    ``states``: of the modules inside, that say whether backward synchronises.
     """
 
     def __init__(
@@ -64,17 +64,22 @@ class Run:
         made: Made,
         compiled: Compiled,
         calls: Calls,
-        trained: Sequence[torch.Tensor],
         states: Sequence[ModuleState],
         inputs: Sequence[Any],
     ) -> None:
         self.made, self.compiled, self.calls, self.states = made, compiled, calls, states
         self.training = compiled.training
-        self._trained = trained  # by whose ids they are found
         self.inputs = inputs
+        # Autograd's inputs are what gets a gradient: it calls hooks of the others too, with None in its place.
+        moved, held = self.training.moved, not all(state.synchronise for state in states)
+        given = [
+            entry.parameter
+            for entry, name in made.names.items()
+            if name in moved and entry.parameter.requires_grad and not (held and entry.parameter._backward_hooks)
+        ]
+        self._trained = tuple(given)  # by whose ids they are found
+        self.place = {id(one): place for place, one in enumerate(given)}
         # Inputs that have gradients beside the sharded parameters; some of them are parameters that are not sharded.
-        self.place = {id(one): place for place, one in enumerate(trained)}
-        given = list(trained)
         self.others: list[tuple[str, int]] = []  # by name, the place among what autograd gets
         for name, place in self.training.others:
             if (found := self.place.get(id(inputs[place]))) is None:
@@ -119,6 +124,7 @@ class Run:
                     found |= parts(outputs[place], self._wanted(flat, reached), start)
             return found, {name: outputs[place] for name, place in backward.others.items()}
         with self.calls.refusing():
+            self._check_hooks(synchronises)
             whole = made.programs.whole(compiled)
         buffers = [
             buffer
@@ -156,6 +162,16 @@ class Run:
                 "it on the model that is called, which tells all of them."
             )
         return wanted.pop()
+
+    def _check_hooks(self, synchronises: bool) -> None:
+        """Raises ``RuntimeError`` where autograd would call a hook with None for a gradient that is held back."""
+        hooked = [] if synchronises else [one for one in self._trained if one._backward_hooks]
+        names = [self.made.names[entry] for entry in self.made.names if any(entry.parameter is one for one in hooked)]
+        if names:
+            raise RuntimeError(
+                f"{names[0]} has a hook (register_hook), and set_requires_gradient_sync(False) was called between this "
+                "forward and its backward. Call it before forward: then the hook is called when gradients are reduced."
+            )
 
     def _check_versions(self) -> None:
         """Raises ``RuntimeError`` where weights were written since forward, as autograd does."""
@@ -218,17 +234,16 @@ class _Function(torch.autograd.Function):
         everything = C._will_engine_execute_node(ctx.next_functions[0][0])
         with outside_modes(watched=True):
             found, others = run.backward(kept, reached, everything)
-        direct = {
-            entry: gradient
-            for entry, gradient in found.items()
-            if everything and not (entry.parameter._backward_hooks or entry.parameter._post_accumulate_grad_hooks)
-        }
-        leave(direct)
         gradients: list[torch.Tensor | None] = [None] * run.count
-        if len(direct) < len(found):
-            for entry, gradient in found.items():
-                if entry not in direct and (place := run.place.get(id(entry.parameter))) is not None:
-                    gradients[place] = gradient
+        direct: dict[Entry, DTensor] = {}
+        for entry, gradient in found.items():
+            if everything and hook_on(entry.parameter) is None:
+                direct[entry] = gradient
+            elif (place := run.place.get(id(entry.parameter))) is not None:
+                gradients[place] = gradient
+            elif everything:  # it was held back, or was to be when forward came
+                entry.parameter.backward(gradient)
+        leave(direct)
         for name, place in run.others:
             if name in reached:
                 before = gradients[place]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -93,6 +94,11 @@ class Training:
     read: frozenset[str]
     _by_name: Mapping[str, frozenset[str]]
     _reached: dict[frozenset[int], frozenset[str]] = field(default_factory=dict)
+
+    @cached_property
+    def moved(self) -> frozenset[str]:
+        """The parameters and inputs that have gradients where all results have derivatives."""
+        return self.reached(frozenset(range(len(self.results))))
 
     def reached(self, differentiated: frozenset[int]) -> frozenset[str]:
         """The parameters and inputs that have gradients, where the results in these places have derivatives."""
