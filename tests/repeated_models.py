@@ -57,7 +57,15 @@ class Block(nn.Module):
         if like == "experts":
             self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
 
-    def forward(self, x: torch.Tensor, factor: float = 1.0, *, masks: tuple[torch.Tensor, ...] = ()) -> Any:
+    def forward(
+        self,
+        x: torch.Tensor,
+        factor: float = 1.0,
+        bias: torch.Tensor | None = None,
+        *,
+        masks: tuple[torch.Tensor, ...] = (),
+        more: str | None = None,
+    ) -> Any:
         y = self.linear(x) * factor * self.factor
         for mask in masks:
             y = y * mask
@@ -82,6 +90,15 @@ class Block(nn.Module):
         if self.like == "no grad":
             with torch.no_grad():
                 y = y + self.linear(x)
+        if self.like == "autocast inside":
+            with torch.autocast("cpu", torch.bfloat16):
+                y = y + self.linear(x).float()
+        if self.like == "written in pieces":
+            y = y.clone()
+            y[0] = x[1]
+            y[1, 2] = 3.0
+        if self.like == "writes its input in pieces":
+            x[0] = 2.0
         if self.like == "writes its input":
             x.mul_(2)
         if self.like == "a hook on a tensor":
@@ -130,6 +147,13 @@ class Block(nn.Module):
             return y
         if self.like == "returns its argument":
             return x, x + y
+        if self.like == "hands on":
+            bias = self.linear.weight.sum() if bias is None else bias
+            return x + y + bias, bias, more
+        if self.like in ("views", "views written later"):
+            return (x + y).flatten().view(x.shape)
+        if self.like == "views of its argument":
+            return x.flatten().view(x.shape), x + y
         return x + y
 
 
@@ -154,7 +178,7 @@ class Model(nn.Module):
         if like == "another class inside":
             self.layers[3].linear = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None, more: str | None = None) -> torch.Tensor:
         x = self.first(x)
         masks = (x.sin(), x.cos())
         seen: list[torch.Tensor] = []
@@ -191,11 +215,13 @@ class Model(nn.Module):
             elif self.like == "autocast for one":
                 with torch.autocast("cpu", torch.bfloat16, enabled=index == ODD):
                     x = layer(x)
-            elif self.like == "returns its argument":
+            elif self.like == "hands on":
+                x, bias, more = layer(x, 1.0, bias, more=more)
+            elif self.like in ("returns its argument", "views of its argument"):
                 _, x = layer(x)
             elif self.like == "numbers of one value":
                 x = layer(x, factor=-0.0 if index == ODD else 0.0)
-            elif self.like == "written later":
+            elif self.like in ("written later", "views written later"):
                 x = layer(x)
                 seen.append(x)
             else:
@@ -209,7 +235,7 @@ class Model(nn.Module):
         if self.like == "differentiated inside":
             (slope,) = torch.autograd.grad(x.sum(), self.layers[4].linear.weight, create_graph=True)
             x = x * slope.square().sum()
-        if self.like == "written later":
+        if self.like in ("written later", "views written later"):
             with torch.no_grad():
                 seen[3].add_(1)
             x = x * seen[3].detach() + seen[4].requires_grad * seen[5].detach()

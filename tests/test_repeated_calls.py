@@ -109,8 +109,9 @@ WRITTEN = {
     # all but the first two
     **dict.fromkeys(
         ("shared", "dropout", "random", "arguments", "read after", "written later", "twice", "plain tensors",
-         "reads and does not use", "global set before", "a function inside",
-         "partial functions"), LAYERS - 2
+         "reads and does not use", "global set before", "a function inside", "partial functions", "no grad",
+         "autocast inside", "written in pieces", "returns its argument", "hands on", "views",
+         "views written later"), LAYERS - 2
     ),
     # and but for the one that differs
     **dict.fromkeys(
@@ -125,8 +126,9 @@ WRITTEN = {
     **dict.fromkeys(("numbers", "some without gradient", "strides"), 3 - 1),
     # none
     **dict.fromkeys(
-        ("closure", "writes a buffer", "global", "writes its input", "shared changes", "counts", "no grad", "annotated",
-         "a hook on a tensor", "checkpointed inside", "returns its argument", "global collects",
+        ("closure", "writes a buffer", "global", "writes its input", "shared changes", "counts", "annotated",
+         "a hook on a tensor", "checkpointed inside", "views of its argument", "global collects",
+         "writes its input in pieces",
          "collects in a new object", "an attribute of its result"), 0
     ),
 }  # fmt: skip
@@ -137,7 +139,8 @@ CHOSEN = (
     "an attribute more", "numbers", "some without gradient", "closure", "writes a buffer", "shared changes", "counts",
     "a hook on a tensor", "checkpointed inside", "global set before", "global set for one", "global collects",
     "one of a global's kind", "another partial function", "a function inside", "collects in a new object",
-    "an attribute of its result",
+    "an attribute of its result", "no grad", "written in pieces", "hands on", "views written later",
+    "views of its argument",
 )  # fmt: skip
 
 

@@ -60,6 +60,7 @@ class BlockCall:
         if self.value(self.source) is not self.module:
             raise Unlike("it is not where it was found")
         self.tensors: list[fx.Node] = []
+        self.given: list[Any] = []  # what Dynamo has for the arguments, and for what is in them
         self.form = (
             tuple(self._form(one) for one in args),
             tuple((name, self._form(one)) for name, one in kwargs.items()),
@@ -73,8 +74,11 @@ class BlockCall:
         self.changes = self.changed()
 
     def _form(self, variable: Any) -> tuple[Any, ...]:
+        self.given.append(variable)
         if isinstance(variable, LazyVariableTracker):
             if not variable.is_realized():
+                if (value := variable.original_value()) is None or type(value) in (bool, str):
+                    return ("constant", type(value), repr(value))  # as of one that was read
                 raise Unlike("an argument was not read before")
             variable = variable.realize()
         if type(variable) is TensorVariable:

@@ -18,15 +18,15 @@ WRITTEN = (
 @dataclass(frozen=True)
 class Line:
     """Of a node. ``name``: without a number; ``kept``: of its notes; ``user``: the user's lines inside of the block;
-    ``stack``: which of the template's ``stacks``; ``function``: that the user called."""
+    ``stack``: which of the template's ``stacks``; ``function``: that the user called; ``value``: if it has one."""
 
     node: fx.Node
     name: str
     kept: Mapping[str, Any]
     user: str
-    stack: int
+    stack: int | None
     function: Any
-    value: Any
+    value: Mapping[str, Any]
 
 
 class Template:
@@ -42,16 +42,17 @@ class Template:
 
     def _line(self, node: fx.Node) -> Line:
         meta = node.meta
-        stack = meta["nn_module_stack"]
-        place = self._places.setdefault(tuple(stack), len(self.stacks))
-        if place == len(self.stacks):
-            self.stacks.append(stack)
+        place = None
+        if (stack := meta.get("nn_module_stack")) is not None:  # which what changes modes has not
+            place = self._places.setdefault(tuple(stack), len(self.stacks))
+            if place == len(self.stacks):
+                self.stacks.append(stack)
         return Line(
             node=node,
             name=node.graph._target_to_str(node.target),
             kept={key: value for key, value in meta.items() if key not in WRITTEN},
-            user=meta["stack_trace"].removeprefix(self._trace),
+            user=meta.get("stack_trace", "").removeprefix(self._trace),
             stack=place,
             function=meta["source_fn_stack"][-1][1] if node.op != "placeholder" and "source_fn_stack" in meta else None,
-            value=meta["example_value"],
+            value={name: meta[name] for name in ("example_value",) if name in meta},
         )

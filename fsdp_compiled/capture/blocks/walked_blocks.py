@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import setitem
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_compiled.capture.blocks.before_walk import Before
-from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, moved, plain, plain_layout
+from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, modes, moved, plain, plain_layout
 from fsdp_compiled.capture.blocks.equal_blocks import layout_of
 from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template
 from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.ir.nodes import fake_tensor
+from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     Guard,
@@ -37,6 +39,10 @@ HOOKS = (
 )  # fmt: skip
 
 
+# What has no value: it changes modes, and what a block enters it leaves, or writes to what the block computed.
+VALUELESS = (
+    C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast, setitem,
+)  # fmt: skip
 SOURCE = torch.empty((), device="meta").requires_grad_()  # what `another` is computed from
 
 
@@ -66,6 +72,8 @@ class WalkedBlock:
         self.inputs = [node for node in new if is_input(node)]
         self.nodes = [node for node in new if not is_input(node)]
         before.check(call)
+        if modes(call.tx) != call.modes:
+            raise Unlike("it leaves modes changed")
         if any(node.meta["example_value"]._version for node in self.inputs):
             raise Unlike("it writes its own tensors in place")
         self.sources = [node.meta[OWN if OWN in node.meta else "grapharg"].source for node in self.inputs]
@@ -129,15 +137,17 @@ class WalkedBlock:
 
     def _check_nodes(self, new: set[fx.Node]) -> None:
         for node in new:
+            if node.target in VALUELESS and not {"stack_trace", "nn_module_stack"} & node.meta.keys():
+                continue
             told = node.meta.get("stack_trace", "").startswith(self.call.trace)
             if not told or self.call.path not in [path for path, _ in node.meta["nn_module_stack"].values()]:
                 raise Unlike("where its calls come from is not told")
         for node in self.nodes:
             if node.op not in ("call_function", "call_method"):
                 raise Unlike("it has a region of its own")
-            if "example_value" not in node.meta:
-                raise Unlike("it changes modes")
-            value = node.meta["example_value"]
+            if "example_value" not in node.meta and node.target not in VALUELESS:
+                raise Unlike(f"it calls {getattr(node.target, '__name__', node.target)}, which has no value")
+            value = node.meta.get("example_value")
             for one in value if isinstance(value, tuple | list) else [value]:
                 if one is not None:
                     plain_layout(one)
@@ -148,12 +158,14 @@ class WalkedBlock:
                     raise Unlike(f"it reads {source.name}, which it was not given")
 
     def _answer(self, result: Any, known: Callable[[fx.Node], bool]) -> None:
+        if self.place_given(result) is not None:
+            return
         if isinstance(result, LazyVariableTracker):
             raise Unlike("it returns what it found")
         if type(result) is TensorVariable:
             node = result.as_proxy().node
             if not known(node):
-                raise Unlike("it returns what it was given")
+                raise Unlike("it returns what it was given as another tensor")
             if node not in self.results:
                 self.results.append(node)
         elif type(result) is TupleVariable:
@@ -161,6 +173,10 @@ class WalkedBlock:
                 self._answer(one, known)
         elif not (type(result) is ConstantVariable and plain(result.value)):
             raise Unlike(f"it returns a {type(result).__name__}")
+
+    def place_given(self, result: Any) -> int | None:
+        """Which of what it was given the block returns."""
+        return next((place for place, one in enumerate(self.call.given) if one is result), None)
 
     def _check_results(self, given: Sequence[fx.Node]) -> None:
         """What is returned has memory of its own: what writes to it later writes to nothing else that is in reach."""
@@ -171,7 +187,7 @@ class WalkedBlock:
             value = node.meta["example_value"]
             like = another(value)
             same = plain_layout(value) == plain_layout(like) and value.is_leaf == like.is_leaf
-            if not same or value.storage_offset() or value._is_view():
+            if not same or value.storage_offset() or value._is_view() != like._is_view():
                 raise Unlike("what it returns lies in another way")
 
     def check(self, call: BlockCall, written: Collection[int]) -> tuple[list[torch.Tensor], list[Any]]:
@@ -231,6 +247,11 @@ class WalkedBlock:
 
 def another(value: FakeTensor) -> Any:
     """A fake tensor like this one, in memory of its own, which is computed if that one requires a gradient."""
+    base = value._base if value._is_view() else None
+    if base is not None and base.is_contiguous() and value.is_contiguous() and base.dtype == value.dtype:
+        if base.numel() == value.numel() and base.requires_grad == value.requires_grad:
+            with torch.enable_grad():
+                return another(base).view(value.shape)
     made = fake_tensor(value.fake_mode, tuple(value.shape), value.stride(), value.dtype, value.device)
     if not value.requires_grad:
         return made

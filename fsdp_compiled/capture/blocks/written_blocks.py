@@ -80,9 +80,10 @@ class WrittenBlock:
             made = mine[line.node] = graph.create_node(op, target, (), {}, name)
             made.meta |= line.kept
             made.meta["creation_timestamp"] = timestamp
-            made.meta["stack_trace"] = call.trace + line.user
-            made.meta["nn_module_stack"] = stacks[line.stack]
-            made.meta["example_value"] = line.value  # which nothing can reach but what is returned, and is not changed
+            if line.stack is not None:
+                made.meta["stack_trace"] = call.trace + line.user
+                made.meta["nn_module_stack"] = stacks[line.stack]
+            made.meta |= line.value  # which nothing can reach but what is returned, and is not changed
             return made
 
         for line, source, tensor in zip(template.inputs, walked.sources, tensors, strict=True):
@@ -94,7 +95,8 @@ class WrittenBlock:
             SET_ARGS(made, fx.node.map_arg(node.args, lambda one: mine.get(one, one)))
             if node.kwargs:
                 SET_KWARGS(made, fx.node.map_arg(node.kwargs, lambda one: mine.get(one, one)))
-            made.meta["source_fn_stack"] = [(made.name, line.function)]
+            if line.function is not None:
+                made.meta["source_fn_stack"] = [(made.name, line.function)]
         for node in walked.results:
             made = mine[node]
             made.meta["example_value"] = another(made.meta["example_value"])
@@ -113,6 +115,8 @@ class WrittenBlock:
         return found
 
     def _returned(self, result: Any, mine: Mapping[fx.Node, fx.Node]) -> Any:
+        if (given := self.walked.place_given(result)) is not None:
+            return self.call.given[given]
         if type(result) is TensorVariable:
             node = mine[result.as_proxy().node]
             proxy = fx.Proxy(node, self.call.output.current_tracer)
