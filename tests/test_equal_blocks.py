@@ -58,6 +58,8 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
         pytest.param(lambda: Model("autocast"), [LAYERS], id="autocast"),
         pytest.param(lambda: Model("begins with nothing"), [LAYERS], id="empty literals"),
         pytest.param(lambda: Model("literals"), [LAYERS], id="literals before and after"),
+        pytest.param(lambda: Model("takes turns", 13), [6], id="every second block"),
+        pytest.param(lambda: Model("no round", 13), [], id="some blocks", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("around"), [LAYERS], id="something between blocks", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("in place"), [LAYERS], id="written in place", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("rotary"), [LAYERS], id="read by all blocks"),

@@ -2,6 +2,7 @@
 
 A *stretch* is a row of nodes whose operators, arguments and layouts are those of the stretch before it, one stretch
 further on: it reads its own inputs (a block's parameters), what the one before computed, and what all of them read.
+Where blocks take turns, as those that attend to all and to near tokens, a stretch is a round of them.
 """
 
 from __future__ import annotations
@@ -113,19 +114,44 @@ def _longest(module: fx.GraphModule, nodes: list[fx.Node], starts: list[int], pl
             rows.append([])
         if start + length <= len(nodes):
             rows[-1].append(index)
-    best: Run | None = None
-    for row in rows:
-        stretches = [nodes[starts[index] : starts[index] + length] for index in row]
-        for run in _equal(module, stretches, places):
-            if best is None or len(run.stretches) > len(best.stretches):
-                best = run
-    return best
+    blocks = [[nodes[starts[index] : starts[index] + length] for index in row] for row in rows]
+    found = [(stretches, *_described(module, stretches, places)) for stretches in blocks]
+    runs = [run for stretches, keys, own in found for run in _equal(stretches, keys, own, places)]
+    if not runs:  # every second block may be like the next but one, every sixth like the one before the last five
+        for stretches, keys, _ in found:
+            if (period := _period(keys)) is not None:
+                longer = [_flat(stretches[start : start + period]) for start in range(0, len(stretches), period)]
+                longer = longer[: len(stretches) // period]
+                runs += _equal(longer, *_described(module, longer, places), places)
+    return max(runs, key=lambda run: len(run.stretches), default=None)
 
 
-def _equal(module: fx.GraphModule, stretches: list[list[fx.Node]], places: _Places) -> Iterator[Run]:
+Keys = list[tuple[Any, ...]]
+Owned = dict[fx.Node, int]
+
+
+def _described(
+    module: fx.GraphModule, stretches: list[list[fx.Node]], places: _Places
+) -> tuple[list[Keys], list[Owned]]:
+    """Of each stretch what its nodes are; and the inputs that it reads, in the order it does."""
+    own: list[Owned] = [{} for _ in stretches]
+    return [_keys(module, stretches, index, own[index], places) for index in range(len(stretches))], own
+
+
+def _period(keys: list[Keys]) -> int | None:
+    """How many stretches on there is one like each, if that is more than the next."""
+    for period in range(2, len(keys) // FEWEST + 1):
+        if all(one == other for one, other in zip(keys[1:], keys[period + 1 :], strict=False)):
+            return period
+    return None
+
+
+def _flat(rows: Sequence[Sequence[fx.Node]]) -> list[fx.Node]:
+    return [node for row in rows for node in row]
+
+
+def _equal(stretches: list[list[fx.Node]], keys: list[Keys], own: list[Owned], places: _Places) -> Iterator[Run]:
     """The rows of at least `FEWEST` equal ones."""
-    own: list[dict[fx.Node, int]] = [{} for _ in stretches]  # the inputs that each reads, in the order it does
-    keys = [_keys(module, stretches, index, own[index], places) for index in range(len(stretches))]
     begin = 0
     while begin < len(stretches) - 1:
         end = begin + 1  # the first one's ties to what comes before it are its own affair
@@ -139,9 +165,7 @@ def _equal(module: fx.GraphModule, stretches: list[list[fx.Node]], places: _Plac
         begin = end
 
 
-def _keys(
-    module: fx.GraphModule, stretches: list[list[fx.Node]], index: int, own: dict[fx.Node, int], places: _Places
-) -> list[tuple[Any, ...]]:
+def _keys(module: fx.GraphModule, stretches: list[list[fx.Node]], index: int, own: Owned, places: _Places) -> Keys:
     """What each node of a stretch is, last what it reads: equal for nodes that do the same, a stretch further on."""
     here = {node: offset for offset, node in enumerate(stretches[index])}
     before = {node: offset for offset, node in enumerate(stretches[index - 1])} if index else {}
