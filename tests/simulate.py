@@ -40,7 +40,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.rng import seed
-from fsdp_compiled.runtime.shard_model import TakenModel, read_leaves, read_slot, take_over
+from fsdp_compiled.runtime.shard_model import TakenModel, parameters_of, read_leaves, read_slot, take_over
 from fsdp_compiled.runtime.state import optimizer_state
 
 CPU = torch.device("cpu")
@@ -119,7 +119,7 @@ def enlist(
     """The rank at this place, as `compile_sharded` sets it up; model and optimizer stay as they are."""
     model, optimizer = copy.deepcopy((model, optimizer))
     rules = make_rules(optimizer) if optimizer is not None else ()
-    leaves = read_leaves(model, optimizer, find_units(model, units))
+    leaves = read_leaves(parameters_of(model), optimizer, find_units(model, units))
     plan = make_plan(leaves, policy, mesh.device, mesh.shard, mesh.replicate)
     taken, shards, buffers, existing_state = at_once(take_over(model, optimizer, plan, mesh, None))
     values = {Port("in", "shard", name): value for name, value in shards.items()}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
 from fsdp_compiled.capture.ordered_keys import KeyOrders
 
 
@@ -33,6 +34,17 @@ class Block(nn.Module):
 
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for expert in self.experts:
+            x = torch.tanh(expert(x))
+        return x
 
 
 def losses(
@@ -74,3 +86,26 @@ def test_control_without_the_question_it_is_not_seen(monkeypatch: pytest.MonkeyP
     table = OrderedDict(a=0.1, b=0.2)
     eager, ours, captures = losses([table], table)
     assert ours[:2] == eager[:2] and ours[2:] != eager[2:] and captures == 1
+
+
+@pytest.mark.parametrize("noted", [True, False], ids=["noted", "control"])
+def test_another_order_of_modules_in_a_block_like_others_is_seen(noted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is a plain dictionary's: Dynamo's own guard on its keys."""
+    begin = WalkedBlock.__init__
+
+    def without(self: WalkedBlock, *given: Any) -> None:
+        begin(self, *given)
+        self.ordered = []
+
+    if not noted:
+        monkeypatch.setattr(WalkedBlock, "__init__", without)
+    torch.manual_seed(0)
+    model, eager = (nn.Sequential(*(Experts() for _ in range(7))) for _ in range(2))
+    eager.load_state_dict(model.state_dict())
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
+    x = torch.randn(2, 3)
+    assert float(sharded.step(x)) == loss(eager, x).item()
+    for one in (model, eager):
+        modules = one[5].experts._modules
+        modules["0"] = modules.pop("0")
+    assert (float(sharded.step(x)) == loss(eager, x).item()) is noted

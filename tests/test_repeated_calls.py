@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture import dynamo, dynamo_run, guards
-from fsdp_compiled.capture.blocks import repeated_calls, walked_blocks, written_blocks
+from fsdp_compiled.capture.blocks import built_guards, repeated_calls, walked_blocks, written_blocks
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from tests import equal_models as equal
 from tests.architectures import TORCH
@@ -26,11 +26,12 @@ class _Stop(Exception):
 
 
 def traced(model: nn.Module, function: Any, patch: pytest.MonkeyPatch) -> tuple[list[Any], int]:
-    """What Dynamo makes of it, graph and guards; how many blocks it did not walk through."""
+    """What Dynamo makes of it, guards as it notes them, graph, guards as it builds them; how many blocks it did not
+    walk through."""
     found: list[Any] = []
     watched: list[Repeats] = []
     select, complete, repeats = guards.Recorder.select, dynamo_run.Trace.complete, dynamo.Repeats
-    more = Repeats.more
+    more, make = Repeats.more, guards.Recorder.guards
 
     def asked(guards: Any) -> set[Any]:
         plain = (bool, int, float, str, type(None))
@@ -45,9 +46,17 @@ def traced(model: nn.Module, function: Any, patch: pytest.MonkeyPatch) -> tuple[
 
     def adding(self: Repeats, chosen: Any) -> Any:
         added = more(self, chosen)
-        built = ((guard, guard.create_fn_name(), block.values[place]) for block, place, guard in self.built)
+        noted = [(one.block.guard(place), one.block, place) for one in added for place in one.places]
+        built = ((guard, guard.create_fn_name(), block.values[place]) for guard, block, place in noted)
         found[-1] = sorted({*found[-1], *asked(built)})
         return added
+
+    def building(self: Any, *given: Any) -> Any:
+        guards = make(self, *given)
+        lines = [line.strip(" |+-").split("  # ")[0] for line in str(guards._manager).split("\n")]
+        lines = [line.split(" (HINT: ")[0].rstrip() for line in lines]
+        found.append(sorted({line for line in lines if "__builtins" not in line}))
+        return guards
 
     def seeing(self: Any) -> None:
         complete(self)
@@ -62,6 +71,7 @@ def traced(model: nn.Module, function: Any, patch: pytest.MonkeyPatch) -> tuple[
 
     with patch.context() as patched:
         patched.setattr(guards.Recorder, "select", selecting)
+        patched.setattr(guards.Recorder, "guards", building)
         patched.setattr(dynamo_run.Trace, "complete", seeing)
         patched.setattr(Repeats, "more", adding)
         patched.setattr(dynamo, "Repeats", watching)
@@ -190,8 +200,22 @@ def test_guards_that_say_another_thing_are_found_when_they_are_built(
     monkeypatch.setattr(walked_blocks, "_alike", lambda one, other: True)
     with caplog.at_level("INFO", logger="fsdp_compiled"):
         got, _ = traced(model, equal.loss, monkeypatch)
-    assert got[-2:] == wanted
+    assert got[-3:] == wanted
     assert "a guard of model.layers.2 is not that of the one before" in caplog.text
+
+
+def test_guards_that_cannot_be_repeated_are_built_by_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, _ = full(Model("shared"), loss, monkeypatch)
+    monkeypatch.setattr(built_guards, "HOLDS", {})
+    monkeypatch.setattr(built_guards.Plan, "repeat", lambda *_: 1 / 0)
+    assert traced(Model("shared"), loss, monkeypatch) == (wanted, LAYERS - 2)
+
+
+def test_control_guards_that_are_not_repeated_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, _ = full(Model("shared"), loss, monkeypatch)
+    monkeypatch.setattr(built_guards.Plan, "repeat", lambda *_: None)
+    got, _ = traced(Model("shared"), loss, monkeypatch)
+    assert got[:2] == wanted[:2] and set(got[2]) < set(wanted[2])
 
 
 def test_a_block_that_could_not_be_ended_is_walked_through(
@@ -202,7 +226,7 @@ def test_a_block_that_could_not_be_ended_is_walked_through(
     monkeypatch.setattr(written_blocks, "another", lambda *_: 1 / 0)
     with caplog.at_level("INFO", logger="fsdp_compiled"):
         got, _ = traced(model, loss, monkeypatch)
-    assert got[-2:] == wanted
+    assert got[-3:] == wanted
     assert "every block is traced" in caplog.text
 
 
@@ -230,7 +254,7 @@ def test_a_loss_that_differentiates_inside_is_walked_through(
     wanted, _ = full(model, loss, monkeypatch)
     with caplog.at_level("INFO", logger="fsdp_compiled"):
         got, _ = traced(model, loss, monkeypatch)
-    assert got[-2:] == wanted[-2:]
+    assert got[-3:] == wanted[-3:]
     assert "every block is traced" in caplog.text
 
 

@@ -73,9 +73,9 @@ def unit_of(names: Sequence[str], units: Iterable[str]) -> str:
 
 def innermost(names: Sequence[str], units: Iterable[str]) -> str | None:
     """The innermost unit but the root around all of these parameters or submodules; a unit is around itself."""
-    known = set(units) - {ROOT}
-    around = [known.intersection(itertools.accumulate(name.split("."), "{}.{}".format)) for name in names]
-    return max(set.intersection(*around), key=len, default=None)
+    known = units if isinstance(units, frozenset) else frozenset(units)
+    around = [known.intersection(itertools.accumulate(name.split("."), "{}.{}".format)) - {ROOT} for name in names]
+    return max(frozenset.intersection(*around), key=len, default=None)
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ Forward hooks and forward-pre hooks, of one module or of all, are traced with th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -36,9 +36,9 @@ def hook_on(parameter: torch.Tensor) -> str | None:
     return "register_post_accumulate_grad_hook" if parameter._post_accumulate_grad_hooks else None
 
 
-def check_hooks(model: nn.Module) -> None:
-    """Raises ``ValueError`` if autograd would call a hook on a parameter or a module of this model."""
-    for name, parameter in model.named_parameters():
+def check_hooks(model: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises ``ValueError`` if autograd would call a hook on a module of this model, or on one of its parameters."""
+    for name, parameter in named:
         if (kind := hook_on(parameter)) is not None:
             raise ValueError(f"{name} has a hook ({kind}). {ON_PARAMETER}")
     check_module_hooks(model)

@@ -19,13 +19,14 @@ from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.optim.rule import Rule, eager_rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
 from fsdp_compiled.optim.wrapped import check_own_step, check_step_hooks
+from fsdp_compiled.plan.plan import Leaf
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks
+from fsdp_compiled.runtime.parameters.sharded_parameter import is_live
 from fsdp_compiled.runtime.parameters.sharded_tensor import is_sharded
-from fsdp_compiled.runtime.shard_model import check_initializable, read_leaves, read_scalars
+from fsdp_compiled.runtime.shard_model import check_initializable, parameters_of, read_leaves, read_scalars
 from fsdp_compiled.runtime.shared_memory import check_shared_memory
-from fsdp_compiled.runtime.taken_model import is_taken_over
 
 
 def checked_call(
@@ -35,16 +36,18 @@ def checked_call(
     units: Choice | None,
     policy: Policy | None,
     init: Callable[[nn.Module], Any] | None,
-) -> tuple[list[Any], tuple[Rule, ...], Policy]:
+) -> tuple[list[Leaf], tuple[Rule, ...], Policy]:
     """Everything that can be refused without asking the other ranks."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
-    if is_taken_over(model):
+    named = parameters_of(model)
+    parameters = list({id(parameter): parameter for _, parameter in named}.values())
+    if any(map(is_live, parameters)):
         raise ValueError(
             f"This {type(model).__name__} was taken over by compile_sharded before: its parameters live in shards. "
             "Keep using the Sharded object, or build the model again and load sharded.full_state_dict() into it."
         )
-    if name := next((name for name, one in model.named_parameters() if is_sharded(one)), None):
+    if name := next((name for name, one in named if is_sharded(one)), None):
         raise ValueError(
             f"{name} of this {type(model).__name__} is a copy of a parameter that is in shards already. Build it "
             "again, load sharded.full_state_dict() into it, and call compile_sharded on that."
@@ -56,31 +59,35 @@ def checked_call(
     for name, value in (("loss", loss), ("init", init)):
         if value is not None and not callable(value):
             raise ValueError(f"{name} is a {type(value).__name__}; expected a function or None.")
-    if next(model.parameters(), None) is None:
+    if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard.")
-    if lazy := [name for name, parameter in model.named_parameters() if isinstance(parameter, UninitializedParameter)]:
-        raise ValueError(f"{lazy[0]} has no shape yet: call the model once on an example batch, then compile_sharded.")
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if lazy := next((name for name, one in named if isinstance(one, UninitializedParameter)), None):
+        raise ValueError(f"{lazy} has no shape yet: call the model once on an example batch, then compile_sharded.")
+    devices = sorted(map(str, {parameter.device for parameter in parameters}))
     if len(devices) > 1:
         raise ValueError(f"The model's parameters are on several devices ({', '.join(devices)}); move them to one.")
-    if odd := next((name for name, parameter in model.named_parameters() if parameter.is_complex()), None):
+    if odd := next((name for name, parameter in named if parameter.is_complex()), None):
         raise ValueError(f"{odd} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
     check_names((policy or Policy()).without)
     check_norms(model, policy or Policy())
     check_attention(model, policy or Policy())
-    check_hooks(model)
-    check_shared_memory(model)
+    check_hooks(model, named)
+    check_shared_memory(model, named)
     check_initializable(model, init)
-    leaves = read_leaves(model, optimizer, find_units(model, units))
+    leaves = read_leaves(named, optimizer, find_units(model, units))
     if optimizer is not None:
         check_step_hooks(optimizer)
         check_own_step(optimizer)
     rules = make_rules(optimizer) if optimizer is not None else ()
     read_scalars(optimizer)
-    leaves = [replace(leaf, variant=variant_of(rules, leaf.group, leaf.whole_shape, leaf.dtype)) for leaf in leaves]
     whole = {rule.group for rule in rules if rule.whole}
-    leaves = [replace(leaf, owned=leaf.trainable and leaf.group in whole) for leaf in leaves]
-    return leaves, rules, policy or Policy()
+
+    def ruled(leaf: Leaf) -> Leaf:
+        variant = variant_of(rules, leaf.group, leaf.whole_shape, leaf.dtype)
+        owned = leaf.trainable and leaf.group in whole
+        return replace(leaf, variant=variant, owned=owned) if variant or owned else leaf
+
+    return list(map(ruled, leaves)), rules, policy or Policy()
 
 
 def device_refusal(policy: Policy, device: torch.device) -> ValueError | None:

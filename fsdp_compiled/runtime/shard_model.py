@@ -35,14 +35,22 @@ Shards = dict[str, torch.Tensor]
 Stages = Work[Shards]  # says what comes next before each collective, as `lockstep` wants it
 
 
-def read_leaves(model: nn.Module, optimizer: Optimizer | None, units: Sequence[str]) -> list[Leaf]:
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+def parameters_of(model: nn.Module) -> Named:
+    """In registration order, tied ones under each of their names."""
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def read_leaves(named: Named, optimizer: Optimizer | None, units: Iterable[str]) -> list[Leaf]:
     """The model's parameters in registration order, tied ones once, with their optimizer group and unit."""
-    groups = _groups(model, optimizer)
     names: dict[int, list[str]] = {}
     parameters: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named:
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
+    groups, units = _groups(parameters, optimizer), frozenset(units)
     found = []
     for key, parameter in parameters.items():
         part, tp = local_part(parameter), tensor_parallel(names[key][0], parameter)
@@ -64,10 +72,10 @@ def read_leaves(model: nn.Module, optimizer: Optimizer | None, units: Sequence[s
     return found
 
 
-def _groups(model: nn.Module, optimizer: Optimizer | None) -> dict[int, int]:
+def _groups(known: Mapping[int, nn.Parameter], optimizer: Optimizer | None) -> dict[int, int]:
+    """The group of each parameter. ``known``: the model's, by identity."""
     if optimizer is None:
         return {}
-    known = {id(parameter) for parameter in model.parameters()}
     found: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
@@ -78,7 +86,7 @@ def _groups(model: nn.Module, optimizer: Optimizer | None) -> dict[int, int]:
                     f"{type(optimizer).__name__}(model.parameters(), ...)."
                 )
             found[id(parameter)] = index
-    if not any(parameter.requires_grad and id(parameter) in found for parameter in model.parameters()):
+    if not any(parameter.requires_grad and key in found for key, parameter in known.items()):
         raise ValueError("The optimizer holds no parameter of the model that requires a gradient.")
     return found
 
@@ -88,8 +96,10 @@ def check_initializable(model: nn.Module, init: Initializer | None) -> None:
     if init is not None:
         return
     for name, module in model.named_modules():
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if any(tensor.is_meta for tensor in own) and not callable(getattr(module, "reset_parameters", None)):
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if any(tensor is not None and tensor.is_meta for tensor in own) and not callable(
+            getattr(module, "reset_parameters", None)
+        ):
             tensors = [
                 key for key, tensor in [*module._parameters.items(), *module._buffers.items()] if tensor is not None
             ]

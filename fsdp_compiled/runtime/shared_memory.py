@@ -8,27 +8,36 @@ that do not overlap, as cuDNN's flat weights, share nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+OTHERS = (bool, int, float, str, type(None), OrderedDict)  # are no tensors, and none is looked for in them
 
-def check_shared_memory(model: nn.Module) -> None:
-    """Raises ``ValueError`` where a buffer, an attribute or another parameter is memory of a parameter."""
-    parameters = dict(model.named_parameters())
-    own = {id(parameter) for parameter in parameters.values()}
+
+def check_shared_memory(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raises ``ValueError`` where a buffer, an attribute or another parameter is memory of a parameter.
+
+    ``named``: the model's parameters, tied ones under each of their names.
+    """
+    own: set[int] = set()
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
-    for name, parameter in parameters.items():
-        for other, tensor in by_storage.get(storage(parameter), ()):
+    for name, parameter in named:
+        if id(parameter) in own:
+            continue
+        own.add(id(parameter))
+        known = by_storage.setdefault(storage(parameter), [])
+        for other, tensor in known:
             if (parameter.requires_grad or tensor.requires_grad) and overlap(parameter, tensor):
                 raise ValueError(
                     f"{name} and {other} are two parameters that share memory, as `.data` ties them: each would get "
                     f"shards of its own, and they would part. Tie them as one parameter, {name} = {other}, before "
                     "the optimizer is built."
                 )
-        by_storage.setdefault(storage(parameter), []).append((name, parameter))
+        known.append((name, parameter))
     for path, module in model.named_modules():
         for name, tensor in _tensors(module):
             if id(tensor) in own:
@@ -57,7 +66,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Buffers, and tensors in attributes and in lists, tuples and dictionaries there."""
     yield from ((name, tensor) for name, tensor in module._buffers.items() if tensor is not None)
     for name, value in vars(module).items():
-        if name not in ("_parameters", "_buffers", "_modules"):
+        if type(value) not in OTHERS and name not in ("_parameters", "_buffers", "_modules"):
             yield from _inside(name, value, 3)
 
 

@@ -37,7 +37,7 @@ MISSING = object()
 
 
 def is_taken_over(model: nn.Module) -> bool:
-    return any(is_live(parameter) for parameter in model.parameters())
+    return any(is_live(one) for module in model.modules() for one in module._parameters.values())
 
 
 class TakenModel:

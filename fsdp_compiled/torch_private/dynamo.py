@@ -21,7 +21,7 @@ from torch._dynamo.exc import (
     UserError,
     UserErrorType,
 )
-from torch._dynamo.guards import CheckFunctionManager, GuardBuilder, install_guard, uninteresting_files
+from torch._dynamo.guards import CheckFunctionManager, GuardBuilder, GuardManager, install_guard, uninteresting_files
 from torch._dynamo.guards import _get_closure_vars as closure_vars
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import (
@@ -70,6 +70,7 @@ __all__ = [
     "GetItemSource",
     "Guard",
     "GuardBuilder",
+    "GuardManager",
     "InstructionTranslator",
     "LazyVariableTracker",
     "ListVariable",

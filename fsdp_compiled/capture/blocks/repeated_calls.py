@@ -32,6 +32,7 @@ from torch import nn
 
 from fsdp_compiled.capture.blocks.before_walk import Before
 from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, call_path
+from fsdp_compiled.capture.blocks.built_guards import BlockGuards, Plan
 from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
 from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
@@ -61,7 +62,7 @@ class Repeats:
         self._walked: dict[tuple[int, type], WalkedBlock] = {}
         self.written: list[WrittenBlock] = []  # in the newest trace
         self._tensors: set[int] = set()  # their own, by identity
-        self.built: list[tuple[WrittenBlock, int, Guard]] = []  # their guards: of the walked block's list, which
+        self.built: list[tuple[WrittenBlock, int, Guard]] = []  # that Dynamo built: of the walked block's list, which
         self._told: set[str] = set()
         self._until_traced = contextlib.ExitStack()
 
@@ -140,8 +141,11 @@ class Repeats:
                 log.info("%s is traced by itself, as equal blocks are not: %s", call_path(variable), why)
         self.failed = False
 
-    def more(self, chosen: Iterable[Guard]) -> list[Guard]:
+    def more(self, chosen: Iterable[Guard]) -> list[BlockGuards]:
         """Of blocks that were not walked through, the guards that are kept. ``chosen``: those of the others."""
+        self.built = []
+        plans: dict[int, Plan] = {}
+        found = []
         kept = set(map(id, chosen))
         places: dict[int, list[int]] = {}  # of guards that are kept, by walked block
         for block in self.written:
@@ -150,10 +154,9 @@ class Repeats:
                 guards = enumerate(guard for guard, _, _ in block.walked.guards)
                 of_like = block.walked.distinct(place for place, guard in guards if id(guard) in kept)
                 places[id(block.walked)] = of_like
-            made = [(block, place, block.guard(place)) for place in of_like]
-            kept.update(id(guard) for _, _, guard in made)
-            self.built += made
-        return [guard for _, _, guard in self.built]
+            kept.update(id(guard) for guard in block.made(of_like))
+            found.append(BlockGuards(block, of_like, plans, self.built))
+        return found
 
     def tell(self, recorder: Recorder) -> None:
         """What the guards of blocks look at that were not walked through."""

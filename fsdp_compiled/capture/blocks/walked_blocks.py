@@ -60,6 +60,7 @@ class WalkedBlock:
 
     nodes    that it wrote, ``inputs`` those of the block's own tensors, of which ``sources`` says where they are
     guards   of the block, each with what is there now, and the other places that it names; ``kinds`` of them
+    ordered  places of dictionaries whose keys it read in order
     results  the nodes that are returned
     visits   how often each of the block's modules was called
     """
@@ -82,6 +83,7 @@ class WalkedBlock:
         self._check_nodes(set(new))
         self.guards = list(self._guards([*output.guards, *inside]))
         self.kinds = [guard.create_fn_name() for guard, _, _ in self.guards]
+        self.ordered = [source for source in output.guard_on_key_order if self._own(source)]
         self._read = self._reader()
         self._layouts = [plain_layout(call.value(source)) for source in self.sources]
         self.structure = _structure(call.module)

@@ -10,7 +10,7 @@ finds it. Of these the graph needs an input alone, which it gets when Dynamo is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,10 @@ class WrittenBlock:
             self._guards[place] = Guard(self._there(guard.originating_source), create)
         return self._guards[place]
 
+    def made(self, places: Iterable[int]) -> list[Guard]:
+        """Those of them that somebody asked for; a block around this one did."""
+        return [self._guards[place] for place in places if place in self._guards]
+
     def _there(self, value: Any) -> Any:
         return self.walked.there(value, self.call) if isinstance(value, Source) else value
 
@@ -100,6 +104,7 @@ class WrittenBlock:
         for node in walked.results:
             made = mine[node]
             made.meta["example_value"] = another(made.meta["example_value"])
+        call.output.guard_on_key_order.update(map(self._there, walked.ordered))
         for name, count in walked.visits.items():
             call.tx.num_calls[walked.path(name, call)] = count
         if modes(call.tx) != call.modes:

@@ -180,4 +180,4 @@ by_identity = [False]  # whether ``==`` of parameters is ``is``, for who compare
 
 def is_live(tensor: Any) -> bool:
     """Whether this is a parameter that shows what a step reads."""
-    return isinstance(tensor, WholeParameter) or type(tensor) is ShardedParameter
+    return type(tensor) in (WholeParameter, ShardedParameter)
