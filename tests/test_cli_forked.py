@@ -14,6 +14,7 @@ import pytest
 
 from fsdp_compiled.cli import forked
 from fsdp_compiled.lower import warm_up
+from fsdp_compiled.lower.inductor import PIECES
 
 ROOT = Path(__file__).parents[1]
 LAUNCHER = [sys.executable, "-P", str(ROOT / "tests" / "workers" / "forked_launcher.py")]
@@ -86,7 +87,13 @@ def test_the_compiler_is_tried_once_beside_the_launcher(tmp_path: Path, monkeypa
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(warm_up, "_elsewhere", False)
     monkeypatch.setattr(warm_up, "_compile", lambda: (tmp_path / "tried").write_text(str(os.getpid())))
-    warm_up.begin_in_a_fork()
+    monkeypatch.setattr(warm_up, "compile_product", lambda: (tmp_path / "product").write_text(str(os.getpid())))
+    warm_up.before_forks()
+    assert (tmp_path / "product").read_text() == str(os.getpid())
     wait((tmp_path / "tried").exists)
     assert warm_up.begin.__wrapped__() is None  # in the launcher's forks
     assert int((tmp_path / "tried").read_text() or 0) != os.getpid()
+    (tmp_path / "product").unlink()
+    (tmp_path / "fsdp_compiled" / PIECES).mkdir(parents=True)  # something was compiled already
+    warm_up.before_forks()
+    assert not (tmp_path / "product").exists()

@@ -55,10 +55,8 @@ def prepare(world: int, lower: str | None) -> None:
             return
         if (lower or choose_lower(cuda=False)[0]) == "inductor":
             from fsdp_compiled.lower import warm_up
-            from fsdp_compiled.torch_private.inductor import import_compiler
 
-            warm_up.begin_in_a_fork()
-            import_compiler()
+            warm_up.before_forks()
         import fsdp_compiled.cli.train  # noqa: F401
 
         _ready_for = world

@@ -1,4 +1,4 @@
-"""What Inductor asks of a C++ compiler before its first kernel is done while the step is traced.
+"""What Inductor does before its first kernel is done while something else is.
 
     main     trace ......................... | pieces
     thread   trials of the processor ..|
@@ -8,24 +8,36 @@ waits for the one before: three seconds of one processor, in which the other ran
 host makes them; who comes to a piece meanwhile waits for them (`isa_probes.REPLACING`). Where ranks are forked from a
 launcher, a fork of its own makes them while it imports; a rank that comes to a piece meanwhile waits for Inductor's own
 lock. What fails here fails again where it is needed, and is told there.
+
+    launcher    torch | imports | a product, compiled | ranks
+    a fork                      | trials of the processor ....
+
+Half of what Inductor takes for a first piece are modules that it imports, patterns that it traces and PyTorch's sources
+that it hashes: 1.3 s, in each rank. So the launcher compiles a matrix product, for which no C++ is written, while the
+trials are made, and its forks find all of this done.
 """
 
 from __future__ import annotations
 
 import contextvars
 import functools
+import importlib
 import logging
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compiled.capture.disk_cache import folder
 from fsdp_compiled.lower.inductor import PIECES
 from fsdp_compiled.lower.isa_probes import remembered
-from fsdp_compiled.torch_private.inductor import pick_vec_isa
+from fsdp_compiled.torch_private.inductor import compile_alone, pick_vec_isa, torch_key
 
 log = logging.getLogger("fsdp_compiled")
-
+WITH_KERNELS = ("torch.utils.cpp_extension", "sympy.physics.units")  # what Inductor imports when it writes a kernel
 
 _elsewhere = False  # a fork of the launcher does it
 
@@ -42,11 +54,44 @@ def begin() -> threading.Thread | None:
     return thread
 
 
-def begin_in_a_fork() -> None:
-    """Starts a process of its own, which nobody waits for, before ranks are forked from this one."""
+def before_forks() -> None:
+    """In the launcher: the trials in a process of its own, which nobody waits for, and meanwhile the product."""
+    if _wanted():
+        _begin_in_a_fork()
+        compile_product()
+
+
+def compile_product() -> None:
+    """Two matrices' product, which nobody calls."""
+    with suppress(Exception), _no_thread_of_tqdm(), FakeTensorMode():
+        graph = torch.fx.Graph()
+        left, right = graph.placeholder("left"), graph.placeholder("right")
+        product = graph.call_function(torch.ops.aten.mm.default, (left, right))
+        graph.output((product,))
+        matrix = torch.empty(8, 8)
+        for node in (left, right, product):
+            node.meta["val"] = matrix
+        compile_alone(torch.fx.GraphModule({}, graph), [matrix, matrix], dynamic_shapes="from_graph")
+        torch_key()
+        for name in WITH_KERNELS:
+            importlib.import_module(name)
+
+
+@contextmanager
+def _no_thread_of_tqdm() -> Iterator[None]:
+    """PyTorch's interpreter of graphs has a progress bar, shown or not; tqdm, where it is there, starts a thread with
+    the first, which looks after all, and a process with a thread is not to be forked."""
+    bars = torch.hub.tqdm
+    before = getattr(bars, "monitor_interval", 0)
+    bars.monitor_interval = 0
+    try:
+        yield
+    finally:
+        bars.monitor_interval = before
+
+
+def _begin_in_a_fork() -> None:
     global _elsewhere
-    if not _wanted():
-        return
     _elsewhere = True
     if child := os.fork():
         os.waitpid(child, 0)

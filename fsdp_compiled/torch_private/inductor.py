@@ -17,11 +17,6 @@ from torch._inductor.standalone_compile import CacheCompiledArtifact, CompiledAr
 
 compile_alone = torch._inductor.standalone_compile  # whose name a module of the same name takes
 
-
-def import_compiler() -> None:
-    """What Inductor imports when it compiles for the first time, which takes half a second."""
-
-
 __all__ = [
     "AsyncCompile",
     "CacheBase",
@@ -36,7 +31,6 @@ __all__ = [
     "compile_alone",
     "config",
     "custom_backend_passes",
-    "import_compiler",
     "isa_fingerprint",
     "pick_vec_isa",
     "torch_key",
