@@ -66,6 +66,13 @@ def a_value_without_fake_tensor(program: Program, plan: Plan) -> Program:
     return done(edit, program)
 
 
+def a_value_read_early(program: Program, plan: Plan) -> Program:
+    edit = Edit(program)
+    node = next(node for node in edit.graph.nodes if node.op == "call_function" and len(node.users) > 1)
+    next(iter(node.users)).append(node)
+    return done(edit, program)
+
+
 def forward_after_backward(program: Program, plan: Plan) -> Program:
     edit = Edit(program)
     with edit.at(edit.map[program.marked("reduce")[0]], "forward"):
@@ -255,6 +262,7 @@ CASES = [
     Case("gather", a_port_without_an_input, "form", r"ports for \d+ inputs", shows=False),
     Case("gather", a_port_twice, "form", "ports appear twice: ", shows=False),
     Case("gather", a_value_without_fake_tensor, "form", "has no fake tensor"),
+    Case("reduce", a_value_read_early, "form", "reads .*, which stands after it, or is not there"),
     Case("reduce", forward_after_backward, "form", "is forward, but stands after the backward has begun"),
     Case("gather", an_input_written_early, "form", "shard_.* is written in forward"),
     Case("gather", gathered_for_nobody, "_waited", "is never waited for"),

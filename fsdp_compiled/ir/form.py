@@ -50,7 +50,12 @@ def form(program: Program) -> Checked:
     free = {node for port, node in found.inputs.items() if port.kind in ("sum", "room")}
     now = "forward"
     plain: set[int] = set()  # operators, by identity, that write nothing and are no collectives
+    seen: set[fx.Node] = set()
     for node in program.graph.nodes:
+        if not seen.issuperset(node._input_nodes):
+            source = next(source for source in node.all_input_nodes if source not in seen)
+            fail(program, node, f"{node.name} reads {source.name}, which stands after it, or is not there.")
+        seen.add(node)
         if node.op == "output":
             continue
         meta = node.meta
@@ -58,10 +63,10 @@ def form(program: Program) -> Checked:
             fail(program, node, f"{node.name} has no fake tensor.")
         if node.op != "call_function":
             continue
-        if meta["phase"] != now:
-            if PHASES.index(meta["phase"]) < PHASES.index(now):
-                fail(program, node, f"{node.name} is {meta['phase']}, but stands after the {now} has begun.")
-            now = meta["phase"]
+        if (phase := meta["phase"]) != now:
+            if PHASES.index(phase) < PHASES.index(now):
+                fail(program, node, f"{node.name} is {phase}, but stands after the {now} has begun.")
+            now = phase
         if (mark := meta.get("mark")) is not None:
             found.roles.setdefault(mark.role, []).append(node)
         if id(node.target) in plain:

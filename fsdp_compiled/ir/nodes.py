@@ -120,19 +120,23 @@ def _read(target: torch._ops.OpOverload) -> _Schema:
     )
 
 
+def may_be_random(node: fx.Node) -> bool:
+    """Whether the node's operator draws random numbers, with some arguments if not with these."""
+    return isinstance(node.target, torch._ops.OpOverload) and _schema(node.target).random
+
+
 def is_random(node: fx.Node) -> bool:
     """Whether the node draws random numbers, and so gives other ones when it is run again.
 
     Attention may, says its operator; where its ``dropout_p`` is 0 it does not.
     """
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not may_be_random(node):
         return False
-    schema = _schema(node.target)
-    if schema.random and schema.dropout is not None:
-        place, default = schema.dropout
+    if (dropout := _schema(node.target).dropout) is not None:  # type: ignore[arg-type]
+        place, default = dropout
         given = node.args[place] if place < len(node.args) else default
         return node.kwargs.get("dropout_p", given) != 0
-    return schema.random
+    return True
 
 
 def is_collective(node: fx.Node) -> bool:

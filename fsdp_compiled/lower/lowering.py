@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, origin
+from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, may_be_random, origin
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.inductor import compile_all
@@ -71,6 +71,7 @@ class Lowering:
     ) -> None:
         self.graph, self._groups = program.graph, groups
         self._bind = cache(bind) if bind is not None else None
+        self._plain: dict[int, bool] = {}  # operators, by identity: whether they are called as they are
         self.segments = segments(self.graph, blocks) if how == "inductor" else None
         self.keys = {part: part.key() for part in self.segments or () if isinstance(part, Piece)}
         self.pieces = {key: piece for piece, key in reversed(self.keys.items())}
@@ -92,6 +93,10 @@ class Lowering:
         """What a node of the program calls: a collective names a process group in the place of an axis, and what draws
         random numbers draws them from the generator that is given."""
         target, args = as_it_says(node)
+        if (plain := self._plain.get(id(target))) is None:
+            plain = self._plain[id(target)] = not (is_collective(node) or may_be_random(node))
+        if plain:
+            return target, args
         if is_collective(node):
             return target, (*args[:-1], self._groups[str(args[-1])])
         if self._bind is not None and is_random(node):

@@ -2,9 +2,9 @@
 
 | after       | holds                                                                                               |
 |-------------|-----------------------------------------------------------------------------------------------------|
-| every pass  | ports and graph agree; every value has its fake tensor; forward, backward, update follow in order;  |
-|             | inputs, but sums over microbatches and rooms, are written in the update alone; every collective is  |
-|             | waited for                                                                                          |
+| every pass  | ports and graph agree; every value stands before its readers and has its fake tensor; forward,      |
+|             | backward, update follow in order; inputs, but sums over microbatches and rooms, are written in the  |
+|             | update alone; every collective is waited for                                                        |
 | `gather`    | no full parameter is an input; a buffer is gathered at most once a phase                            |
 | `reduce`    | every gradient that leaves is a waited reduction of this rank's shard size                          |
 | `recompute` | no gathered value of a resharded unit crosses from forward to backward, aliases included            |

@@ -1,0 +1,160 @@
+"""The calls of a program, cut into stretches, and which of them are alike.
+
+A *stretch* is what one block or unit computes in one phase, between collectives. Two are alike that call the same on
+values in the same places, and let go of the same: they can be one function. The first of each kind is what others are
+compared with, node by node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_compiled.ir.nodes import is_collective, is_wait, owner
+
+SHORT = 4  # operators; no more than these are compared with nothing
+LITERAL = (int, bool, str, type(None))
+Call = Callable[[fx.Node], tuple[Callable[..., Any], Sequence[Any]]]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Calls in order, with the values that they take for good, borrow and return.
+
+    ``start``: the place of the first. ``kind``: the number of those that are alike; None where there is no other.
+    """
+
+    nodes: Sequence[fx.Node]
+    start: int
+    kind: int | None = None
+    taken: Sequence[fx.Node] = ()
+    lent: Sequence[fx.Node] = ()
+    returned: Sequence[fx.Node] = ()
+
+
+def last_uses(nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """By value, the place of the last of the nodes that reads it: its own, where none does, and the end, where it is
+    returned."""
+    found: dict[fx.Node, int] = {}
+    for place, node in enumerate(nodes):
+        found[node] = place
+        for source in node._input_nodes:
+            found[source] = place
+    return found | dict.fromkeys(returned, len(nodes))
+
+
+def stretches(nodes: Sequence[fx.Node], ends: Mapping[fx.Node, int], call: Call) -> list[Stretch]:
+    """All of the nodes. ``ends``: what `last_uses` says of them; ``call``: what a node calls, with which arguments."""
+    parts = list(_cut(nodes))
+    kinds: dict[tuple[int, ...], list[_Kind]] = {}  # by the operators of the first, by identity
+    starts = list(accumulate(map(len, parts), initial=0))[:-1]
+    found: list[tuple[_Kind, list[fx.Node]] | None] = []
+    for part, start in zip(parts, starts, strict=True):
+        if len(part) <= SHORT:
+            found.append(None)
+            continue
+        alike = kinds.setdefault(tuple([id(node.target) for node in part]), [])
+        for kind in alike:
+            if (values := kind.values_of(part, start)) is not None:
+                break
+        else:
+            kind = _Kind(part, start, ends, call)
+            alike.append(kind)
+            values = kind.values
+        kind.count += 1
+        found.append((kind, values))
+    numbers: dict[_Kind, int] = {}
+    return [
+        one[0].stretch(part, start, one[1], numbers.setdefault(one[0], len(numbers)))
+        if one is not None and one[0].count > 1
+        else Stretch(part, start)
+        for part, start, one in zip(parts, starts, found, strict=True)
+    ]
+
+
+def _cut(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """The nodes in order, cut where another block or phase begins, and around collectives."""
+    found: list[fx.Node] = []
+    before: object = None
+    apart: dict[int, bool] = {}  # by the operator's identity
+    for node in nodes:
+        target = node.target
+        if (alone := apart.get(id(target))) is None:
+            alone = apart[id(target)] = is_collective(node) or is_wait(node)
+        if target is getitem:
+            alone = is_collective(node.args[0])  # type: ignore[arg-type]
+        place = None if alone else (node.meta.get("phase"), owner(node))
+        if (place is None or place != before) and found:
+            yield found
+            found = []
+        found.append(node)
+        before = place
+    if found:
+        yield found
+
+
+class _Kind:
+    """Stretches that are alike, by the first of them."""
+
+    def __init__(self, nodes: Sequence[fx.Node], start: int, ends: Mapping[fx.Node, int], call: Call) -> None:
+        self._ends, self._call, self.count = ends, call, 0
+        self._nodes, self._calls = nodes, [call(node) for node in nodes]
+        self.values = self._same(nodes) or []
+        self._lives = self._lives_of(self.values, start)
+        own = len(nodes)  # come first among the values; what is read follows
+        taken = [place for place, life in enumerate(self._lives) if place >= own and life < own]
+        lent = [place for place, life in enumerate(self._lives) if place >= own and life == own]
+        returned = [place for place, life in enumerate(self._lives) if place < own and life == own]
+        self._places = taken, lent, returned
+
+    def values_of(self, nodes: Sequence[fx.Node], start: int) -> list[fx.Node] | None:
+        """What the nodes compute and read, in the order of the first stretch; None where they are not alike."""
+        values = self._same(nodes)
+        return values if values is not None and self._lives_of(values, start) == self._lives else None
+
+    def stretch(self, nodes: Sequence[fx.Node], start: int, values: Sequence[fx.Node], number: int) -> Stretch:
+        taken, lent, returned = ([values[place] for place in places] for places in self._places)
+        return Stretch(nodes, start, number, taken, lent, returned)
+
+    def _lives_of(self, values: Sequence[fx.Node], start: int) -> list[int]:
+        """After which of its nodes the stretch lets go of each; their number, where that is later."""
+        ends, most = self._ends, len(self._nodes)
+        return [min(ends[value] - start, most) for value in values]
+
+    def _same(self, nodes: Sequence[fx.Node]) -> list[fx.Node] | None:
+        same = dict(zip(self._nodes, nodes, strict=True))
+        for first, node, (target, args) in zip(self._nodes, nodes, self._calls, strict=True):
+            own, given = self._call(node)
+            if own is not target or len(given) != len(args):
+                return None
+            for one, other in zip(args, given):
+                if not _alike(one, other, same):
+                    return None
+            if (first._kwargs or node._kwargs) and not _alike(first._kwargs, node._kwargs, same):
+                return None
+        values = list(same.values())
+        return values if len(set(values)) == len(values) else None
+
+
+def _alike(one: Any, other: Any, same: dict[fx.Node, fx.Node]) -> bool:
+    """Whether two arguments are written alike, where a node of the first has one that is the same to it throughout."""
+    kind = type(one)
+    if kind is not type(other):
+        return False
+    if kind is fx.Node:
+        return same.setdefault(one, other) is other
+    if kind in LITERAL:
+        return one == other  # type: ignore[no-any-return]
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(_alike(*pair, same) for pair in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_alike(one[key], other[key], same) for key in one)
+    if kind is slice:
+        return all(_alike(getattr(one, name), getattr(other, name), same) for name in ("start", "stop", "step"))
+    return one is other or (kind in (float, torch.device) and str(one) == str(other))
