@@ -8,8 +8,9 @@ Results are tensors of their own; what an operator writes in place and returns i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from operator import getitem
 from typing import Any
 
@@ -22,6 +23,7 @@ from fsdp_compiled.ir.nodes import fake_tensor
 PLAIN = frozenset(
     [int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format]
 )
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 
 class _Odd(Exception):
@@ -32,38 +34,56 @@ class Alike:
     """Tells calls of nodes apart: by operator, numbers, and the layouts of tensors."""
 
     def __init__(self) -> None:
-        self._layouts: dict[int, tuple[torch.Tensor, Hashable]] = {}  # of arguments, by identity
+        self._known_layouts: dict[Hashable, int] = {}  # each with a number, since to hash one takes long
+        self._layouts: dict[int, tuple[torch.Tensor, int]] = {}  # of arguments, by identity
 
     def key(self, node: fx.Node) -> Hashable | None:
         """Equal for nodes that do the same and give the same, on other values; None where that is not known."""
-        tensors: list[torch.Tensor] = []
         try:
-            return node.target, self._key((node.args, node.kwargs, node.meta["val"]), tensors, {})
+            return node.target, self._key((node.args, node.kwargs, node.meta["val"]), [])
         except _Odd:
             return None
 
-    def _key(self, value: Any, tensors: list[torch.Tensor], places: dict[int, int]) -> Hashable:
+    def _key(self, values: Sequence[Any], tensors: list[torch.Tensor]) -> tuple[Hashable, ...]:
         """Equal for arguments that are alike: the same numbers, tensors of one layout, the same one in the same places.
 
         ``tensors`` is filled with the tensors, each once.
         """
-        if isinstance(value, fx.Node):
-            value = value.meta["val"]
-        kind = type(value)
-        if kind in PLAIN:
-            return kind, value
-        if isinstance(value, tuple | list):
-            return (kind, *[self._key(one, tensors, places) for one in value])
-        if isinstance(value, dict):
-            return (kind, *[(name, self._key(one, tensors, places)) for name, one in value.items()])
-        if (known := self._layouts.get(id(value))) is None:
-            if not _plain(value):
+        found: list[Any] = []
+        self._spell(values, found, tensors, {})
+        return tuple(found)
+
+    def _spell(
+        self, values: Iterable[Any], found: list[Any], tensors: list[torch.Tensor], places: dict[int, int]
+    ) -> None:
+        """Each value by its kind, and by what follows for that kind: so no two rows of values are spelled alike."""
+        for value in values:
+            if (kind := type(value)) is fx.Node:
+                value = value.meta["val"]
+                kind = type(value)
+            if kind is FakeTensor:
+                known = self._layouts.get(id(value))
+                place = places.setdefault(id(value), len(tensors))
+                if place == len(tensors):
+                    tensors.append(value)
+                found += (kind, place, known[1] if known is not None else self._number(value))
+            elif kind in PLAIN:
+                found += (kind, value)
+            elif isinstance(value, tuple | list):
+                found += (kind, len(value))
+                self._spell(value, found, tensors, places)
+            elif isinstance(value, dict):
+                found += (kind, len(value), *value)
+                self._spell(value.values(), found, tensors, places)
+            else:
                 raise _Odd
-            known = self._layouts[id(value)] = value, (tuple(value.shape), value.stride(), value.dtype, value.device)
-        place = places.setdefault(id(value), len(tensors))
-        if place == len(tensors):
-            tensors.append(value)
-        return place, known[1]
+
+    def _number(self, value: torch.Tensor) -> int:
+        if not _plain(value):
+            raise _Odd
+        number = self._known_layouts.setdefault(_layout_of(value), len(self._known_layouts))
+        self._layouts[id(value)] = value, number
+        return number
 
 
 class Inference(Alike):
@@ -72,45 +92,52 @@ class Inference(Alike):
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self._mode = mode
-        self._known: dict[Hashable, Any] = {}
+        self._known: dict[Hashable, tuple[Any, Any]] = {}
 
     def __call__(self, target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of ``target(*args, **kwargs)``, of nodes or of fake tensors themselves."""
         if target is getitem:  # of as many as there are, each of which takes one out
             return getitem(*_values(args))
         tensors: list[torch.Tensor] = []
-        places: dict[int, int] = {}  # in that list, by identity
         try:
-            key = (target, self._key(args, tensors, places), self._key(kwargs, tensors, places) if kwargs else None)
+            key = (id(target), *self._key((args, kwargs), tensors))
         except _Odd:
             return propagate(self._mode, target, _values(args), _values(kwargs))
-        if key in self._known:
-            return self._made(self._known[key], tensors)
+        if (known := self._known.get(key)) is not None:
+            return self._made(known[1], tensors)
         value = propagate(self._mode, target, _values(args), _values(kwargs))
         with suppress(_Odd):
-            self._known[key] = _described(value, places)
+            places = {id(tensor): place for place, tensor in enumerate(tensors)}
+            self._known[key] = target, self._described(value, places)  # which keeps the operator, and so its identity
         return value
 
-    def _made(self, described: Any, tensors: Sequence[torch.Tensor]) -> Any:
-        if isinstance(described, tuple | list):
-            return type(described)(self._made(one, tensors) for one in described)
-        if isinstance(described, int):
-            return tensors[described]
-        if described is None:
+    def _described(self, value: Any, places: Mapping[int, int]) -> Any:
+        """How to make the result again: the places of arguments that it is, and the layouts of other tensors."""
+        if type(value) in (tuple, list):
+            return type(value)(self._described(one, places) for one in value)
+        if value is None:
             return None
-        made = described.made(self._mode)
-        self._layouts[id(made)] = made, described.given
-        return made
+        if (place := places.get(id(value))) is not None:
+            return place
+        return _Result(_layout_of(value), self._number(value))
+
+    def _made(self, described: Any, tensors: Sequence[torch.Tensor]) -> Any:
+        kind = type(described)
+        if kind is _Result:
+            made = fake_tensor(self._mode, *described.layout)
+            self._layouts[id(made)] = made, described.number
+            return made
+        if isinstance(described, tuple | list):
+            return kind([self._made(one, tensors) for one in described])
+        return None if described is None else tensors[described]
 
 
-class _Layout:
-    """Of a result."""
+@dataclass(frozen=True)
+class _Result:
+    """A tensor of its own."""
 
-    def __init__(self, value: torch.Tensor) -> None:
-        self.given = tuple(value.shape), value.stride(), value.dtype, value.device
-
-    def made(self, mode: FakeTensorMode) -> torch.Tensor:
-        return fake_tensor(mode, *self.given)
+    layout: Layout
+    number: int
 
 
 def _values(arguments: Any) -> Any:
@@ -122,17 +149,8 @@ def propagate(mode: FakeTensorMode, target: Callable[..., Any], args: Sequence[A
         return target(*args, **kwargs)
 
 
-def _described(value: Any, places: Mapping[int, int]) -> Any:
-    """How to make the result again: the places of arguments that it is, and the layouts of other tensors."""
-    if type(value) in (tuple, list):
-        return type(value)(_described(one, places) for one in value)
-    if id(value) in places:
-        return places[id(value)]
-    if value is None:
-        return None
-    if not _plain(value):
-        raise _Odd
-    return _Layout(value)
+def _layout_of(value: torch.Tensor) -> Layout:
+    return tuple(value.shape), value.stride(), value.dtype, value.device
 
 
 def _plain(value: Any) -> bool:

@@ -13,8 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.torch_private.fake_tensors import fake_of
-from fsdp_compiled.torch_private.modes import no_dispatch
+from fsdp_compiled.torch_private.fake_tensors import new_fake
 
 c10d = torch.ops._c10d_functional
 Phase = Literal["forward", "backward", "update"]
@@ -279,6 +278,9 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
     raise ValueError("The graph has no fake tensors; a Program's nodes carry one each in meta['val'].")
 
 
+INT = {int}
+
+
 def fake_tensor(
     mode: FakeTensorMode,
     shape: tuple[int, ...],
@@ -287,10 +289,8 @@ def fake_tensor(
     device: torch.device,
 ) -> torch.Tensor:
     """A fake tensor of this description; no memory is taken."""
-    if all(type(size) is int for size in (*shape, *stride)):
-        with no_dispatch():  # what a mode would have to find out is given
-            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return fake_of(mode, empty, device)
+    if {*map(type, shape), *map(type, stride)} <= INT:
+        return new_fake(mode, shape, stride, dtype, device)
     with mode:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 

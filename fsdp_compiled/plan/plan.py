@@ -120,6 +120,9 @@ class Slot:
     leaf: Leaf
     offset: int
 
+    def __hash__(self) -> int:
+        return hash(self.leaf.names)
+
     @property
     def name(self) -> str:
         return self.leaf.names[0]
@@ -157,6 +160,9 @@ class Buffer:
     by_rows: bool = False  # each rank's shard holds rows of every parameter (`rows`)
     split: bool = False  # whether ranks along the tp axis have parts of its parameters, or all the whole
     division: Division = Division()
+
+    def __hash__(self) -> int:  # of all that it has, with all slots, it takes longer than to look a thing up
+        return hash(self.key)
 
     @property
     def updated(self) -> bool:

@@ -1,7 +1,7 @@
 """``FakeTensor``, in torch 2.11 to 2.13: one of any layout, in a third of the time of its constructor.
 
 Relied on: that all that its constructor sets besides the tensor are attributes, the same for all of a device but for
-the mode, and nothing that a tensor learns later.
+the mode, and nothing that a tensor learns later; the guard that `no_dispatch` holds.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fsdp_compiled.torch_private.core import C
 
+META = torch.device("meta")
 _KNOWN: dict[torch.device, dict[str, Any]] = {}
 
 
@@ -34,3 +35,15 @@ def fake_of(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> F
     attributes.update(known)
     attributes["fake_mode"] = mode
     return fake
+
+
+def new_fake(
+    mode: FakeTensorMode, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> FakeTensor:
+    """One of this description, whatever modes are active: what they would have to find out is given."""
+    guard = C._DisableTorchDispatch()
+    try:
+        empty = torch.empty_strided(shape, stride, dtype=dtype, device=META)
+    finally:
+        del guard
+    return fake_of(mode, empty, device)
