@@ -181,8 +181,9 @@ def mutated(node: fx.Node) -> list[fx.Node]:
         return []
     found: list[fx.Node] = []
     for place, name in _schema(node.target).writes:
-        value = node.kwargs.get(name, node.args[place] if place < len(node.args) else None)
-        found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, fx.Node)]
+        value = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+        values = value if isinstance(value, list | tuple) else (value,)
+        found += [one for one in values if isinstance(one, fx.Node)]
     return found
 
 

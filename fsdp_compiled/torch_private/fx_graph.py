@@ -29,7 +29,7 @@ def copied_node(graph: fx.Graph, node: fx.Node, change: Callable[[fx.Node], fx.N
     if kwargs:
         kwargs = fx.node.map_arg(kwargs, change)  # type: ignore[assignment]
     copy = fx.Node(graph, node.name, node.op, node.target, args, kwargs, node.type)  # type: ignore[arg-type]
-    copy.meta.update(node.meta)
+    copy.meta = dict(node.meta)
     _put(graph, copy)
     return copy
 

@@ -51,5 +51,6 @@ def fuse(
     captured, last = stages[0], stages[-1]
     if plan.policy.memory_gb is not None:
         return passes.run(last, plan, fusions), Stages(tuple(stages), tuple(fusions), plan)
-    last = replace(last, donated=last.graph is not captured.graph)
-    return passes.run(last, plan, fusions), Stages((captured,), (*transforms, *fusions), plan)
+    if fusions:
+        last = passes.run(replace(last, donated=last.graph is not captured.graph), plan, fusions)
+    return last, Stages((captured,), (*transforms, *fusions), plan)
