@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.nodes import is_collective, is_wait, owner
+from fsdp_compiled.torch_private.fx_graph import inputs_of
 
 SHORT = 4  # operators; no more than these are compared with nothing
 LITERAL = (int, bool, str, type(None))
@@ -44,7 +45,7 @@ def last_uses(nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.
     found: dict[fx.Node, int] = {}
     for place, node in enumerate(nodes):
         found[node] = place
-        for source in node._input_nodes:
+        for source in inputs_of(node):
             found[source] = place
     return found | dict.fromkeys(returned, len(nodes))
 
@@ -136,7 +137,7 @@ class _Kind:
             for one, other in zip(args, given):
                 if not _alike(one, other, same):
                     return None
-            if (first._kwargs or node._kwargs) and not _alike(first._kwargs, node._kwargs, same):
+            if not _alike(first.kwargs, node.kwargs, same):
                 return None
         values = list(same.values())
         return values if len(set(values)) == len(values) else None

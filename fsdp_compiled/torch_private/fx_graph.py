@@ -6,10 +6,14 @@ its table of nodes by target, its length, and its insertion point.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
+
+# ``node.all_input_nodes``, not copied: not to be held on to, nor changed.
+inputs_of: Callable[[fx.Node], Collection[fx.Node]] = attrgetter("_input_nodes")
 
 
 def new_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None) -> fx.Node:
