@@ -64,6 +64,12 @@ MODELS = {
     "Llama": Architecture("LlamaForCausalLM", "LlamaConfig", DECODER),
     "Qwen3": Architecture("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 8}),
     "Gemma": Architecture("GemmaForCausalLM", "GemmaConfig", {**DECODER, "head_dim": 8}),
+    "OPT": Architecture(
+        "OPTForCausalLM",
+        "OPTConfig",
+        {**SIZES, "vocab_size": VOCABULARY, "ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 16},
+    ),
+    "Gemma 2": Architecture("Gemma2ForCausalLM", "Gemma2Config", {**DECODER, "head_dim": 8}),
     "Mixtral": Architecture("MixtralForCausalLM", "MixtralConfig", {**DECODER, "num_local_experts": 4}),
     "BERT": Architecture(
         "BertForMaskedLM", "BertConfig", {**SIZES, "vocab_size": VOCABULARY, "max_position_embeddings": 16}

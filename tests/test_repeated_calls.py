@@ -138,7 +138,7 @@ WRITTEN = {
     **dict.fromkeys(
         ("closure", "writes a buffer", "global", "writes its input", "shared changes", "counts", "annotated",
          "a hook on a tensor", "checkpointed inside", "views of its argument", "global collects",
-         "writes its input in pieces",
+         "writes its input in pieces", "fills an object",
          "collects in a new object", "an attribute of its result"), 0
     ),
 }  # fmt: skip
@@ -150,7 +150,7 @@ CHOSEN = (
     "a hook on a tensor", "checkpointed inside", "global set before", "global set for one", "global collects",
     "one of a global's kind", "another partial function", "a function inside", "collects in a new object",
     "an attribute of its result", "no grad", "written in pieces", "hands on", "views written later",
-    "views of its argument",
+    "views of its argument", "fills an object",
 )  # fmt: skip
 
 
@@ -228,6 +228,13 @@ def test_a_block_that_could_not_be_ended_is_walked_through(
         got, _ = traced(model, loss, monkeypatch)
     assert got[-3:] == wanted
     assert "every block is traced" in caplog.text
+
+
+def test_why_a_block_is_walked_through_is_said_with_the_cure(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="fsdp_compiled"):
+        equal.program_of(Model("fills an object"), loss)
+    assert "model.layers.1 is traced by itself, as equal blocks are not: argument masks is a Cache" in caplog.text
+    assert "use_cache=False" in caplog.text
 
 
 def test_a_change_in_a_block_that_was_not_walked_through_is_seen() -> None:

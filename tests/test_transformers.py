@@ -48,9 +48,9 @@ def _furthest(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     )
 
 
-# Llama, Gemma and GPT-2 are decoders as Mixtral is, and as Qwen3, which test_tensor_parallel_models trains; BERT and
-# ViT are encoders, Whisper an encoder and decoder as T5.
-REPEATED = ("Qwen3", "Llama", "Gemma", "BERT", "Whisper", "GPT-2", "ViT", "T5")
+# Llama, Gemma, OPT and GPT-2 are decoders as Mixtral is, and as Qwen3, which test_tensor_parallel_models trains; BERT
+# and ViT are encoders, Whisper an encoder and decoder as T5.
+REPEATED = ("Qwen3", "Llama", "Gemma", "BERT", "Whisper", "GPT-2", "ViT", "T5", "OPT", "Gemma 2")
 
 
 @pytest.mark.parametrize("name", chosen(MODELS, [name for name in MODELS if name not in REPEATED]))

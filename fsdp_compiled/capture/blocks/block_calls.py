@@ -26,6 +26,7 @@ from fsdp_compiled.torch_private.dynamo import (
     Source,
     TensorVariable,
     TupleVariable,
+    UserDefinedObjectVariable,
     closure_vars,
     uninteresting_files,
 )
@@ -62,8 +63,8 @@ class BlockCall:
         self.tensors: list[fx.Node] = []
         self.given: list[Any] = []  # what Dynamo has for the arguments, and for what is in them
         self.form = (
-            tuple(self._form(one) for one in args),
-            tuple((name, self._form(one)) for name, one in kwargs.items()),
+            tuple(self._argument(place, one) for place, one in enumerate(args)),
+            tuple((name, self._argument(name, one)) for name, one in kwargs.items()),
         )
         self.modes = modes(tx)
         self.stack = dict(tx.nn_module_stack)
@@ -73,17 +74,23 @@ class BlockCall:
             raise Unlike("it is called twice")
         self.changes = self.changed()
 
+    def _argument(self, place: int | str, variable: Any) -> tuple[Any, ...]:
+        try:
+            return self._form(variable)
+        except Unlike as why:
+            raise Unlike(f"argument {place} {why}") from None
+
     def _form(self, variable: Any) -> tuple[Any, ...]:
         self.given.append(variable)
         if isinstance(variable, LazyVariableTracker):
             if not variable.is_realized():
                 if (value := variable.original_value()) is None or type(value) in (bool, str):
                     return ("constant", type(value), repr(value))  # as of one that was read
-                raise Unlike("an argument was not read before")
+                raise Unlike("was not read before")
             variable = variable.realize()
         if type(variable) is TensorVariable:
             if variable in self.output.side_effects.store_attr_mutations:
-                raise Unlike("an argument has attributes of its own")
+                raise Unlike("has attributes of its own")
             node = variable.as_proxy().node
             value = node.meta["example_value"]
             if node not in self.tensors:
@@ -96,7 +103,12 @@ class BlockCall:
             return ("constant", type(variable.value), repr(variable.value))  # -0.0 is not 0.0
         if type(variable) is TupleVariable:
             return ("tuple", *(self._form(one) for one in variable.items))
-        raise Unlike(f"an argument is a {type(variable).__name__}")
+        if isinstance(variable, UserDefinedObjectVariable):
+            raise Unlike(
+                f"is a {type(variable.value).__name__}, which blocks may change. Give them tensors, numbers and tuples "
+                "of these (models of transformers: pass use_cache=False where nothing reads the cache)"
+            )
+        raise Unlike(f"is a {variable.python_type_name()}, and no tensor, number or tuple of these")
 
     def changed(self) -> tuple[Any, ...]:
         """What is another now than before the trace."""

@@ -138,7 +138,8 @@ class Repeats:
         except Unlike as why:
             if str(why) not in self._told:
                 self._told.add(str(why))
-                log.info("%s is traced by itself, as equal blocks are not: %s", call_path(variable), why)
+                path = plain_names(call_path(variable))
+                log.info("%s is traced by itself, as equal blocks are not: %s", path, why)
         self.failed = False
 
     def more(self, chosen: Iterable[Guard]) -> list[BlockGuards]:

@@ -33,6 +33,7 @@ from fsdp_compiled.capture.blocks.equal_blocks import (
     THIRD,
     Run,
     Token,
+    has_lists,
     layout_of,
     runs_of,
     with_body,
@@ -62,6 +63,8 @@ def differentiate(
             return _Lengthened(module, found, runs, given).traced()
         except _Unequal as why:
             log.info("equal blocks are differentiated one by one: %s", why)
+    elif has_lists(module):
+        log.info("blocks are differentiated one by one: too few in a row compute the same from the same sizes")
     return traced(module, inputs, given, results)
 
 
