@@ -164,6 +164,8 @@ class Block(nn.Module):
             return x, x + y
         if self.like == "fills an object":
             y = masks.keep(y, self.index)  # type: ignore[attr-defined]
+        if more == "other":
+            y = y * 3
         if self.like == "hands on":
             bias = self.linear.weight.sum() if bias is None else bias
             return x + y + bias, bias, more
@@ -181,6 +183,7 @@ class Model(nn.Module):
         self.shared = shared
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Block(index, like, shared) for index in range(LAYERS))
+        self.texts = ["some"] * LAYERS
         self.last = torch.ones(WIDTH) * 3 if like == "plain tensors" else None
         if like == "tied":
             self.layers[5].linear.weight = self.layers[2].linear.weight
@@ -235,6 +238,8 @@ class Model(nn.Module):
                     x = layer(x)
             elif self.like == "fills an object":
                 x = layer(x, masks=cache)
+            elif self.like == "texts":
+                x = layer(x, more=self.texts[index])
             elif self.like == "hands on":
                 x, bias, more = layer(x, 1.0, bias, more=more)
             elif self.like in ("returns its argument", "views of its argument"):

@@ -84,9 +84,8 @@ class BlockCall:
         self.given.append(variable)
         if isinstance(variable, LazyVariableTracker):
             if not variable.is_realized():
-                if (value := variable.original_value()) is None or type(value) in (bool, str):
-                    return ("constant", type(value), repr(value))  # as of one that was read
-                raise Unlike("was not read before")
+                # A walk that comes to read it notes a guard of this place alone.
+                return ("unread", variable.source.name, id(variable.original_value()))
             variable = variable.realize()
         if type(variable) is TensorVariable:
             if variable in self.output.side_effects.store_attr_mutations:
