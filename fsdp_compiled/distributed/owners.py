@@ -96,8 +96,7 @@ class Message:
         going = [[_bytes(one) for one in (*said, *sent[rank])] if rank != me else [] for rank in ranks]
         self._places = [[_bytes(one) for one in (*said, *places[rank])] if rank != me else [] for rank in ranks]
         pieces = [piece for row in going for piece in row]
-        self._sent = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=mesh.device)
-        _copy(self._sent.split([*map(len, pieces)]), pieces)
+        self._sent = torch.cat([torch.empty(0, dtype=torch.uint8, device=mesh.device), *pieces])
         lengths = [[sum(map(len, row)) for row in side] for side in (self._places, going)]
         self._got = COLLECTIVES.all_to_all_single(self._sent, *lengths, mesh.groups["shard"])
 
