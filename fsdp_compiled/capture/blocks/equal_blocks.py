@@ -74,7 +74,7 @@ def runs_of(module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]
     for starts in _candidates(module, nodes):
         if starts[0] < taken:
             continue
-        run = _longest(module, nodes, starts, places)
+        run = _longest(nodes, starts, places)
         if run is not None:
             found.append(run)
             taken = nodes.index(run.stretches[-1][-1]) + 1
@@ -101,6 +101,7 @@ class _Places:
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]) -> None:
         storages = Counter(value.untyped_storage()._cdata for value in inputs)
+        self.calls = _Kinds(module)
         self.index = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
         self.kinds = [
             (port.kind, layout_of(value), value.is_leaf, isinstance(value, nn.Parameter))
@@ -110,7 +111,7 @@ class _Places:
         ]
 
 
-def _longest(module: fx.GraphModule, nodes: list[fx.Node], starts: list[int], places: _Places) -> Run | None:
+def _longest(nodes: list[fx.Node], starts: list[int], places: _Places) -> Run | None:
     """The longest row of equal stretches among those that begin here."""
     length = Counter(after - before for before, after in pairwise(starts)).most_common(1)[0][0]
     rows: list[list[int]] = [[]]
@@ -120,14 +121,14 @@ def _longest(module: fx.GraphModule, nodes: list[fx.Node], starts: list[int], pl
         if start + length <= len(nodes):
             rows[-1].append(index)
     blocks = [[nodes[starts[index] : starts[index] + length] for index in row] for row in rows]
-    found = [(stretches, *_described(module, stretches, places)) for stretches in blocks]
+    found = [(stretches, *_described(stretches, places)) for stretches in blocks]
     runs = [run for stretches, keys, own in found for run in _equal(stretches, keys, own, places)]
     if not runs:  # every second block may be like the next but one, every sixth like the one before the last five
         for stretches, keys, _ in found:
             if (period := _period(keys)) is not None:
                 longer = [_flat(stretches[start : start + period]) for start in range(0, len(stretches), period)]
                 longer = longer[: len(stretches) // period]
-                runs += _equal(longer, *_described(module, longer, places), places)
+                runs += _equal(longer, *_described(longer, places), places)
     return max(runs, key=lambda run: len(run.stretches), default=None)
 
 
@@ -135,12 +136,10 @@ Keys = list[tuple[Any, ...]]
 Owned = dict[fx.Node, int]
 
 
-def _described(
-    module: fx.GraphModule, stretches: list[list[fx.Node]], places: _Places
-) -> tuple[list[Keys], list[Owned]]:
+def _described(stretches: list[list[fx.Node]], places: _Places) -> tuple[list[Keys], list[Owned]]:
     """Of each stretch what its nodes are; and the inputs that it reads, in the order it does."""
     own: list[Owned] = [{} for _ in stretches]
-    return [_keys(module, stretches, index, own[index], places) for index in range(len(stretches))], own
+    return [_keys(stretches, index, own[index], places) for index in range(len(stretches))], own
 
 
 def _period(keys: list[Keys]) -> int | None:
@@ -170,7 +169,7 @@ def _equal(stretches: list[list[fx.Node]], keys: list[Keys], own: list[Owned], p
         begin = end
 
 
-def _keys(module: fx.GraphModule, stretches: list[list[fx.Node]], index: int, own: Owned, places: _Places) -> Keys:
+def _keys(stretches: list[list[fx.Node]], index: int, own: Owned, places: _Places) -> Keys:
     """What each node of a stretch is, last what it reads: equal for nodes that do the same, a stretch further on."""
     here = {node: offset for offset, node in enumerate(stretches[index])}
     before = {node: offset for offset, node in enumerate(stretches[index - 1])} if index else {}
@@ -185,31 +184,45 @@ def _keys(module: fx.GraphModule, stretches: list[list[fx.Node]], index: int, ow
             return Token(("input", place, places.kinds[places.index[node]] or node))
         return Token(("outside", node))
 
-    return [(*_kind(module, node), fx.node.map_arg((node.args, node.kwargs), read)) for node in stretches[index]]
+    return [(*places.calls.of(node), fx.node.map_arg((node.args, node.kwargs), read)) for node in stretches[index]]
 
 
 class Token(tuple[Any, ...]):
     """Stands for a node among arguments."""
 
 
-def _kind(module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-    """What a node does, but for what it does it to."""
-    target = _body(module, node) if node.op == "get_attr" else node.target
-    stack = tuple(kind for _, kind in node.meta.get("nn_module_stack", {}).values())
-    rest = tuple(sorted((key, str(node.meta[key])) for key in ("recompute", "custom") if key in node.meta))
-    value = pytree.tree_map_only(torch.Tensor, layout_of, node.meta.get("example_value"))
-    return (node.op, target, stack, rest, value if node.op != "get_attr" else None)
+class _Kinds:
+    """What nodes of a module's graph do. Nodes of written blocks have values and module stacks in common."""
 
+    def __init__(self, module: fx.GraphModule) -> None:
+        self._module = module
+        self._layouts: dict[int, Any] = {}  # of values, by identity
+        self._stacks: dict[int, tuple[Any, ...]] = {}  # the classes in module stacks, by identity
 
-def _body(module: fx.GraphModule, node: fx.Node) -> tuple[Any, ...]:
-    """What the body of a checkpointed region, or of another operator that has one, does."""
-    body = _attribute(module, node)
-    places = {inner: place for place, inner in enumerate(body.graph.nodes)}
-    lines: list[Any] = [sorted((str(key), str(value)) for key, value in body.meta.items())]
-    for inner in body.graph.nodes:
-        kind = _kind(body, inner) if inner.op not in ("placeholder", "output") else ()
-        lines.append((inner.op, kind, fx.node.map_arg((inner.args, inner.kwargs), lambda one: places[one])))  # type: ignore[arg-type,return-value]
-    return tuple(lines)
+    def of(self, node: fx.Node) -> tuple[Any, ...]:
+        """What the node does, but for what it does it to."""
+        meta = node.meta
+        target = self._body(node) if node.op == "get_attr" else node.target
+        modules, value = meta.get("nn_module_stack", {}), meta.get("example_value")
+        if (stack := self._stacks.get(id(modules))) is None:
+            stack = tuple(kind for _, kind in modules.values())
+            if modules:  # else it is gone, and its identity another's
+                self._stacks[id(modules)] = stack
+        if (layout := self._layouts.get(id(value))) is None:
+            layout = self._layouts[id(value)] = pytree.tree_map_only(torch.Tensor, layout_of, value)
+        rest = tuple(sorted((key, str(meta[key])) for key in ("recompute", "custom") if key in meta))
+        return (node.op, target, stack, rest, layout if node.op != "get_attr" else None)
+
+    def _body(self, node: fx.Node) -> tuple[Any, ...]:
+        """What the body of a checkpointed region, or of another operator that has one, does."""
+        body = _attribute(self._module, node)
+        kinds = _Kinds(body)
+        places = {inner: place for place, inner in enumerate(body.graph.nodes)}
+        lines: list[Any] = [sorted((str(key), str(value)) for key, value in body.meta.items())]
+        for inner in body.graph.nodes:
+            kind = kinds.of(inner) if inner.op not in ("placeholder", "output") else ()
+            lines.append((inner.op, kind, fx.node.map_arg((inner.args, inner.kwargs), lambda one: places[one])))  # type: ignore[arg-type,return-value]
+        return tuple(lines)
 
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:

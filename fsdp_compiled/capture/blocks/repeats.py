@@ -39,9 +39,9 @@ from fsdp_compiled.capture.blocks.equal_blocks import (
     with_body,
 )
 from fsdp_compiled.capture.source_lines import MARK, path_of
-from fsdp_compiled.ir.edit import SET_ARGS, SET_KWARGS
 from fsdp_compiled.ir.nodes import fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.torch_private.fx_graph import new_call
 
 log = logging.getLogger("fsdp_compiled")
 
@@ -231,6 +231,7 @@ class _Lengthened:
         self._copies: dict[fx.Node, fx.Node] = {node: inputs[port] for node, port in self._inputs.items()}
         self._made: dict[tuple[int, int, str], list[fx.Node]] = {}
         self._regions = _Regions()
+        self._stems: dict[fx.Node, str] = {}
         self._texts: dict[tuple[int, int, int], dict[str, str]] = {}
         for key, group in self._groups:
             if key is None:
@@ -249,7 +250,6 @@ class _Lengthened:
         outputs = self._collect()
         graph.output(list(outputs.values()))
         ports = (*inputs, *outputs)
-        graph.lint()
         return replace(self._found, program=Program(graph, ports, self._program.history))
 
     def _make_inputs(self, graph: fx.Graph) -> dict[Port, fx.Node]:
@@ -311,10 +311,10 @@ class _Lengthened:
         texts: Mapping[str, str] | None = None,
         stretch: int = -1,
     ) -> fx.Node:
-        copy = graph.create_node(node.op, node.target, (), {}, stem(node.name))
-        SET_ARGS(copy, fx.node.map_arg(node.args, read))
-        if node.kwargs:
-            SET_KWARGS(copy, fx.node.map_arg(node.kwargs, read))
+        if (name := self._stems.get(node)) is None:
+            name = self._stems[node] = stem(node.name)
+        kwargs = fx.node.map_arg(node.kwargs, read) if node.kwargs else {}
+        copy = new_call(graph, node.target, fx.node.map_arg(node.args, read), kwargs, name)  # type: ignore[arg-type]
         copy.meta.update(node.meta)
         for name in ("path", "stack_trace") if texts else ():
             if name in copy.meta:

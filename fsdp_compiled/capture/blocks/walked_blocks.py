@@ -8,7 +8,7 @@ themselves when Dynamo has built them (`repeated_calls.Repeats.check_guards`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import setitem
 from typing import Any
 
@@ -84,6 +84,7 @@ class WalkedBlock:
         self.guards = list(self._guards([*output.guards, *inside]))
         self.kinds = [guard.create_fn_name() for guard, _, _ in self.guards]
         self.ordered = [source for source in output.guard_on_key_order if self._own(source)]
+        self._asked = list(self._questions())
         self._read = self._reader()
         self._layouts = [plain_layout(call.value(source)) for source in self.sources]
         self.structure = _structure(call.module)
@@ -207,11 +208,12 @@ class WalkedBlock:
         if _structure(call.module) != self.structure:
             raise Unlike("its modules are others")
         there, elsewhere, tensors = self._read(call)
-        for (guard, value, _others), kind, mine, its in zip(self.guards, self.kinds, there, elsewhere, strict=True):
+        for place, names, has in self._asked:
+            (guard, value, _), mine, its = self.guards[place], there[place], elsewhere[place]
             if mine is value and not its:
                 continue
-            same = mine is value if kind == "ID_MATCH" else _alike(value, mine)
-            if not (same and all(_has(value, name) == _has(mine, name) for name in _names(guard))):
+            same = mine is value if self.kinds[place] == "ID_MATCH" else _alike(value, mine)
+            if not (same and has == [_has(mine, name) for name in names]):
                 name = guard.originating_source.name.removeprefix(self.call.source.name)
                 raise Unlike(f"{plain_names(name).strip('.')} is not what it is in the one before")
             if any(mine is not one for one in its):
@@ -221,15 +223,28 @@ class WalkedBlock:
             for node in call.output.graph.find_nodes(op="placeholder", sort=False)
             if "grapharg" in node.meta
         }
+        read = {source.name for source in call.output.input_source_to_var}
+        here, other = self.call.source.name, call.source.name
         for source, layout, mine in zip(self.sources, self._layouts, tensors, strict=True):
             if layout != plain_layout(mine):
                 raise Unlike("its tensors lie in another way")
             known = id(mine) in before or id(mine) in written or mine in call.output.side_effects
-            if known or self.there(source, call) in call.output.input_source_to_var:
+            if known or source.name.replace(here, other) in read:
                 raise Unlike("its tensors were read before")
         if len(set(map(id, tensors))) != len(tensors):
             raise Unlike("it has the same tensor twice")
         return tensors, there
+
+    def _questions(self) -> Iterator[tuple[int, list[str], list[bool]]]:
+        """Of guards that ask another block the same, the first one's place in the list; the names it asks for, and
+        which are there."""
+        known = set()
+        for place, (guard, value, others) in enumerate(self.guards):
+            names = _names(guard)
+            question = guard.name, self.kinds[place] == "ID_MATCH", *names
+            if others or question not in known:
+                known.add(question)
+                yield place, names, [_has(value, name) for name in names]
 
     def _reader(self) -> Callable[[BlockCall], tuple[list[Any], list[list[Any]], list[Any]]]:
         """Reads at once, of another call: what each guard looks at, the other places it names, and the tensors."""
@@ -241,10 +256,16 @@ class WalkedBlock:
         def row(texts: Iterable[str]) -> str:
             return f"[{', '.join(texts)}]"
 
-        guards = row(text(guard.originating_source) for guard, _, _ in self.guards)
+        texts = [text(guard.originating_source) for guard, _, _ in self.guards]
+        places = {one: place for place, one in enumerate(dict.fromkeys(texts))}
         others = row(row(map(text, others)) for _, _, others in self.guards)
-        code = compile(f"({guards}, {others}, {row(map(text, self.sources))})", "<guards>", "eval")
-        return lambda call: call.evaluate(code)
+        code = compile(f"({row(places)}, {others}, {row(map(text, self.sources))})", "<guards>", "eval")
+
+        def read(call: BlockCall) -> tuple[list[Any], list[list[Any]], list[Any]]:
+            values, elsewhere, tensors = call.evaluate(code)
+            return [values[places[one]] for one in texts], elsewhere, tensors
+
+        return read
 
 
 def another(value: FakeTensor) -> Any:

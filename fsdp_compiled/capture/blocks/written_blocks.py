@@ -22,7 +22,6 @@ from fsdp_compiled.capture.blocks.templates import OWN, Line
 from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock, another, own_tensor
 from fsdp_compiled.capture.guards import OWN as OWN_TENSOR
 from fsdp_compiled.capture.guards import plain_names
-from fsdp_compiled.ir.edit import SET_ARGS, SET_KWARGS
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     Guard,
@@ -31,6 +30,7 @@ from fsdp_compiled.torch_private.dynamo import (
     TupleVariable,
     wrap_fx_proxy,
 )
+from fsdp_compiled.torch_private.fx_graph import new_call
 
 
 class RepeatError(Exception):
@@ -79,26 +79,30 @@ class WrittenBlock:
         graph, timestamp = call.output.graph, call.output.timestamp
         mine = dict(zip(walked.call.tensors, call.tensors, strict=True))
 
-        def written(line: Line, op: str, target: Any, name: str) -> fx.Node:
+        def written(line: Line, made: fx.Node) -> fx.Node:
             """Like the walked block's node, with the modules, and the user's lines, that it comes from."""
-            made = mine[line.node] = graph.create_node(op, target, (), {}, name)
-            made.meta |= line.kept
-            made.meta["creation_timestamp"] = timestamp
+            mine[line.node], meta = made, made.meta
+            meta.update(line.kept)
+            meta["creation_timestamp"] = timestamp
             if line.stack is not None:
-                made.meta["stack_trace"] = call.trace + line.user
-                made.meta["nn_module_stack"] = stacks[line.stack]
-            made.meta |= line.value  # which nothing can reach but what is returned, and is not changed
+                meta["stack_trace"] = call.trace + line.user
+                meta["nn_module_stack"] = stacks[line.stack]
+            meta.update(line.value)  # which nothing can reach but what is returned, and is not changed
             return made
 
+        def read(node: fx.Node) -> fx.Node:
+            return mine.get(node, node)
+
         for line, source, tensor in zip(template.inputs, walked.sources, tensors, strict=True):
-            made = written(line, "call_function", own_tensor, own_tensor.__name__)
+            made = written(line, new_call(graph, own_tensor, (), {}, own_tensor.__name__))
             made.meta[OWN] = Own(self._there(source), tensor)
         for line in template.nodes:
-            node = line.node
-            made = written(line, node.op, node.target, line.name)
-            SET_ARGS(made, fx.node.map_arg(node.args, lambda one: mine.get(one, one)))
-            if node.kwargs:
-                SET_KWARGS(made, fx.node.map_arg(node.kwargs, lambda one: mine.get(one, one)))
+            node: Any = line.node
+            args, kwargs = fx.node.map_arg(node.args, read), fx.node.map_arg(node.kwargs, read) if node.kwargs else {}
+            if node.op == "call_function":
+                made = written(line, new_call(graph, node.target, args, kwargs, line.name))
+            else:
+                made = written(line, graph.create_node(node.op, node.target, args, kwargs, line.name))
             if line.function is not None:
                 made.meta["source_fn_stack"] = [(made.name, line.function)]
         for node in walked.results:
