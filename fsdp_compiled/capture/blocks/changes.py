@@ -46,7 +46,9 @@ def changes(effects: Any) -> tuple[Any, ...]:
             continue
         if kind is AttributeMutationExisting:
             # There are as many tensors as parameters, and as many modules as blocks: what was put into one is above.
-            module = isinstance(variable, UnspecializedNNModuleVariable) and getattr(variable, "_base_vt", None) is None
+            # (Dynamo answers isinstance by a function of its own.)
+            module = issubclass(type(variable), UnspecializedNNModuleVariable)
+            module = module and getattr(variable, "_base_vt", None) is None
             if type(variable) is TensorVariable or (module and variable not in effects.store_attr_mutations):
                 continue
         above = variable in effects.store_attr_mutations and getattr(variable, "_base_vt", None) is None
