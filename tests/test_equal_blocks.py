@@ -119,8 +119,8 @@ def test_blocks_that_only_seem_equal_are_differentiated_one_by_one(
     differentiated: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The control: were a block's own number no part of what it is, the programs would be told apart."""
-    kind = equal_blocks._kind
-    monkeypatch.setattr(equal_blocks, "_kind", lambda module, node: tuple(map(str, kind(module, node)[:2])))
+    kind = equal_blocks._Kinds.of
+    monkeypatch.setattr(equal_blocks._Kinds, "of", lambda kinds, node: tuple(map(str, kind(kinds, node)[:2])))
     keys = equal_blocks._keys
 
     def blind(*given: Any) -> Any:
