@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 from fsdp_compiled.analysis.contained import attempt
@@ -39,16 +40,20 @@ def _texts(
     plan: Plan, stages: Sequence[Program], memory: Memory | None, lowered: str
 ) -> Iterator[tuple[str, Callable[[], str]]]:
     """The files' names, and what makes their texts."""
-    last = stages[-1]
+    last, made_by = stages[-1], [program.history[-1] for program in stages]
+    texts = [cache(program.text) for program in stages]
     yield "plan.txt", lambda: str(plan)
-    for index, program in enumerate(stages):
-        name = f"{index:02d}-{program.history[-1]}"
-        yield f"{name}.txt", program.text
+    for index, name in enumerate(made_by):
+        yield f"{index:02d}-{name}.txt", texts[index]
         if index:
-            yield f"{name}.diff", lambda one=stages[index - 1], two=program: "\n".join(difference(one, two))  # type: ignore[misc]
+            yield f"{index:02d}-{name}.diff", partial(_changed, texts[index - 1 : index + 1], made_by[index - 1 :])
     yield "program.txt", lambda: summary(last)
     yield "timeline.txt", lambda: estimate(last, plan).text()
     if memory is not None:
         yield "memory.txt", memory.text
     if lowered:
         yield "lowered.txt", lambda: lowered
+
+
+def _changed(texts: Sequence[Callable[[], str]], made_by: Sequence[str]) -> str:
+    return difference(texts[0](), texts[1](), made_by[0], made_by[1])

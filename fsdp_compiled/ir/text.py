@@ -112,10 +112,6 @@ def _collectives(program: Program) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no collectives"
 
 
-def difference(before: Program, after: Program) -> list[str]:
-    """What a pass changed, as a unified diff of the two texts."""
-    return list(
-        difflib.unified_diff(
-            list(before.lines()), list(after.lines()), before.history[-1], after.history[-1], lineterm="", n=1
-        )
-    )
+def difference(before: str, after: str, was: str, made: str) -> str:
+    """What a pass changed, as a unified diff of the two texts, and the names of the passes that they are of."""
+    return "\n".join(difflib.unified_diff(before.split("\n"), after.split("\n"), was, made, lineterm="", n=1))
