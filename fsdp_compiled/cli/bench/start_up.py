@@ -108,7 +108,12 @@ def spent() -> float:
 
 def own(checkout: Path, folder: Path) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    places = {"TORCHINDUCTOR_CACHE_DIR": folder / "cache", "PYTHONPYCACHEPREFIX": folder.parent, "PYTHONPATH": checkout}
+    temporary = folder / "temporary"  # where Inductor has a header that it compiled, whatever its cache folder is
+    temporary.mkdir()
+    places = {
+        "TORCHINDUCTOR_CACHE_DIR": folder / "cache", "TMPDIR": temporary, "PYTHONPYCACHEPREFIX": folder.parent,
+        "PYTHONPATH": checkout,
+    }  # fmt: skip
     return environment | {name: str(place) for name, place in places.items()}
 
 
