@@ -76,7 +76,10 @@ def in_kernel(node: fx.Node) -> int:
     read = [value for value in read if isinstance(value, torch.Tensor)]
     if not read or read[0].device.type != "cpu":
         return 0
-    operands, result = as_traced((read, node.meta["val"]))
+    value = node.meta["val"]
+    if _only_casts(node.target) and isinstance(value, torch.Tensor) and {one.dtype for one in read} == {value.dtype}:
+        return 0
+    operands, result = as_traced((read, value))
     results = [value for value in (result if isinstance(result, tuple | list) else [result]) if value is not None]
     workspace = sum(operand.nbytes for operand in operands if _copied(node.target, operand))
     if node.target in _KERNELS:
@@ -93,8 +96,17 @@ def in_kernel(node: fx.Node) -> int:
 
 @cache
 def _may_allocate(target: torch._ops.OpOverload) -> bool:
-    known = target in CONTIGUOUS or target in PRODUCTS or target in _KERNELS
-    return known or torch.Tag.pointwise in target.tags or torch.Tag.reduction in target.tags
+    return _special(target) or torch.Tag.pointwise in target.tags or torch.Tag.reduction in target.tags
+
+
+@cache
+def _only_casts(target: torch._ops.OpOverload) -> bool:
+    """Whether all that the kernel may allocate are operands in the dtype that it computes in."""
+    return torch.Tag.pointwise in target.tags and not _special(target)
+
+
+def _special(target: torch._ops.OpOverload) -> bool:
+    return target in CONTIGUOUS or target in PRODUCTS or target in _KERNELS
 
 
 Tensors = Sequence[torch.Tensor]

@@ -91,7 +91,8 @@ class _Run:
 
     def step(self, node: fx.Node) -> Moment:
         """Runs one node: makes its results, notes the height, drops what is not used again."""
-        made = self._results(node)
+        place = where(node)
+        made = self._results(node, place)
         self.values[node] = made
         for storage in made:
             self._hold(storage)
@@ -101,21 +102,21 @@ class _Run:
         height = self.live + workspace
         if height > self.highest:
             self.highest, self.peak = height, self.moments
-            self.kernel = _Storage(workspace, "kernel", where(node))
+            self.kernel = _Storage(workspace, "kernel", place)
         self.moments += 1
         if is_wait(node):
             self._finish(made)
         for value in self.last_uses.get(node, ()):
             for storage in self.values.pop(value):
                 self._drop(storage)
-        return Moment(node.name, node.meta["phase"], where(node), height)
+        return Moment(node.name, node.meta["phase"], place, height)
 
     def parts(self) -> tuple[Part, ...]:
         batch = [Part("batch", "", self.batch)] if self.batch else []
         alive = [storage for storage in self.held if storage.begin <= self.peak < storage.end]
         return (*_summed([*alive, self.kernel]), *batch)
 
-    def _results(self, node: fx.Node) -> list[_Storage]:
+    def _results(self, node: fx.Node, place: str) -> list[_Storage]:
         """The storages of the node's results: its arguments' own, or new ones."""
         target: Any = node.target
         if target is operator.getitem:
@@ -127,7 +128,7 @@ class _Run:
         if targets := mutated(node):
             own = [leaf for leaf in _leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
             return [self.values[source][0] for source, _ in zip(targets, own, strict=False)]
-        kind, place = self._kind(node), where(node)
+        kind = self._kind(node)
         value = as_traced(node.meta["val"])
         leaves = list(value) if isinstance(value, tuple | list) else [value]
         return [_Storage(self._rounded(_extent(leaf)), kind, place) for leaf in leaves]
@@ -198,6 +199,8 @@ def _extent(value: Any) -> int:
     """Bytes from the first to the last element."""
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return 0
+    if value.is_contiguous():
+        return value.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return (reach + 1) * value.dtype.itemsize
 

@@ -7,6 +7,7 @@ are those that PyTorch's own `FlopCounterMode` counts (matrix products, convolut
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,25 +28,32 @@ ON_CPU: dict[Any, Any] = {
 }
 
 
+Size = Callable[[fx.Node], int]
+
+
 def seconds(node: fx.Node, machine: Machine) -> float:
     """Of computing a node; nothing for views, placeholders, waits and for starting a collective, and for an operator
     that the formulas cannot read: an estimate stops no program."""
+    return _seconds(node, machine, _size)
+
+
+def _seconds(node: fx.Node, machine: Machine, size: Size) -> float:
     if node.op != "call_function" or is_view(node) or is_collective(node) or is_wait(node):
         return 0.0
-    return attempt(lambda: machine.compute(flops(node), traffic(node)), lambda _: 0.0)
+    return attempt(lambda: machine.compute(flops(node), _traffic(node, size)), lambda _: 0.0)
 
 
 def seconds_of(graph: fx.Graph, machine: Machine) -> Iterator[float]:
     """Of each node, in order; of products that are alike one is looked at, however many layers have one."""
-    alike = Alike()
+    alike, size = Alike(), cache(_size)
     known: dict[Hashable, float] = {}
     for node in graph.nodes:
         key = alike.key(node) if _formula(node) is not None else None
         if key is None:
-            yield seconds(node, machine)
+            yield _seconds(node, machine, size)
             continue
         if key not in known:
-            known[key] = seconds(node, machine)
+            known[key] = _seconds(node, machine, size)
         yield known[key]
 
 
@@ -64,8 +72,15 @@ def flops(node: fx.Node) -> int:
 
 def traffic(node: fx.Node) -> int:
     """Bytes read and written, each tensor once."""
-    read = [source.meta.get("val") for source in node.all_input_nodes]
-    return sum(nbytes(value) for value in [*read, node.meta.get("val")])
+    return _traffic(node, _size)
+
+
+def _traffic(node: fx.Node, size: Size) -> int:
+    return sum(map(size, node.all_input_nodes), size(node))
+
+
+def _size(node: fx.Node) -> int:
+    return nbytes(node.meta.get("val"))
 
 
 def nbytes(value: Any) -> int:

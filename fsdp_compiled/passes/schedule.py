@@ -45,6 +45,7 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import MOST_AHEAD
 
+COPY = torch.ops.aten.split_with_sizes_copy.default
 WORTH = 0.05  # of the time on the wire: what one more unit ahead must hide besides
 
 Entry = tuple[int, fx.Node, LiveRange]  # place in the program, the node to start before, and whose use begins there
@@ -91,9 +92,9 @@ def _sequence(graph: fx.Graph, found: list[LiveRange]) -> list[Entry]:
     return sorted(entries, key=lambda entry: entry[0])
 
 
-def _place(entries: list[Entry], live_range: LiveRange) -> int | None:
-    """Which entry is the holding's first."""
-    return next((index for index, entry in enumerate(entries) if entry[2] is live_range), None)
+def _places(entries: list[Entry]) -> dict[int, int]:
+    """By the holding's identity, which entry is its first."""
+    return {id(entry[2]): index for index, entry in reversed(list(enumerate(entries)))}
 
 
 def _starts(
@@ -106,12 +107,13 @@ def _starts(
     order = positions(graph)
     begins = {node.meta.get("phase"): order[node] for node in reversed(nodes)}
     entries = _sequence(graph, found)
+    places = _places(entries)
     moved: list[tuple[LiveRange, fx.Node]] = []
     leaving: set[fx.Node] = set()  # nodes that are moved, and so no longer stand where they did
     placed: list[LiveRange] = []
     previous = 0
     for live_range in found:
-        place = _place(entries, live_range)
+        place = places.get(id(live_range))
         issue = _issue(live_range)
         now = min(order[node] for node in issue)
         earliest = begins[issue[0].meta["phase"]]
@@ -144,8 +146,7 @@ def _while_sent(issue: list[fx.Node], plan: Plan) -> int:
 
 def _copies(live_range: LiveRange, phase: Phase) -> list[fx.Node]:
     """What copies parameters out of the gathered buffer in this phase."""
-    copy = torch.ops.aten.split_with_sizes_copy.default
-    return [node for node in live_range.aliases if node.target is copy and node.meta["phase"] == phase]
+    return [node for node in live_range.aliases if node.target is COPY and node.meta["phase"] == phase]
 
 
 def _behind_copies(entry: Entry, order: dict[fx.Node, int]) -> int:
@@ -196,8 +197,10 @@ def _wait_late(edit: Edit, in_flight: int, plan: Plan, room: Headroom | None) ->
     """
     end = next((node for node in edit.graph.nodes if node.meta.get("phase") == "update"), edit.end)
     for axis in ("shard", "replicate"):
-        order = positions(edit.graph)
         starts = [node for node in edit.graph.nodes if role_of(node) == "reduce" and node.args[-1] == axis]
+        if not starts:
+            continue
+        order = positions(edit.graph)
         rows = _rows_of_blocks(edit.graph, order)
         for start, target in zip(starts, [*starts[in_flight:], *[end] * in_flight]):
             tail = _tail(start, order)
@@ -222,7 +225,9 @@ def _while_free(start: fx.Node, tail: list[fx.Node], target: fx.Node, plan: Plan
 
 def _rows_of_blocks(graph: fx.Graph, order: dict[fx.Node, int]) -> list[tuple[fx.Node, fx.Node]]:
     """In backward, the copies of the first and of the last block of units of several, in order."""
-    found = []
+    found: list[tuple[fx.Node, fx.Node]] = []
+    if not graph.find_nodes(op="call_function", target=COPY, sort=False):
+        return found
     for live_range in live_ranges(graph):
         copies = sorted(_copies(live_range, "backward"), key=order.__getitem__)
         if len(copies) > 1 and any(role_of(node) == "block" for node in live_range.aliases):
@@ -262,7 +267,8 @@ def _prefetch(graph: fx.Graph, found: list[LiveRange], plan: Plan) -> tuple[int,
         return wanted, f"prefetch={wanted}, as given"
     done = list(accumulate(seconds_of(graph, plan.machine), initial=0.0))
     wire = sum(plan.machine.transfer(live_range.nbytes, plan.shard) for live_range in found)
-    exposed = [_exposed(graph, found, ahead, done, plan) for ahead in range(min(MOST_AHEAD, room) + 1)]
+    entries = _sequence(graph, found)
+    exposed = [_exposed(entries, found, ahead, done, plan) for ahead in range(min(MOST_AHEAD, room) + 1)]
     best = min(1, room)  # however little there is to hide behind, two gathers on the wire share their latency
     while best + 1 < len(exposed) and exposed[best] - exposed[best + 1] > WORTH * wire:
         best += 1
@@ -272,12 +278,12 @@ def _prefetch(graph: fx.Graph, found: list[LiveRange], plan: Plan) -> tuple[int,
     )
 
 
-def _exposed(graph: fx.Graph, found: list[LiveRange], ahead: int, done: list[float], plan: Plan) -> float:
+def _exposed(entries: list[Entry], found: list[LiveRange], ahead: int, done: list[float], plan: Plan) -> float:
     """Seconds that waits for gathers would take: one wire, which serves gathers in order."""
-    entries = _sequence(graph, found)
+    places = _places(entries)
     free = waited = 0.0
     for live_range in found:
-        place = _place(entries, live_range)
+        place = places.get(id(live_range))
         if place is None:
             continue
         issued = done[entries[place - ahead][0]] if place >= ahead else 0.0
