@@ -156,12 +156,10 @@ class Edit:
         """Makes backward read clones of these forward nodes, made just before the first node that needs them."""
         order = positions(self.graph)
         clones: dict[fx.Node, fx.Node] = {}
-        for node in list(self.graph.nodes):
-            if node.op != "call_function" or node.meta["phase"] != "backward":
-                continue
+        users = {user for node in nodes for user in node.users if user.op == "call_function"}
+        readers = [user for user in users if user.meta["phase"] == "backward"]
+        for node in sorted(readers, key=order.__getitem__):
             needed = [source for source in node.all_input_nodes if source in nodes]
-            if not needed:
-                continue
             with self.at(node, "backward"):
                 for source in sorted(_missing(needed, nodes, clones), key=order.__getitem__):
                     clones[source] = self.clone(source, clones)
@@ -171,7 +169,8 @@ class Edit:
     def drop_unused_parts(self) -> None:
         """Makes collectives of several buffers carry only those that are used: what is sent is awaited."""
         self.sweep()
-        for node in self.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor_coalesced.default):
+        gathers = self.graph.find_nodes(op="call_function", target=c10d.all_gather_into_tensor_coalesced.default)
+        for node in gathers:
             parts = {part.args[1]: part for part in node.users}
             buffers, world, axis = node.args
             if len(parts) == len(buffers):  # type: ignore[arg-type]
@@ -188,7 +187,8 @@ class Edit:
                     fewer = self.call(c10d.all_gather_into_tensor_coalesced.default, used, world, axis, mark=mark)
                     for place, index in enumerate(sorted(parts)):  # type: ignore[type-var]
                         parts[index].args = (fewer, place)
-        self.sweep()
+        if gathers:
+            self.sweep()
 
     def hoist(self, node: fx.Node, before: fx.Node) -> None:
         """Moves a node, with all that it is made of, up to before another: numbers that nothing in between changes."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -229,13 +229,13 @@ def _bind(
     index: int, variant: int, subject: Subject, state: tuple[StateTensor, ...], shape: tuple[int, ...],
     kinds: tuple[Any, ...],
 ) -> Rule:  # fmt: skip
-    cache: dict[tuple[torch.dtype, torch.device], fx.Graph] = {}
+    @cache
+    def once(dtype: torch.dtype, device: torch.device) -> fx.Graph:
+        return trace(subject, shape, dtype, device).graph
 
+    @cache
     def traced(numel: int, dtype: torch.dtype, device: torch.device) -> fx.Graph:
-        key = (dtype, device)
-        if key not in cache:
-            cache[key] = trace(subject, shape, *key).graph
-        return for_size(cache[key], shape, numel)
+        return for_size(once(dtype, device), shape, numel)
 
     kind = type(subject.optimizer)
     formula = formula_of(kind, subject.options, tuple(subject.hypers), {entry.name for entry in subject.state})

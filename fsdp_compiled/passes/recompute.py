@@ -33,10 +33,12 @@ from fsdp_compiled.plan.units import innermost
 
 def recompute(program: Program, plan: Plan) -> Program:
     """Moves nothing; repeats forward nodes in backward, each just before its first use there."""
-    if not plan.resharded and not _regions(program.graph, plan):
+    regions = _regions(program.graph, plan)
+    if not plan.resharded and not regions:
         return program.after("recompute")
     edit = Edit(program)
-    edit.rebuild(_inside(edit.graph, _regions(edit.graph, plan)))
+    if regions:
+        edit.rebuild(_inside(edit.graph, _regions(edit.graph, plan)))
     if plan.resharded:
         chains = gathered(edit.graph)
         kept = _turning_unit(edit.graph, chains)
