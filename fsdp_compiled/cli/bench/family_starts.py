@@ -162,6 +162,7 @@ def main() -> None:
             found.setdefault(name, []).append(row)
     record = {
         "command": f"python -m fsdp_compiled.cli.bench.family_starts {arguments.out} --rounds {arguments.rounds}"
+        + f" --layers {' '.join(map(str, arguments.layers))} --families {' '.join(map(repr, arguments.families))}"
         + " --cache" * arguments.cache
         + f" --beside {arguments.beside}" * bool(arguments.beside),
         "versions": {
