@@ -21,6 +21,7 @@ from tests.fuzz.sides import REFUSED
 from tests.fuzz.things import FIRST, GLOBALS, KINDS, WIDTH, factor, restore
 
 STEPS = 6
+PLAIN = (False, True, None, "tanh", 0, 2, 0.5, "")
 
 
 class Block(nn.Module):
@@ -31,7 +32,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.kinds: tuple[str, ...] = ()
 
-    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, given: Any = None, how: Any = None) -> torch.Tensor:
         y = self.linear(x)
         for place, kind in enumerate(self.kinds):
             y = KINDS[kind].use(y, getattr(self, f"thing{place}"))
@@ -39,6 +40,8 @@ class Block(nn.Module):
             y = KINDS[self.common[0]].use(y, self.common[1])
         if given is not None:
             y = KINDS[given[0]].use(y, given[1])
+        if how:
+            y = y.tanh() if isinstance(how, str) else y * (how + 1)
         return x + 0.3 * y
 
 
@@ -49,13 +52,17 @@ class Stack(nn.Module):
         self.reads: tuple[str, ...] = ()  # kinds of globals that forward reads
         self.order = list(range(layers))
         self.given: list[Any] = []  # for each block: what it is called with
+        self.how: dict[int, Any] = {}  # for each block: a plain value
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for kind in self.reads:
             x = KINDS[kind].use(x, FIRST[kind])
         for place in self.order:
             block = self.layers[place]
-            x = block(x, self.given[place]) if self.given else block(x)
+            if self.how:
+                x = block(x, how=self.how[place])
+            else:
+                x = block(x, self.given[place]) if self.given else block(x)
         return x
 
 
@@ -83,8 +90,9 @@ class Trial:
         if rng.random() < 0.2:
             kind = rng.choice(list(KINDS))
             Block.common = (kind, self.new(kind))
+        how = dict.fromkeys(range(self.layers), rng.choice(PLAIN)) if rng.random() < 0.3 else {}
         for model in self.models:
-            model.reads, model.given = reads, given
+            model.reads, model.given, model.how = reads, given, how
         for place, kind in enumerate(self.kinds):
             how = rng.choice(("global", "shared", "own", "mixed", "mixed"))
             one = GLOBALS[kind][0] if how == "global" else self.new(kind)
@@ -118,8 +126,8 @@ class Trial:
         kind = self.kinds[place]
         held = getattr(models[0].layers[index], f"thing{place}")
         action = rng.choice(
-            ("replace", "replace", "alias", "inside", "inside", "global", "read", "given", "common", "swap", "order",
-             "evaluate", "hook", "forward", "kinds", "class")
+            ("replace", "replace", "alias", "inside", "inside", "global", "read", "given", "how", "how", "common",
+             "swap", "order", "evaluate", "hook", "forward", "kinds", "class")
         )  # fmt: skip
         self.done.append(f"{action} {kind} of block {index}")
         if action == "replace":
@@ -139,6 +147,8 @@ class Trial:
         elif action == "given" and models[0].given:
             kind = models[0].given[index][0]
             models[0].given[index] = self._given(kind)  # one list of both
+        elif action == "how" and models[0].how:
+            models[0].how[index] = rng.choice(PLAIN)
         elif action == "common" and Block.common is not None:
             Block.common = (Block.common[0], self.new(Block.common[0]))
         elif action == "swap":
@@ -164,7 +174,9 @@ class Trial:
             by = factor(rng)
             for model in models:
                 block = model.layers[index]
-                block.forward = lambda x, given=None, block=block, by=by: Block.forward(block, x, given) * by
+                block.forward = lambda x, *rest, block=block, by=by, **named: (
+                    Block.forward(block, x, *rest, **named) * by
+                )
         elif action == "kinds":
             kinds = self.kinds[: rng.randrange(len(self.kinds) + 1)]
             for model in models:
@@ -175,8 +187,8 @@ class Trial:
 
 
 class Doubled(Block):
-    def forward(self, x: torch.Tensor, given: Any = None) -> torch.Tensor:
-        return 2 * super().forward(x, given)
+    def forward(self, x: torch.Tensor, given: Any = None, how: Any = None) -> torch.Tensor:
+        return 2 * super().forward(x, given, how)
 
 
 def stepping(trial: Trial) -> tuple[Callable[[torch.Tensor], float], Callable[[torch.Tensor], float]]:
