@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -56,6 +57,8 @@ class Block(nn.Module):
         odd = index == ODD
         self.zero = -0.0 if like == "minus zero" and odd else 0.0
         self.table = {"a": 1.0, "b": 2.0} if like == "longer table" and odd else {"a": 1.0}
+        if like == "defaults":
+            self.table = defaultdict(lambda: 3.0)
         self.second = nn.Linear(WIDTH, WIDTH) if like in ("tied inside", "checkpointed inside") else None
         if like == "tied inside" and odd:
             self.second.weight = self.linear.weight  # type: ignore[union-attr]
@@ -122,6 +125,8 @@ class Block(nn.Module):
             y = y * 2 if hasattr(x, "mark") else y
         if self.like == "an attribute more":
             y = y * 2 if hasattr(self.linear, "flag") else y
+        if self.like == "defaults":
+            y = y * self.table.get("c", 0.5)
         if self.like == "longer table":
             y = y * len(self.table)
         if self.like == "minus zero":

@@ -254,6 +254,13 @@ def test_a_change_in_a_block_that_was_not_walked_through_is_seen() -> None:
     assert sharded.captures == 2
 
 
+def test_what_a_dictionary_would_make_is_not_made() -> None:
+    model = Model("defaults")
+    model.layers[1].table["c"] = 2.0
+    equal.program_of(model, loss)
+    assert [list(layer.table) for layer in model.layers] == [[], ["c"], [], [], [], [], []]
+
+
 def test_a_change_of_what_a_block_alone_is_given_is_seen() -> None:
     """What nobody read before: each block is given another place of a list."""
     torch.manual_seed(0)

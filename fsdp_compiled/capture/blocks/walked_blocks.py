@@ -8,6 +8,7 @@ themselves when Dynamo has built them (`repeated_calls.Repeats.check_guards`).
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import setitem
 from typing import Any
@@ -24,6 +25,7 @@ from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
+    ChainedSource,
     ConstantVariable,
     Guard,
     LazyVariableTracker,
@@ -43,6 +45,7 @@ HOOKS = (
 VALUELESS = (
     C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast, setitem,
 )  # fmt: skip
+TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # of a module, which are plain dictionaries
 SOURCE = torch.empty((), device="meta").requires_grad_()  # what `another` is computed from
 
 
@@ -85,7 +88,7 @@ class WalkedBlock:
         self.kinds = [guard.create_fn_name() for guard, _, _ in self.guards]
         self.ordered = [source for source in output.guard_on_key_order if self._own(source)]
         self._asked = list(self._questions())
-        self._read = self._reader()
+        self._read, self._tables = self._reader(), self._read_in()
         self._layouts = [plain_layout(call.value(source)) for source in self.sources]
         self.structure = _structure(call.module)
         self.visits = {name: count for name, count in call.tx.num_calls.items() if self.inside(name)}
@@ -207,6 +210,8 @@ class WalkedBlock:
             raise Unlike("objects were changed since the one before was called")
         if _structure(call.module) != self.structure:
             raise Unlike("its modules are others")
+        if any(hasattr(type(one), "__missing__") for code in self._tables for one in [call.evaluate(code)]):
+            raise Unlike("it has a dictionary that makes what is looked up")
         there, elsewhere, tensors = self._read(call)
         for place, names, has in self._asked:
             (guard, value, _), mine, its = self.guards[place], there[place], elsewhere[place]
@@ -245,6 +250,18 @@ class WalkedBlock:
             if others or question not in known:
                 known.add(question)
                 yield place, names, [_has(value, name) for name in names]
+
+    def _read_in(self) -> list[types.CodeType]:
+        """The dictionaries of another block that `_read` looks something up in, the outermost first."""
+        found: dict[str, Source] = {}
+        for source in (*(guard.originating_source for guard, _, _ in self.guards), *self.sources):
+            while isinstance(source, ChainedSource) and self._own(source.base):
+                source = source.base
+                if not source.name.endswith(TABLES) and source.name not in found:
+                    found[source.name] = source
+        tables = [source for source in found.values() if isinstance(self.call.value(source), dict)]
+        texts = (moved(one, self.call.source, LocalSource(BLOCK), {}).name for one in tables)
+        return [compile(text, "<tables>", "eval") for text in sorted(texts, key=len)]
 
     def _reader(self) -> Callable[[BlockCall], tuple[list[Any], list[list[Any]], list[Any]]]:
         """Reads at once, of another call: what each guard looks at, the other places it names, and the tensors."""
