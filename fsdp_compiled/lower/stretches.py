@@ -137,7 +137,7 @@ class _Kind:
             for one, other in zip(args, given):
                 if not _alike(one, other, same):
                     return None
-            if not _alike(first.kwargs, node.kwargs, same):
+            if (first.kwargs or node.kwargs) and not _alike(first.kwargs, node.kwargs, same):
                 return None
         values = list(same.values())
         return values if len(set(values)) == len(values) else None

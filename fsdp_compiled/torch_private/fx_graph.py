@@ -33,7 +33,7 @@ def copied_node(graph: fx.Graph, node: fx.Node, change: Callable[[fx.Node], fx.N
     if kwargs:
         kwargs = fx.node.map_arg(kwargs, change)  # type: ignore[assignment]
     copy = fx.Node(graph, node.name, node.op, node.target, args, kwargs, node.type)  # type: ignore[arg-type]
-    copy.meta = dict(node.meta)
+    copy.meta.update(node.meta)
     _put(graph, copy)
     return copy
 
