@@ -29,6 +29,8 @@ PRIVATE = {
     "torch._guards": "torch_private.dynamo",
     "torch._inductor": "torch_private.inductor",
     "torch.Tensor._make_subclass": "torch_private.fake_tensors",
+    "torch.amp.autocast_mode._enter_autocast": "torch_private.modes",
+    "torch.amp.autocast_mode._exit_autocast": "torch_private.modes",
     "torch.compiler._is_compiling_flag": "optim.tracing",
     "torch.cuda.graph_pool_handle": "lower.cuda_device",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "runtime.checkpoint.dcp_files",

@@ -1,5 +1,8 @@
-"""Stacks of modes and of the default device, in torch 2.11 to 2.13: of ``torch.utils`` and ``torch.overrides``."""
+"""Stacks of modes and of the default device, in torch 2.11 to 2.13: of ``torch.utils`` and ``torch.overrides``;
+and the two calls that stand in a trace for ``torch.autocast``."""
 
+from torch.amp.autocast_mode import _enter_autocast as enter_autocast
+from torch.amp.autocast_mode import _exit_autocast as exit_autocast
 from torch.overrides import _get_current_function_mode_stack as function_modes
 from torch.utils import _device as device
 from torch.utils._device import DeviceContext
@@ -12,6 +15,8 @@ __all__ = [
     "DeviceContext",
     "device",
     "dispatch_modes",
+    "enter_autocast",
+    "exit_autocast",
     "function_modes",
     "is_in_torch_dispatch_mode",
     "no_dispatch",

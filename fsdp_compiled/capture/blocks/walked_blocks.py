@@ -34,6 +34,7 @@ from fsdp_compiled.torch_private.dynamo import (
     TensorVariable,
     TupleVariable,
 )
+from fsdp_compiled.torch_private.modes import enter_autocast, exit_autocast
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
@@ -42,9 +43,7 @@ HOOKS = (
 
 
 # What has no value: it changes modes, and what a block enters it leaves, or writes to what the block computed.
-VALUELESS = (
-    C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast, setitem,
-)  # fmt: skip
+VALUELESS = (C._set_grad_enabled, enter_autocast, exit_autocast, setitem)
 TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # of a module, which are plain dictionaries
 SOURCE = torch.empty((), device="meta").requires_grad_()  # what `another` is computed from
 
