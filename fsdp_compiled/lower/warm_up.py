@@ -15,6 +15,9 @@ lock. What fails here fails again where it is needed, and is told there.
 Half of what Inductor takes for a first piece are modules that it imports, patterns that it traces and PyTorch's sources
 that it hashes: 1.3 s, in each rank. So the launcher compiles a matrix product, for which no C++ is written, while the
 trials are made, and its forks find all of this done.
+
+What a machine needs once may be done when the package is set up (`prepare`, in ``make train``'s): the trials, and the
+header that all kernels include, compiled. Both stay on disk, where a first run finds them.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compiled.capture.disk_cache import folder
@@ -63,18 +67,36 @@ def before_forks() -> None:
 
 def compile_product() -> None:
     """Two matrices' product, which nobody calls."""
-    with suppress(Exception), _no_thread_of_tqdm(), FakeTensorMode():
-        graph = torch.fx.Graph()
-        left, right = graph.placeholder("left"), graph.placeholder("right")
-        product = graph.call_function(torch.ops.aten.mm.default, (left, right))
-        graph.output((product,))
-        matrix = torch.empty(8, 8)
-        for node in (left, right, product):
-            node.meta["val"] = matrix
-        compile_alone(torch.fx.GraphModule({}, graph), [matrix, matrix], dynamic_shapes="from_graph")
+    with suppress(Exception):
+        _compile_call(torch.ops.aten.mm.default, 2)
         torch_key()
         for name in WITH_KERNELS:
             importlib.import_module(name)
+
+
+def prepare() -> None:
+    """What is paid once a machine: the trials, and the header of all kernels, by a kernel that nobody calls.
+
+    5 s on one core, on a machine that compiles for its processor. Nothing is said where there is no compiler: who
+    needs one is told.
+    """
+    compile_product()
+    _compile()
+    with suppress(Exception), remembered(folder()):
+        _compile_call(torch.ops.aten.relu.default, 1)
+
+
+def _compile_call(target: OpOverload, count: int) -> None:
+    """Has Inductor compile an operator on so many matrices."""
+    with _no_thread_of_tqdm(), FakeTensorMode():
+        graph = torch.fx.Graph()
+        given = [graph.placeholder(f"matrix_{place}") for place in range(count)]
+        result = graph.call_function(target, tuple(given))
+        graph.output((result,))
+        matrix = torch.empty(8, 8)
+        for node in (*given, result):
+            node.meta["val"] = matrix
+        compile_alone(torch.fx.GraphModule({}, graph), [matrix] * count, dynamic_shapes="from_graph")
 
 
 @contextmanager

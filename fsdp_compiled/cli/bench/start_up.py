@@ -1,11 +1,12 @@
-"""What `fsdp-compiled train` takes until step 2 with empty caches, by part, and when compiling has paid.
+"""What `fsdp-compiled train` takes until step 2 on a machine just set up, by part, and when compiling has paid.
 
     python -m fsdp_compiled.cli.bench.start_up bench/results/start-up.json --beside ../before
 
-Each lowering is started with empty caches, in turns, and ended after forty steps. Parts are in wall time, so on a
+Each lowering is started, in turns, with caches that hold no more than what `.ci/setup train` leaves (bytecode, answers
+of the compiler, a compiled header: `lower/warm_up.py`), and ended after forty steps. Parts are in wall time, so on a
 machine with nothing else to do; the processor time of all processes until the end of step 2, compilers included, stands
 beside them, and that of a later step on all ranks, which a busy machine moves less. Of several rounds the one with the
-least of it stands: Python's bytecode is there from the second one on. Compiling has paid after so many tokens as make
+least of it stands. Compiling has paid after so many tokens as make
 up, in processor time, for the longer start: `cli/toolchain.py` tells a run that is shorter. ``--beside``: another
 checkout, measured in turns with this one. Linux.
 """
@@ -42,6 +43,11 @@ COMPILER = """#!/bin/sh
 echo "$*" >> {calls}
 exec {compiler} "$@"
 """
+SET_UP = """
+import fsdp_compiled.cli.train
+from fsdp_compiled.lower.warm_up import prepare
+prepare()
+"""  # as `.ci/setup` has it; a checkout that knows no `prepare` leaves bytecode alone
 SUBREAPER = 36  # prctl: who left its parent is waited for here, and its processor time counted
 
 
@@ -51,11 +57,16 @@ def started(checkout: Path, lower: str, folder: Path) -> dict[str, float]:
     calls.write_text("")
     compiler.write_text(COMPILER.format(calls=calls, compiler=shutil.which(os.environ.get("CXX", "g++"))))
     compiler.chmod(0o755)
+    environment = own(checkout, folder) | {"CXX": str(compiler)}
+    if lower == "inductor":
+        command = [sys.executable, "-P", "-c", SET_UP]
+        subprocess.run(command, cwd=checkout, env=environment, stderr=subprocess.DEVNULL, check=False)
+        calls.write_text("")
     before, began = spent(), time.monotonic()
     run = subprocess.Popen(
         [sys.executable, "-P", "-m", "fsdp_compiled", "train", *f"--lower {lower} --nproc {RANKS}".split(),
          "--steps", "1000", "--validate-every", "1000", "--out", str(folder / "run")],
-        cwd=checkout, env=own(checkout, folder) | {"CXX": str(compiler)},
+        cwd=checkout, env=environment,
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert run.stdout is not None
