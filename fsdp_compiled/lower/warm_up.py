@@ -77,8 +77,7 @@ def compile_product() -> None:
 def prepare() -> None:
     """What is paid once a machine: the trials, and the header of all kernels, by a kernel that nobody calls.
 
-    5 s on one core, on a machine that compiles for its processor. Nothing is said where there is no compiler: who
-    needs one is told.
+    Nothing is said where there is no compiler: who needs one is told.
     """
     compile_product()
     _compile()
