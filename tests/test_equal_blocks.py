@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture import aot, aot_cache, dynamo_run
 from fsdp_compiled.capture.blocks import equal_blocks, repeats
 from fsdp_compiled.ir.program import Program
@@ -174,3 +176,34 @@ def test_a_parameter_that_forward_replaces_is_refused() -> None:
     with pytest.raises(ValueError, match="Forward writes parameter"):
         program_of(model, replacing)
     assert model.shared is before
+
+
+class Signed(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(WIDTH, WIDTH), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        return x + y * torch.copysign(torch.ones_like(y), y.abs() * self.factor)
+
+
+@pytest.mark.parametrize("told_apart", [True, False])
+def test_zeros_of_another_sign_are_other_numbers(
+    told_apart: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The control takes 0.0 and -0.0, which are equal, for one."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # whose traces are its own
+    if not told_apart:
+        monkeypatch.setattr(equal_blocks, "numbers", lambda _: ())
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Signed(-0.0 if index == LAYERS else 0.0) for index in range(LAYERS + 3)))
+    x = torch.ones(2, WIDTH)
+    value = model(x).square().mean().item()
+    sharded = compile_sharded(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        loss=lambda model, x: model(x).square().mean(),
+        policy=Policy(lower="eager"),
+    )
+    assert (sharded.step(x).item() == value) is told_apart

@@ -184,7 +184,22 @@ def _keys(stretches: list[list[fx.Node]], index: int, own: Owned, places: _Place
             return Token(("input", place, places.kinds[places.index[node]] or node))
         return Token(("outside", node))
 
-    return [(*places.calls.of(node), fx.node.map_arg((node.args, node.kwargs), read)) for node in stretches[index]]
+    return [
+        (*places.calls.of(node), *numbers((node.args, node.kwargs)), fx.node.map_arg((node.args, node.kwargs), read))
+        for node in stretches[index]
+    ]
+
+
+def numbers(value: Any) -> Iterator[str]:
+    """Those among arguments that are equal to others which do something else: 0.0 to -0.0, and 1 to True."""
+    kind = type(value)
+    if kind in (float, bool, complex):
+        yield repr(value)
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from numbers(one)
+    elif isinstance(value, dict):
+        yield from numbers(tuple(value.values()))
 
 
 class Token(tuple[Any, ...]):
@@ -221,7 +236,8 @@ class _Kinds:
         lines: list[Any] = [sorted((str(key), str(value)) for key, value in body.meta.items())]
         for inner in body.graph.nodes:
             kind = kinds.of(inner) if inner.op not in ("placeholder", "output") else ()
-            lines.append((inner.op, kind, fx.node.map_arg((inner.args, inner.kwargs), lambda one: places[one])))  # type: ignore[arg-type,return-value]
+            args = fx.node.map_arg((inner.args, inner.kwargs), lambda one: places[one])  # type: ignore[arg-type,return-value]
+            lines.append((inner.op, kind, *numbers((inner.args, inner.kwargs)), args))
         return tuple(lines)
 
 
