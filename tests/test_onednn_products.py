@@ -64,10 +64,12 @@ def _laid(rows: int, columns: int, how: str) -> Tensor:
 def test_any_strides_give_the_product(m: int, k: int, n: int, left: str, right: str) -> None:
     a, b = _laid(m, k, left), _laid(k, n, right)
     found, exact = product(a, b), a.double() @ b.double()
-    error = 1e-6 * (a.double().abs() @ b.double().abs())
+    size = a.double().abs() @ b.double().abs()
+    error = 1e-6 * size
     assert found.is_contiguous() and found.shape == (m, n)
     assert ((found - exact).abs() <= error).all()
-    assert not ((found * 1.001 - exact).abs() <= error).all() or not exact.any()
+    told = exact.abs() > 0.01 * size  # of sums that cancel, a thousandth is less than the error
+    assert not ((found * 1.001 - exact).abs() <= error)[told].any()
 
 
 def test_the_operator_keeps_the_rules_of_operators() -> None:
