@@ -80,7 +80,6 @@ def prepare() -> None:
     Nothing is said where there is no compiler: who needs one is told.
     """
     compile_product()
-    _compile()
     with suppress(Exception), remembered(folder()):
         _compile_call(torch.ops.aten.relu.default, 1)
 

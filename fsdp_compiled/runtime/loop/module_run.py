@@ -124,7 +124,8 @@ class Run:
                     found |= parts(outputs[place], self._wanted(flat, reached), start)
             return found, {name: outputs[place] for name, place in backward.others.items()}
         with self.calls.refusing():
-            self._check_hooks(synchronises)
+            if not synchronises:
+                self._check_hooks()
             whole = made.programs.whole(compiled)
         buffers = [
             buffer
@@ -163,10 +164,13 @@ class Run:
             )
         return wanted.pop()
 
-    def _check_hooks(self, synchronises: bool) -> None:
+    def _check_hooks(self) -> None:
         """Raises ``RuntimeError`` where autograd would call a hook with None for a gradient that is held back."""
-        hooked = [] if synchronises else [one for one in self._trained if one._backward_hooks]
-        names = [self.made.names[entry] for entry in self.made.names if any(entry.parameter is one for one in hooked)]
+        names = [
+            name
+            for entry, name in self.made.names.items()
+            if id(entry.parameter) in self.place and entry.parameter._backward_hooks
+        ]
         if names:
             raise RuntimeError(
                 f"{names[0]} has a hook (register_hook), and set_requires_gradient_sync(False) was called between this "
