@@ -12,9 +12,11 @@ from torch import nn
 from fsdp_compiled import Policy, Sharded, compile_sharded, passes
 from fsdp_compiled.ir import edit
 from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.kept import Kept
 from fsdp_compiled.ir.program import LOSS, Program
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.programs.compile import Compiled
+from fsdp_compiled.runtime.programs import program_maker
+from fsdp_compiled.runtime.programs.compile import Compiled, transform
 from tests import models, simulate
 from tests.models import Block, Recipe
 from tests.parts import parts
@@ -87,17 +89,40 @@ def trained(**policy: Any) -> tuple[Sharded, Compiled]:
 
 
 @pytest.mark.parametrize("policy", [{}, {"memory_gb": 1e-9}], ids=["as chosen", "fitted to memory"])
-def test_stages_are_there_for_who_looks(policy: dict[str, Any]) -> None:
+def test_stages_are_there_for_who_looks(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[str] = []
+    monkeypatch.setattr(
+        program_maker, "transform", lambda one, job: captured.append(one.program.text()) or transform(one, job)
+    )
     sharded, compiled = trained(**policy)
     stages = compiled.stages
     assert stages[-1] is compiled.program is sharded.program
     assert [one.history[-1] for one in stages] == list(compiled.program.history)
-    assert len({one.text() for one in stages}) > 5 and stages[0].text() == compiled.capture.program.text()
+    assert len({one.text() for one in stages}) > 5 and stages[0].text() == captured[0]
+    assert len(compiled.capture.program.graph.nodes) == 0  # nobody takes what passes have changed for the captured one
     with torch.autocast("cpu", torch.bfloat16):  # the caller's modes are not the program's
         assert [one.text() for one in compiled.stages] == [one.text() for one in stages]
 
 
-def test_a_program_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_is_kept_is_what_it_was() -> None:
+    """Its nodes, all that is noted of them, and the names that nodes have which are inserted."""
+    recipe = RECIPES[0]
+    model, optimizer = models.build(recipe)
+    with simulate.ranks(recipe.shard) as places:
+        rank = simulate.enlist(model, optimizer, recipe.policy, places[0])
+        captured = simulate.captured(rank, models.loss, models.batches(recipe, 1)[0][0])
+        kept = Kept(captured)
+        before = captured.text(), [(node.name, dict(node.meta)) for node in captured.graph.nodes]
+        transforms = simulate.passes(rank)
+        made = passes.run(replace(captured, donated=True), rank.plan, transforms)
+        again = kept.program()
+        assert made.graph is captured.graph is not again.graph
+        assert made.text() != before[0]  # control: the passes changed it
+        assert (again.text(), [(node.name, dict(node.meta)) for node in again.graph.nodes]) == before
+        assert passes.run(again, rank.plan, transforms).text() == made.text()
+
+
+def test_a_program_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     copied = edit.copied
 
@@ -107,9 +132,9 @@ def test_a_program_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(edit, "copied", counted)
     _, compiled = trained()
-    assert len(made) == 1 < compiled.program.edits
+    assert not made and compiled.program.edits > 1
     compiled.stages  # noqa: B018
-    assert len(made) == 1 + compiled.program.edits  # control: who looks at them has one of each
+    assert len(made) == compiled.program.edits  # control: who looks at them has one of each
 
 
 def test_a_pass_that_makes_another_program_the_second_time_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,25 +18,13 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.inference import Inference
+from fsdp_compiled.ir.kept import copied
 from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, fake_tensor, is_random, mutated, positions
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.torch_private.fx_graph import copied_node, copy_names, new_call
+from fsdp_compiled.torch_private.fx_graph import names_of, new_call, row_of
 
 c10d = torch.ops._c10d_functional
 SET_ARGS, SET_KWARGS = (vars(fx.Node)[name].fset for name in ("args", "kwargs"))
-
-
-def copied(graph: fx.Graph, mapping: dict[fx.Node, fx.Node]) -> fx.Graph:
-    """A copy of all but the output node; ``mapping`` is filled with each node's copy.
-
-    What is inserted later has the same name in the copy as in the graph itself.
-    """
-    result = fx.Graph()
-    for node in graph.nodes:
-        if node.op != "output":
-            mapping[node] = copied_node(result, node, mapping.__getitem__)
-    copy_names(graph, result, mapping)
-    return result
 
 
 class Edit:
@@ -47,13 +35,10 @@ class Edit:
 
     def __init__(self, program: Program) -> None:
         self.map: dict[fx.Node, fx.Node] = {}
-        old = program.graph.output_node()
-        if program.donated:
-            self.graph, self._end = program.graph, old
-        else:
-            self.graph = copied(program.graph, self.map)
-            self._end = self.graph.output(fx.node.map_arg(old.args[0], self.map.__getitem__))
-            self._end.meta = dict(old.meta)
+        self.graph = program.graph
+        if not program.donated:
+            self.graph = copied(map(row_of, program.graph.nodes), names_of(program.graph), self.map)
+        self._end = self.graph.output_node()
         self.mode = fake_mode(self.graph)
         self._result = Inference(self.mode)
         self._before = program

@@ -153,6 +153,6 @@ def simulate(
         )  # fmt: skip
         captured = capture(model, job)
         predict = memory_of(captured, job)
-        program = fit_to_memory(transform(captured, job), predict, job)[-1]
+        program = fit_to_memory(transform(captured, job), predict, job).stages[-1]
         memory = predict(program)
     return Estimate(plan, program, memory, estimate(program, plan))

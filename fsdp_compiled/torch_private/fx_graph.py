@@ -26,24 +26,39 @@ def new_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[s
     return node
 
 
-def copied_node(graph: fx.Graph, node: fx.Node, change: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """A copy in another graph, which has no node of its name, in whose arguments nodes are changed; `copy_names` is to
+# What a node is: itself, and all of it that may be changed but its place.
+Row = tuple[fx.Node, Any, tuple[Any, ...], Mapping[str, Any], dict[str, Any]]
+Names = tuple[set[str], dict[str, int]]
+
+
+def row_of(node: fx.Node) -> Row:
+    return node, node.target, node.args, node.kwargs, dict(node.meta)
+
+
+def copied_node(graph: fx.Graph, row: Row, change: Callable[[fx.Node], fx.Node]) -> fx.Node:
+    """A copy in another graph, which has no node of its name, in whose arguments nodes are changed; `give_names` is to
     follow."""
-    args, kwargs = fx.node.map_arg(node.args, change), node.kwargs
+    node, target, args, kwargs, meta = row
+    args = fx.node.map_arg(args, change)
     if kwargs:
-        kwargs = fx.node.map_arg(kwargs, change)  # type: ignore[assignment]
-    copy = fx.Node(graph, node.name, node.op, node.target, args, kwargs, node.type)  # type: ignore[arg-type]
-    copy.meta.update(node.meta)
+        kwargs = fx.node.map_arg(kwargs, change)  # type: ignore[assignment, type-var]
+    copy = fx.Node(graph, node.name, node.op, target, args, kwargs, node.type)  # type: ignore[arg-type]
+    copy.meta.update(meta)
     _put(graph, copy)
     return copy
 
 
-def copy_names(source: fx.Graph, copy: fx.Graph, mapping: Mapping[fx.Node, fx.Node]) -> None:
-    """``mapping``: each node's copy. What is inserted into either graph from now on has the same name in both."""
-    given, taken = source._graph_namespace, copy._graph_namespace
-    taken._used_names = set(given._used_names)
-    taken._base_count = dict(given._base_count)
-    taken._obj_to_name = {node: node.name for node in mapping.values()}
+def names_of(graph: fx.Graph) -> Names:
+    """The names that nodes of the graph have or had, which no other gets."""
+    names = graph._graph_namespace
+    return set(names._used_names), dict(names._base_count)
+
+
+def give_names(graph: fx.Graph, names: Names) -> None:
+    """What is inserted into this graph, a copy, has the same name as in that of which these are."""
+    taken = graph._graph_namespace
+    taken._used_names, taken._base_count = set(names[0]), dict(names[1])
+    taken._obj_to_name = {node: node.name for node in graph.nodes}
 
 
 def _put(graph: fx.Graph, node: fx.Node) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
@@ -36,7 +36,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.host_memory import Rooms
 from fsdp_compiled.runtime.programs import memory_budget, stages
 from fsdp_compiled.runtime.programs.input_binding import InputBinding
-from fsdp_compiled.runtime.programs.stages import Stages
+from fsdp_compiled.runtime.programs.stages import Stages, Transformed
 from fsdp_compiled.runtime.programs.training import Backward, Training, training_of
 from fsdp_compiled.runtime.shared_memory import shared
 
@@ -184,8 +184,8 @@ def capture(model: nn.Module, job: Job) -> Capture:
     return captured
 
 
-def transform(captured: Capture, job: Job) -> list[Program]:
-    """The captured program, and what the passes made of it."""
+def transform(captured: Capture, job: Job) -> Transformed:
+    """What the passes make of the captured program, whose graph they take."""
     return stages.transform(captured.program, job.plan, job.passes)
 
 
@@ -215,19 +215,27 @@ def has_host_memory(job: Job) -> bool:
     return job.plan.device.type != "cpu" and job.kind != "training"
 
 
-def fit_to_memory(made: Sequence[Program], predict: Predict, job: Job) -> list[Program]:
+def fit_to_memory(made: Transformed, predict: Predict, job: Job) -> Transformed:
     """Other last stages, where what will run, the program fused, needs more than `Policy.memory_gb`."""
     fused = lambda one: predict(passes.run(one, job.plan, job.fusions))  # noqa: E731
-    return memory_budget.fit(made, job.plan, fused, job.passes, has_host_memory(job))
+    fitting = memory_budget.fit(made.stages, job.plan, fused, job.passes, has_host_memory(job))
+    return replace(made, stages=fitting)
 
 
-def fuse(made: Sequence[Program], job: Job) -> tuple[Program, Stages]:
+def fuse(made: Transformed, job: Job) -> tuple[Program, Stages]:
     """What the fusions make of the last stage, and the stages, for who looks at them."""
     return stages.fuse(made, job.plan, job.passes, job.fusions)
 
 
-def describe(captured: Capture, program: Program, known: Stages, later: Later, job: Job) -> Compiled:
-    """The program that will run, with all that is asked of it later."""
+def moves(captured: Capture, job: Job) -> Mapping[str, frozenset[str]]:
+    """By parameter or input, the results that it moves; of what is captured, before passes take it."""
+    return reached(captured.program) if job.kind == "training" else {}
+
+
+def describe(
+    captured: Capture, program: Program, known: Stages, later: Later, job: Job, moving: Mapping[str, frozenset[str]]
+) -> Compiled:
+    """The program that will run, with all that is asked of it later. ``moving``: what `moves` said."""
     needed = later(program)
     program = replace(
         program, needs=lambda: attempt(lambda: needed().lines(), lambda why: (f"memory: not predicted: {why}",))
@@ -237,7 +245,7 @@ def describe(captured: Capture, program: Program, known: Stages, later: Later, j
     inputs = tuple(port for port in first.ports if port.side == "in")
     return Compiled(
         program,
-        captured,
+        replace(captured, program=replace(captured.program, graph=fx.Graph())),  # the passes have its own
         known,
         needed,
         inputs=inputs,
@@ -255,7 +263,7 @@ def describe(captured: Capture, program: Program, known: Stages, later: Later, j
         wire=_wire(program, halves),
         input_binding=InputBinding(inputs, job.batch, job.named),
         halves=halves,
-        reached=reached(captured.program) if halves is not None else {},
+        reached=moving,
     )
 
 

@@ -50,6 +50,7 @@ from fsdp_compiled.runtime.programs.compile import (
     fuse,
     memory_later,
     memory_of,
+    moves,
     transform,
 )
 from fsdp_compiled.runtime.programs.request import Request, misfit
@@ -132,11 +133,11 @@ class ProgramMaker:
             self.compare_along_tp(captured)
 
         def build() -> Compiled:
-            stages = transform(captured, job)  # checked after each pass
-            predict = memory_of(captured, job)
-            stages = fit_to_memory(stages, predict, job)
-            program, known = fuse(stages, job)  # checked after each fusion
-            return describe(captured, program, known, memory_later(captured, job), job)
+            moving = moves(captured, job)
+            made = transform(captured, job)  # checked after each pass
+            made = fit_to_memory(made, memory_of(captured, job), job)
+            program, known = fuse(made, job)  # checked after each fusion
+            return describe(captured, program, known, memory_later(captured, job), job, moving)
 
         uneven = self.plan.uneven
         compiled = self.together(build, lambda made: made.program.text(), lambda made: made.program.outline(uneven))

@@ -6,11 +6,12 @@ what they make again is what they made, name for name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_compiled import passes
 from fsdp_compiled.capture.ambient import outside_modes
+from fsdp_compiled.ir.kept import Kept
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
@@ -18,9 +19,11 @@ from fsdp_compiled.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Stages:
-    """``first``: those that are there, from the captured program on; ``rest``: the passes that follow on the last."""
+    """``first``: those that are there, from the captured program on, as far as they are; ``last``: of these the last,
+    made again; ``rest``: the passes that follow on it."""
 
     first: tuple[Program, ...]
+    last: Callable[[], Program]
     rest: tuple[Pass, ...]
     plan: Plan
 
@@ -28,29 +31,37 @@ class Stages:
         """All of them, from the captured program to this one, which they end in."""
         made: list[Program] = []
         with outside_modes():
-            passes.run(self.first[-1], self.plan, self.rest, made.append)
+            passes.run(self.last(), self.plan, self.rest, made.append)
         if made[-1].text() != program.text():
             raise RuntimeError("The passes made another program than they had: one of them is not pure.")
-        return (*self.first[:-1], *made[:-1], program)
+        return (*self.first, *made[:-1], program)
 
 
-def transform(captured: Program, plan: Plan, transforms: Sequence[Pass]) -> list[Program]:
-    """The captured program, and what the passes made of it; under a memory budget, which may run some of them again,
-    what each of them made."""
+@dataclass(frozen=True)
+class Transformed:
+    """``captured``: the captured program, made again. ``stages``: what the last of the passes made; under a memory
+    budget, which may run some of them again, what each made, after the captured one."""
+
+    captured: Callable[[], Program]
+    stages: list[Program]
+
+
+def transform(captured: Program, plan: Plan, transforms: Sequence[Pass]) -> Transformed:
+    """What the passes make of a captured program, whose graph they take."""
     if plan.policy.memory_gb is None:
-        return [captured, passes.run(captured, plan, transforms)]
+        kept = Kept(captured)
+        return Transformed(kept.program, [passes.run(replace(captured, donated=True), plan, transforms)])
     stages: list[Program] = []
     passes.run(captured, plan, transforms, stages.append)
-    return stages
+    return Transformed(lambda: captured, stages)
 
 
-def fuse(
-    stages: Sequence[Program], plan: Plan, transforms: Sequence[Pass], fusions: Sequence[Pass]
-) -> tuple[Program, Stages]:
+def fuse(made: Transformed, plan: Plan, transforms: Sequence[Pass], fusions: Sequence[Pass]) -> tuple[Program, Stages]:
     """What the fusions make of the last of these stages, and all that led there. ``transforms``: what made them."""
-    captured, last = stages[0], stages[-1]
+    last = made.stages[-1]
     if plan.policy.memory_gb is not None:
-        return passes.run(last, plan, fusions), Stages(tuple(stages), tuple(fusions), plan)
+        known = Stages(tuple(made.stages[:-1]), lambda: last, tuple(fusions), plan)
+        return passes.run(last, plan, fusions), known
     if fusions:
-        last = passes.run(replace(last, donated=last.graph is not captured.graph), plan, fusions)
-    return last, Stages((captured,), (*transforms, *fusions), plan)
+        last = passes.run(replace(last, donated=True), plan, fusions)
+    return last, Stages((), made.captured, (*transforms, *fusions), plan)
