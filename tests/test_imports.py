@@ -28,7 +28,7 @@ PRIVATE = {
     "torch._functorch": "torch_private.functorch",
     "torch._guards": "torch_private.dynamo",
     "torch._inductor": "torch_private.inductor",
-    "torch.Tensor._make_subclass": "torch_private.fake_tensors",
+    "torch.Tensor._make_subclass": "torch_private.parameters",
     "torch.amp.autocast_mode._enter_autocast": "torch_private.modes",
     "torch.amp.autocast_mode._exit_autocast": "torch_private.modes",
     "torch.compiler._is_compiling_flag": "optim.tracing",

@@ -131,7 +131,7 @@ def test_unequal_losses_and_groups_of_some_ranks_are_refused() -> None:
     with simulated(4):
         model.norm.process_group = dist.new_group([0, 1])
         with pytest.raises(ValueError, match="norm is a SyncBatchNorm over a process group of 2 of the 4 ranks"):
-            check_norms(model, Policy())
+            check_norms(model.named_modules(), Policy())
 
 
 def test_in_eval_mode_and_on_one_rank_it_is_batch_norm() -> None:

@@ -14,7 +14,7 @@ a piece from the beginning and one from the end is from there and from PyTorch's
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -121,9 +121,9 @@ def along_sequences(axes: Axes) -> Iterator[None]:
         SequenceAttention.forward = before  # type: ignore[method-assign]
 
 
-def check_attention(model: nn.Module, policy: Policy) -> None:
+def check_attention(modules: Iterable[tuple[str, nn.Module]], policy: Policy) -> None:
     """Raises ``ValueError`` where ranks' losses would not count alike."""
-    for name, module in model.named_modules():
+    for name, module in modules:
         if isinstance(module, SequenceAttention) and policy.weigh == "rows":
             raise ValueError(
                 f'{name} is a SequenceAttention, which takes losses of ranks as equal; Policy.weigh is "rows". Use '

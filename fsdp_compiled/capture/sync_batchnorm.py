@@ -18,7 +18,7 @@ PyTorch's own refuses CPUs and holds a process group; this one runs wherever the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,9 +102,9 @@ def synchronised(axes: Axes) -> Iterator[None]:
         nn.SyncBatchNorm.forward = before
 
 
-def check_norms(model: nn.Module, policy: Policy) -> None:
+def check_norms(modules: Iterable[tuple[str, nn.Module]], policy: Policy) -> None:
     """Raises ``ValueError`` for a SyncBatchNorm that is to synchronise some of the ranks, or unequal ones."""
-    for name, module in model.named_modules():
+    for name, module in modules:
         if not isinstance(module, nn.SyncBatchNorm):
             continue
         if policy.weigh == "rows":

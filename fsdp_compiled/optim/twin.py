@@ -67,10 +67,12 @@ def twin_of(
     """The optimizer over these groups, each with its ``"params"``; ``attributes`` take the place of its own."""
     twin: Optimizer = object.__new__(type(optimizer))
     memo: dict[int, Any] = {id(optimizer): twin, id(optimizer.state): state}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            memo[id(parameter)] = nn.Parameter(torch.zeros(()), requires_grad=False)
-    for name, value in attributes_of(optimizer).items():
+    attributes_now = attributes_of(optimizer)
+    if not all(map(_is_plain, attributes_now.values())):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                memo[id(parameter)] = nn.Parameter(torch.zeros(()), requires_grad=False)
+    for name, value in attributes_now.items():
         try:
             twin.__dict__[name] = copy.deepcopy(value, memo)
         except Exception as error:
@@ -85,6 +87,13 @@ def twin_of(
     except AttributeError as error:
         raise Refused(WRAPS) from error
     return twin
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether no parameter can be inside: numbers and words, by themselves or in tuples, or a table of these."""
+    entries = [*value, *value.values()] if type(value) is dict else [value]
+    numbers = [one for entry in entries for one in (entry if type(entry) is tuple else (entry,))]
+    return {*map(type, numbers)} <= {bool, int, float, str, type(None)}
 
 
 def state_of(optimizer: Optimizer) -> Mapping[Any, Any]:

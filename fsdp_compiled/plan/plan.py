@@ -112,6 +112,10 @@ class Leaf:
         """The other way round."""
         return value.permute(self.order).reshape(-1)
 
+    def at(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        """`in_shape` of what begins there in a flat tensor: one view, where its slice would be another."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + offset)
+
 
 @dataclass(frozen=True)
 class Slot:

@@ -23,9 +23,9 @@ ON_MODULE = (
 )
 
 
-def backward_hooks(model: nn.Module) -> list[Mapping[int, Any]]:
-    """The tables of backward hooks of a model's modules, and of all modules; hooks come and go in them."""
-    own = [table for module in model.modules() for table in (module._backward_hooks, module._backward_pre_hooks)]
+def backward_hooks(modules: Iterable[nn.Module]) -> list[Mapping[int, Any]]:
+    """The tables of backward hooks of these modules, and of all modules; hooks come and go in them."""
+    own = [table for module in modules for table in (module._backward_hooks, module._backward_pre_hooks)]
     return [*own, every_module._global_backward_hooks, every_module._global_backward_pre_hooks]
 
 
@@ -46,7 +46,7 @@ def check_hooks(model: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> 
 
 def check_module_hooks(model: nn.Module, inside: bool = False) -> None:
     """Raises ``ValueError`` for a backward hook of a module. ``inside``: the model's own are autograd's to call."""
-    if not any(backward_hooks(model)):
+    if not any(backward_hooks(model.modules())):
         return
     for name, module in model.named_modules():
         if (module._backward_hooks or module._backward_pre_hooks) and not (inside and module is model):

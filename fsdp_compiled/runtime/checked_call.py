@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -42,12 +43,13 @@ def checked_call(
         raise ValueError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
     named = parameters_of(model)
     parameters = list({id(parameter): parameter for _, parameter in named}.values())
-    if any(map(is_live, parameters)):
+    special = [(name, one) for name, one in named if type(one) is not nn.Parameter]
+    if any(is_live(one) for _, one in special):
         raise ValueError(
             f"This {type(model).__name__} was taken over by compile_sharded before: its parameters live in shards. "
             "Keep using the Sharded object, or build the model again and load sharded.full_state_dict() into it."
         )
-    if name := next((name for name, one in named if is_sharded(one)), None):
+    if name := next((name for name, one in special if is_sharded(one)), None):
         raise ValueError(
             f"{name} of this {type(model).__name__} is a copy of a parameter that is in shards already. Build it "
             "again, load sharded.full_state_dict() into it, and call compile_sharded on that."
@@ -61,7 +63,7 @@ def checked_call(
             raise ValueError(f"{name} is a {type(value).__name__}; expected a function or None.")
     if not parameters:
         raise ValueError(f"{type(model).__name__} has no parameters: there is nothing to shard.")
-    if lazy := next((name for name, one in named if isinstance(one, UninitializedParameter)), None):
+    if lazy := next((name for name, one in special if isinstance(one, UninitializedParameter)), None):
         raise ValueError(f"{lazy} has no shape yet: call the model once on an example batch, then compile_sharded.")
     devices = sorted(map(str, {parameter.device for parameter in parameters}))
     if len(devices) > 1:
@@ -69,11 +71,12 @@ def checked_call(
     if odd := next((name for name, parameter in named if parameter.is_complex()), None):
         raise ValueError(f"{odd} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
     check_names((policy or Policy()).without)
-    check_norms(model, policy or Policy())
-    check_attention(model, policy or Policy())
+    modules = list(model.named_modules())
+    check_norms(modules, policy or Policy())
+    check_attention(modules, policy or Policy())
     check_hooks(model, named)
-    check_shared_memory(model, named)
-    check_initializable(model, init)
+    check_shared_memory(modules, named)
+    check_initializable(modules, init)
     leaves = read_leaves(named, optimizer, find_units(model, units))
     if optimizer is not None:
         check_step_hooks(optimizer)
@@ -82,8 +85,10 @@ def checked_call(
     read_scalars(optimizer)
     whole = {rule.group for rule in rules if rule.whole}
 
+    variant_for = cache(partial(variant_of, rules))
+
     def ruled(leaf: Leaf) -> Leaf:
-        variant = variant_of(rules, leaf.group, leaf.whole_shape, leaf.dtype)
+        variant = variant_for(leaf.group, leaf.whole_shape, leaf.dtype)
         owned = leaf.trainable and leaf.group in whole
         return replace(leaf, variant=variant, owned=owned) if variant or owned else leaf
 

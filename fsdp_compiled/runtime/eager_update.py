@@ -38,6 +38,8 @@ Brought = Mapping[Any, Any]  # an optimizer's state as it was, by parameter's na
 
 def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[Any, Any]:
     """What the optimizer keeps, before it is taken over."""
+    if not optimizer.state:
+        return {}
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {names.get(key, key): value for key, value in optimizer.state.items()}
 

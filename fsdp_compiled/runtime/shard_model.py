@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, contiguous_stride, dense_stride
 from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import to_state_device
-from fsdp_compiled.runtime.parameters.shard_layout import Layout, ShardPlace, place_of
+from fsdp_compiled.runtime.parameters.shard_layout import Layout, ShardPlace, places_of
 from fsdp_compiled.runtime.parameters.sharded_parameter import replace
 from fsdp_compiled.runtime.taken_model import TakenModel
 from fsdp_compiled.runtime.tensor_parallel.parts import laid_part, local_part, part_of, tensor_parallel
@@ -36,6 +37,7 @@ Stages = Work[Shards]  # says what comes next before each collective, as `lockst
 
 
 Named = Sequence[tuple[str, nn.Parameter]]
+Modules = Sequence[tuple[str, nn.Module]]
 
 
 def parameters_of(model: nn.Module) -> Named:
@@ -51,23 +53,20 @@ def read_leaves(named: Named, optimizer: Optimizer | None, units: Iterable[str])
         names.setdefault(id(parameter), []).append(name)
         parameters[id(parameter)] = parameter
     groups, units = _groups(parameters, optimizer), frozenset(units)
+    block_of = cache(lambda path: unit_of([path], units))  # of a module's own parameters
     found = []
     for key, parameter in parameters.items():
-        part, tp = local_part(parameter), tensor_parallel(names[key][0], parameter)
+        called, part, tp = names[key], parameter, None
+        if isinstance(parameter, DTensor):
+            part, tp = local_part(parameter), tensor_parallel(called[0], parameter)
         shape, stride = tuple(part.shape), part.stride()
         if tp is not None and tp.uneven:
             shape, stride = tp.part_shape, contiguous_stride(tp.part_shape)
+        elif not part.is_contiguous() or 0 in shape:
+            stride = dense_stride(shape, stride)
+        block = unit_of(called, units) if len(called) > 1 else block_of(called[0].rpartition(".")[0])
         found.append(
-            Leaf(
-                names=tuple(names[key]),
-                shape=shape,
-                stride=dense_stride(shape, stride),
-                dtype=part.dtype,
-                trainable=parameter.requires_grad,
-                group=groups.get(key),
-                block=unit_of(names[key], units),
-                tp=tp,
-            )
+            Leaf(tuple(called), shape, stride, part.dtype, parameter.requires_grad, groups.get(key), block, tp=tp)
         )
     return found
 
@@ -91,11 +90,11 @@ def _groups(known: Mapping[int, nn.Parameter], optimizer: Optimizer | None) -> d
     return found
 
 
-def check_initializable(model: nn.Module, init: Initializer | None) -> None:
+def check_initializable(modules: Modules, init: Initializer | None) -> None:
     """Refuses a meta model with a module that nobody can fill, before anything is changed."""
     if init is not None:
         return
-    for name, module in model.named_modules():
+    for name, module in modules:
         own = [*module._parameters.values(), *module._buffers.values()]
         if any(tensor is not None and tensor.is_meta for tensor in own) and not callable(
             getattr(module, "reset_parameters", None)
@@ -133,6 +132,7 @@ def take_over(
     holders = _holders(model)
     originals = {name: _get(places[0]) for name, places in holders.items()}
     order = {module: index for index, module in enumerate(model.modules())}
+    resumed = optimizer is not None and bool(optimizer.state)
     layout = Layout(plan, mesh)
     shards = layout.shards
     existing_state = read_scalars(optimizer)
@@ -141,28 +141,31 @@ def take_over(
             own = {holder for buffer in unit.buffers for slot in buffer.slots for holder in holders[slot.name]}
             _materialize(own, order, plan.device, init)
         for buffer in unit.buffers:
-            owners = {slot: holders[slot.name] for slot in buffer.slots}
-            _materialize({holder for owner in owners.values() for holder in owner}, order, plan.device, init)
-            parameters = {slot: _get(owner[0]) for slot, owner in owners.items()}
+            owners = [holders[slot.name] for slot in buffer.slots]
+            _materialize([holder for owner in owners for holder in owner], order, plan.device, init)
+            parameters = [_get(owner[0]) for owner in owners]
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
-            for slot, parameter in parameters.items():
+            values: list[torch.Tensor] = []
+            for slot, parameter in zip(buffer.slots, parameters, strict=True):
                 if slot.leaf.split and not isinstance(parameter, DTensor):  # filled here, as the whole that is cut
                     value = parameter.detach()
                     yield f"{slot.name}, whole"
                     broadcast(value, mesh)
                     value = part_of(value, slot.leaf, mesh.tp, mesh.tp_rank)
                 else:
-                    value = laid_part(parameter, slot.leaf)
-                write_slot(flat, slot, value)
+                    value = laid_part(parameter, slot.leaf) if slot.leaf.tp is not None else parameter
+                values.append(value)
+            write_slots(flat, buffer.slots, values)
+            del values
             yield buffer.key
             broadcast(flat, mesh, parts=buffer.split)
             shards[buffer.key] = _own_slice(flat, buffer, plan, mesh)
             del flat
-            if optimizer is not None:
+            if resumed and optimizer is not None:
                 existing_state |= yield from _shard_existing_state(optimizer, buffer, parameters, plan, mesh)
             del parameters
-            for slot, owner in owners.items():
-                _replace(originals[slot.name], owner, place_of(layout, buffer, slot), optimizer)
+            for place, owner in zip(places_of(layout, buffer), owners, strict=True):
+                _replace(originals[place.name], owner, place, optimizer)
     _materialize_buffers(model, plan.device, init)
     buffers = yield from _take_buffers(model, plan.device, mesh)
     return TakenModel(model, optimizer, layout), shards, buffers, existing_state
@@ -236,6 +239,12 @@ def write_slot(flat: torch.Tensor, slot: Slot, value: torch.Tensor) -> None:
     flat[slot.offset : slot.end].copy_(slot.leaf.in_memory_order(value))
 
 
+def write_slots(flat: torch.Tensor, slots: Sequence[Slot], values: Sequence[torch.Tensor]) -> None:
+    """The same for several, in one call."""
+    with torch.no_grad():
+        torch._foreach_copy_([slot.leaf.at(flat, slot.offset) for slot in slots], list(values))
+
+
 def read_slot(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     """The parameter-shaped view of its place."""
     return slot.leaf.in_shape(flat[slot.offset : slot.end])
@@ -243,7 +252,8 @@ def read_slot(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
 
 def _own_slice(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch.Tensor:
     start, stop = plan.slice_of(buffer, mesh.shard_rank)
-    return to_state_device(flat[start:stop].clone(), plan)
+    own = flat if stop - start == len(flat) else flat[start:stop].clone()
+    return to_state_device(own, plan)
 
 
 def _replace(original: nn.Parameter, holders: Sequence[Holder], place: ShardPlace, optimizer: Optimizer | None) -> None:
@@ -257,10 +267,11 @@ def _replace(original: nn.Parameter, holders: Sequence[Holder], place: ShardPlac
 
 
 def _shard_existing_state(
-    optimizer: Optimizer, buffer: Buffer, parameters: Mapping[Slot, nn.Parameter], plan: Plan, mesh: Mesh
+    optimizer: Optimizer, buffer: Buffer, parameters: Sequence[nn.Parameter], plan: Plan, mesh: Mesh
 ) -> Stages:
     """State per element that an optimizer brings along, such as Adagrad's sums or a resumed run's moments."""
-    states = {slot: all_leaves(optimizer.state.get(parameter, {})) for slot, parameter in parameters.items()}
+    own = zip(buffer.slots, parameters, strict=True)
+    states = {slot: all_leaves(optimizer.state.get(parameter, {})) for slot, parameter in own}
     names = {
         name
         for slot, state in states.items()
@@ -288,7 +299,7 @@ def read_scalars(optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
     There is one for each group: raises ``ValueError`` where it is not the same for all parameters of a group.
     """
     found: dict[str, torch.Tensor] = {}
-    if optimizer is None:
+    if optimizer is None or not optimizer.state:
         return found
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:

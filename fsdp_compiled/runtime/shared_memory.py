@@ -9,19 +9,20 @@ that do not overlap, as cuDNN's flat weights, share nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-OTHERS = (bool, int, float, str, type(None), OrderedDict)  # are no tensors, and none is looked for in them
+OTHERS = frozenset((bool, int, float, str, type(None), OrderedDict))  # are no tensors, and none is looked for in them
+OWN = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))  # every module's
 
 
-def check_shared_memory(model: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+def check_shared_memory(modules: Iterable[tuple[str, nn.Module]], named: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Raises ``ValueError`` where a buffer, an attribute or another parameter is memory of a parameter.
 
-    ``named``: the model's parameters, tied ones under each of their names.
+    ``modules``: the model's, by name; ``named``: its parameters, tied ones under each of their names.
     """
     own: set[int] = set()
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
@@ -38,7 +39,7 @@ def check_shared_memory(model: nn.Module, named: Sequence[tuple[str, nn.Paramete
                     "the optimizer is built."
                 )
         known.append((name, parameter))
-    for path, module in model.named_modules():
+    for path, module in modules:
         for name, tensor in _tensors(module):
             if id(tensor) in own:
                 continue
@@ -66,7 +67,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Buffers, and tensors in attributes and in lists, tuples and dictionaries there."""
     yield from ((name, tensor) for name, tensor in module._buffers.items() if tensor is not None)
     for name, value in vars(module).items():
-        if type(value) not in OTHERS and name not in ("_parameters", "_buffers", "_modules"):
+        if type(value) not in OTHERS and name not in OWN:
             yield from _inside(name, value, 3)
 
 

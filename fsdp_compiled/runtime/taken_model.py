@@ -10,7 +10,7 @@ What is changed without a call that could refuse (``module.weight = other``) is 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -34,10 +34,7 @@ REBUILD = (
     "compile_sharded on that."
 )
 MISSING = object()
-
-
-def is_taken_over(model: nn.Module) -> bool:
-    return any(is_live(one) for module in model.modules() for one in module._parameters.values())
+NOTHING = {type(None)}
 
 
 class TakenModel:
@@ -48,8 +45,7 @@ class TakenModel:
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, layout: Layout) -> None:
         self.model, self.layout = model, layout
         self._hooks_of_call = register(model, layout)
-        for module in filter(is_taken_over, model.modules()):
-            module.register_load_state_dict_pre_hook(_refuse_assigned)
+        _refuse_assigning(model)
         self._flips = layout.flips
         self._shards = list(layout.shards.values())
         self._optimizers = [TakenOptimizer(one) for one in members(optimizer)]
@@ -112,12 +108,13 @@ class TakenModel:
         self.layout.gradients_left = False
 
     def _remember(self) -> None:
-        modules = list(self.model.modules())
+        named = list(self.model.named_modules(remove_duplicate=False))
+        modules = dict.fromkeys(module for _, module in named)
         tables = [table for module in modules for table in (module._parameters, module._modules)]
         self._tables, self._empty = [one for one in tables if one], [one for one in tables if not one]
         self._before: list[dict[str, Any]] = [dict(table) for table in self._tables]
-        self._parameters = _entries(self.model)
-        self._hooks = backward_hooks(self.model)
+        self._parameters = _entries(named)
+        self._hooks = backward_hooks(modules)
         self._hooked = -1
 
     def _same(self) -> bool:
@@ -143,7 +140,7 @@ class TakenModel:
 
     def _changed(self) -> str | None:
         """Which parameter is not the one that was taken over."""
-        now = _entries(self.model)
+        now = _entries(self.model.named_modules(remove_duplicate=False))
         for name in {**self._parameters, **now}:
             old, new = self._parameters.get(name, MISSING), now.get(name, MISSING)
             if old is not new:
@@ -155,13 +152,13 @@ class TakenModel:
         return None
 
 
-def _entries(model: nn.Module) -> dict[str, nn.Parameter | None]:
-    """What the tables of parameters of a model's modules hold, None too, by name; modules that hold none apart."""
+def _entries(named: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter | None]:
+    """What the tables of parameters of these modules hold, None too, by name; modules that hold none apart."""
     return {
-        f"{path}.{name}".lstrip("."): parameter
-        for path, module in model.named_modules(remove_duplicate=False)
-        if any(one is not None for one in module._parameters.values())
-        for name, parameter in module._parameters.items()
+        f"{path}.{name}" if path else name: parameter
+        for path, module in named
+        if (table := module._parameters) and {*map(type, table.values())} != NOTHING
+        for name, parameter in table.items()
     }
 
 
@@ -189,9 +186,31 @@ def ordinary(parameter: nn.Parameter) -> nn.Parameter:
     return found
 
 
-def _refuse_assigned(module: nn.Module, _state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
+def _refuse_assigning(model: nn.Module) -> None:
+    """Has ``load_state_dict(assign=True)`` refused, of all modules with live parameters inside.
+
+    They have one hook in common, under one number: to make one for each takes ten times as long.
+    """
+    number = model._register_load_state_dict_pre_hook(_refuse_assigned).id
+    hook = model._load_state_dict_pre_hooks[number]
+    with_live: dict[nn.Module, bool] = {}
+
+    def walk(module: nn.Module) -> bool:
+        if module not in with_live:
+            with_live[module] = any(map(is_live, module._parameters.values()))
+            inside = [walk(child) for child in module._modules.values() if child is not None]
+            with_live[module] |= any(inside)
+            if with_live[module]:
+                module._load_state_dict_pre_hooks[number] = hook
+        return with_live[module]
+
+    walk(model)
+
+
+def _refuse_assigned(_state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
     if metadata.get("assign_to_params_buffers"):
         raise RuntimeError(
-            f"This {type(module).__name__} was taken over by compile_sharded: load_state_dict(assign=True) would put "
-            "other tensors in the place of those that are trained. Load without assign, which copies into them."
+            f"{prefix.rstrip('.') or 'This model'} was taken over by compile_sharded: load_state_dict(assign=True) "
+            "would put other tensors in the place of those that are trained. Load without assign, which copies into "
+            "them."
         )

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fsdp_compiled.torch_private.core import C
+from fsdp_compiled.torch_private.parameters import make_subclass
 
 META = torch.device("meta")
 _KNOWN: dict[torch.device, dict[str, Any]] = {}
@@ -24,9 +25,7 @@ def fake_of(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> F
         if made.fake_device == device:  # "cuda" is another one from time to time
             _KNOWN[device] = {name: value for name, value in vars(made).items() if name != "fake_mode"}
         return made
-    fake: Any = torch.Tensor._make_subclass(
-        FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
-    )
+    fake: Any = make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
     if mode._allow_unsafe_data_ptr_access:
         C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:

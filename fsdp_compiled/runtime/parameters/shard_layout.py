@@ -44,6 +44,15 @@ class Layout:
     writes: Writes = field(default_factory=Writes)
     references: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)  # to the parameters, by name
 
+    def __post_init__(self) -> None:
+        own = weakref.ref(self)
+
+        def left(_: torch.Tensor) -> None:
+            if (layout := own()) is not None:
+                layout.gradients_left = True
+
+        self.hooks = {0: left}  # of all parameters: what autograd calls when it has added to a gradient
+
     @cached_property
     def whole(self) -> bool:
         """Whether each rank holds all of every parameter."""
@@ -74,7 +83,7 @@ class Layout:
             yield
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class ShardPlace:
     """One parameter's place in this rank's shard: ``[first, last)``. Where the plan cuts nothing, all of it."""
 
@@ -156,8 +165,9 @@ class ShardPlace:
         broadcast(whole, self.layout.mesh)
 
 
-def place_of(layout: Layout, buffer: Buffer, slot: Slot) -> ShardPlace:
-    """This rank's."""
+def places_of(layout: Layout, buffer: Buffer) -> Iterator[ShardPlace]:
+    """This rank's, of each of a buffer's slots."""
     start, stop = layout.plan.slice_of(buffer, layout.mesh.shard_rank)
-    first, last = slot.within(start, stop)
-    return ShardPlace(layout, buffer, slot, first - start, last - start)
+    for slot in buffer.slots:
+        first, last = slot.within(start, stop)
+        yield ShardPlace(layout, buffer, slot, first - start, last - start)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import nn
 from fsdp_compiled.runtime.autograd_hooks import ON_PARAMETER
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.runtime.parameters.sharded_tensor import READ, ShardedTensor, Values, refusing, sharded
+from fsdp_compiled.torch_private.parameters import add_hooks, parameter_of, swap_plain
 
 WRITE = "Write into it in place, parameter.copy_(...) under torch.no_grad()."
 OURS = frozenset({"_sharded", "_sharded_name", "_sharded_buffer", "_sharded_place", "_is_param"})
@@ -117,16 +118,13 @@ def replace(parameter: nn.Parameter, place: ShardPlace) -> nn.Parameter:
     shard = place.layout.shards[place.buffer.key]
     made: Any
     if place.layout.whole:
-        view = place.leaf.in_shape(place.live)
-        made = WholeParameter(view, parameter.requires_grad)
-        made.__dict__.update(parameter.__dict__, **notes)
-        found = _swapped(parameter, made)
+        made = parameter_of(WholeParameter, place.leaf.at(shard, place.first), parameter.requires_grad)
+        found = _swapped(parameter, made, notes)
         _register(found, place)
         return found
     made = sharded(Values(place), place.like(shard.dtype), shard.device, ShardedParameter)
     values = made.__dict__.pop("_sharded")
-    made.__dict__.update(parameter.__dict__, **notes)
-    found = _swapped(parameter, made)
+    found = _swapped(parameter, made, notes)
     found.__dict__.update(_sharded=values, _is_param=True)
     _register(found, place)
     torch.Tensor.requires_grad_(found, place.leaf.trainable)
@@ -137,18 +135,16 @@ def _register(parameter: nn.Parameter, place: ShardPlace) -> None:
     """From here on `swap_tensors` refuses it, for a weak reference, and gradients that are added to it are noticed."""
     layout = place.layout
     layout.references[place.name] = weakref.ref(parameter)
-
-    def left(_: torch.Tensor) -> None:
-        layout.gradients_left = True
-
     if parameter.is_floating_point():
-        needs = parameter.requires_grad
-        torch.Tensor.requires_grad_(parameter, True)  # else it takes no hook
-        torch.Tensor.register_post_accumulate_grad_hook(parameter, left)
-        torch.Tensor.requires_grad_(parameter, needs)
+        add_hooks(parameter, layout.hooks)
 
 
-def _swapped(parameter: nn.Parameter, made: Any) -> nn.Parameter:
+def _swapped(parameter: nn.Parameter, made: Any, notes: Mapping[str, Any]) -> nn.Parameter:
+    """What was made, in the very object; it has what the user noted there, and these notes."""
+    if swap_plain(parameter, made):
+        parameter.__dict__.update(notes)
+        return parameter
+    made.__dict__.update(parameter.__dict__, **notes)
     try:
         torch.utils.swap_tensors(parameter, made)
         return parameter

@@ -151,7 +151,8 @@ def check_ties(model: nn.Module, mesh: Mesh) -> None:
 def check_tensor_parallel(model: nn.Module, mesh: Mesh, leaves: Sequence[Leaf], policy: Policy) -> None:
     """Raises ``ValueError`` where the model's DTensors do not lie on the mesh's tp axis, or there is no use for it."""
     axis = mesh.tp_mesh
-    for name, parameter in model.named_parameters():
+    cut = any(leaf.tp is not None for leaf in leaves)
+    for name, parameter in model.named_parameters() if cut else ():
         if not isinstance(parameter, DTensor):
             continue
         if axis is None:
@@ -170,7 +171,8 @@ def check_tensor_parallel(model: nn.Module, mesh: Mesh, leaves: Sequence[Leaf], 
                 "register its local part, buffer.to_local()."
             )
     check_policy(policy, mesh)
-    check_ties(model, mesh)
+    if cut:
+        check_ties(model, mesh)
     if mesh.tp > 1 and not any(leaf.split for leaf in leaves):
         raise ValueError(
             f'The mesh has {mesh.tp} ranks along "tp", but no parameter is cut along it: they would all do the same '
