@@ -7,7 +7,7 @@ what one pass has made for the next; the edit then takes the graph itself, and n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -21,6 +21,7 @@ from fsdp_compiled.ir.inference import Inference
 from fsdp_compiled.ir.kept import copied
 from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, fake_tensor, is_random, mutated, positions
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.ir.repeated import Made, Of
 from fsdp_compiled.torch_private.fx_graph import names_of, new_call, row_of
 
 c10d = torch.ops._c10d_functional
@@ -45,7 +46,8 @@ class Edit:
         given = Program(self.graph, program.ports, ())
         self._inputs, self._outputs = given.inputs, given.outputs
         self._phase: Phase = "forward"
-        self._mark: Mark | None = None
+        self._made: dict[Hashable, Made] = {}  # what was inserted for one unit, to be inserted again for others
+        self._calls: list[fx.Node] = []
 
     @property
     def inputs(self) -> Mapping[Port, fx.Node]:
@@ -72,13 +74,34 @@ class Edit:
 
     def call(self, target: Callable[..., Any], *args: Any, mark: Mark | None = None, **kwargs: Any) -> fx.Node:
         """Inserts a call and works out its ``val`` by running it on fake tensors."""
-        name = _identifier(f"{mark.buffer or mark.unit}_{mark.role}".lstrip("_")) if mark is not None else None
-        node = new_call(self.graph, target, args, kwargs, name)
+        node = new_call(self.graph, target, args, kwargs, _name(mark) if mark is not None else None)
         node.meta["phase"] = self._phase
         if mark is not None:
             node.meta["mark"] = mark
         self.infer(node)
+        self._calls.append(node)
         return node
+
+    def again(
+        self, key: Hashable, given: Sequence[fx.Node], of: Of, make: Callable[[], Sequence[fx.Node]]
+    ) -> Sequence[fx.Node]:
+        """What ``make`` inserts for this unit, and which of it it returns: as it was made before, if it was.
+
+        ``key``: equal for units of which ``make`` inserts the same calls of the ``given`` nodes, and of others that are
+        the same for all.
+        """
+        layouts = [self._result.number(node.meta["val"]) for node in given]
+        if None in layouts or len(set(given)) < len(given):
+            return make()
+        key = (key, self._phase, len(of.buffers), *layouts)
+        if (known := self._made.get(key)) is not None:
+            return known.again(self.graph, given, of, self._phase, _name)
+        first, nodes = len(self._calls), len(self.graph.nodes)
+        found = make()
+        calls = self._calls[first:]
+        if len(self.graph.nodes) == nodes + len(calls) and (made := Made(calls, given, found, of)).repeats:
+            self._made[key] = made
+        return found
 
     def infer(self, node: fx.Node) -> None:
         node.meta["val"] = self._result(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
@@ -210,6 +233,10 @@ def _missing(wanted: list[fx.Node], nodes: Collection[fx.Node], made: Collection
             found.add(node)
             stack += node.all_input_nodes
     return found
+
+
+def _name(mark: Mark) -> str:
+    return _identifier(f"{mark.buffer or mark.unit}_{mark.role}".lstrip("_"))
 
 
 @lru_cache(maxsize=1 << 12)

@@ -78,6 +78,12 @@ class Alike:
             else:
                 raise _Odd
 
+    def number(self, value: Any) -> int | None:
+        """The same for tensors of one layout; None for what is no such tensor."""
+        if (known := self._layouts.get(id(value))) is not None:
+            return known[1]
+        return self._number(value) if _plain(value) else None
+
     def _number(self, value: torch.Tensor) -> int:
         if not _plain(value):
             raise _Odd

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.nodes import is_collective, is_wait, owner
+from fsdp_compiled.ir.nodes import is_collective, is_wait, may_be_random, owner
 from fsdp_compiled.torch_private.fx_graph import inputs_of
 
 SHORT = 4  # operators; no more than these are compared with nothing
 LITERAL = (int, bool, str, type(None))
+INT = {int}
 Call = Callable[[fx.Node], tuple[Callable[..., Any], Sequence[Any]]]
 
 
@@ -105,7 +106,11 @@ class _Kind:
 
     def __init__(self, nodes: Sequence[fx.Node], start: int, ends: Mapping[fx.Node, int], call: Call) -> None:
         self._ends, self._call, self.count = ends, call, 0
-        self._nodes, self._calls = nodes, [call(node) for node in nodes]
+        self._nodes = nodes
+        # What is called, of which arguments, and whether that is what the node says, whatever its arguments are.
+        self._calls = [
+            (first, *call(first), first.kwargs, not (is_collective(first) or may_be_random(first))) for first in nodes
+        ]
         self.values = self._same(nodes) or []
         self._lives = self._lives_of(self.values, start)
         own = len(nodes)  # come first among the values; what is read follows
@@ -130,14 +135,17 @@ class _Kind:
 
     def _same(self, nodes: Sequence[fx.Node]) -> list[fx.Node] | None:
         same = dict(zip(self._nodes, nodes, strict=True))
-        for first, node, (target, args) in zip(self._nodes, nodes, self._calls, strict=True):
-            own, given = self._call(node)
+        for node, (first, target, args, kwargs, plain) in zip(nodes, self._calls, strict=True):
+            own, given = (target, node.args) if plain and node.target is first.target else self._call(node)
             if own is not target or len(given) != len(args):
                 return None
             for one, other in zip(args, given):
-                if not _alike(one, other, same):
+                if type(one) is type(other) is fx.Node:
+                    if same.setdefault(one, other) is not other:
+                        return None
+                elif not _alike(one, other, same):
                     return None
-            if (first.kwargs or node.kwargs) and not _alike(first.kwargs, node.kwargs, same):
+            if ((others := node.kwargs) or kwargs) and not _alike(kwargs, others, same):
                 return None
         values = list(same.values())
         return values if len(set(values)) == len(values) else None
@@ -153,6 +161,8 @@ def _alike(one: Any, other: Any, same: dict[fx.Node, fx.Node]) -> bool:
     if kind in LITERAL:
         return one == other  # type: ignore[no-any-return]
     if isinstance(one, list | tuple):
+        if INT.issuperset(map(type, one)):
+            return one == other and INT.issuperset(map(type, other))
         return len(one) == len(other) and all(_alike(*pair, same) for pair in zip(one, other, strict=True))
     if isinstance(one, dict):
         return list(one) == list(other) and all(_alike(one[key], other[key], same) for key in one)

@@ -14,7 +14,7 @@ copy, the shard is the buffer and there is nothing to gather.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from itertools import groupby
 from operator import getitem
@@ -25,6 +25,7 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, Role, first, positions
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.ir.repeated import Of
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
 
@@ -63,16 +64,38 @@ def _gather_unit(
     if users:
         start = first(users, order)
         with edit.at(start, start.meta["phase"]):
-            for buffer, full in _full(edit, plan, shards):
-                if buffer.by_rows and plan.shard > 1:
-                    views = _copies(edit, buffer, full, used, order, plan.shard)
-                else:
-                    views = _views(edit, buffer, full, used)
-                for slot, view in views:
-                    view.meta["parameter"] = slot.name
-                    used[slot].replace_all_uses_with(view)
+            for slot, view in _parameters(edit, plan, shards, used, order):
+                view.meta["parameter"] = slot.name
+                used[slot].replace_all_uses_with(view)
     for slot in used:
         edit.remove_input(ports[slot])
+
+
+def _parameters(
+    edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node], used: Mapping[Slot, fx.Node], order: dict[fx.Node, int]
+) -> list[tuple[Slot, fx.Node]]:
+    """Each used parameter, of its gathered buffer; of units that are like an earlier one, as of that."""
+    if plan.shard > 1 and any(buffer.by_rows for buffer in shards):  # which are copied out where they are used
+        found = []
+        for buffer, full in _full(edit, plan, shards):
+            if buffer.by_rows:
+                found += _copies(edit, buffer, full, used, order, plan.shard)
+            else:
+                found += _views(edit, buffer, full, used)
+        return found
+    slots = [slot for buffer in shards for slot in buffer.slots]
+    lying = tuple([(buffer.lies, plan.compute_dtype(buffer)) for buffer in shards])
+
+    def make() -> list[fx.Node]:
+        return [view for buffer, full in _full(edit, plan, shards) for _, view in _views(edit, buffer, full, used)]
+
+    views = edit.again((lying, tuple([slot in used for slot in slots])), list(shards.values()), _of(shards), make)
+    return list(zip([slot for slot in slots if slot in used], views, strict=True))
+
+
+def _of(buffers: Iterable[Buffer]) -> Of:
+    buffers = tuple(buffers)
+    return Of(buffers[0].unit, tuple([buffer.key for buffer in buffers]))
 
 
 def _port(slot: Slot) -> Port:

@@ -25,6 +25,7 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, Role, last, positions
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.reduction import Call, reduction
+from fsdp_compiled.ir.repeated import Of
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
 
@@ -89,10 +90,15 @@ def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Pl
     In the dtype that is reduced in.
     """
     wanted = plan.reduce_dtype(buffer)
-    flat = _concatenated(edit, buffer, gradients, plan)
-    if wanted != flat.meta["val"].dtype:
-        flat = edit.call(aten._to_copy.default, flat, dtype=wanted, mark=_mark(buffer, "flatten"))
-    return flat
+
+    def make() -> list[fx.Node]:
+        flat = _concatenated(edit, buffer, gradients, plan)
+        if wanted != flat.meta["val"].dtype:
+            flat = edit.call(aten._to_copy.default, flat, dtype=wanted, mark=_mark(buffer, "flatten"))
+        return [flat]
+
+    key = buffer.lies, wanted, tuple([slot.name in gradients for slot in buffer.slots])
+    return edit.again(key, list(gradients.values()), Of(buffer.unit, (buffer.key,)), make)[0]
 
 
 def _in_order(edit: Edit, buffer: Buffer, slot: Slot, gradient: fx.Node) -> fx.Node:

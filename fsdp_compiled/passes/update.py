@@ -28,6 +28,7 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.ir.repeated import Of
 from fsdp_compiled.optim.rule import Rule, RuleInput, rule_for
 from fsdp_compiled.plan.plan import Buffer, Plan
 
@@ -68,16 +69,17 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
 def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Node, shared: dict[int, fx.Node]) -> None:
     """Copies the rule's graph in, for this buffer; ``shared`` holds, by place in that graph, the group's scalars."""
     size = gradient.meta["val"].numel()
-    mark = Mark("update", buffer.unit, buffer.key, "rule")
-    mapping: dict[fx.Node, fx.Node] = {}
-    scalars: set[fx.Node] = set()
-    inputs = iter(rule.inputs)
-    for place, node in enumerate(rule.trace(size, buffer.dtype, plan.device).nodes):
-        if node.op == "placeholder":
-            mapping[node], scalar = _bind(edit, rule, buffer, plan, next(inputs), size, gradient)
-            if scalar:
-                scalars.add(node)
-        elif node.op == "call_function":
+    graph = rule.trace(size, buffer.dtype, plan.device)
+    bound = [_bind(edit, rule, buffer, plan, given, size, gradient) for given in rule.inputs]
+
+    def make() -> Sequence[fx.Node]:
+        mark = Mark("update", buffer.unit, buffer.key, "rule")
+        places = graph.find_nodes(op="placeholder")
+        mapping = {place: node for place, (node, _) in zip(places, bound, strict=True)}
+        scalars = {place for place, (_, scalar) in zip(places, bound, strict=True) if scalar}
+        for place, node in enumerate(graph.nodes):
+            if node.op != "call_function":
+                continue
             scalar = all(source in scalars for source in node.all_input_nodes) and _is_scalar(node)
             if scalar:
                 scalars.add(node)
@@ -89,6 +91,10 @@ def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Nod
             mapping[node] = edit.call(node.target, *args, mark=used, **kwargs)  # type: ignore[arg-type]
             if scalar:
                 shared[place] = mapping[node]
+        return ()
+
+    own = [node for node, scalar in bound if not scalar]
+    edit.again((rule.key, size, buffer.dtype, frozenset(shared)), own, Of(buffer.unit, (buffer.key,)), make)
 
 
 def _idle(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan) -> dict[fx.Node, fx.Node]:

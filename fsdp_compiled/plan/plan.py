@@ -19,7 +19,7 @@ Terms, used with these meanings everywhere in the package:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -171,6 +171,16 @@ class Buffer:
     @property
     def updated(self) -> bool:
         return self.trainable and self.group is not None
+
+    @cached_property
+    def lies(self) -> Hashable:
+        """Equal for buffers whose parameters lie alike, block by block."""
+        blocks: dict[str, int] = {}
+        slots = [
+            (slot.offset, slot.leaf.shape, slot.leaf.order, blocks.setdefault(slot.leaf.block, len(blocks)))
+            for slot in self.slots
+        ]
+        return self.dtype, self.numel, self.by_rows, tuple(slots)
 
     @property
     def nbytes(self) -> int:
