@@ -26,8 +26,8 @@ are kept, less those that this package answers for in another way:
   are one and the same under two names (DUPLICATE_INPUT, ID_MATCH): neither is the user's to change.
 
 What Dynamo does not note is noted here: the methods of classes that the trace went through, and global
-hooks of modules (`traced_functions`); an object that an argument and a global lead to (`one_object`); and the order of
-an `OrderedDict` (`ordered_keys`).
+hooks of modules (`traced_functions`); an object that an argument and a global lead to (`one_object`); the order of an
+`OrderedDict` (`ordered_keys`); and which of two equal values it was, 0.0 or -0.0 (`equal_values`).
 
 Written for torch 2.11 to 2.13, where guards, the filter for them and the manager that checks them have the same form.
 """
@@ -45,6 +45,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_compiled.capture.closed_tensors import Closed
+from fsdp_compiled.capture.equal_values import EqualValues, has_equals
 from fsdp_compiled.capture.ordered_keys import KeyOrders, has_order
 from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
@@ -81,7 +82,7 @@ class Recorder:
         self.kept: list[Any] = []  # Dynamo's own, which have texts when they are built
         self.code: set[types.CodeType] = set()  # that was traced, functions of functions too
         self._alive: list[Any] = []
-        self._orders = KeyOrders()
+        self._orders, self._equals = KeyOrders(), EqualValues()
 
     def repeat(self, kinds: Sequence[str], values: Sequence[Any], name: Callable[[int], str]) -> None:
         """Guards of a block like one that was walked through: of each its kind, what it looks at, and its name."""
@@ -93,6 +94,8 @@ class Recorder:
             self._alive.append(_identity(value, kind))
             if has_order(value, kind):
                 self._orders.note(name(place), value)
+            if has_equals(value, kind):
+                self._equals.note(name(place), value, kind)
 
     def select(self, entries: Sequence[Any]) -> list[bool]:
         """``guard_filter_fn``: which guards are kept."""
@@ -106,10 +109,12 @@ class Recorder:
         chosen = [entry for entry, select in zip(entries, kept, strict=True) if select]
         self._alive = [_identity(entry.value, entry.guard_type, entry.has_value) for entry in chosen]
         self.kept = [entry.orig_guard for entry in chosen]
-        self._orders = KeyOrders()
+        self._orders, self._equals = KeyOrders(), EqualValues()
         for entry in chosen:
             if has_order(entry.value, entry.guard_type):
                 self._orders.note(entry.orig_guard.name, entry.value)
+            if has_equals(entry.value, entry.guard_type):
+                self._equals.note(entry.orig_guard.name, entry.value, entry.guard_type)
         return kept
 
     def _is_relied_on(self, entry: Any, own: set[int]) -> bool:
@@ -139,7 +144,8 @@ class Recorder:
         """What the trace of this code took for granted; ``closed``: tensors by our name, each with its source."""
         (entry,) = cache_entries(code)
         hooks, methods = Hooks(self.root, self.empty), Methods(self.values.values(), self.code)
-        found = Guards(entry, scope, hooks, methods, self._orders, self._alive, self.wrapped)
+        unseen = self._orders, self._equals
+        found = Guards(entry, scope, hooks, methods, unseen, self._alive, self.wrapped)
         found.closed = Closed(closed, found.scope)
         self.values, self.kept = {}, []
         return found
@@ -169,14 +175,15 @@ class Guards:
         scope: dict[str, Any],
         hooks: Hooks,
         methods: Methods,
-        orders: KeyOrders,
+        unseen: tuple[KeyOrders, EqualValues],
         alive: list[Any],
         wrapped: bool,
     ) -> None:
         self._manager = entry.guard_manager
         self._check = self._manager.root.check
         self._locals = scope
-        self._hooks, self._methods, self._orders, self._alive = hooks, methods, orders, alive
+        self._hooks, self._methods, self._alive = hooks, methods, alive
+        self._orders, self._equals = unseen
         # Dynamo names modules in the globals of what it traces, for as long as the code that it made is there.
         self._code = entry.code
         self.scope = {"L": scope, "G": self._manager.global_scope["G"], **closure_vars()}
@@ -186,12 +193,16 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether all of it is as it was; some 30 us for 24 layers."""
-        return (
-            self._check(self._locals)
-            and self._hooks.same()
-            and self._methods.same()
-            and not (self._orders.read and self._orders.changed(self.scope))
-        )
+        return self._check(self._locals) and self._hooks.same() and self._methods.same() and self._unseen() is None
+
+    def _unseen(self) -> str | None:
+        """What Dynamo's guards let through, by Dynamo's name."""
+        if not (self._orders.read or self._equals.read):
+            return None
+        with contextlib.ExitStack() as stack:
+            for around in self._around:
+                stack.enter_context(around(self._locals["objective"]))
+            return self._orders.changed(self.scope) or self._equals.changed(self.scope)
 
     def _check_around(self, scope: dict[str, Any]) -> bool:
         """With what is put into the model's place while it is traced."""
@@ -208,8 +219,8 @@ class Guards:
                     stack.enter_context(around(self._locals["objective"]))
                 parts = list(self._manager.root.check_verbose(self._locals).verbose_code_parts)
             return next(filter(None, map(self._explain, parts)), None) or ("the model", self.words(parts[0]))
-        if (name := self._orders.changed(self.scope)) is not None:
-            return self.words(name), f"{self.words(name)} in its order, which is another now"
+        if (name := self._unseen()) is not None:
+            return self.words(name), f"{self.words(name)}, which is another now, or in another order"
         return self._hooks.changed(self._locals["objective"].model) or self._methods.changed()
 
     def _explain(self, part: str) -> tuple[str, str] | None:

@@ -54,6 +54,7 @@ from torch._dynamo.variables.base import (
 )
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.lists import CommonListMethodsVariable
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._guards import ChainedSource, Guard, Source, TracingContext, tracing
 
@@ -65,6 +66,7 @@ __all__ = [
     "ChainedSource",
     "CheckFunctionManager",
     "ClosureSource",
+    "CommonListMethodsVariable",
     "ConstDictVariable",
     "ConstantVariable",
     "GetItemSource",

@@ -1,0 +1,98 @@
+"""Values that are equal to what a trace read, and are not the same; and keys of which Dynamo asks the number alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.capture import guards, ordered_keys
+from fsdp_compiled.capture.equal_values import EqualValues, has_equals
+
+READ: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {  # what is read first, what is then, and how
+    "zero": (0.0, -0.0, lambda held: held),
+    "complex": (complex(1, 0.0), complex(1, -0.0), lambda held: held.imag),
+    "zero in a tuple": ((0.0, 1), (-0.0, 1), lambda held: held[0]),
+    "zero in a list": ([0.0], [-0.0], lambda held: held[0]),
+    "zero in a dict": ({"a": 0.0}, {"a": -0.0}, lambda held: held["a"]),
+    "number in a tuple": ((2, 1), (2.0, 1), lambda held: held[0]),
+    "number in a tuple of tuples": (((2,), 1), ((2.0,), 1), lambda held: held[0][0]),
+    "number in a set": ({2}, {2.0}, lambda held: next(iter(held))),
+    "key": ({2: 1}, {2.0: 1}, lambda held: sorted(held)[0]),
+    "key in a list of keys": ({2: 1}, {2.0: 1}, lambda held: list(held).pop()),
+    "another key in a list of keys": ({2: 1}, {3: 1}, lambda held: list(held).pop()),
+    "another key in a display": ({2: 1}, {3: 1}, lambda held: [*held].pop()),
+    "another name in a list of keys": ({"a": 1}, {"bc": 1}, lambda held: len(list(held).pop())),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, held: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.drop, self.held, self.read = nn.Linear(3, 3), nn.Dropout(0.0), held, read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = self.read(self.held)
+        sign = torch.copysign(torch.ones_like(x), x.abs() * number)
+        half = (torch.full((3,), 5, dtype=torch.int64) * number).is_floating_point()
+        return self.drop(self.linear(x)) * sign + (1.0 if half else number)
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def losses(kind: str, blocks: int, changed: int) -> tuple[list[float], list[float], int]:
+    """By eager PyTorch and here; before the third of four steps a block holds the other value, and the first again
+    before the fourth."""
+    first, other, read = READ[kind]
+    torch.manual_seed(0)
+    model, eager = (nn.Sequential(*(Block(first, read) for _ in range(blocks))) for _ in range(2))
+    eager.load_state_dict(model.state_dict())
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
+    found: tuple[list[float], list[float]] = [], []
+    x = torch.randn(2, 3)
+    for step in range(4):
+        for one in (model, eager):
+            one[changed].held = other if step == 2 else first
+        found[0].append(loss(eager, x).item())
+        found[1].append(float(sharded.step(x)))
+    return *found, sharded.captures
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_it_is_seen(kind: str) -> None:
+    eager, ours, captures = losses(kind, 1, 0)
+    assert eager[2] != eager[1] and ours == eager and captures == 2
+
+
+@pytest.mark.parametrize("kind", ["zero", "number in a tuple", "another key in a list of keys"])
+def test_in_a_block_like_others_it_is_seen(kind: str) -> None:
+    """Which is written, and not walked through."""
+    eager, ours, captures = losses(kind, 7, 5)
+    assert eager[2] != eager[1] and ours == eager and captures == 2
+
+
+@pytest.mark.parametrize("kind", ["zero", "number in a tuple", "key", "another key in a list of keys"])
+def test_control_without_the_question_it_is_not_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "has_equals", lambda *_: False)
+    monkeypatch.setattr(ordered_keys, "ConstDictVariable", ())
+    eager, ours, captures = losses(kind, 1, 0)
+    assert ours[:2] == eager[:2] and ours[2] != eager[2] and captures == 1
+
+
+def test_nothing_is_asked_of_other_numbers_nor_of_modules_of_pytorch() -> None:
+    assert not any(has_equals(one, "CONSTANT_MATCH") for one in (1.0, 3, True, 0, "a", ("a", None), torch.float32))
+    assert not has_equals({"a": 0.0}, "DICT_KEYS_MATCH")
+    model = nn.Sequential(nn.LayerNorm(3), nn.Dropout(0.0))
+    values = EqualValues()
+    for name, value in {"m[0].normalized_shape": (3,), "m[1].p": 0.0, "m[0].eps": 0.0}.items():
+        values.note(name, value, "CONSTANT_MATCH")
+    model[0].eps = 0.0
+    assert values.changed({"m": model}) is None and list(values.read) == ["m[0].eps"]
+    model[0].eps = -0.0
+    assert values.changed({"m": model}) == "m[0].eps"
