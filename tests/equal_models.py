@@ -80,12 +80,14 @@ class Model(nn.Module):
             x = x * torch.tensor([0.5] * WIDTH)
         shared = {"shared": (self.shared, x.sin()), "rotary": (torch.arange(WIDTH).cos(),)}.get(self.like, ())
         seen = []
-        masks = (x.detach().sin(), x.detach().cos()) if self.like in ("takes turns", "no round") else ()
+        masks = (x.detach().sin(), x.detach().cos()) if self.like in ("takes turns", "no round", "one mask") else ()
         for index, layer in enumerate(self.layers):
             if self.like == "takes turns":
                 shared = (masks[index % 2],)
             if self.like == "no round":
                 shared = (masks[index in (3, 8)],)
+            if self.like == "one mask":
+                shared = (masks[index == 7],)
             if self.like == "checkpointed":
                 x = checkpoint(layer, x, use_reentrant=False)
             elif self.like == "tuple":

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture import aot, aot_cache, dynamo_run
-from fsdp_compiled.capture.blocks import equal_blocks, repeats
+from fsdp_compiled.capture.blocks import equal_blocks, left_out, repeats
 from fsdp_compiled.ir.program import Program
 from tests.equal_models import LAYERS, WIDTH, Model, TwoLists, loss, program_of
 
@@ -32,20 +32,34 @@ def everything(program: Program) -> list[Any]:
 @pytest.fixture
 def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
     """Each capture's program from both; how many nodes AOTAutograd was given; what was found."""
-    seen: dict[str, list[Any]] = {"short": [], "whole": [], "nodes": [], "runs": []}
+    seen: dict[str, list[Any]] = {"short": [], "whole": [], "nodes": [], "runs": [], "left": []}
 
-    def both(module: Any, inputs: Any, given: Any, results: Any) -> Any:
-        seen["runs"].append([len(run.stretches) for run in equal_blocks.runs_of(module, inputs, given)])
-        found = repeats.differentiate(module, inputs, given, results)
+    def both(module: Any, inputs: Any, given: Any, results: Any, left: Any, every: Any) -> Any:
+        runs = equal_blocks.runs_of(module, inputs, given)
+        for one in left:
+            repeats._widen(runs, one)
+        seen["runs"].append([len(run.stretches) for run in runs])
+        seen["left"].append(sum(len(one.stretches) for one in left))
+        found = repeats.differentiate(module, inputs, given, results, left, every)
         seen["short"].append(everything(found.program))
-        seen["whole"].append(everything(whole(module, inputs, given, results).program))
+        if not left:
+            seen["whole"].append(everything(whole(module, inputs, given, results).program))
+        return found
+
+    def all_of_it(trace: dynamo_run.Trace) -> Program:
+        found = program(trace)
+        if len(seen["whole"]) < len(seen["short"]):
+            with monkeypatch.context() as patched:
+                patched.setattr(dynamo_run, "differentiate", lambda *given: whole(*given[:4]))
+                seen["whole"].append(everything(trace._differentiated(trace.whole).program))
         return found
 
     def counted(module: Any, *rest: Any) -> Any:
         seen["nodes"].append(len(module.graph.nodes))
         return whole(module, *rest)
 
-    whole = aot.differentiate
+    whole, program = aot.differentiate, dynamo_run.Trace.program
+    monkeypatch.setattr(dynamo_run.Trace, "program", all_of_it)
     monkeypatch.setattr(aot_cache, "differentiate", counted)
     monkeypatch.setattr(dynamo_run, "differentiate", both)
     monkeypatch.setattr(aot_cache, "folder", lambda: None)
@@ -84,6 +98,56 @@ def test_the_program_is_that_of_all_blocks(
     program_of(make())
     assert differentiated["short"] == differentiated["whole"]
     assert differentiated["runs"] == [runs] and len(differentiated["nodes"]) == 1
+
+
+DEEP = LAYERS + 5  # of which three are left out: two are walked through, and three before and after are written out
+
+
+@pytest.mark.parametrize(
+    ("make", "runs", "left"),
+    [
+        pytest.param(lambda: Model("tied", DEEP), [DEEP], 3, id="tied embedding"),
+        pytest.param(lambda: Model("shared", DEEP), [DEEP], 3, id="gradients of what all blocks read"),
+        pytest.param(lambda: Model("around", DEEP), [DEEP], 3, id="something between blocks"),
+        pytest.param(lambda: Model("takes turns", 19), [9], 2, id="every second block"),
+        pytest.param(lambda: Model("tuple", DEEP), [DEEP], 3, id="two results", marks=pytest.mark.exhaustive),
+        pytest.param(lambda: Model("in place", DEEP), [DEEP], 3, id="written in place", marks=pytest.mark.exhaustive),
+        # All of them are looked through.
+        pytest.param(lambda: Model("one mask", DEEP), [7], 0, id="one is given something else"),
+        pytest.param(lambda: Model("autocast", DEEP), [DEEP], 0, id="modes inside", marks=pytest.mark.exhaustive),
+        pytest.param(lambda: Model("hidden states", DEEP), [], 0, id="read elsewhere", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_blocks_are_left_out_where_one_is_like_the_others(
+    make: Callable[[], nn.Module], runs: list[int], left: int, differentiated: dict[str, list[Any]]
+) -> None:
+    program_of(make())
+    assert differentiated["short"] == differentiated["whole"]
+    assert differentiated["left"] == [left] and differentiated["runs"] == [runs]
+
+
+def test_blocks_that_were_left_out_and_are_needed_are_written_out(
+    differentiated: dict[str, list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="fsdp_compiled"):
+        program_of(Model("a literal in each", DEEP))
+    assert differentiated["left"] == [3, 0] and differentiated["short"] == differentiated["whole"]
+    assert "looked through one by one" in caplog.text
+
+
+def test_control_what_left_out_blocks_are_given_is_compared(
+    differentiated: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, find = equal_blocks._keys, left_out.runs_of
+
+    def blind(*given: Any) -> Any:
+        with monkeypatch.context() as patched:
+            patched.setattr(equal_blocks, "_keys", lambda *inner: [key[:-1] for key in keys(*inner)])
+            return find(*given)
+
+    monkeypatch.setattr(left_out, "runs_of", blind)
+    program_of(Model("one mask", DEEP))
+    assert differentiated["left"] == [3] and differentiated["short"] != differentiated["whole"]
 
 
 def test_a_literal_without_values_is_no_input(differentiated: dict[str, list[Any]]) -> None:

@@ -60,7 +60,7 @@ def traced(model: nn.Module, function: Any, patch: pytest.MonkeyPatch) -> tuple[
 
     def seeing(self: Any) -> None:
         complete(self)
-        found.append([described(node) for node in self.module.graph.nodes])
+        found.append([described(node) for node in self.whole.module.graph.nodes])
 
     def watching(model: nn.Module) -> Repeats:
         watched.append(repeats(model))

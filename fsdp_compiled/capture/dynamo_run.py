@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import re
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture.aot import CaptureError
-from fsdp_compiled.capture.blocks.repeats import differentiate
-from fsdp_compiled.capture.blocks.written_blocks import with_own_tensors
+from fsdp_compiled.capture.aot import CaptureError, Traced
+from fsdp_compiled.capture.blocks.left_out import Gap, LeftOut, gaps_of, left_out
+from fsdp_compiled.capture.blocks.repeats import Unequal, differentiate
+from fsdp_compiled.capture.blocks.written_out import blocks_of, with_own_tensors, written_out
 from fsdp_compiled.capture.captured import CURE, Tensors
 from fsdp_compiled.capture.closed_numbers import Numbers
 from fsdp_compiled.capture.guards import Guards
@@ -26,6 +30,22 @@ from fsdp_compiled.capture.source_lines import cure, user_line
 from fsdp_compiled.capture.tensor_parallel import Layout, is_mesh
 from fsdp_compiled.ir.program import LOSS, Port, PortKind, Program
 from fsdp_compiled.torch_private.dynamo import TracingContext, tracing
+
+log = logging.getLogger("fsdp_compiled")
+
+
+@dataclass
+class Form:
+    """What Dynamo traced, written out: with ports for its inputs.
+
+    left   stretches of it that are not in the module; ``every``: what is given, theirs too
+    """
+
+    module: fx.GraphModule
+    inputs: list[Any]
+    given: list[Port]
+    left: Sequence[LeftOut] = ()
+    every: Sequence[Port] = ()
 
 
 class Trace:
@@ -84,15 +104,43 @@ class Trace:
     def complete(self) -> None:
         """After Dynamo, which makes code that finds each input: the graph has all of them, in order, with ports."""
         assert self.module is not None
-        self.inputs = self._in_order(self.module, with_own_tensors(self.module.graph, self.inputs))
-        self.given = self._input_ports(self.module, self.inputs)
+        gaps = []
+        if blocks_of(self.module.graph):
+            gaps = gaps_of(self.module, self.inputs, self._input_ports(self.module, self.inputs), self.ports)
+        self.short = self._form(gaps)
+        if not gaps:
+            self.whole = self.short
+
+    @functools.cached_property
+    def whole(self) -> Form:
+        """What was traced, with all of its blocks."""
+        return self._form([])
+
+    def _form(self, gaps: Sequence[Gap]) -> Form:
+        """What was traced, with all of its blocks but for some."""
+        assert self.module is not None
+        if not blocks_of(self.module.graph):
+            inputs = self._in_order(self.module, with_own_tensors(self.module.graph, self.inputs))
+            return Form(self.module, inputs, self._input_ports(self.module, inputs))
+        out = written_out(self.module, self.inputs, {left: one for gap in gaps for left, one in gap.instead()})
+        inputs = self._in_order(out.module, out.inputs)
+        found = Form(out.module, inputs, self._input_ports(out.module, inputs))
+        found.left = [left_out(gap, self.module, out, self.ports) for gap in gaps]
+        absent = {port: port for left in found.left for stretch in left.stretches for port in stretch.ports}
+        ranks = {self.ports[one]: rank for one, rank in self._ranks().items()}
+        found.every = sorted([*found.given, *absent], key=lambda port: ranks.get(port, len(ranks)))
+        return found
+
+    def _ranks(self) -> dict[int, int]:
+        """The tensors of the batch, and the model's as registered, by identity."""
+        ranks: dict[int, int] = {}
+        for tensor in [*self.batch, *(self.tensors[place.name] for place in self.places)]:
+            ranks.setdefault(id(tensor), len(ranks))
+        return ranks
 
     def _in_order(self, module: fx.GraphModule, inputs: list[Any]) -> list[Any]:
         """The inputs, and their placeholders: the batch's, the model's as registered, others as they are read."""
-        model = [self.tensors[place.name] for place in self.places]
-        ranks: dict[int, int] = {}
-        for tensor in [*self.batch, *model]:
-            ranks.setdefault(id(tensor), len(ranks))
+        ranks = self._ranks()
         places = module.graph.find_nodes(op="placeholder")
         last = len(ranks)
         others = {node for node, value in zip(places, inputs, strict=True) if id(value) not in ranks}
@@ -115,35 +163,43 @@ class Trace:
 
     def meaning(self, before: Trace | None = None) -> Meaning:
         """What is computed of that which has a port; ``before``: the trace whose results this one may find."""
-        assert self.module is not None
-        ends = self._ends()
+        form = self.whole
+        ends = self._ends(form)
         wanted = [(str(self.outputs[id(result)]), node) for node, result in ends if id(result) in self.outputs]
-        places = self.module.graph.find_nodes(op="placeholder")
+        places = form.module.graph.find_nodes(op="placeholder")
         known: dict[fx.Node, str] = {}
         if before is not None:
             tables = before.tables()
             known = {
                 place: tables[id(value)]
-                for place, value in zip(places, self.inputs, strict=True)
+                for place, value in zip(places, form.inputs, strict=True)
                 if id(value) in tables
             }
-        return Meaning(self.module, wanted, dict(zip(places, map(str, self.given), strict=True)), known)
+        return Meaning(form.module, wanted, dict(zip(places, map(str, form.given), strict=True)), known)
 
     def tables(self) -> dict[int, str]:
         """The results that are computed from nothing, by identity, and what they are."""
         constant = self.meaning().constant
-        return {id(result): constant[node] for node, result in self._ends() if node in constant}
+        return {id(result): constant[node] for node, result in self._ends(self.whole) if node in constant}
 
-    def _ends(self) -> list[tuple[fx.Node, Any]]:
-        assert self.module is not None
-        return list(zip(self.module.graph.output_node().args[0], self.results, strict=True))  # type: ignore[arg-type]
+    def _ends(self, form: Form) -> list[tuple[fx.Node, Any]]:
+        return list(zip(form.module.graph.output_node().args[0], self.results, strict=True))  # type: ignore[arg-type]
 
     def program(self) -> Program:
         """The joint program of the results that have a port; of these, the loss alone is differentiated."""
-        assert self.module is not None
-        end = self.module.graph.output_node()
+        try:
+            found = self._differentiated(self.short)
+        except Unequal as why:
+            log.info("equal blocks are looked through one by one: %s", why)
+            found = self._differentiated(self.whole)
+        self.constants |= found.literals
+        return found.program
+
+    def _differentiated(self, form: Form) -> Traced:
+        graph = form.module.graph
+        end = graph.output_node()
         wanted: dict[Port, fx.Node] = {}
-        for node, result in self._ends():
+        for node, result in self._ends(form):
             port = self.outputs.get(id(result))
             if port is None:
                 continue
@@ -151,21 +207,19 @@ class Trace:
                 node = node.args[0]  # what the objective detached
                 _check_loss(node.meta["example_value"])
             elif isinstance(result, torch.Tensor) and result.requires_grad and port.kind != "result":
-                with self.module.graph.inserting_before(end):
-                    node = self.module.graph.call_method("detach", (node,))
+                with graph.inserting_before(end):
+                    node = graph.call_method("detach", (node,))
                 node.meta["example_value"] = result.detach()
             if id(result) in self.inside:  # the others were copied where they were returned
-                with self.module.graph.inserting_before(end):
-                    node = self.module.graph.call_method("clone", (node,))
+                with graph.inserting_before(end):
+                    node = graph.call_method("clone", (node,))
                 node.meta["example_value"] = result
             wanted[port] = node
         end.args = (tuple(wanted.values()),)
-        _without_empty_literals(self.module.graph)
-        self.module.recompile()
+        _without_empty_literals(graph)
+        form.module.recompile()
         with tracing(self.context):
-            found = differentiate(self.module, self.inputs, self.given, list(wanted))
-        self.constants |= found.literals
-        return found.program
+            return differentiate(form.module, form.inputs, form.given, list(wanted), form.left, form.every or None)
 
     def numbers(self, scope: Mapping[str, Any]) -> Numbers:
         """What the trace, AOTAutograd's part included, relied on of closed-over tensors that it read as numbers."""

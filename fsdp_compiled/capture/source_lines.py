@@ -9,6 +9,7 @@ import os
 import re
 import sysconfig
 import traceback
+from collections.abc import Iterable
 from functools import lru_cache
 
 import torch
@@ -34,8 +35,12 @@ def path_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     if not stack and is_backward(node) and node.prev.op == "call_function":
         return path_of(node.prev)
-    entries = [entry[0] for entry in stack.values()]
-    return next(filter(None, map(_submodule, reversed(entries))), "")
+    return path_in(entry[0] for entry in stack.values())
+
+
+def path_in(entries: Iterable[str]) -> str:
+    """The same of Dynamo's names of modules, the innermost last."""
+    return next(filter(None, map(_submodule, reversed(list(entries)))), "")
 
 
 @lru_cache(1 << 14)

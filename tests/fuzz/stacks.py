@@ -78,7 +78,7 @@ class Trial:
         torch.manual_seed(seed)
         restore()
         Block.common = None
-        self.layers = rng.choice((3, 7, 8))
+        self.layers = rng.choice((3, 8, 11))
         self.models = Stack(self.layers), Stack(self.layers)
         self.models[1].load_state_dict(self.models[0].state_dict())
         self.kinds = tuple(rng.choice(list(KINDS)) for _ in range(rng.randint(1, 3)))

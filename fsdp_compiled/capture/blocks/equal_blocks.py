@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,17 +26,21 @@ FEWEST = 6  # stretches that are worth it
 NUMBER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
 
 
+# Of a graph and its calls: of each list, in which places its stretches begin.
+Candidates = Callable[[fx.GraphModule, Sequence[fx.Node]], list[list[int]]]
+
+
 @dataclass
 class Run:
     """Stretches that follow one another.
 
-    own     for each, the inputs that it alone reads, as places in ``given``
+    own     for each, the inputs that it alone reads
     ends    how many are differentiated at the end. The last one adds nothing to the gradient of what all of them read:
             where there is such a gradient, the third is followed by one that does as it does, and that by the last.
     """
 
-    stretches: list[list[fx.Node]]
-    own: list[list[int]]
+    stretches: list[Any]  # rows of nodes, or what stands for one that is nowhere (`left_out`)
+    own: list[list[Port]]
     ends: int
 
     @property
@@ -59,8 +63,10 @@ class Run:
         return kept if kept < LATER else kept + len(self.middle)
 
 
-def runs_of(module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]) -> list[Run]:
-    """The rows of equal stretches, in the order of the graph."""
+def runs_of(
+    module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], candidates: Candidates | None = None
+) -> list[Run]:
+    """The rows of equal stretches, in the order of the graph. ``candidates``: where they may begin."""
     if not all(isinstance(value, torch.Tensor) for value in inputs):
         return []  # sizes that move
     nodes = [node for node in module.graph.nodes if node.op not in ("placeholder", "output")]
@@ -71,7 +77,7 @@ def runs_of(module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]
     places = _Places(module, inputs, given)
     found: list[Run] = []
     taken = 0
-    for starts in _candidates(module, nodes):
+    for starts in (candidates or _candidates)(module, nodes):
         if starts[0] < taken:
             continue
         run = _longest(nodes, starts, places)
@@ -101,6 +107,7 @@ class _Places:
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port]) -> None:
         storages = Counter(value.untyped_storage()._cdata for value in inputs)
+        self.ports = given
         self.calls = _Kinds(module)
         self.index = {node: place for place, node in enumerate(module.graph.find_nodes(op="placeholder"))}
         self.kinds = [
@@ -259,14 +266,14 @@ def _alone(stretches: list[list[fx.Node]], own: list[list[fx.Node]], places: _Pl
     for index, stretch in enumerate(stretches[1:-1], 1):
         if any(where.get(user) not in (index, index + 1) for node in stretch for user in node.users):
             return None
-    mine: list[list[int]] = [[] for _ in stretches]
+    mine: list[list[Port]] = [[] for _ in stretches]
     for same in zip(*own, strict=True):
         if len(set(same)) == 1:
             continue
         for index, node in enumerate(same):
             if places.kinds[places.index[node]] is None or any(where.get(user) != index for user in node.users):
                 return None
-            mine[index].append(places.index[node])
+            mine[index].append(places.ports[places.index[node]])
     before = {node for node in _read(stretches[SECOND]) if node not in where and node not in own[SECOND]}
     before |= {node for node, *others in zip(*own, strict=True) if node in others}
     return Run(stretches, mine, 2 if any(map(_differentiated, before)) else 1)
@@ -288,3 +295,10 @@ def with_body(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
     if node.op == "get_attr" and isinstance(body := _attribute(module, node), fx.GraphModule):
         for inner in body.graph.nodes:
             yield from with_body(body, inner)
+
+
+def texts_of(module: fx.GraphModule, node: fx.Node) -> Iterator[str]:
+    """Where the node came from, in words: its submodule and the user's lines."""
+    for one in with_body(module, node):
+        yield path_of(one)
+        yield one.meta.get("stack_trace", "")

@@ -64,6 +64,7 @@ class Repeats:
         self._tensors: set[int] = set()  # their own, by identity
         self.built: list[tuple[WrittenBlock, int, Guard]] = []  # that Dynamo built: of the walked block's list, which
         self._told: set[str] = set()
+        self._inside = 0  # of how many blocks Dynamo walks
         self._until_traced = contextlib.ExitStack()
 
     @contextlib.contextmanager
@@ -103,25 +104,33 @@ class Repeats:
             self._output, self._visited, self._walked = tx.output, set(), {}
             self.written, self._tensors, self.built = [], set(), []
         mine = self._lists[id(variable.value)]
+
+        def walked() -> Any:
+            self._inside += 1
+            try:
+                return walk()
+            finally:
+                self._inside -= 1
+
         if mine not in self._visited:  # it alone reads first what all of them read
             self._visited.add(mine)
-            return walk()
+            return walked()
         before: Before | None = None
         with self._answered(variable):
             call = BlockCall(variable, tx, args, kwargs)
-            if (walked := self._walked.get(mine)) is not None:
-                tensors, values = walked.check(call, self._tensors)
+            if (like := self._walked.get(mine)) is not None:
+                tensors, values = like.check(call, self._tensors)
                 if not self.written:
                     # What differentiates later would look for a way through values that were not computed.
                     self._until_traced.enter_context(config.patch(trace_autograd_ops=False))
-                block = WrittenBlock(walked, call, values)
-                result = block.write(tensors)
+                block = WrittenBlock(like, call, values)
+                result = block.write(tensors, out=self._inside > 0 or not like.can_stand)
                 self.written.append(block)
                 self._tensors.update(map(id, tensors))
                 self.wrote = True
                 return result
             before = Before(call)
-        result = walk()
+        result = walked()
         if before is not None:
             with self._answered(variable):
                 inside = [one for one in self.written if one.call.source.name.startswith(call.source.name)]

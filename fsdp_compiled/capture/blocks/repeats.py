@@ -36,9 +36,11 @@ from fsdp_compiled.capture.blocks.equal_blocks import (
     has_lists,
     layout_of,
     runs_of,
+    texts_of,
     with_body,
 )
-from fsdp_compiled.capture.source_lines import MARK, path_of
+from fsdp_compiled.capture.blocks.left_out import Absent, LeftOut
+from fsdp_compiled.capture.source_lines import MARK
 from fsdp_compiled.ir.nodes import fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.torch_private.fx_graph import new_call
@@ -46,26 +48,52 @@ from fsdp_compiled.torch_private.fx_graph import new_call
 log = logging.getLogger("fsdp_compiled")
 
 
-class _Unequal(Exception):
+class Unequal(Exception):
     """Stretches that are not what they seemed."""
 
 
 def differentiate(
-    module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], results: Sequence[Port]
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    given: Sequence[Port],
+    results: Sequence[Port],
+    left: Sequence[LeftOut] = (),
+    every: Sequence[Port] | None = None,
 ) -> Traced:
-    """`aot.differentiate`, which sees few of many equal stretches; so does the disk, where its work is kept."""
+    """`aot.differentiate`, which sees few of many equal stretches; so does the disk, where its work is kept.
+
+    ``left``: stretches that are not in the module, and ``every``: what is given with theirs. Raises `Unequal` where
+    they are needed.
+    """
     runs = runs_of(module, inputs, given)
+    for gap in left:
+        _widen(runs, gap)
     if runs:
         short = _Shortened(module, inputs, given, runs)
         try:
             with short.marked():
                 found = traced(short.module, short.inputs, short.given, results)
-            return _Lengthened(module, found, runs, given).traced()
-        except _Unequal as why:
+            return _Lengthened(module, found, runs, given if every is None else every).traced()
+        except Unequal as why:
+            if left:
+                raise
             log.info("equal blocks are differentiated one by one: %s", why)
     elif has_lists(module):
         log.info("blocks are differentiated one by one: too few in a row compute the same from the same sizes")
     return traced(module, inputs, given, results)
+
+
+def _widen(runs: Sequence[Run], left: LeftOut) -> None:
+    """Puts stretches that are not in the module into the run of which they are."""
+    for run in runs:
+        for place in range(LATER, len(run.stretches) - run.ends + 1):
+            if run.stretches[place - 1][0] is left.before and run.stretches[place][0] is left.after:
+                mine = [left.own.get(port) for port in run.own[place - 1]]
+                if None not in mine:
+                    run.stretches[place:place] = left.stretches
+                    run.own[place:place] = [[one.ports[own] for own in mine] for one in left.stretches]  # type: ignore[index]
+                    return
+    raise Unequal("they are not between equal ones")
 
 
 # Differentiating few of them.
@@ -79,18 +107,20 @@ class _Shortened:
     ) -> None:
         self._marks: dict[fx.Node, str] = {}  # of nodes that are kept
         instead: dict[fx.Node, fx.Node] = {}
-        gone: set[int] = set()
+        gone: set[Port] = set()
         for number, run in enumerate(runs):
             for index, stretch in enumerate(run.stretches):
+                if isinstance(stretch, Absent):
+                    continue
                 if (kept := run.kept(index)) is None:
                     instead.update(zip(stretch, run.stretches[THIRD], strict=True))
                     gone.update(run.own[index])
                 else:
                     self._marks.update(dict.fromkeys(stretch, f"{MARK} {number} {kept}"))
-        left = [place for place in range(len(given)) if place not in gone]
+        left = [place for place, port in enumerate(given) if port not in gone]
         self.inputs, self.given = [inputs[place] for place in left], [given[place] for place in left]
         places = module.graph.find_nodes(op="placeholder")
-        away = {places[place] for place in gone}
+        away = {place for place, port in zip(places, given, strict=True) if port in gone}
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         self._marked: list[tuple[fx.Node, str]] = []
@@ -133,9 +163,9 @@ class _Lengthened:
 
     def __init__(self, module: fx.GraphModule, found: Traced, runs: Sequence[Run], given: Sequence[Port]) -> None:
         self._module, self._found, self._program, self._runs, self._given = module, found, found.program, runs, given
-        self._ports = [[[given[place] for place in own] for own in run.own] for run in runs]
+        self._ports = [run.own for run in runs]
         if found.literals and any(port.kind == "constant" for run in self._ports for own in run for port in own):
-            raise _Unequal("literal tensors are numbered after the blocks' own")
+            raise Unequal("literal tensors are numbered after the blocks' own")
         self._outputs = self._program.outputs
         self._inputs = {node: port for port, node in self._program.inputs.items()}
         self._owned = {
@@ -171,29 +201,29 @@ class _Lengthened:
             for kept in self._runs[number].kept_ones[:: 1 if phase == "forward" else -1]
         ]  # fmt: skip
         if keys not in (wanted, [key for key in wanted if key[2] == "forward"]):
-            raise _Unequal("they are not apart from one another in the program")
+            raise Unequal("they are not apart from one another in the program")
         inner = [place for place, (key, _) in enumerate(self._groups) if key is not None]
         for one, two in pairwise(inner):
             first, second = self._groups[one][0], self._groups[two][0]
             if first is not None and second is not None and first[0] == second[0] and first[2] == second[2]:
                 if two != one + 1:
-                    raise _Unequal("something is computed between them")
+                    raise Unequal("something is computed between them")
 
     def _check(self, number: int) -> None:
-        """Raises `_Unequal` unless the second stretch is the third, one further on."""
+        """Raises `Unequal` unless the second stretch is the third, one further on."""
         rows = dict(self._groups)
         for phase in ("forward", "backward"):
             second, third = rows.get((number, SECOND, phase), []), rows.get((number, THIRD, phase), [])
             if [self._key(node, number, SECOND) for node in second] != [
                 self._key(node, number, THIRD) for node in third
             ]:
-                raise _Unequal(f"{phase} of one is not that of the next")
+                raise Unequal(f"{phase} of one is not that of the next")
         for node in self._program.graph.nodes:
             if node.op == "call_function" and self._places.get(node, (None,))[0] != number:
                 for source in node.all_input_nodes:
                     place = self._places.get(source)
                     if place is not None and place[0] == number and place[1] in (SECOND, THIRD):
-                        raise _Unequal(f"{source.name} is read elsewhere")
+                        raise Unequal(f"{source.name} is read elsewhere")
         gradients = [
             {
                 (port.kind, place): self._token(node, number, kept)
@@ -204,12 +234,12 @@ class _Lengthened:
             for kept in (SECOND, THIRD)
         ]
         if gradients[0] != gradients[1] or any(kind != "parameter gradient" for kind, _ in gradients[0]):
-            raise _Unequal("what they return is not the same")
+            raise Unequal("what they return is not the same")
         names = {port.name for port in self._owned}
         for port, node in self._outputs.items():
             place = self._places.get(node)
             if place is not None and place[0] == number and place[1] in (SECOND, THIRD) and port.name not in names:
-                raise _Unequal(f"{port} is returned")
+                raise Unequal(f"{port} is returned")
 
     def _key(self, node: fx.Node, number: int, kept: int) -> tuple[Any, ...]:
         """What a node is and reads, the same a stretch further on."""
@@ -290,7 +320,7 @@ class _Lengthened:
             place = self._places.get(source)
             if place is not None and place[0] == number:
                 if abs(place[1] - kept) > 1:
-                    raise _Unequal(f"{source.name} is read by a later one")
+                    raise Unequal(f"{source.name} is read by a later one")
                 return self._made[number, stretch + place[1] - kept, place[2]][place[3]]
             port = self._inputs.get(source)
             if port is not None and self._owned.get(port, ())[:2] == (number, kept):
@@ -331,11 +361,16 @@ class _Lengthened:
         if (number, kept, stretch) in self._texts:  # in forward
             return self._texts[number, kept, stretch]
         found = self._texts[number, kept, stretch] = {}
-        for one, two in zip(run.stretches[kept], run.stretches[stretch], strict=True):
-            for old, new in zip(_texts(self._module, one), _texts(self._module, two), strict=True):
-                if found.setdefault(old, new) != new:
-                    raise _Unequal(f"{old} is {found[old]} and {new}")
+        for old, new in zip(self._texts_of(run, kept), self._texts_of(run, stretch), strict=True):
+            if found.setdefault(old, new) != new:
+                raise Unequal(f"{old} is {found[old]} and {new}")
         return found
+
+    def _texts_of(self, run: Run, stretch: int) -> list[str]:
+        found = run.stretches[stretch]
+        if isinstance(found, Absent):
+            return found.texts
+        return [text for node in found for text in texts_of(self._module, node)]
 
     def _collect(self) -> dict[Port, fx.Node]:
         """The outputs: the gradients last, in the order of the inputs."""
@@ -366,10 +401,3 @@ class _Regions:
 
     def number(self, region: int, stretch: int) -> int:
         return self._numbers.setdefault((region, stretch), len(self._numbers))
-
-
-def _texts(module: fx.GraphModule, node: fx.Node) -> Iterator[str]:
-    """Where the node came from, in words: its submodule and the user's lines."""
-    for one in with_body(module, node):
-        yield path_of(one)
-        yield one.meta.get("stack_trace", "")

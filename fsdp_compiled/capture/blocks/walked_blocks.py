@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fsdp_compiled.capture.blocks.before_walk import Before
 from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, modes, moved, plain, plain_layout
 from fsdp_compiled.capture.blocks.equal_blocks import layout_of
-from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template
+from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template, own_tensor
 from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.core import C
@@ -46,11 +46,6 @@ HOOKS = (
 VALUELESS = (C._set_grad_enabled, enter_autocast, exit_autocast, setitem)
 TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # of a module, which are plain dictionaries
 SOURCE = torch.empty((), device="meta").requires_grad_()  # what `another` is computed from
-
-
-def own_tensor() -> torch.Tensor:
-    """Stands in Dynamo's graph for an own tensor of a block that was not walked through (`written_blocks`)."""
-    raise AssertionError
 
 
 def is_input(node: fx.Node) -> bool:
@@ -98,7 +93,12 @@ class WalkedBlock:
 
     @functools.cached_property
     def template(self) -> Template:
-        return Template(self.call.module, self.call.trace, self.inputs, self.nodes)
+        return Template(self.call.module, self.call.trace, self.call.tensors, self.inputs, self.nodes)
+
+    @functools.cached_property
+    def can_stand(self) -> bool:
+        """Whether one node can stand for all of a block: Dynamo looks through its graph for what changes modes."""
+        return bool(self.results) and not any(node.target in VALUELESS for node in self.nodes)
 
     def _guards(self, guards: Iterable[Guard]) -> Iterable[tuple[Guard, Any, tuple[Source, ...]]]:
         """What was read before the block was called is asked as well: the block may have read it again."""

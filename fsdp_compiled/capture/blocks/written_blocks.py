@@ -1,10 +1,12 @@
 """Writes into Dynamo's graph, of a block, what a walk through it would: see `repeated_calls`.
 
-    Dynamo's graph       x, p2 -> y = linear(x, p2)      p3 = own_tensor()      z = linear(y, p3)
+    Dynamo's graph       x, p2 -> y = linear(x, p2)                       z = written_block(y)
+    with own tensors     x, p2 -> y = linear(x, p2)      p3 = own_tensor()      z = linear(y, p3)
     what is made of it   x, p2, p3 -> y = linear(x, p2)                         z = linear(y, p3)
 
 A walk takes a third of a millisecond for each parameter: Dynamo makes a fake tensor, a variable, a guard, and code that
-finds it. Of these the graph needs an input alone, which it gets when Dynamo is done (`with_own_tensors`).
+finds it. Of these the graph needs an input alone, which it gets when Dynamo is done; and what Dynamo does to its graph
+then, it does node by node, so a block is one node for as long (`written_out`).
 """
 
 from __future__ import annotations
@@ -18,10 +20,8 @@ import torch
 from torch import fx
 
 from fsdp_compiled.capture.blocks.block_calls import BlockCall, modes
-from fsdp_compiled.capture.blocks.templates import OWN, Line
-from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock, another, own_tensor
-from fsdp_compiled.capture.guards import OWN as OWN_TENSOR
-from fsdp_compiled.capture.guards import plain_names
+from fsdp_compiled.capture.blocks.templates import BLOCK, OWN, Line, own_tensor, result_of
+from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock, another
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     Guard,
@@ -46,7 +46,12 @@ class Own:
 
 
 class WrittenBlock:
-    """A block that was not walked through. ``values``: what is there that the guards of the walked one look at."""
+    """A block that was not walked through. ``values``: what is there that the guards of the walked one look at.
+
+    ``tensors``: its own, once it is written.
+    """
+
+    tensors: Sequence[torch.Tensor]
 
     def __init__(self, walked: WalkedBlock, call: BlockCall, values: Sequence[Any]) -> None:
         self.walked, self.call, self.values = walked, call, values
@@ -71,49 +76,69 @@ class WrittenBlock:
     def _there(self, value: Any) -> Any:
         return self.walked.there(value, self.call) if isinstance(value, Source) else value
 
-    def write(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What Dynamo has for what the block returns. ``tensors``: the block's own."""
+    def write(self, tensors: Sequence[torch.Tensor], out: bool) -> Any:
+        """What Dynamo has for what the block returns. ``tensors``: the block's own.
+
+        ``out``: node for node; else one node stands for all of them, until `written_out` writes them.
+        """
+        walked, call, template = self.walked, self.call, self.walked.template
+        self.tensors = tensors
+        graph, timestamp = call.output.graph, call.output.timestamp
+        mine = dict(zip(walked.call.tensors, call.tensors, strict=True))
+        given = [mine.get(one, one) for one in template.given]
+        if out:
+            made = self.write_out(graph, given, timestamp)
+            results = [made[node] for node in walked.results]
+        else:
+            block = new_call(graph, template.call, tuple(given), {}, template.call.__name__)
+            block.meta |= {"creation_timestamp": timestamp, "stack_trace": call.trace, BLOCK: self}
+            results = [
+                new_call(graph, result_of, (block, place), {}, result_of.__name__)
+                for place in range(len(walked.results))
+            ]
+            for one in results:
+                one.meta |= {"creation_timestamp": timestamp, "stack_trace": call.trace}
+        for node, one in zip(walked.results, results, strict=True):
+            one.meta["example_value"] = another(node.meta["example_value"])
+        call.output.guard_on_key_order.update(map(self._there, walked.ordered))
+        for name, count in walked.visits.items():
+            call.tx.num_calls[walked.path(name, call)] = count
+        if modes(call.tx) != call.modes:
+            raise RepeatError("modes are left changed")
+        return self._returned(walked.result, dict(zip(walked.results, results, strict=True)))
+
+    def write_out(self, graph: fx.Graph, given: Sequence[fx.Node], timestamp: Any = None) -> dict[fx.Node, fx.Node]:
+        """The block's nodes at the end of a graph, by those of the walked one. ``given``: what it reads there."""
         walked, call, template = self.walked, self.call, self.walked.template
         modules = dict(zip(template.modules, (str(id(one)) for one in call.module.modules()), strict=True))
         stacks = [self._stack(stack, modules) for stack in template.stacks]
-        graph, timestamp = call.output.graph, call.output.timestamp
-        mine = dict(zip(walked.call.tensors, call.tensors, strict=True))
+        mine = dict(zip(template.given, given, strict=True))
 
         def written(line: Line, made: fx.Node) -> fx.Node:
             """Like the walked block's node, with the modules, and the user's lines, that it comes from."""
             mine[line.node], meta = made, made.meta
             meta.update(line.kept)
-            meta["creation_timestamp"] = timestamp
+            if timestamp is not None:
+                meta["creation_timestamp"] = timestamp
             if line.stack is not None:
                 meta["stack_trace"] = call.trace + line.user
                 meta["nn_module_stack"] = stacks[line.stack]
             meta.update(line.value)  # which nothing can reach but what is returned, and is not changed
             return made
 
-        def read(node: fx.Node) -> fx.Node:
-            return mine.get(node, node)
-
-        for line, source, tensor in zip(template.inputs, walked.sources, tensors, strict=True):
+        for line, source, tensor in zip(template.inputs, walked.sources, self.tensors, strict=True):
             made = written(line, new_call(graph, own_tensor, (), {}, own_tensor.__name__))
             made.meta[OWN] = Own(self._there(source), tensor)
-        for line in template.nodes:
-            node: Any = line.node
-            args, kwargs = fx.node.map_arg(node.args, read), fx.node.map_arg(node.kwargs, read) if node.kwargs else {}
-            if node.op == "call_function":
-                made = written(line, new_call(graph, node.target, args, kwargs, line.name))
+        for line in template.lines:
+            args: Any = fx.node.map_arg(line.args, mine.__getitem__)
+            kwargs: Any = fx.node.map_arg(line.kwargs, mine.__getitem__) if line.kwargs else {}
+            if line.op == "call_function":
+                made = written(line, new_call(graph, line.target, args, kwargs, line.name))
             else:
-                made = written(line, graph.create_node(node.op, node.target, args, kwargs, line.name))
+                made = written(line, graph.create_node(line.op, line.target, args, kwargs, line.name))
             if line.function is not None:
                 made.meta["source_fn_stack"] = [(made.name, line.function)]
-        for node in walked.results:
-            made = mine[node]
-            made.meta["example_value"] = another(made.meta["example_value"])
-        call.output.guard_on_key_order.update(map(self._there, walked.ordered))
-        for name, count in walked.visits.items():
-            call.tx.num_calls[walked.path(name, call)] = count
-        if modes(call.tx) != call.modes:
-            raise RepeatError("modes are left changed")
-        return self._returned(walked.result, mine)
+        return mine
 
     def _stack(self, stack: Mapping[str, Any], modules: Mapping[str, str]) -> dict[str, Any]:
         """The same of this block. ``modules``: its own, by those of the walked one, as a stack names them."""
@@ -133,39 +158,3 @@ class WrittenBlock:
         if type(result) is TupleVariable:
             return TupleVariable([self._returned(one, mine) for one in result.items])
         return ConstantVariable.create(result.value)
-
-
-def with_own_tensors(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs of Dynamo's graph, and the own tensors of written blocks, which are inputs of it from now on.
-
-    Raises `RepeatError` for a plain tensor that a block has which was walked through, too: Dynamo came to it by one of
-    two names. That parameters and buffers stay tied is watched otherwise.
-    """
-    places = graph.find_nodes(op="placeholder")
-    known = dict(zip(map(id, inputs), places, strict=True))
-    found, written = list(inputs), set()
-    before = next(node for node in graph.nodes if node.op != "placeholder")
-    while before.target is own_tensor:
-        before = before.next
-    for node in graph.find_nodes(op="call_function", target=own_tensor):
-        own = node.meta.pop(OWN)
-        place = known.get(id(own.example)) if node.users else None
-        if place is None and node.users:
-            node.op, node.target = "placeholder", f"own_{len(found)}"
-            node._dynamo_source = own.source  # type: ignore[attr-defined]
-            before.prepend(node)
-            known[id(own.example)] = node
-            written.add(node)
-            found.append(own.example)
-            continue
-        if place is not None:
-            if place not in written:  # Dynamo read the tensor, too, but later
-                if not OWN_TENSOR.match(own.source.name):
-                    raise RepeatError(f"nothing asks whether {plain_names(own.source.name)} stays what it is twice")
-                node.meta["example_value"] = place.meta["example_value"]
-                written.add(place)
-                place.meta = node.meta
-                place._dynamo_source = own.source  # type: ignore[attr-defined]
-            node.replace_all_uses_with(place)
-        graph.erase_node(node)
-    return found
