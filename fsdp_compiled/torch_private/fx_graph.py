@@ -6,7 +6,9 @@ its table of nodes by target, its length, and its insertion point.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -18,12 +20,38 @@ inputs_of: Callable[[fx.Node], Collection[fx.Node]] = attrgetter("_input_nodes")
 
 def new_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None) -> fx.Node:
     """``graph.create_node("call_function", target, args, kwargs, name)``."""
+    return _new(graph, "call_function", target, args, kwargs, name or graph._target_to_str(target))
+
+
+def new_placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """``graph.placeholder(name)``."""
+    return _new(graph, "placeholder", name, (), {}, name)
+
+
+def _new(graph: fx.Graph, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> fx.Node:
     names = graph._graph_namespace
-    name = names.create_name(name or graph._target_to_str(target), None)
-    node = fx.Node(graph, name, "call_function", target, args, kwargs)
-    names.associate_name_with_obj(name, node)
+    name = _free(names, name) if _is_stem(name) else names.create_name(name, None)
+    node = fx.Node(graph, name, op, target, args, kwargs)
+    names._obj_to_name[node] = name
     _put(graph, node)
     return node
+
+
+def _free(names: Any, stem: str) -> str:
+    """``names.create_name(stem, None)``."""
+    used, number, name = names._used_names, names._base_count.get(stem, 0), stem
+    while name in used:
+        number += 1
+        name = f"{stem}_{number}"
+    used.add(name)
+    names._base_count[stem] = number
+    return name
+
+
+@lru_cache(1 << 14)
+def _is_stem(name: str) -> bool:
+    """Whether a name has no number at its end, and is none of Python's."""
+    return fx.Graph()._graph_namespace.create_name(name, None) == name and re.search(r"_\d+$", name) is None
 
 
 # What a node is: itself, and all of it that may be changed but its place.

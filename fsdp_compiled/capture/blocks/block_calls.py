@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.traceback import get_current_meta
 
-from fsdp_compiled.capture.blocks.changes import Changed, changes
+from fsdp_compiled.capture.blocks.changes import Changed, Objects
 from fsdp_compiled.capture.blocks.equal_blocks import layout_of
 from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
@@ -48,10 +48,14 @@ class BlockCall:
     trace   the user's lines that do
     """
 
-    def __init__(self, variable: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, variable: Any, tx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], objects: Objects
+    ) -> None:
         self.tx, self.output, self.module, self.source = tx, tx.output, variable.value, variable.source
+        self._objects = objects
         self._names = dict(closure_vars())
         self._values: dict[Source, Any] = {}
+        self._places: dict[str, Any] | None = None  # for `evaluate`
         self.moved: dict[int, Source] = {}  # places of another block in this one, by identity
         self._scope = {"L": tx.output.local_scope, "G": tx.output.global_scope}
         if self.source is None or tx.output.current_tracer.parent is not None:
@@ -112,7 +116,7 @@ class BlockCall:
     def changed(self) -> tuple[Any, ...]:
         """What is another now than before the trace."""
         try:
-            return changes(self.output.side_effects)
+            return self._objects.changes()
         except Changed:
             raise Unlike("objects are changed before it is called, or by it") from None
 
@@ -125,9 +129,10 @@ class BlockCall:
 
     def evaluate(self, code: types.CodeType) -> Any:
         """What an expression of places says, in which the block is a local of this name: `BLOCK`."""
-        scope = {"L": {**self._scope["L"], BLOCK: self.module}, "G": self._scope["G"]}
+        if self._places is None:
+            self._places = {**self._names, "L": {**self._scope["L"], BLOCK: self.module}, "G": self._scope["G"]}
         try:
-            return eval(code, scope, dict(self._names))
+            return eval(code, self._places)
         except Exception as error:
             raise Unlike(f"what is read of it cannot be: {error}") from error
 

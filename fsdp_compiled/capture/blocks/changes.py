@@ -7,6 +7,7 @@ collects its outputs, which then holds numbers and texts, or lists and dictionar
 
 from __future__ import annotations
 
+from itertools import islice
 from types import NoneType
 from typing import Any
 
@@ -16,10 +17,10 @@ from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     ConstDictVariable,
     ListVariable,
-    TensorVariable,
     TupleVariable,
     UnspecializedNNModuleVariable,
     UserDefinedObjectVariable,
+    ValueMutationExisting,
     ValueMutationNew,
     is_from_global_source,
 )
@@ -31,30 +32,58 @@ class Changed(Exception):
     """What cannot be compared."""
 
 
-def changes(effects: Any) -> tuple[Any, ...]:
-    """What was there before the trace and is another now, so that it can be compared. Raises `Changed`."""
-    found = []
-    for variable, attributes in effects.store_attr_mutations.items():
-        if isinstance(variable.mutation_type, NEW):
-            continue
-        if type(variable) is not UserDefinedObjectVariable or not is_from_global_source(variable.source):
-            raise Changed
-        found.append((variable.source.name, *((name, _form(value)) for name, value in attributes.items())))
-    for variable in effects.id_to_variable.values():
-        kind = type(variable.mutation_type)
-        if kind is NoneType or issubclass(kind, NEW):
-            continue
-        if kind is AttributeMutationExisting:
-            # There are as many tensors as parameters, and as many modules as blocks: what was put into one is above.
-            # (Dynamo answers isinstance by a function of its own.)
-            module = issubclass(type(variable), UnspecializedNNModuleVariable)
-            module = module and getattr(variable, "_base_vt", None) is None
-            if type(variable) is TensorVariable or (module and variable not in effects.store_attr_mutations):
+class Objects:
+    """Those that a trace has come to. There are as many tensors as parameters, and as many modules as blocks: each of
+    them is looked at once."""
+
+    def __init__(self, effects: Any) -> None:
+        """``effects``: Dynamo's record of what code changes, which another one may take the place of."""
+        self.effects = effects
+        self._table = effects.id_to_variable  # to which it adds
+        self._seen = 0
+        self._doubtful: list[Any] = []
+        self._plain: list[Any] = []  # lists and dictionaries
+
+    def changes(self) -> tuple[Any, ...]:
+        """What was there before the trace and is another now, so that it can be compared. Raises `Changed`."""
+        effects, found = self.effects, []
+        for variable, attributes in effects.store_attr_mutations.items():
+            if isinstance(variable.mutation_type, NEW):
                 continue
-        above = variable in effects.store_attr_mutations and getattr(variable, "_base_vt", None) is None
-        if not above and effects.is_modified(variable):
+            if type(variable) is not UserDefinedObjectVariable or not is_from_global_source(variable.source):
+                raise Changed
+            found.append((variable.source.name, *((name, _form(value)) for name, value in attributes.items())))
+        if effects.id_to_variable is not self._table or len(self._table) < self._seen:
+            self.__init__(effects)  # type: ignore[misc]
+        for variable in islice(self._table.values(), self._seen, None):
+            if (
+                type(variable) in (ConstDictVariable, ListVariable)
+                and type(variable.mutation_type) is ValueMutationExisting
+            ):
+                self._plain.append(variable)
+            elif not _settled(variable):
+                self._doubtful.append(variable)
+        self._seen = len(self._table)
+        if any(one.mutation_type.is_modified for one in self._plain):
             raise Changed
-    return tuple(found)
+        for variable in self._doubtful:
+            kind = type(variable.mutation_type)
+            if kind is NoneType or issubclass(kind, NEW):
+                continue
+            above = variable in effects.store_attr_mutations and getattr(variable, "_base_vt", None) is None
+            if not above and effects.is_modified(variable):
+                raise Changed
+        return tuple(found)
+
+
+def _settled(variable: Any) -> bool:
+    """Whether what is put into it is among the attributes above, and nothing else can change of it; or it is new."""
+    kind = type(variable.mutation_type)
+    # (Dynamo answers isinstance by a function of its own.)
+    if kind is AttributeMutationExisting and issubclass(type(variable), UserDefinedObjectVariable):
+        module = issubclass(type(variable), UnspecializedNNModuleVariable)
+        return module and getattr(variable, "_base_vt", None) is None
+    return issubclass(kind, AttributeMutationExisting | AttributeMutationNew | ValueMutationNew)
 
 
 def _form(variable: Any) -> Any:

@@ -33,6 +33,7 @@ from torch import nn
 from fsdp_compiled.capture.blocks.before_walk import Before
 from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, call_path
 from fsdp_compiled.capture.blocks.built_guards import BlockGuards, Plan
+from fsdp_compiled.capture.blocks.changes import Objects
 from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
 from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
@@ -65,6 +66,7 @@ class Repeats:
         self.built: list[tuple[WrittenBlock, int, Guard]] = []  # that Dynamo built: of the walked block's list, which
         self._told: set[str] = set()
         self._inside = 0  # of how many blocks Dynamo walks
+        self._objects: Objects | None = None
         self._until_traced = contextlib.ExitStack()
 
     @contextlib.contextmanager
@@ -117,7 +119,9 @@ class Repeats:
             return walked()
         before: Before | None = None
         with self._answered(variable):
-            call = BlockCall(variable, tx, args, kwargs)
+            if self._objects is None or self._objects.effects is not tx.output.side_effects:
+                self._objects = Objects(tx.output.side_effects)
+            call = BlockCall(variable, tx, args, kwargs, self._objects)
             if (like := self._walked.get(mine)) is not None:
                 tensors, values = like.check(call, self._tensors)
                 if not self.written:

@@ -43,7 +43,7 @@ from fsdp_compiled.capture.blocks.left_out import Absent, LeftOut
 from fsdp_compiled.capture.source_lines import MARK
 from fsdp_compiled.ir.nodes import fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.torch_private.fx_graph import new_call
+from fsdp_compiled.torch_private.fx_graph import new_call, new_placeholder
 
 log = logging.getLogger("fsdp_compiled")
 
@@ -263,6 +263,8 @@ class _Lengthened:
         self._regions = _Regions()
         self._stems: dict[fx.Node, str] = {}
         self._texts: dict[tuple[int, int, int], dict[str, str]] = {}
+        self._rows = {key: group for key, group in self._groups if key is not None}
+        self._read: dict[tuple[int, int, str], list[tuple[fx.Node, str, int, int]]] = {}
         for key, group in self._groups:
             if key is None:
                 for node in group:
@@ -299,8 +301,8 @@ class _Lengthened:
             if template is None:
                 continue
             name = f"primals_{place + 1}" if template.name.startswith("primals") else f"arg{place}_1"
-            node = found[port] = graph.placeholder(name)
-            node.meta = dict(template.meta)
+            node = found[port] = new_placeholder(graph, name)
+            node.meta.update(template.meta)
             if port in like:
                 value = template.meta["val"]
                 node.meta["val"] = fake_tensor(mode, tuple(value.shape), value.stride(), value.dtype, value.device)
@@ -315,23 +317,40 @@ class _Lengthened:
         """A stretch, in the place of another one that is like it."""
         made = self._made[number, stretch, phase] = []
         paths = self._paths(number, kept, stretch)
-
-        def here(source: fx.Node) -> fx.Node:
-            place = self._places.get(source)
-            if place is not None and place[0] == number:
-                if abs(place[1] - kept) > 1:
-                    raise Unequal(f"{source.name} is read by a later one")
-                return self._made[number, stretch + place[1] - kept, place[2]][place[3]]
-            port = self._inputs.get(source)
-            if port is not None and self._owned.get(port, ())[:2] == (number, kept):
-                return inputs[self._ports[number][stretch][self._owned[port][2]]]
-            return self._copies[source]
-
-        for node in dict(self._groups)[number, kept, phase]:
-            copy = self._copy(graph, node, here, paths, stretch)
+        stays = self._runs[number].kept(stretch) is not None
+        read: dict[fx.Node, fx.Node] = {}
+        for source, of, later, place in self._sources(number, kept, phase):
+            if of == "own":
+                read[source] = inputs[self._ports[number][stretch][place]]
+            elif of == "same":
+                read[source] = self._copies[source]
+            else:
+                read[source] = self._made[number, stretch + later, of][place]
+        for node in self._rows[number, kept, phase]:
+            copy = read[node] = self._copy(graph, node, read.__getitem__, paths, stretch)
             made.append(copy)
-            if self._runs[number].kept(stretch) is not None:
+            if stays:
                 self._copies[node] = copy
+
+    def _sources(self, number: int, kept: int, phase: str) -> list[tuple[fx.Node, str, int, int]]:
+        """What a stretch reads that it does not compute: of which kind or phase, how many stretches on, and where."""
+        if (found := self._read.get((number, kept, phase))) is not None:
+            return found
+        found = self._read[number, kept, phase] = []
+        mine = self._rows[number, kept, phase]
+        for source in dict.fromkeys(source for node in mine for source in node.all_input_nodes):
+            place, port = self._places.get(source), self._inputs.get(source)
+            if place is not None and place[0] == number:
+                later = place[1] - kept
+                if abs(later) > 1:
+                    raise Unequal(f"{source.name} is read by a later one")
+                if later or place[2] != phase:
+                    found.append((source, place[2], later, place[3]))
+            elif port is not None and self._owned.get(port, ())[:2] == (number, kept):
+                found.append((source, "own", 0, self._owned[port][2]))
+            else:
+                found.append((source, "same", 0, 0))
+        return found
 
     def _copy(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from operator import setitem
+from operator import is_, setitem
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ HOOKS = (
 # What has no value: it changes modes, and what a block enters it leaves, or writes to what the block computed.
 VALUELESS = (C._set_grad_enabled, enter_autocast, exit_autocast, setitem)
 TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # of a module, which are plain dictionaries
+TEXT = {str}
 SOURCE = torch.empty((), device="meta").requires_grad_()  # what `another` is computed from
 
 
@@ -85,6 +86,7 @@ class WalkedBlock:
         self._read, self._tables = self._reader(), self._read_in()
         self._layouts = [plain_layout(call.value(source)) for source in self.sources]
         self.structure = _structure(call.module)
+        self._seen: tuple[Any, set[int], set[str]] = None, set(), set()  # `_known`
         self.visits = {name: count for name, count in call.tx.num_calls.items() if self.inside(name)}
         made = set(self.nodes)
         self.results: list[fx.Node] = []
@@ -209,25 +211,19 @@ class WalkedBlock:
             raise Unlike("objects were changed since the one before was called")
         if _structure(call.module) != self.structure:
             raise Unlike("its modules are others")
-        if any(hasattr(type(one), "__missing__") for code in self._tables for one in [call.evaluate(code)]):
+        if call.evaluate(self._tables):
             raise Unlike("it has a dictionary that makes what is looked up")
         there, elsewhere, tensors = self._read(call)
-        for place, names, has in self._asked:
-            (guard, value, _), mine, its = self.guards[place], there[place], elsewhere[place]
+        for place, value, same, names, has in self._asked:
+            mine, its = there[place], elsewhere[place]
             if mine is value and not its:
                 continue
-            same = mine is value if self.kinds[place] == "ID_MATCH" else _alike(value, mine)
-            if not (same and has == [_has(mine, name) for name in names]):
-                name = guard.originating_source.name.removeprefix(self.call.source.name)
+            if not (same(mine) and (not names or has == [_has(mine, name) for name in names])):
+                name = self.guards[place][0].originating_source.name.removeprefix(self.call.source.name)
                 raise Unlike(f"{plain_names(name).strip('.')} is not what it is in the one before")
             if any(mine is not one for one in its):
                 raise Unlike("what is one object in one is two in the other")
-        before = {
-            id(node.meta["grapharg"].example)
-            for node in call.output.graph.find_nodes(op="placeholder", sort=False)
-            if "grapharg" in node.meta
-        }
-        read = {source.name for source in call.output.input_source_to_var}
+        before, read = self._known(call)
         here, other = self.call.source.name, call.source.name
         for source, layout, mine in zip(self.sources, self._layouts, tensors, strict=True):
             if layout != plain_layout(mine):
@@ -239,19 +235,31 @@ class WalkedBlock:
             raise Unlike("it has the same tensor twice")
         return tensors, there
 
-    def _questions(self) -> Iterator[tuple[int, list[str], list[bool]]]:
-        """Of guards that ask another block the same, the first one's place in the list; the names it asks for, and
-        which are there."""
+    def _known(self, call: BlockCall) -> tuple[set[int], set[str]]:
+        """The tensors that Dynamo has read, by identity, and the names of what it has."""
+        places = call.output.graph.find_nodes(op="placeholder", sort=False)
+        sources = list(call.output.input_source_to_var)
+        now = len(places), places[-1:], len(sources), sources[-1:]
+        if now != self._seen[0]:
+            examples = {id(node.meta["grapharg"].example) for node in places if "grapharg" in node.meta}
+            self._seen = now, examples, {source.name for source in sources}
+        return self._seen[1:]
+
+    def _questions(self) -> Iterator[tuple[int, Any, Callable[[Any], bool], list[str], list[bool]]]:
+        """Of guards that ask another block the same, the first one's place in the list; what it looks at, and whether
+        it says the same of something else; the names it asks for, and which are there."""
         known = set()
         for place, (guard, value, others) in enumerate(self.guards):
             names = _names(guard)
-            question = guard.name, self.kinds[place] == "ID_MATCH", *names
+            itself = self.kinds[place] == "ID_MATCH"
+            question = guard.name, itself, *names
             if others or question not in known:
                 known.add(question)
-                yield place, names, [_has(value, name) for name in names]
+                same = functools.partial(is_, value) if itself else _likeness(value)
+                yield place, value, same, names, [_has(value, name) for name in names]
 
-    def _read_in(self) -> list[types.CodeType]:
-        """The dictionaries of another block that `_read` looks something up in, the outermost first."""
+    def _read_in(self) -> types.CodeType:
+        """Whether a dictionary of another block that `_read` looks something up in makes it; the outermost first."""
         found: dict[str, Source] = {}
         for source in (*(guard.originating_source for guard, _, _ in self.guards), *self.sources):
             while isinstance(source, ChainedSource) and self._own(source.base):
@@ -260,7 +268,8 @@ class WalkedBlock:
                     found[source.name] = source
         tables = [source for source in found.values() if isinstance(self.call.value(source), dict)]
         texts = (moved(one, self.call.source, LocalSource(BLOCK), {}).name for one in tables)
-        return [compile(text, "<tables>", "eval") for text in sorted(texts, key=len)]
+        makes = " or ".join(f"hasattr(type({text}), '__missing__')" for text in sorted(texts, key=len))
+        return compile(makes or "False", "<tables>", "eval")
 
     def _reader(self) -> Callable[[BlockCall], tuple[list[Any], list[list[Any]], list[Any]]]:
         """Reads at once, of another call: what each guard looks at, the other places it names, and the tensors."""
@@ -304,6 +313,23 @@ class _Computed(torch.autograd.Function):
     @staticmethod
     def forward(_ctx: Any, _source: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
         return made[0]
+
+
+def _likeness(one: Any) -> Callable[[Any], bool]:
+    """`_alike` of one with others."""
+    kind = type(one)
+    if isinstance(one, nn.Module):
+        return lambda other: type(other) is kind
+    if isinstance(one, dict) and set(map(type, one)) <= TEXT:
+        keys = list(one)
+        values = list(map(repr, one.values())) if all(map(plain, one.values())) else None
+        return lambda other: (
+            type(other) is kind
+            and list(other) == keys
+            and set(map(type, other)) <= TEXT
+            and (values is None or values == list(map(repr, other.values())))
+        )
+    return functools.partial(_alike, one)
 
 
 def _alike(one: Any, other: Any) -> bool:
