@@ -144,6 +144,50 @@ def test_hooks_of_what_no_result_depends_on_are_not_called() -> None:
     assert torch.autograd.grad(loss_of(model), [weight, model[0].weight], allow_unused=True)[0] is None
 
 
+class Two(nn.Module):
+    """Of two results, one does not depend on the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x)
+        return hidden, self.head(hidden)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_what_a_backward_does_not_reach_are_refused(register: str) -> None:
+    """Autograd would call them, with None, or after an update of an older gradient."""
+    model, seen = fully_shard(Two()), []
+    getattr(model.head.weight, register)(lambda given: seen.append(given) or None)
+    sum(one.sum() for one in model(X)).backward()
+    assert len(seen) == 1
+    hidden, _ = model(X)
+    with pytest.raises(RuntimeError, match="weight has a hook"):
+        hidden.sum().backward()
+    assert len(seen) == 1
+    hidden, result = model(X)
+    (hidden.sum() + 0 * result.sum()).backward()
+    assert len(seen) == 2
+
+
+def test_hooks_after_a_gradient_are_not_called_while_it_is_held_back() -> None:
+    model = fully_shard(net())
+    weight, seen = model[-1].weight, []
+    weight.register_post_accumulate_grad_hook(lambda one: seen.append(one.grad.full_tensor().clone()))
+    for synchronises in (True, False, True):
+        model.set_requires_gradient_sync(synchronises)
+        loss_of(model).backward()
+    model.set_requires_gradient_sync(True)
+    expected = plain_gradients()[-2]
+    assert len(seen) == 2 and torch.allclose(torch.stack(seen), torch.stack([expected, 3 * expected]))
+    late = loss_of(model)
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(RuntimeError, match="weight has a hook"):
+        late.backward()
+
+
 def test_hooks_see_gradients_that_were_held_back() -> None:
     """By a backward without synchronisation, and sent with one that does not reach the parameter."""
     model = fully_shard(net())

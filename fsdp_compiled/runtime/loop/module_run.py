@@ -75,7 +75,7 @@ class Run:
         given = [
             entry.parameter
             for entry, name in made.names.items()
-            if name in moved and entry.parameter.requires_grad and not (held and entry.parameter._backward_hooks)
+            if name in moved and entry.parameter.requires_grad and not (held and hook_on(entry.parameter))
         ]
         self._trained = tuple(given)  # by whose ids they are found
         self.place = {id(one): place for place, one in enumerate(given)}
@@ -109,6 +109,8 @@ class Run:
         with self.calls.refusing():
             self._check_versions()
             synchronises = self._synchronises() or not everything
+            if everything:
+                self._check_hooks(synchronises, reached)
         label = f"backward of {compiled.label}" + ("" if synchronises else " without synchronisation")
         training = compiled.training
         waiting = everything and any(
@@ -124,8 +126,6 @@ class Run:
                     found |= parts(outputs[place], self._wanted(flat, reached), start)
             return found, {name: outputs[place] for name, place in backward.others.items()}
         with self.calls.refusing():
-            if not synchronises:
-                self._check_hooks()
             whole = made.programs.whole(compiled)
         buffers = [
             buffer
@@ -164,18 +164,24 @@ class Run:
             )
         return wanted.pop()
 
-    def _check_hooks(self) -> None:
-        """Raises ``RuntimeError`` where autograd would call a hook with None for a gradient that is held back."""
-        names = [
-            name
-            for entry, name in self.made.names.items()
-            if id(entry.parameter) in self.place and entry.parameter._backward_hooks
-        ]
-        if names:
-            raise RuntimeError(
-                f"{names[0]} has a hook (register_hook), and set_requires_gradient_sync(False) was called between this "
-                "forward and its backward. Call it before forward: then the hook is called when gradients are reduced."
-            )
+    def _check_hooks(self, synchronises: bool, reached: Collection[str]) -> None:
+        """Raises ``RuntimeError`` where autograd would call a hook for a gradient that there is not."""
+        for entry, name in self.made.names.items():
+            parameter = entry.parameter
+            if id(parameter) not in self.place or not parameter.requires_grad or (kind := hook_on(parameter)) is None:
+                continue
+            if not synchronises:
+                raise RuntimeError(
+                    f"{name} has a hook ({kind}), and set_requires_gradient_sync(False) was called between this "
+                    "forward and its backward. Call it before forward: then the hook is called when gradients are "
+                    "reduced."
+                )
+            if name not in reached and not any(entry in flat.held_of for flat in self.made.flats.values()):
+                raise RuntimeError(
+                    f"{name} has a hook ({kind}), and none of the results that this backward begins at depends on it: "
+                    "autograd would call the hook all the same. Remove it for this backward; or let it begin at the "
+                    "other results too, times zero."
+                )
 
     def _check_versions(self) -> None:
         """Raises ``RuntimeError`` where weights were written since forward, as autograd does."""

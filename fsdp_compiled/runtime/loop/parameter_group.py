@@ -69,7 +69,7 @@ class FlatShard:
     entries: list[Entry]
     current: bool = True  # until others take its place
     held: torch.Tensor | None = None  # this rank's gradient that was not reduced yet, ``[shard * n]``
-    _held_of: dict[Entry, None] = field(default_factory=dict)  # whose parts of it were reached
+    held_of: dict[Entry, None] = field(default_factory=dict)  # whose parts of it were reached
 
     @property
     def written(self) -> tuple[int, ...]:
@@ -80,11 +80,11 @@ class FlatShard:
     def hold(self, gradient: torch.Tensor, entries: Iterable[Entry]) -> None:
         """Adds a whole flat gradient, of which these parameters' parts count, to what is held back."""
         self.held = gradient if self.held is None else self.held.add_(gradient)
-        self._held_of.update(dict.fromkeys(entries))
+        self.held_of.update(dict.fromkeys(entries))
 
     def release(self) -> tuple[torch.Tensor, list[Entry]]:
         """What was held back, and of which parameters; nothing is any more."""
-        held, entries = self.held, list(self._held_of)
+        held, entries = self.held, list(self.held_of)
         assert held is not None
         self.drop()
         return held, entries
@@ -92,7 +92,7 @@ class FlatShard:
     def drop(self) -> None:
         """Drops what was held back."""
         self.held = None
-        self._held_of.clear()
+        self.held_of.clear()
 
 
 def part_of(flat: torch.Tensor, first: int, last: int, shape: Sequence[int]) -> torch.Tensor:
