@@ -44,10 +44,11 @@ test-fast: ## the tests for between two edits, two minutes; make test comes befo
 test-all: lint ## as make test, with what only repeats it in more combinations and on more models
 	ALL_TESTS=1 $(PYTEST) -m "" $(PYTEST_ARGS)
 
-fuzz: ## two thousand generated programs against plain PyTorch (ARGS="--start 5000 --count 100", "--seed 17")
+fuzz: ## thousands of generated programs against plain PyTorch (ARGS="--start 5000 --count 100", "--seed 17")
 	@sh .ci/setup test
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) tests.fuzz $(or $(ARGS),--count 2000)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) tests.fuzz --stacks $(or $(ARGS),--count 1000)
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) tests.fuzz --loops $(or $(ARGS),--count 300)
 
 kills: ## train, killed at thirty random moments, ends as if it had not been (ARGS="--seed 7 --count 100")
 	@sh .ci/setup test

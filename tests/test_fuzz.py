@@ -1,5 +1,6 @@
 """Ten of the fuzzer's programs (tests/fuzz/), right, or refused by name; `make test-all` runs a hundred of them, and
-`make fuzz` two thousand, and a thousand stacks of blocks (tests/fuzz/stacks.py)."""
+`make fuzz` two thousand, a thousand stacks of blocks (tests/fuzz/stacks.py) and three hundred loops of `fully_shard`
+(tests/fuzz/loops/)."""
 
 from __future__ import annotations
 
@@ -14,12 +15,13 @@ from fsdp_compiled.capture.guards import Guards
 from tests.chosen import chosen
 from tests.fuzz import stacks
 from tests.fuzz.cases import Case, make_case
+from tests.fuzz.loops.launched import on_ranks
 from tests.fuzz.parts import Factor
 from tests.fuzz.sides import Ours
 from tests.fuzz.trial import Outcome, run, shrunk
 from tests.launch import launch
 
-CHUNK, FEW = 10, 5
+CHUNK, FEW, LOOPS = 10, 5, 2
 REFUSALS: list[Outcome] = []
 
 
@@ -66,6 +68,19 @@ def test_stacks_of_blocks_that_hold_objects(start: int) -> None:
 def test_control_a_stack_whose_guards_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Guards, "hold", lambda guards: True)
     assert "differs" in {stacks.run(seed)[0] for seed in range(4)}
+
+
+@pytest.mark.parametrize("start", chosen(range(0, 40, LOOPS), [0]))
+def test_loops_of_fully_shard(start: int) -> None:
+    outcomes = list(on_ranks(range(start, start + LOOPS)))
+    wrong = {seed: said for seed, kind, said in outcomes if kind in ("differs", "crashed")}
+    assert not wrong, "\n".join(f"python -m tests.fuzz --loops --seed {seed}: {said}" for seed, said in wrong.items())
+    assert sum(kind == "refused" for _, kind, _ in outcomes) <= 1
+
+
+@pytest.mark.parametrize(("fault", "seed"), [("undivided", 0), ("unasked", 0)])
+def test_control_a_loop_whose_gradients_are_not_divided_or_whose_guards_are_not_asked(fault: str, seed: int) -> None:
+    assert [kind for _, kind, _ in on_ranks([seed], fault)] == ["differs"]
 
 
 def test_few_of_them_are_refused() -> None:

@@ -1,0 +1,118 @@
+"""The model that generated loops train: blocks between an embedding and a head, with what a `Shape` asks for."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH, WORDS, LENGTH = 8, 16, 5
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a loop's model is made of, and how it is sharded."""
+
+    layers: int
+    dropout: float
+    statistics: bool  # a BatchNorm
+    tied: bool
+    checkpointed: str  # of blocks: "", "reentrant" or "new"
+    returns: str  # "tensor", "tuple", "dict" or "named"
+    dtype: torch.dtype
+    reshard: bool | None
+    merged: bool  # small neighbours are sent together
+    root_alone: bool  # fully_shard is called on the model, and on no block
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Shape:
+        return cls(
+            layers=rng.choice((2, 3, 4)),
+            dropout=rng.choice((0.0, 0.0, 0.2)),
+            statistics=rng.random() < 0.2,
+            tied=rng.random() < 0.2,
+            checkpointed=rng.choice(("", "", "", "", "new", "reentrant")),
+            returns=rng.choice(("tensor", "tensor", "tensor", "tuple", "dict", "named")),
+            dtype=rng.choice((torch.float64, torch.float64, torch.float64, torch.float32)),
+            reshard=rng.choice((True, False, None)),
+            merged=rng.random() < 0.5,
+            root_alone=rng.random() < 0.15,
+        )
+
+
+class Named(NamedTuple):
+    logits: torch.Tensor
+    hidden: list[torch.Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(dropout)
+        self.scale = 1.0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block(shape.dropout) for _ in range(shape.layers))
+        self.statistics = nn.BatchNorm1d(WIDTH) if shape.statistics else None
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        if shape.tied:
+            self.head.weight = self.embed.weight
+        self.checkpointed, self.returns = shape.checkpointed, shape.returns
+        self.left_out: int | None = None  # the block that is
+        self.fails = ""  # where it raises
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        if self.fails == "begin":
+            raise KeyError("this forward fails")
+        x = x if x.is_floating_point() else self.embed(x)
+        hidden = []
+        for place, layer in enumerate(self.layers):
+            if place == self.left_out:
+                continue
+            if layer.training:  # here, since a block that is computed again would count again
+                layer.seen.add_(1)
+            if self.checkpointed and torch.is_grad_enabled():
+                x = checkpoint(layer, x, use_reentrant=self.checkpointed == "reentrant")
+            else:
+                x = layer(x)
+            hidden.append(x)
+        if self.statistics is not None:
+            x = self.statistics(x.flatten(0, 1)).view_as(x)
+        if mask is not None:
+            x = x * mask[..., None].to(x.dtype)
+        logits = self.head(x * self.gain)
+        if self.returns == "tuple":
+            return logits, (hidden[0], hidden[-1])
+        if self.returns == "dict":
+            return {"logits": logits, "hidden": hidden}
+        return Named(logits, hidden) if self.returns == "named" else logits
+
+
+def logits_of(result: Any) -> torch.Tensor:
+    """Of whatever forward returned."""
+    if isinstance(result, dict):
+        return result["logits"]  # type: ignore[no-any-return]
+    return result[0] if isinstance(result, tuple) else result
+
+
+def hidden_of(result: Any) -> torch.Tensor | None:
+    """What forward returned beside the logits."""
+    if isinstance(result, dict):
+        return result["hidden"][-1]  # type: ignore[no-any-return]
+    return result[1][-1] if isinstance(result, tuple) else None

@@ -1,0 +1,193 @@
+"""The two that run a loop: `Plain`, whose gradients are reduced by hand, and `Ours`, which `fully_shard` took.
+
+What `fully_shard` says of gradients is written down here, in `Plain`: each backward reduces the sum of what was held
+back and its own; hooks of parameters see that, once a backward; then it is added to ``grad``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compiled import Policy, fully_shard
+from tests.fuzz.loops.model import LENGTH, WORDS, Model, Shape, logits_of
+
+Hook = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+class Side:
+    """A model, its optimizers, and what a person has set; the same on both sides."""
+
+    def __init__(self, shape: Shape, seed: int, rank: int, world: int) -> None:
+        self.shape, self.rank, self.world = shape, rank, world
+        torch.manual_seed(seed)
+        self.model = Model(shape).to(shape.dtype)
+        self.take()
+        self.make: Any = None  # an optimizer of parameters
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.rows, self.masked = 2, False
+        self.synchronises, self.factor = True, float(world)
+        self.kept: dict[str, Any] = {}  # what steps leave for later ones: state dicts, averages, scalers
+        self.handles: list[Any] = []  # of hooks
+        self.hooked = False  # whether parameters have hooks
+        self.seen: list[tuple[str, torch.Tensor]] = []  # by hooks, in this step, of whom
+        self.loose = False  # once something was rounded to bfloat16
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.model.named_parameters())
+
+    def batch(self, rng: Any, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's own."""
+        generator = torch.Generator().manual_seed(rng.randrange(10**6) * self.world + self.rank)
+        shape = (rows or self.rows, LENGTH)
+        return tuple(torch.randint(0, WORDS, shape, generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        mask = (torch.arange(LENGTH) < 3).float().expand(len(y), LENGTH) if self.masked else None
+        return loss_of(self.model(x, mask), y)
+
+    # What the two do each in their own way.
+
+    def take(self) -> None:
+        raise NotImplementedError
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        raise NotImplementedError
+
+    def gradients(self, loss: torch.Tensor, of: list[nn.Parameter]) -> list[torch.Tensor | None]:
+        """`torch.autograd.grad`, reduced."""
+        raise NotImplementedError
+
+    def hook(self, name: str, parameter: nn.Parameter, hook: Hook, after: bool) -> None:
+        raise NotImplementedError
+
+    def synchronise(self, wanted: bool) -> None:
+        self.synchronises = wanted
+
+    def divide(self, factor: float) -> None:
+        """Of the root's own parameters."""
+        self.factor = factor
+
+    def module(self, call: Callable[[Any], Any]) -> None:
+        """What only a model of `fully_shard` has."""
+
+    def gathered(self) -> Any:
+        return contextlib.nullcontext()
+
+
+def loss_of(result: Any, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits_of(result).flatten(0, 1).double(), y.flatten())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, of all ranks' parts."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+class Plain(Side):
+    def take(self) -> None:
+        self.held: dict[str, torch.Tensor] = {}  # gradients that were not reduced
+        self.hooks: dict[str, list[tuple[bool, Hook]]] = {}
+
+    @contextlib.contextmanager
+    def _own(self) -> Iterator[dict[str, torch.Tensor | None]]:
+        """Within, ``grad`` is what this backward alone finds; it is put into what is given."""
+        named = self.named()
+        before, found = {name: one.grad for name, one in named}, {}
+        for _, one in named:
+            one.grad = None
+        try:
+            yield found
+            found.update((name, one.grad) for name, one in named)
+        finally:
+            for name, one in named:
+                one.grad = before[name]
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        with self._own() as found:
+            loss.backward(**options)
+        for name, parameter in self.named():
+            if (gradient := found[name]) is not None:
+                self.held[name] = self.held[name] + gradient if name in self.held else gradient
+            if self.synchronises and name in self.held:
+                self._leave(name, parameter, self.reduced(name, self.held.pop(name)))
+
+    def reduced(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        inside = name.startswith("layers") and not self.shape.root_alone
+        return gradient / (self.world if inside else self.factor)
+
+    def _leave(self, name: str, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if not parameter.requires_grad:
+            return
+        for after, hook in self.hooks.get(name, ()):
+            if not after and (other := hook(gradient)) is not None:
+                gradient = other
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            with torch.no_grad():
+                parameter.grad += gradient
+        for after, hook in self.hooks.get(name, ()):
+            if after:
+                hook(parameter)
+
+    def gradients(self, loss: torch.Tensor, of: list[nn.Parameter]) -> list[torch.Tensor | None]:
+        names = {id(one): name for name, one in self.named()}
+        found = torch.autograd.grad(loss, of, allow_unused=True)
+        return [None if one is None else self.reduced(names[id(p)], one) for p, one in zip(of, found, strict=True)]
+
+    def hook(self, name: str, parameter: nn.Parameter, hook: Hook, after: bool) -> None:
+        self.hooks.setdefault(name, []).append((after, hook))
+        self.handles.append(_Unhook(self.hooks))
+
+
+class _Unhook:
+    def __init__(self, hooks: dict[str, Any]) -> None:
+        self.remove = hooks.clear
+
+
+class Ours(Side):
+    undivided = False  # a fault, for the control
+
+    def take(self) -> None:
+        policy = None if self.shape.merged else Policy(lower="eager", bucket_mb=0)
+        for block in [] if self.shape.root_alone else self.model.layers:
+            fully_shard(block, reshard_after_forward=self.shape.reshard, policy=policy)
+            if self.undivided:
+                block.set_gradient_divide_factor(1.0)
+        fully_shard(self.model, reshard_after_forward=self.shape.reshard, policy=policy)
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        loss.backward(**options)
+
+    def gradients(self, loss: torch.Tensor, of: list[nn.Parameter]) -> list[torch.Tensor | None]:
+        found = torch.autograd.grad(loss, of, allow_unused=True)
+        return [None if one is None else whole(one) for one in found]
+
+    def hook(self, name: str, parameter: nn.Parameter, hook: Hook, after: bool) -> None:
+        put = parameter.register_post_accumulate_grad_hook if after else parameter.register_hook
+        self.handles.append(put(hook))
+
+    def synchronise(self, wanted: bool) -> None:
+        super().synchronise(wanted)
+        self.model.set_requires_gradient_sync(wanted)
+
+    def divide(self, factor: float) -> None:
+        super().divide(factor)
+        self.model.set_gradient_divide_factor(factor)
+
+    def module(self, call: Callable[[Any], Any]) -> None:
+        call(self.model)
+
+    def gathered(self) -> Any:
+        return self.model.gathered()

@@ -1,0 +1,39 @@
+"""The kinds of steps that a loop is made of, by name: a table that the files beside this one fill.
+
+A step does the same to either side, and draws its numbers from a generator that both get alike; it returns what there
+is to compare beside weights, gradients, buffers and random numbers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.fuzz.loops.sides import Side
+
+
+@dataclass(frozen=True)
+class Step:
+    run: Callable[[Side, random.Random], Any]
+    weight: int  # how often it is drawn
+    makes_noise: bool = False  # an error leaves the generator elsewhere than plain PyTorch's
+
+
+STEPS: dict[str, Step] = {}
+
+
+def step(weight: int = 1, makes_noise: bool = False) -> Callable[[Any], Any]:
+    """A kind of step, by the function's name."""
+
+    def put(function: Callable[[Side, random.Random], Any]) -> Any:
+        STEPS[function.__name__] = Step(function, weight, makes_noise)
+        return function
+
+    return put
+
+
+def draw(rng: random.Random, count: int) -> list[str]:
+    names = list(STEPS)
+    return rng.choices(names, [STEPS[name].weight for name in names], k=count)
