@@ -20,6 +20,7 @@ from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.captured import Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
 from fsdp_compiled.capture.dynamo import capture
+from fsdp_compiled.capture.model_tensors import notes_on
 from fsdp_compiled.capture.sequence_attention import along_sequences
 from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.capture.sync_batchnorm import synchronised
@@ -64,16 +65,17 @@ def capture_on(
         return seen[id(tensor)]
 
     parameters: dict[str, torch.Tensor] = {}
-    own = dict(model.named_parameters())
+    own, device = dict(model.named_parameters()), plan.device
     for buffer in plan.buffers:
+        dtype = plan.compute_dtype(buffer)
         for slot in buffer.slots:
             leaf = slot.leaf
-            if leaf.names[0] not in own:  # a parameter of the unit's, outside of the model that is called
+            if (known := own.get(leaf.names[0])) is None:  # of the unit's, outside of the model that is called
                 continue
-            fake = fake_tensor(mode, leaf.shape, leaf.stride, plan.compute_dtype(buffer), plan.device)
-            fake = _parameter(fake, gradient and leaf.trainable)
-            fake.__dict__.update(vars(own[leaf.names[0]]))  # and for what they noted on it
-            parameters |= dict.fromkeys(leaf.names, fake)
+            fake = _parameter(fake_tensor(mode, leaf.shape, leaf.stride, dtype, device), gradient and leaf.trainable)
+            fake.__dict__.update(notes_on(known))  # which models read
+            for name in leaf.names:
+                parameters[name] = fake
     whole: dict[str, torch.Tensor] = {}
     for name, parameter in (plain or {}).items():
         if id(parameter) not in seen:

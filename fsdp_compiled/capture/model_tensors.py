@@ -12,6 +12,14 @@ from torch import nn
 from fsdp_compiled.capture.aot import CaptureError, unwritable
 from fsdp_compiled.ir.program import Port
 
+# What a live parameter of `runtime.parameters` has written on it, beside the user's notes.
+OURS = frozenset({"_sharded", "_sharded_name", "_sharded_buffer", "_sharded_place", "_is_param"})
+
+
+def notes_on(parameter: torch.Tensor) -> dict[str, Any]:
+    """What the user wrote on it."""
+    return {name: value for name, value in vars(parameter).items() if name not in OURS}
+
 
 class Place(NamedTuple):
     """Where one of the model's parameters or buffers stands."""

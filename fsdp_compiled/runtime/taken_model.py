@@ -25,7 +25,7 @@ from fsdp_compiled.runtime.autograd_hooks import backward_hooks, check_module_ho
 from fsdp_compiled.runtime.parameters.gathered_call import register
 from fsdp_compiled.runtime.parameters.shard_layout import Layout
 from fsdp_compiled.runtime.parameters.sharded_operators import gradient_at
-from fsdp_compiled.runtime.parameters.sharded_parameter import by_identity, is_live, notes_on, show
+from fsdp_compiled.runtime.parameters.sharded_parameter import by_identity, is_live, show
 from fsdp_compiled.runtime.parameters.sharded_tensor import is_sharded
 from fsdp_compiled.runtime.taken_optimizer import TakenOptimizer
 
@@ -53,12 +53,11 @@ class TakenModel:
 
     @contextmanager
     def open(self) -> Iterator[nn.Module]:
-        """Inside, the model may be traced: its parameters are ordinary ones, on the meta device."""
+        """Inside, the model may be traced, which puts other tensors in the place of its parameters."""
         for hook in self._hooks_of_call:
             hook.remove()
         try:
-            with holding(self.model, {id(one): ordinary(one) for one in self.model.parameters()}):
-                yield self.model
+            yield self.model
         finally:
             self._hooks_of_call = register(self.model, self.layout)
 
@@ -176,14 +175,6 @@ def holding(model: nn.Module, instead: Mapping[int, torch.Tensor]) -> Iterator[N
     finally:
         for table, before in changed:
             table.update(before)
-
-
-def ordinary(parameter: nn.Parameter) -> nn.Parameter:
-    """One on the meta device, with what the user noted on it."""
-    empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-    found = nn.Parameter(empty, parameter.requires_grad)
-    found.__dict__.update(notes_on(parameter))
-    return found
 
 
 def _refuse_assigning(model: nn.Module) -> None:

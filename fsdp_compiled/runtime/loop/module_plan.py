@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh
@@ -34,19 +33,17 @@ from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
-from fsdp_compiled.runtime.taken_model import holding, ordinary
 
 
 class Opened:
-    """The model as it is traced: with ordinary parameters on the meta device."""
+    """The model as it is traced, which puts other tensors in the place of its parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     @contextmanager
     def open(self) -> Iterator[nn.Module]:
-        sharded = {id(one): ordinary(one) for one in self.model.parameters() if isinstance(one, DTensor)}
-        with traced(), holding(self.model, sharded):
+        with traced():
             yield self.model
 
 

@@ -25,7 +25,6 @@ from fsdp_compiled.runtime.parameters.sharded_tensor import READ, ShardedTensor,
 from fsdp_compiled.torch_private.parameters import add_hooks, parameter_of, swap_plain
 
 WRITE = "Write into it in place, parameter.copy_(...) under torch.no_grad()."
-OURS = frozenset({"_sharded", "_sharded_name", "_sharded_buffer", "_sharded_place", "_is_param"})
 SWAP = "Call torch.__future__.set_swap_module_params_on_conversion(False) first: then values are copied into it."
 # What gives a tensor another shape, or other memory.
 RESHAPING = (
@@ -164,11 +163,6 @@ def show(parameters: Iterable[nn.Parameter]) -> None:
             place.layout.references.pop(place.name)
             torch.utils.swap_tensors(parameter, view)
             _register(parameter, place)
-
-
-def notes_on(parameter: torch.Tensor) -> dict[str, Any]:
-    """What the user wrote on it."""
-    return {name: value for name, value in vars(parameter).items() if name not in OURS}
 
 
 by_identity = [False]  # whether ``==`` of parameters is ``is``, for who compares the tables that hold them
