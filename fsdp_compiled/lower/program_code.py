@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compiled.lower.python_functions import function_for
 from fsdp_compiled.lower.stretches import LITERAL, Call, Stretch, last_uses, stretches
 
 COUNT = itertools.count()
@@ -138,6 +139,7 @@ class Code:
 
     def _text(self, node: fx.Node) -> str:
         target, args = self.call(node)
+        target = function_for(target, args, node.kwargs)
         given = [self._argument(value) for value in args]
         given += [f"{key}={self._argument(value)}" for key, value in node.kwargs.items()]
         return f"{self._name(target)}({', '.join(given)})"
