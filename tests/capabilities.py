@@ -397,6 +397,7 @@ ROWS = (
             "test_whole_matrices::test_as_in_eager_pytorch",
             "test_whole_matrices::test_on_ranks",
             "test_whole_matrices_edges::test_on_ranks_and_from_other_numbers_of_them",
+            "test_whole_matrices_edges::test_dcp_goes_on_bit_for_bit_before_a_first_step_and_after",
         ),
     ),
     Row(

@@ -411,8 +411,6 @@ def test_a_checkpoint_goes_on_bit_for_bit(make: Any, tmp_path: Path) -> None:
             sharded.step(batch)
         weights.append(sharded.full_state_dict())
     assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
-    with pytest.raises(ValueError, match=r"state_dict with .* on whole parameters, .* Call save and load"):
-        sharded.state_dict()
     other = Matrices(bias=True)
     with pytest.raises(ValueError, match="the optimizer is torch"):
         compile_sharded(other, optim.AdamW(other.parameters()), loss=loss, policy=EAGER).load(tmp_path)

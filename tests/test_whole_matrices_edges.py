@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import optim
 
 from fsdp_compiled import Policy, compile_sharded
@@ -33,15 +34,63 @@ def _sharded(**options: Any) -> tuple[Any, Any]:
     return compile_sharded(model, optimizer, loss=loss, policy=EAGER), optimizer
 
 
-def test_state_dicts_are_refused_with_the_cure() -> None:
+def test_the_optimizer_s_own_state_dicts_are_refused_with_the_cure() -> None:
     sharded, optimizer = _sharded()
     for call in (optimizer.state_dict, lambda: optimizer.load_state_dict({})):
         with pytest.raises(RuntimeError, match="taken over by compile_sharded"):
             call()
-    for call in (sharded.state_dict, lambda: sharded.load_state_dict({})):
-        with pytest.raises(ValueError, match=r"with Muon, which runs as it is, .* Call save and load"):
-            call()
     sharded.step(next(batches(1)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("steps", [2, 0])
+def test_dcp_goes_on_bit_for_bit_before_a_first_step_and_after(steps: int, tmp_path: Path) -> None:
+    """Into one that has made no step, and into one that has: what was kept there is forgotten."""
+    data = list(batches(6))
+    one, _ = _sharded()
+    for batch in data[:steps]:
+        one.step(batch)
+    dcp.save({"app": one}, checkpoint_id=tmp_path, no_dist=True)
+    one.step(data[3])
+    wanted = one.full_state_dict()
+    for before in (0, 1):
+        other, _ = _sharded()
+        for batch in data[4 : 4 + before]:
+            other.step(batch)
+        dcp.load({"app": other}, checkpoint_id=tmp_path, no_dist=True)
+        assert bool(other.state.optimizer) == (steps > 0)
+        other.step(data[3])
+        found = other.full_state_dict()
+        assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    fresh, _ = _sharded()  # only what FSDP2 saves too is read
+    given = fresh.state_dict()
+    given["optim"]["state"]["mix"]["momentum_buffer"].fill_(2.0)
+    fresh.load_state_dict(given)
+    assert fresh.state.optimizer.keys() == {"mix.momentum_buffer"}
+    given = one.state_dict()
+    given["optim"]["state"]["mix"]["momentum_buffer"] += 1  # the state itself: DCP writes into it
+    given["optim"]["state"]["mix"] = {"momentum_buffer": torch.ones(2, 3)}
+    before_it = {key: value.clone() for key, value in one.state.optimizer.items()}
+    with pytest.raises(ValueError, match=r"state.mix.momentum_buffer has shape \[2, 3\]"):
+        one.load_state_dict(given)
+    assert all(torch.equal(value, before_it[key]) for key, value in one.state.optimizer.items())
+    given["optim"]["state"]["mix"] = {"momentum_buffer": (theirs := torch.ones(6, 6))}
+    one.load_state_dict(given)
+    theirs.zero_()  # it was copied
+    assert torch.equal(one.state.optimizer["mix.momentum_buffer"], torch.ones(6, 6))
+
+
+def test_dcp_is_refused_where_the_form_of_state_is_not_known_beforehand() -> None:
+    model = Matrices()
+    sharded = compile_sharded(model, optim.Adafactor(model.parameters()), loss=loss, policy=EAGER)
+    for call in (sharded.state_dict, lambda: sharded.load_state_dict({})):
+        with pytest.raises(ValueError, match=r"with Adafactor, .* it keeps more than tensors of .* Call save and load"):
+            call()
+    part, _ = _sharded(idle=True)
+    part.state_dict()
+    part.step(next(batches(1)))
+    with pytest.raises(ValueError, match=r"state_dict where idle has no state .* Call save and load"):
+        part.state_dict()
 
 
 class CountsInItsGroup(optim.Muon):

@@ -184,12 +184,12 @@ class ShardedCheckpoints(ShardedCalls):
         ``{"model": {...}, "optim": {"state": {...}, "param_groups": [...]}, "updates": ...}`` by the model's own
         names. What this rank holds a part of is a DTensor of the whole, over views of the shards, so that DCP copies
         out of the state itself, and into it when it loads: a load of DCP's that fails leaves half of it, unlike
-        `load`. Random states are not in it.
+        `load`. Random states are not in it. What owners of whole matrices keep are whole tensors, on the owner.
         """
         with self._refusing():
             self._between_steps("state_dict")
             self._checkpoints.wait()
-            trained = self._trained("state_dict")
+            trained = self._trained("state_dict", owners=True)
         with self._meeting("state_dict"), outside_modes():
             return self._checkpoints.state_dict(trained)
 
@@ -201,7 +201,7 @@ class ShardedCheckpoints(ShardedCalls):
         Raises ``ValueError`` by name, with nothing changed, for what does not fit.
         """
         with self._refusing():
-            trained = self._trained("load_state_dict")
+            trained = self._trained("load_state_dict", owners=True)
         with self._meeting("load_state_dict"), outside_modes():
             self._checkpoints.load_state_dict(state_dict, trained)
         self._row.end()

@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.lockstep import Exchange, Last, Work, last_exchange, lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import dcp, huggingface, loading, saving, whole, writing
+from fsdp_compiled.runtime.checkpoint import dcp, dcp_owned, huggingface, loading, saving, whole, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import (
     check_generators,
@@ -164,16 +164,22 @@ class Checkpoints:
         wait_for_host_memory(trained.plan)
         if not self._ranks:
             self._ranks.append(dcp.device_mesh(self._mesh))
-        return dcp.state_dict(trained, self._mesh, self._ranks[0])
+        found = dcp.state_dict(trained, self._mesh, self._ranks[0])
+        if trained.updates:
+            owned = self._run(trained, "What state_dict collects of owners", dcp_owned.of_owners(trained))
+            found["optim"]["state"] |= owned.pop("state")
+            found |= owned
+        return found
 
     def load_state_dict(self, given: Mapping[str, Any], trained: Trained) -> None:
         """Collective: all ranks are given what fits, or none takes it."""
         wait_for_host_memory(trained.plan)
 
         def load() -> Work[None]:
-            write = dcp.load_state_dict(given, trained, self._mesh)
+            writes = [dcp_owned.loaded(given, trained), dcp.load_state_dict(given, trained, self._mesh)]
             yield "what it is given"
-            write()
+            for write in writes:
+                write()
 
         lockstep(self._mesh, "What load_state_dict is given", load())
 

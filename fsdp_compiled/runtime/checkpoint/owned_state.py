@@ -36,11 +36,11 @@ SIZES = (2, 3, 4, 5, 6, 7)  # of the small parameter
 
 @dataclass(frozen=True)
 class _Kept:
-    """After one step of the class: tensors that it keeps, of which some have the parameter's shape; and what it writes
-    in its group."""
+    """After one step of the class: what it keeps, of which some are tensors of the parameter's shape, with their
+    dtypes; and what it writes in its group."""
 
     names: frozenset[str]
-    shaped: frozenset[str]
+    shaped: Mapping[str, torch.dtype]
     written: frozenset[str]
 
 
@@ -71,7 +71,7 @@ def from_owners(trained: Trained, mesh: Mesh) -> Work[States]:
     own: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
     for update in trained.updates:
         update.of_all_ranks()  # raises for state that belongs to no parameter
-        _kept_by(update)
+        kept_by(update)
         for name, kept in update.of_parameters().items():
             tensors: dict[str, torch.Tensor] = {}
             own[name] = encode(kept, name, tensors), tensors
@@ -96,7 +96,7 @@ def to_owners(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[li
     for update in trained.updates:
         update.of_all_ranks()
         written.append(frozenset())
-        for name, kept in _kept_by(update).items():
+        for name, kept in kept_by(update).items():
             written[-1] |= kept.written
             if mesh.rank == 0 and given.get(name):
                 _check(name, given[name], kept, update.leaves[name], update.name)
@@ -137,7 +137,7 @@ def _broadcast(tensors: Mapping[str, torch.Tensor], mesh: Mesh, group: str | Non
             tensor.copy_(sent.cpu().view(tensor.dtype).view(tensor.shape))
 
 
-def _kept_by(update: WholeUpdate) -> dict[str, _Kept]:
+def kept_by(update: WholeUpdate) -> dict[str, _Kept]:
     """What its class keeps of each parameter. Raises ``ValueError`` where no ``state_dict`` holds all of it."""
     kind = type(update.optimizer)
     if (kind.state_dict, kind.load_state_dict) != (Optimizer.state_dict, Optimizer.load_state_dict):
@@ -170,10 +170,11 @@ def _after_a_step(optimizer: Optimizer, group: Mapping[str, Any], leaf: Leaf) ->
             f"{kind.__name__} counts in its attribute {odd[0]!r}, which is in no state_dict: call save and load."
         )
     leaves = all_leaves(twin.state.get(small, {}))
-    shaped = {key for key, value in leaves.items() if isinstance(value, torch.Tensor) and value.shape == small.shape}
+    tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
+    shaped = {key: value.dtype for key, value in tensors.items() if shape and value.shape == small.shape}
     now = options_of(twin.param_groups[0])
     written = {key for key, value in now.items() if known.get(key) != repr(value)}
-    return _Kept(frozenset(map(str, twin.state.get(small, {}))), frozenset(shaped if shape else ()), frozenset(written))
+    return _Kept(frozenset(map(str, twin.state.get(small, {}))), shaped, frozenset(written))
 
 
 def _check(name: str, given: Any, kept: _Kept, leaf: Leaf, kind: str) -> None:
