@@ -61,7 +61,7 @@ class Objects:
                 and type(variable.mutation_type) is ValueMutationExisting
             ):
                 self._plain.append(variable)
-            elif not _settled(variable):
+            elif not _is_seen_above(variable):
                 self._doubtful.append(variable)
         self._seen = len(self._table)
         if any(one.mutation_type.is_modified for one in self._plain):
@@ -76,7 +76,7 @@ class Objects:
         return tuple(found)
 
 
-def _settled(variable: Any) -> bool:
+def _is_seen_above(variable: Any) -> bool:
     """Whether what is put into it is among the attributes above, and nothing else can change of it; or it is new."""
     kind = type(variable.mutation_type)
     # (Dynamo answers isinstance by a function of its own.)
