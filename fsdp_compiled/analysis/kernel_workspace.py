@@ -22,7 +22,7 @@ reduce-scatter does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.nodes import as_traced
+from fsdp_compiled.torch_private.fx_graph import inputs_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -92,6 +93,33 @@ def in_kernel(node: fx.Node) -> int:
     if torch.Tag.reduction in node.target.tags and results and operands[0].dtype != results[0].dtype:
         return workspace + operands[0].numel() * results[0].dtype.itemsize
     return workspace
+
+
+class Workspaces:
+    """`in_kernel`, worked out once for nodes of one operator and the same fake tensors: equal blocks share theirs."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Hashable, ...], int] = {}
+        self._kinds: dict[int, str] = {}  # by operator: whether it allocates, and by what
+
+    def __call__(self, node: fx.Node) -> int:
+        target = id(node.target)
+        if (kind := self._kinds.get(target)) is None:
+            kind = self._kinds[target] = _kind(node.target)
+        if kind == "nothing":
+            return 0
+        key: tuple[Hashable, ...] = target, id(node.meta["val"]), *[id(one.meta["val"]) for one in inputs_of(node)]
+        if kind == "arguments":  # where a tensor stands, and the numbers beside it
+            key += tuple([id(one.meta["val"]) if isinstance(one, fx.Node) else repr(one) for one in node.args])
+        if (found := self._known.get(key)) is None:
+            found = self._known[key] = in_kernel(node)
+        return found
+
+
+def _kind(target: Any) -> str:
+    if not isinstance(target, torch._ops.OpOverload) or not _may_allocate(target):
+        return "nothing"
+    return "arguments" if target in _KERNELS else "tensors"
 
 
 @cache

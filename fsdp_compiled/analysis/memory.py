@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
@@ -67,8 +68,7 @@ class Part:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """While one node runs: the bytes alive on this rank, its arguments, results and workspaces among them."""
 
     node: str

@@ -15,24 +15,25 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.analysis.kernel_workspace import Backend, backend_of, in_kernel, keeps_input, on_wire
+from fsdp_compiled.analysis.kernel_workspace import Backend, Workspaces, backend_of, keeps_input, on_wire
 from fsdp_compiled.analysis.memory import Memory, Moment, Part, Persistent
-from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait, mutated, role_of
+from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait, mutated, role_of, writes
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.ir.text import where
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.torch_private.fx_graph import inputs_of
 
 aten = torch.ops.aten
 BLOCK = {"cuda": 512}  # what an allocator rounds up to, where it rounds
 
 
-@dataclass
+@dataclass(slots=True)
 class _Storage:
     nbytes: int
     kind: str
@@ -67,14 +68,19 @@ class _Run:
     def __init__(self, program: Program, plan: Plan, base: int, backend: Backend) -> None:
         self.block = BLOCK.get(plan.device.type, 1)
         self.backend = backend
+        self.in_kernel = Workspaces()
+        self.extents: dict[int, list[int]] = {}  # of results, by identity: equal blocks have the same
+        self.views: dict[tuple[int, ...], bool] = {}  # of reshapes, by what they are of
+        self.operators: dict[int, _Operator] = {}  # by identity
         self.values: dict[fx.Node, list[_Storage]] = {}
         self.given: set[int] = set()
         self.flights: list[_Flight] = []
         self.held: list[_Storage] = []  # in the order in which they came to be alive
-        self.gradients = _flattened(program)
+        flattened, fetched = _marked(program.graph)
+        self.gradients = _flattened(flattened)
         self.last_uses = _last_uses(program.graph)
         self.shards = {node for port, node in program.inputs.items() if port.kind == "shard"}
-        self.shards.update(program.marked("fetch"))
+        self.shards.update(fetched)
         self.batch = 0
         for port, node in program.inputs.items():
             storage = _Storage(self._rounded(_extent(as_traced(node.meta["val"]))), port.kind, port.key, holders=1)
@@ -92,19 +98,21 @@ class _Run:
     def step(self, node: fx.Node) -> Moment:
         """Runs one node: makes its results, notes the height, drops what is not used again."""
         place = where(node)
-        made = self._results(node, place)
+        if (does := self.operators.get(id(node.target))) is None:
+            does = self.operators[id(node.target)] = _read(node)
+        made = self._results(node, does.gives, place)
         self.values[node] = made
         for storage in made:
             self._hold(storage)
-        if is_collective(node):
+        if does.sends:
             self._start(node)
-        workspace = self._rounded(in_kernel(node))
+        workspace = self._rounded(self.in_kernel(node))
         height = self.live + workspace
         if height > self.highest:
             self.highest, self.peak = height, self.moments
             self.kernel = _Storage(workspace, "kernel", place)
         self.moments += 1
-        if is_wait(node):
+        if does.waits:
             self._finish(made)
         for value in self.last_uses.get(node, ()):
             for storage in self.values.pop(value):
@@ -116,22 +124,31 @@ class _Run:
         alive = [storage for storage in self.held if storage.begin <= self.peak < storage.end]
         return (*_summed([*alive, self.kernel]), *batch)
 
-    def _results(self, node: fx.Node, place: str) -> list[_Storage]:
+    def _results(self, node: fx.Node, gives: str, place: str) -> list[_Storage]:
         """The storages of the node's results: its arguments' own, or new ones."""
-        target: Any = node.target
-        if target is operator.getitem:
+        if gives == "a part":
             source, index = node.args
             return [self.values[source][index]]  # type: ignore[index]
-        if is_wait(node) or target is aten._unsafe_view.default or _views(node):
+        if gives == "its argument" or (gives == "either" and self._is_view(node)):
             (base,) = self.values[node.all_input_nodes[0]]
             return [base] * len(_leaves(node.meta["val"]))
-        if targets := mutated(node):
+        if gives == "what it writes" and (targets := mutated(node)):
             own = [leaf for leaf in _leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
             return [self.values[source][0] for source, _ in zip(targets, own, strict=False)]
         kind = self._kind(node)
-        value = as_traced(node.meta["val"])
-        leaves = list(value) if isinstance(value, tuple | list) else [value]
-        return [_Storage(self._rounded(_extent(leaf)), kind, place) for leaf in leaves]
+        value = node.meta["val"]
+        if (sizes := self.extents.get(id(value))) is None:
+            counted = as_traced(value)
+            leaves = list(counted) if isinstance(counted, tuple | list) else [counted]
+            sizes = self.extents[id(value)] = [self._rounded(_extent(leaf)) for leaf in leaves]
+        return [_Storage(size, kind, place) for size in sizes]
+
+    def _is_view(self, node: fx.Node) -> bool:
+        source: Any = node.args[0]
+        key = id(source.meta["val"]), id(node.meta["val"])
+        if (found := self.views.get(key)) is None:
+            found = self.views[key] = _views(node)
+        return found
 
     def _kind(self, node: fx.Node) -> str:
         role = role_of(node)
@@ -178,17 +195,36 @@ class _Run:
         return -(-nbytes // self.block) * self.block
 
 
-def _views(node: fx.Node) -> bool:
-    """Whether the node's result is in its argument's storage; ``reshape`` copies where it cannot view."""
+@dataclass(frozen=True)
+class _Operator:
+    """What is asked of each node's. ``gives``: what its results are."""
+
+    gives: Literal["a part", "its argument", "either", "what it writes", "new"]
+    sends: bool
+    waits: bool
+
+
+def _read(node: fx.Node) -> _Operator:
+    sends, waits = is_collective(node), is_wait(node)
+    if node.target is operator.getitem:
+        return _Operator("a part", sends, waits)
     if node.target is aten.reshape.default:
-        source, result = as_traced((node.args[0].meta["val"], node.meta["val"]))  # type: ignore[union-attr]
-        if source.is_contiguous():
-            return True
-        try:
-            source.view(result.shape)
-        except (RuntimeError, ValueError):
-            return False
-    return is_view(node)
+        return _Operator("either", sends, waits)
+    if waits or node.target is aten._unsafe_view.default or is_view(node):
+        return _Operator("its argument", sends, waits)
+    return _Operator("what it writes" if writes(node) else "new", sends, waits)
+
+
+def _views(node: fx.Node) -> bool:
+    """Whether the result of a ``reshape`` is in its argument's storage; it copies where it cannot view."""
+    source, result = as_traced((node.args[0].meta["val"], node.meta["val"]))  # type: ignore[union-attr]
+    if source.is_contiguous():
+        return True
+    try:
+        source.view(result.shape)
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -210,7 +246,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     found: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        for value in (*node.all_input_nodes, *([node] if not node.users else [])):
+        for value in (*inputs_of(node), *([node] if not node.users else [])):
             if value not in seen:
                 seen.add(value)
                 if value.op == "call_function":
@@ -218,13 +254,19 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return found
 
 
-def _flattened(program: Program) -> set[fx.Node]:
+def _marked(graph: fx.Graph) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What lays gradients end to end, and what comes from the host."""
+    marked = [(node, mark.role) for node in graph.nodes if (mark := node.meta.get("mark")) is not None]
+    return [node for node, role in marked if role == "flatten"], [node for node, role in marked if role == "fetch"]
+
+
+def _flattened(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """The gradients by parameter that `reduce` lays end to end, down to the nodes that made them."""
     found: set[fx.Node] = set()
-    stack = [node for node in program.marked("flatten") if node.target is aten.cat.default or is_view(node)]
+    stack = [node for node in nodes if node.target is aten.cat.default or is_view(node)]
     while stack:
         node = stack.pop()
-        for source in node.all_input_nodes:
+        for source in inputs_of(node):
             if source not in found and source.op == "call_function":
                 found.add(source)
                 if is_view(source) or source.target is operator.getitem or source.target is aten._unsafe_view.default:

@@ -7,7 +7,7 @@ are those that PyTorch's own `FlopCounterMode` counts (matrix products, convolut
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from functools import cache
+from operator import getitem
 from typing import Any
 
 import torch
@@ -45,16 +45,25 @@ def _seconds(node: fx.Node, machine: Machine, size: Size) -> float:
 
 def seconds_of(graph: fx.Graph, machine: Machine) -> Iterator[float]:
     """Of each node, in order; of products that are alike one is looked at, however many layers have one."""
-    alike, size = Alike(), cache(_size)
+    alike, size = Alike(), _Sizes()
     known: dict[Hashable, float] = {}
+    products: dict[int, bool] = {}  # by operator, whether a formula counts its multiplications
     for node in graph.nodes:
-        key = alike.key(node) if _formula(node) is not None else None
+        target = id(node.target)
+        if (product := products.get(target)) is None:
+            product = products[target] = _formula(node) is not None
+        key: Hashable = None
+        if product:
+            key = alike.key(node)
+        elif node.op == "call_function" and node.target is not getitem:
+            # Of all others, tensors alone are asked, which equal blocks share.
+            key = target, *[id(source.meta.get("val")) for source in (node, *node.all_input_nodes)]
         if key is None:
             yield _seconds(node, machine, size)
             continue
-        if key not in known:
-            known[key] = _seconds(node, machine, size)
-        yield known[key]
+        if (found := known.get(key)) is None:
+            found = known[key] = _seconds(node, machine, size)
+        yield found
 
 
 def _formula(node: fx.Node) -> Callable[..., int] | None:
@@ -77,6 +86,19 @@ def traffic(node: fx.Node) -> int:
 
 def _traffic(node: fx.Node, size: Size) -> int:
     return sum(map(size, node.all_input_nodes), size(node))
+
+
+class _Sizes:
+    """`_size`, looked at once for each fake tensor."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+
+    def __call__(self, node: fx.Node) -> int:
+        value = node.meta.get("val")
+        if (found := self._known.get(id(value))) is None:
+            found = self._known[id(value)] = nbytes(value)
+        return found
 
 
 def _size(node: fx.Node) -> int:

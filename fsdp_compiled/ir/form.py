@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fsdp_compiled.ir.nodes import Role, call_text, describe, is_collective, mutated, writes
+from fsdp_compiled.ir.nodes import GATHERED, Role, call_text, describe, is_collective, mutated, writes
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.torch_private.fx_graph import inputs_of
 
@@ -29,6 +29,7 @@ class Checked:
     roles: dict[str, list[fx.Node]] = field(default_factory=dict)  # what passes inserted, by role
     writes: list[tuple[fx.Node, list[fx.Node]]] = field(default_factory=list)  # with what is written in place
     collectives: list[fx.Node] = field(default_factory=list)
+    gathered: list[fx.Node] = field(default_factory=list)  # what parameters go through on their way to compute
 
     def marked(self, role: Role) -> Sequence[fx.Node]:
         return self.roles.get(role, ())
@@ -57,10 +58,8 @@ def form(program: Program) -> Checked:
             source = next(source for source in node.all_input_nodes if source not in seen)
             fail(program, node, f"{node.name} reads {source.name}, which stands after it, or is not there.")
         seen.add(node)
-        if node.op == "output":
-            continue
         meta = node.meta
-        if "val" not in meta:
+        if "val" not in meta and node.op != "output":
             fail(program, node, f"{node.name} has no fake tensor.")
         if node.op != "call_function":
             continue
@@ -70,6 +69,8 @@ def form(program: Program) -> Checked:
             now = phase
         if (mark := meta.get("mark")) is not None:
             found.roles.setdefault(mark.role, []).append(node)
+            if mark.role in GATHERED:
+                found.gathered.append(node)
         if id(node.target) in plain:
             continue
         if is_collective(node):

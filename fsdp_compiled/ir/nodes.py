@@ -324,17 +324,23 @@ COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.o
 
 def gathered(graph: fx.Graph) -> dict[str, set[fx.Node]]:
     """By unit, the forward nodes that hold its gathered parameters: gathers, views of them, casts and copies."""
-    found: dict[fx.Node, str] = {}
-    for node in graph.nodes:
-        if node.op != "call_function" or node.meta["phase"] != "forward":
-            continue
-        if role_of(node) in GATHERED:
-            found[node] = node.meta["mark"].unit
-        elif (is_view(node) or node.target in COPIES) and node.all_input_nodes:
-            units = {found.get(source) for source in node.all_input_nodes}
-            unit = units.pop()
-            if unit is not None and not units:
-                found[node] = unit
+    return gathered_by(node for node in graph.nodes if (mark := node.meta.get("mark")) and mark.role in GATHERED)
+
+
+def gathered_by(marked: Iterable[fx.Node]) -> dict[str, set[fx.Node]]:
+    """The same, of the nodes in those roles, in order: what else holds parameters reads nothing but one unit's."""
+    found = {node: node.meta["mark"].unit for node in marked if node.meta.get("phase") == "forward"}
+    stack = list(found)
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user in found or user.op != "call_function" or user.meta["phase"] != "forward":
+                continue
+            if is_view(user) or user.target in COPIES:
+                units = {found.get(source) for source in user.all_input_nodes}
+                if units == {found[node]}:
+                    found[user] = found[node]
+                    stack.append(user)
     chains: dict[str, set[fx.Node]] = {}
     for node, unit in found.items():
         chains.setdefault(unit, set()).add(node)

@@ -31,12 +31,11 @@ from fsdp_compiled.ir.form import Checked, fail, form
 from fsdp_compiled.ir.liveness import alive, live_ranges
 from fsdp_compiled.ir.nodes import (
     AGAIN,
-    gathered,
+    gathered_by,
     is_collective,
     is_wait,
     mutated,
     origin,
-    positions,
     role_of,
 )
 from fsdp_compiled.ir.program import LOSS, Program
@@ -122,18 +121,17 @@ def _reduced(checked: Checked, plan: Plan, node: fx.Node, buffer: Buffer) -> Non
 def _resharded(checked: Checked, plan: Plan) -> None:
     if not plan.resharded:
         return
-    order = positions(checked.program.graph)
-    chains = gathered(checked.program.graph)
     crossing: dict[str, tuple[fx.Node, fx.Node]] = {}
-    last_use: dict[str, int] = {}
-    for unit, nodes in chains.items():
+    last_use: dict[str, fx.Node] = {}
+    for unit, nodes in gathered_by(checked.gathered).items():
         for node in nodes:
             for user in node.users:
                 if user.op == "output" or user.meta["phase"] == "forward":
-                    last_use[unit] = max(last_use.get(unit, 0), order[user])
+                    if unit not in last_use or user > last_use[unit]:
+                        last_use[unit] = user
                 elif user.meta["phase"] == "backward":
                     crossing.setdefault(unit, (node, user))
-    turning = max(last_use, key=last_use.__getitem__, default=None)
+    turning = max(last_use, key=last_use.__getitem__, default=None)  # type: ignore[arg-type]
     for unit, (node, user) in crossing.items():
         if unit != turning and unit in plan.resharded:
             names = [slot.name for buffer in plan.buffers if buffer.unit == unit for slot in buffer.slots]

@@ -69,10 +69,10 @@ def _turning_unit(graph: fx.Graph, chains: dict[str, set[fx.Node]]) -> str | Non
 
 def _regions(graph: fx.Graph, plan: Plan) -> dict[fx.Node, object]:
     """The region of each node that is in one: what the model checkpoints or, if asked, the node's block."""
+    if plan.policy.recompute != "unit":
+        return {node: region for node in graph.nodes if (region := node.meta.get("region")) is not None}
     nodes = [node for node in graph.nodes if node.op == "call_function"]
-    blocks: dict[str, str | None] = {}
-    if plan.policy.recompute == "unit":
-        blocks = {path: innermost([path], plan.blocks) for path in {node.meta.get("path", "") for node in nodes}}
+    blocks = {path: innermost([path], plan.blocks) for path in {node.meta.get("path", "") for node in nodes}}
     found = {node: blocks.get(node.meta.get("path", "")) or node.meta.get("region") for node in nodes}
     return {node: region for node, region in found.items() if region is not None}
 
