@@ -49,9 +49,10 @@ def traced(patch: pytest.MonkeyPatch, everything: bool) -> tuple[list[Any], Coun
 
     def seen(self: Any) -> None:
         complete(self)
-        for node, value in zip(self.module.graph.find_nodes(op="placeholder"), self.inputs, strict=True):
+        graph = self.short.module.graph
+        for node, value in zip(graph.find_nodes(op="placeholder"), self.short.inputs, strict=True):
             nodes.append((node.name, getattr(value, "_dynamo_static_input_type", None)))
-        nodes.extend((node.op, str(node.target), str(node.args)) for node in self.module.graph.nodes)
+        nodes.extend((node.op, str(node.target), str(node.args)) for node in graph.nodes)
 
     def counted(name: str, function: Any) -> Any:
         def run(*given: Any, **named: Any) -> Any:

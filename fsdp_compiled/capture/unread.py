@@ -3,8 +3,8 @@
 - *Names of parameters*: of each module that it comes to, the table of all tensors inside, and where they are. So a
   tensor is listed as often as there are modules around it. The table is for parameters that a graph holds; here all
   are inputs.
-- *Marks on tensors*, that they stay where they are: of each module, on all tensors inside. Those inside of a module
-  that was come to have theirs.
+- *Marks on tensors*, that they stay where they are: of each module, on all tensors inside. Those that it comes to are
+  marked when it does.
 - *Code* of the graph, for a look through it for sizes that are read out of tensors.
 
 Of a model of equal blocks, most of which are not walked through (`blocks`), this is a quarter of what is left of the
@@ -23,7 +23,6 @@ from torch import fx, nn
 from fsdp_compiled.torch_private.dynamo import OutputGraph, variable_builder
 
 MARKED = ("og_module_named_parameters_fn_ptr", "og_module_named_buffers_fn_ptr")  # by which it knows what it can mark
-WALKS = ("named_parameters", "named_buffers", "named_modules", "modules")
 
 
 @contextlib.contextmanager
@@ -32,17 +31,11 @@ def left_out() -> Iterator[None]:
     thread, builder = threading.get_ident(), variable_builder.VariableBuilder
     wrap, names_of = builder.wrap_module, OutputGraph.add_fqn_info_for_inlined_modules
     compile_graph, recompile = OutputGraph.compile_and_call_fx_graph, fx.GraphModule.recompile
-    inside: dict[int, nn.Module] = {}  # modules whose tensors have marks, by identity
     compiling: list[int] = []
 
     def wrap_module(self: Any, value: nn.Module) -> Any:
         if threading.get_ident() != thread:
             return wrap(self, value)
-        if id(value) not in inside:
-            found = wrap(self, value)
-            if all(getattr(getattr(value, name), "__func__", None) is getattr(nn.Module, name) for name in WALKS):
-                inside.update((id(one), one) for one in value.modules())
-            return found
         marked = [getattr(variable_builder, name) for name in MARKED]
         for name in MARKED:
             setattr(variable_builder, name, None)

@@ -30,7 +30,7 @@ def new_placeholder(graph: fx.Graph, name: str) -> fx.Node:
 
 def _new(graph: fx.Graph, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> fx.Node:
     names = graph._graph_namespace
-    name = _free(names, name) if _is_stem(name) else names.create_name(name, None)
+    name = _free(names, name) if _is_stem(name) else _numbered(names, name)
     node = fx.Node(graph, name, op, target, args, kwargs)
     names._obj_to_name[node] = name
     _put(graph, node)
@@ -45,6 +45,16 @@ def _free(names: Any, stem: str) -> str:
         name = f"{stem}_{number}"
     used.add(name)
     names._base_count[stem] = number
+    return name
+
+
+def _numbered(names: Any, name: str) -> str:
+    """The same of another name: most are those of inputs, which nobody else has."""
+    stem, _, number = name.rpartition("_")
+    if not number.isdecimal() or not name.isidentifier() or name in names._used_names:
+        return names.create_name(name, None)  # type: ignore[no-any-return]
+    names._used_names.add(name)
+    names._base_count[stem] = int(number)
     return name
 
 

@@ -54,7 +54,6 @@ class BlockCall:
         self.tx, self.output, self.module, self.source = tx, tx.output, variable.value, variable.source
         self._objects = objects
         self._names = dict(closure_vars())
-        self._values: dict[Source, Any] = {}
         self._places: dict[str, Any] | None = None  # for `evaluate`
         self.moved: dict[int, Source] = {}  # places of another block in this one, by identity
         self._scope = {"L": tx.output.local_scope, "G": tx.output.global_scope}
@@ -123,7 +122,7 @@ class BlockCall:
     def value(self, source: Source) -> Any:
         """What is there, before the trace."""
         try:
-            return source.get_value(self._scope, self._names, self._values)
+            return source.get_value(self._scope, self._names, self._objects.values)
         except Exception as error:
             raise Unlike(f"{source.name} cannot be read: {error}") from error
 

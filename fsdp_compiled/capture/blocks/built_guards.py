@@ -142,6 +142,14 @@ class BlockGuards:
         """``places``: of guards, in the walked block's list."""
         self.block, self.places, self._plans, self._built = block, places, plans, built
 
+    def says_the_class(self) -> bool:
+        """Whether one of them is of the block's class, which Dynamo notes too when it comes to a block."""
+        walked = self.block.walked
+        return any(
+            walked.kinds[place] == "TYPE_MATCH" and walked.guards[place][0].name == walked.call.source.name
+            for place in self.places
+        )
+
     def is_specialized_nn_module(self) -> bool:
         return False
 

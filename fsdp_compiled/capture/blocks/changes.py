@@ -39,6 +39,7 @@ class Objects:
     def __init__(self, effects: Any) -> None:
         """``effects``: Dynamo's record of what code changes, which another one may take the place of."""
         self.effects = effects
+        self.values: dict[Any, Any] = {}  # what was in a place before the trace, of those that were asked for
         self._table = effects.id_to_variable  # to which it adds
         self._seen = 0
         self._doubtful: list[Any] = []
@@ -54,7 +55,7 @@ class Objects:
                 raise Changed
             found.append((variable.source.name, *((name, _form(value)) for name, value in attributes.items())))
         if effects.id_to_variable is not self._table or len(self._table) < self._seen:
-            self.__init__(effects)  # type: ignore[misc]
+            self._table, self._seen, self._doubtful, self._plain = effects.id_to_variable, 0, [], []
         for variable in islice(self._table.values(), self._seen, None):
             if (
                 type(variable) in (ConstDictVariable, ListVariable)

@@ -125,8 +125,9 @@ def left_out(gap: Gap, module: fx.GraphModule, out: WrittenOut, ports: Mapping[i
 
 def _texts(block: WrittenBlock, lines: Sequence[Line]) -> Iterator[str]:
     """Of these lines of a block, as `texts_of` has them of nodes."""
-    template = block.walked.template
-    paths = [path_in(block.walked.path(path, block.call) for path, _ in stack.values()) for stack in template.stacks]
+    walked, call = block.walked, block.call
+    one, other = path_in([walked.call.path]), path_in([call.path])
+    paths = [other + path.removeprefix(one) if inside else path for path, inside in walked.paths]
     for line in lines:
         yield paths[line.stack] if line.stack is not None else ""
-        yield block.call.trace + line.user if line.stack is not None else ""
+        yield call.trace + line.user if line.stack is not None else ""

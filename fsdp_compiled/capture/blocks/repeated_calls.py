@@ -90,7 +90,10 @@ class Repeats:
 
         def build_guards(manager: Any, guards: Any, *rest: Any, **named: Any) -> Any:
             if threading.get_ident() == thread and "guard_filter_fn" in named:  # those that are kept
-                guards = [*guards, *self.more(guards)]
+                more = self.more(guards)
+                twice = {one.block.call.source.name for one in more if one.says_the_class()}
+                once = (one for one in guards if one.name not in twice or one.create_fn_name() != "TYPE_MATCH")
+                guards = [*once, *more]
             return build(manager, guards, *rest, **named)
 
         kind.call_function = call_function  # type: ignore[method-assign]

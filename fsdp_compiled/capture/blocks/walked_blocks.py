@@ -22,6 +22,7 @@ from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, m
 from fsdp_compiled.capture.blocks.equal_blocks import layout_of
 from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template, own_tensor
 from fsdp_compiled.capture.guards import plain_names
+from fsdp_compiled.capture.source_lines import path_in
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
@@ -101,6 +102,15 @@ class WalkedBlock:
     def can_stand(self) -> bool:
         """Whether one node can stand for all of a block: Dynamo looks through its graph for what changes modes."""
         return bool(self.results) and not any(node.target in VALUELESS for node in self.nodes)
+
+    @functools.cached_property
+    def paths(self) -> list[tuple[str, bool]]:
+        """For each of the template's stacks the innermost submodule, and whether it is the block or in it."""
+        found = []
+        for stack in self.template.stacks:
+            names = [name for name, _ in stack.values() if path_in([name])]
+            found.append((path_in(names), bool(names) and self.inside(names[-1])))
+        return found
 
     def _guards(self, guards: Iterable[Guard]) -> Iterable[tuple[Guard, Any, tuple[Source, ...]]]:
         """What was read before the block was called is asked as well: the block may have read it again."""
