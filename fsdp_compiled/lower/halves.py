@@ -25,6 +25,7 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, base_of, gathered, is_view, mutated, origin, role_of
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.torch_private.fx_graph import copied_node, give_names, input_for, names_of, new_call, row_of
 
 aten = torch.ops.aten
 LATE = ("gradient", "input gradient")
@@ -45,9 +46,10 @@ class Halves:
 
 def cut(program: Program) -> Halves:
     """The two halves; the inputs of ``backward`` are what was saved, then tangents."""
-    program = _with_views_again(_without_copies(program))
+    program = _with_views_again(replace(_without_copies(program), donated=True))
     inputs = {node: port for port, node in program.inputs.items()}
     late = {port: node for port, node in program.outputs.items() if port.kind in LATE}
+    gradients = set(late.values())
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     behind = _behind(nodes, inputs)
     changed = {origin(target) for node in nodes if node not in behind for target in mutated(node)}
@@ -56,7 +58,7 @@ def cut(program: Program) -> Halves:
         for node in [*inputs, *nodes]
         if node not in behind
         and inputs.get(node, Port("in", "batch")).kind != "tangent"
-        and (any(user in behind for user in node.users) or node in late.values())
+        and (node in gradients or not behind.isdisjoint(node.users))
     ]
     computed = [node for node in crossing if node not in inputs or node in changed]
     ports = {node: Port("out", "saved", str(place)) for place, node in enumerate(computed)}
@@ -144,18 +146,16 @@ def _part(
 ) -> Program:
     """A program of these nodes. ``saved``: its other outputs; of inputs that it changes, copies from before."""
     graph = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for node, _ in inputs:
-        mapping[node] = graph.placeholder(node.name)
-        mapping[node].meta.update(node.meta)
+    give_names(graph, names_of(program.graph))
+    mapping = {node: input_for(graph, node) for node, _ in inputs}
     before: dict[fx.Node, fx.Node] = {}
     for node in changed:
         if saved and node in saved and node in mapping:
-            before[node] = graph.call_function(aten.clone.default, (mapping[node],))
+            before[node] = new_call(graph, aten.clone.default, (mapping[node],), {}, None)
             before[node].meta = {"val": node.meta["val"], "phase": "forward", "mark": Mark("update")}
     for node in members:
-        mapping[node] = graph.node_copy(node, mapping.__getitem__)
-        mapping[node].meta = dict(node.meta)
+        mapping[node] = copied_node(graph, row_of(node), mapping.__getitem__)
+    give_names(graph, names_of(graph))
     kept = [before.get(node) or mapping[node] for node in saved or ()]
     graph.output([*(mapping[node] for node, _ in outputs), *kept])
     ports = (*(port for _, port in inputs), *(port for _, port in outputs), *(saved or {}).values())

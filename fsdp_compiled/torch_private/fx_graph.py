@@ -86,6 +86,14 @@ def copied_node(graph: fx.Graph, row: Row, change: Callable[[fx.Node], fx.Node])
     return copy
 
 
+def input_for(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A placeholder in another graph, which has no node of its name, for what the node computes; as `copied_node`."""
+    made = fx.Node(graph, node.name, "placeholder", node.name, (), {})
+    made.meta.update(node.meta)
+    _put(graph, made)
+    return made
+
+
 def names_of(graph: fx.Graph) -> Names:
     """The names that nodes of the graph have or had, which no other gets."""
     names = graph._graph_namespace
