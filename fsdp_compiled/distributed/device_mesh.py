@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import atexit
 import os
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -107,7 +110,18 @@ def device_mesh_of_all() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         atexit.register(close)
-    return init_device_mesh(place.device.type, (dist.get_world_size(),))
+    kind, group = place.device.type, dist.group.WORLD
+    before, known = _of_all.get(kind, (lambda: None, lambda: None))
+    if before() is group and (mesh := known()) is not None:
+        return mesh
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    _of_all[kind] = weakref.ref(group), weakref.ref(mesh)
+    return mesh
+
+
+# By kind of device, the process group of all ranks and the mesh that was made of it, as long as there are both: each
+# call of `fully_shard` asks for one.
+_of_all: dict[str, tuple[Callable[[], Any], Callable[[], DeviceMesh | None]]] = {}
 
 
 def tp_beside(mesh: DeviceMesh) -> DeviceMesh | None:

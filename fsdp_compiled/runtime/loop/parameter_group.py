@@ -252,7 +252,9 @@ class ParameterGroup:
             buffer = replace(buffer, group=number)
             tensor = torch.zeros(buffer.numel // self.mesh.shard, dtype=dtype, device=device)
             for entry, slot in zip(members, buffer.slots, strict=True):
-                entry.spec = self._spec(entry.parameter, entry.tp)
+                known = entry.spec.tensor_meta
+                if known is None or (known.shape, known.dtype) != (entry.parameter.shape, entry.parameter.dtype):
+                    entry.spec = self._spec(entry.parameter, entry.tp)
                 old = entry.parameter._local_tensor  # type: ignore[attr-defined]
                 entry.first, entry.last = slot.offset, slot.offset + old.numel()
                 entry.local = part_of(tensor, entry.first, entry.last, old.shape)
