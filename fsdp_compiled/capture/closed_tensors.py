@@ -1,4 +1,5 @@
-"""Tensors that a program closes over: where each is read at a call, and which others it takes in their place."""
+"""Tensors that a program closes over: where each is read at a call, and which others it takes in their place; and those
+that its trace came to and read no element of, whose layout it may rely on."""
 
 from __future__ import annotations
 
@@ -16,36 +17,46 @@ class Closed:
 
     A tensor that has taken another's place (``weights = weights * 2``, a teacher's new parameter) becomes the program's
     input if it is laid out as the other was and shares memory with the same; else the program is not for it.
-    ``numbers``: what it relies on of those whose value was read as a Python number.
+    ``numbers``: what it relies on of those whose value was read as a Python number. ``unread``: where the trace found
+    others, of which it can have read the shape, dtype and strides alone.
     """
 
     numbers = Numbers()
 
-    def __init__(self, closed: Mapping[str, tuple[torch.Tensor, Any]], scope: Mapping[str, Any]) -> None:
+    def __init__(
+        self, closed: Mapping[str, tuple[torch.Tensor, Any]], scope: Mapping[str, Any], unread: Sequence[str] = ()
+    ) -> None:
         self.tensors = {name: tensor for name, (tensor, _) in closed.items()}
         self._layouts = {name: _layout(tensor) for name, tensor in self.tensors.items()}
         self._shared = _shared(list(self.tensors.values()))
-        text = "".join(f"{_name(source)}, " for _, source in closed.values())
-        self._read: Callable[[], tuple[Any, ...]] = eval(f"lambda: ({text})", dict(scope)) if closed else tuple
+        self._places = list(map(_place, self.tensors.values()))
+        self._read = _reading([name_of(source) for _, source in closed.values()], scope)
+        self._unread = list(unread)
+        self._look = _reading(self._unread, scope)
+        self._looked = list(map(_layout, self._look()))
 
     def moved(self) -> Mapping[str, torch.Tensor] | None:
         """Those that are other tensors now, by name; None where the program is not for them."""
         try:
             now = self._read()
+            same = not self._unread or list(map(_layout, self._look())) == self._looked
         except Exception:  # one of the places is gone
             return None
-        if not self.numbers.hold():
+        if not same or not self.numbers.hold():
             return None
-        if all(map(is_, now, self.tensors.values())):
+        places = list(map(_place, now))
+        if places == self._places and all(map(is_, now, self.tensors.values())):
             return {}
-        return None if self._odd(now) else {
-            name: new for new, (name, old) in zip(now, self.tensors.items(), strict=True) if new is not old
-        }  # fmt: skip
+        if self._odd(now):
+            return None
+        both = zip(now, places, self.tensors.items(), self._places, strict=True)
+        return {name: new for new, place, (name, old), was in both if new is not old or place != was}
 
     def odd(self) -> tuple[str, str] | None:
         """The first that the program is not for, as Dynamo names it, and what the program relies on of it."""
         try:
-            name = self._odd(self._read())
+            now = zip(self._unread, map(_layout, self._look()), self._looked, strict=True)
+            name = self._odd(self._read()) or next((name for name, layout, was in now if layout != was), None)
         except Exception as error:
             name = f"a tensor that is read from outside ({type(error).__name__})"
         if name is not None:
@@ -63,9 +74,14 @@ class Closed:
     def replace(self, moved: Mapping[str, torch.Tensor]) -> None:
         """These are the tensors from now on."""
         self.tensors.update(moved)
+        self._places = list(map(_place, self.tensors.values()))
 
 
-def _name(source: Any) -> str:
+def _reading(names: Sequence[str], scope: Mapping[str, Any]) -> Callable[[], tuple[Any, ...]]:
+    return eval(f"lambda: ({''.join(f'{name}, ' for name in names)})", dict(scope)) if names else tuple
+
+
+def name_of(source: Any) -> str:
     return source.name() if callable(source.name) else source.name
 
 
@@ -83,6 +99,14 @@ def _shared(tensors: Sequence[Any]) -> list[int]:
     """For each tensor, the first that shares memory with it."""
     first: dict[int, int] = {}
     return [first.setdefault(_storage(tensor), place) for place, tensor in enumerate(tensors)]
+
+
+def _place(tensor: Any) -> tuple[Any, ...]:
+    """Where its elements are: they may be others of the same object, after ``tensor.data = other`` or ``t_()``."""
+    try:
+        return tensor.data_ptr(), tensor.shape, tensor.stride()
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return (id(tensor),)
 
 
 def _storage(tensor: Any) -> int:

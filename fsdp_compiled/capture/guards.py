@@ -12,7 +12,7 @@ are kept, less those that this package answers for in another way:
 - *The tensors and the structure of the batch* (``args``, ``kwargs``) and *sizes* (SHAPE_ENV): in the key that a program
   is found by, and in `capture.dynamic_shapes`.
 - *Tensors* (TENSOR_MATCH): parameters live in shards that keep their layout; module buffers are watched by identity
-  (`runtime.programs.program_cache`), and tensors that are closed over by `closed_tensors`. That two names lead to one
+  (`runtime.programs.program_cache`), and others, read or not, by `closed_tensors`. That two names lead to one
   of these (DUPLICATE_INPUT, ID_MATCH) is kept.
   Of a size or number (SHAPE_ENV) that was read out of one, ``if step.item() > 3``, `closed_numbers` asks again.
 - *Modes* (GLOBAL_STATE, GRAD_MODE, DETERMINISTIC_ALGORITHMS, TORCH_FUNCTION_STATE, DEFAULT_DEVICE,
@@ -39,12 +39,12 @@ import contextlib
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from fsdp_compiled.capture.closed_tensors import Closed
+from fsdp_compiled.capture.closed_tensors import Closed, name_of
 from fsdp_compiled.capture.equal_values import EqualValues, has_equals
 from fsdp_compiled.capture.ordered_keys import KeyOrders, has_order
 from fsdp_compiled.capture.sequence_attention import SequenceAttention
@@ -82,6 +82,7 @@ class Recorder:
         self.kept: list[Any] = []  # Dynamo's own, which have texts when they are built
         self.code: set[types.CodeType] = set()  # that was traced, functions of functions too
         self._alive: list[Any] = []
+        self._tensors: list[str] = []  # Dynamo's names of all that it found
         self._orders, self._equals = KeyOrders(), EqualValues()
 
     def repeat(self, kinds: Sequence[str], values: Sequence[Any], name: Callable[[int], str]) -> None:
@@ -97,6 +98,10 @@ class Recorder:
             if has_equals(value, kind):
                 self._equals.note(name(place), value, kind)
 
+    def meet(self, tensors: Iterable[str]) -> None:
+        """Tensors of such a block, by Dynamo's names."""
+        self._tensors.extend(tensors)
+
     def select(self, entries: Sequence[Any]) -> list[bool]:
         """``guard_filter_fn``: which guards are kept."""
         self.values = {entry.orig_guard.name: entry.value for entry in entries if entry.has_value}
@@ -109,6 +114,7 @@ class Recorder:
         chosen = [entry for entry, select in zip(entries, kept, strict=True) if select]
         self._alive = [_identity(entry.value, entry.guard_type, entry.has_value) for entry in chosen]
         self.kept = [entry.orig_guard for entry in chosen]
+        self._tensors = [entry.orig_guard.name for entry in entries if entry.guard_type == "TENSOR_MATCH"]
         self._orders, self._equals = KeyOrders(), EqualValues()
         for entry in chosen:
             if has_order(entry.value, entry.guard_type):
@@ -146,9 +152,16 @@ class Recorder:
         hooks, methods = Hooks(self.root, self.empty), Methods(self.values.values(), self.code)
         unseen = self._orders, self._equals
         found = Guards(entry, scope, hooks, methods, unseen, self._alive, self.wrapped)
-        found.closed = Closed(closed, found.scope)
+        answered = {name_of(source) for _, source in closed.values()}
+        unread = [name for name in self._tensors if name not in answered and not is_own(name)]
+        found.closed = Closed(closed, found.scope, [name for name in unread if not any(map(name.count, SIGNATURE))])
         self.values, self.kept = {}, []
         return found
+
+
+def is_own(name: str) -> bool:
+    """Whether this is a parameter or a buffer of the model."""
+    return OWN.match(name) is not None
 
 
 def _identity(value: Any, kind: str, there: bool = True) -> Any:

@@ -37,7 +37,7 @@ from fsdp_compiled.capture.blocks.changes import Objects
 from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
 from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
-from fsdp_compiled.capture.guards import Recorder, plain_names
+from fsdp_compiled.capture.guards import Recorder, is_own, plain_names
 from fsdp_compiled.torch_private.dynamo import CheckFunctionManager, Guard, UnspecializedNNModuleVariable, config
 
 log = logging.getLogger("fsdp_compiled")
@@ -179,6 +179,8 @@ class Repeats:
         """What the guards of blocks look at that were not walked through."""
         for block in self.written:
             recorder.repeat(block.walked.kinds, block.values, lambda place, block=block: block.guard(place).name)  # type: ignore[misc]
+            walked = block.walked
+            recorder.meet(walked.there(one, block.call).name for one in walked.sources if not is_own(one.name))
 
     def check_guards(self, guards: Iterable[Guard]) -> None:
         """Raises `RepeatError` unless those of each written block say of it what its like's say of that.

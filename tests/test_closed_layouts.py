@@ -1,0 +1,85 @@
+"""Tensors outside of the model's parameters and buffers that are laid out otherwise later: another object in their
+place, of which the trace read no element, or the same object with other memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.capture import closed_tensors
+from fsdp_compiled.capture.closed_tensors import Closed
+
+Held = list[Any]
+# What is held, how it is read, and what is done to it; before and after the second of three steps.
+CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Held], Any]]] = {
+    "shape": (lambda: torch.zeros(2), lambda t: t.shape[0], lambda held: held.__setitem__(0, torch.zeros(3))),
+    "dims": (lambda: torch.zeros(2), lambda t: t.dim(), lambda held: held.__setitem__(0, torch.zeros(2, 2))),
+    "dtype": (lambda: torch.zeros(2), lambda t: t.element_size(), lambda held: held.__setitem__(0, held[0].double())),
+    "strides": (
+        lambda: torch.zeros(2, 3), lambda t: t.stride(0), lambda held: held.__setitem__(0, torch.zeros(3, 2).t())
+    ),
+    "strides in place": (lambda: torch.zeros(2, 3), lambda t: t.stride(0), lambda held: held[0].t_()),
+    "gradient": (lambda: torch.zeros(2), lambda t: 1 + t.requires_grad, lambda held: held[0].requires_grad_()),
+    "nothing": (lambda: torch.zeros(2), lambda t: 1 + (t is None), lambda held: held.__setitem__(0, None)),
+    "array": (lambda: np.zeros((2, 2)), lambda t: t.shape[0], lambda held: held.__setitem__(0, np.zeros((3, 2)))),
+    "data": (lambda: torch.full((3,), 2.0), lambda t: t, lambda held: setattr(held[0], "data", torch.ones(3))),
+    "set_": (lambda: torch.full((3,), 2.0), lambda t: t, lambda held: held[0].set_(torch.ones(3))),
+    "read strides in place": (lambda: torch.eye(3) + torch.ones(3, 3).tril(), lambda t: t, lambda held: held[0].t_()),
+}  # fmt: skip
+
+
+class Block(nn.Module):
+    def __init__(self, held: Held, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.linear, self.held, self.read = nn.Linear(3, 3), held, read
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.read(self.held[0])  # type: ignore[no-any-return]
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def losses(kind: str, blocks: int, changed: int) -> tuple[list[float], list[float]]:
+    """By eager PyTorch and here."""
+    make, read, change = CHANGES[kind]
+    torch.manual_seed(0)
+    held = [[make()] for _ in range(blocks)]
+    model, eager = (nn.Sequential(*(Block(one, read) for one in held)) for _ in range(2))
+    eager.load_state_dict(model.state_dict())
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
+    x, found = torch.randn(3, 3), ([], [])
+    for step in range(3):
+        if step == 1:
+            change(held[changed])
+        found[0].append(loss(eager, x).item())
+        found[1].append(float(sharded.step(x)))
+    return found
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_it_is_seen(kind: str) -> None:
+    eager, ours = losses(kind, 1, 0)
+    assert eager[1] != eager[0] and ours == eager
+
+
+@pytest.mark.parametrize("kind", ["shape", "data"])
+def test_in_a_block_like_others_it_is_seen(kind: str) -> None:
+    eager, ours = losses(kind, 7, 5)
+    assert eager[1] != eager[0] and ours == eager
+
+
+@pytest.mark.parametrize("kind", ["shape", "data"])
+def test_control_without_the_question_it_is_not_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Closed.__init__
+    monkeypatch.setattr(Closed, "__init__", lambda self, closed, scope, _=(): begin(self, closed, scope))
+    monkeypatch.setattr(closed_tensors, "_place", id)
+    eager, ours = losses(kind, 1, 0)
+    assert ours[0] == eager[0] and ours[1] == ours[0] != eager[1]
