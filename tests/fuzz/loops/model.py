@@ -88,7 +88,7 @@ class Model(nn.Module):
             if layer.training:  # here, since a block that is computed again would count again
                 layer.seen.add_(1)
             if self.checkpointed and torch.is_grad_enabled():
-                x = checkpoint(layer, x, use_reentrant=self.checkpointed == "reentrant")
+                x = checkpoint(layer, x, use_reentrant=self.checkpointed == "reentrant" and x.requires_grad)
             else:
                 x = layer(x)
             hidden.append(x)
