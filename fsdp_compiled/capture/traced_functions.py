@@ -91,10 +91,16 @@ class Hooks:
 
 
 class Methods:
-    """The functions of classes that the trace went through, where each was found: ``Block.forward``."""
+    """The functions of classes that the trace went through, where each was found: ``Block.forward``; and that no class
+    has a name since that it inherited before, which Dynamo asks where it found it."""
 
     def __init__(self, values: Iterable[Any], code: set[types.CodeType]) -> None:
-        kinds = {id(kind): kind for value in values for kind in type(value).__mro__ if kind is not object}
+        values = list(values)
+        of = [*map(type, values), *(value for value in values if isinstance(value, type))]
+        kinds = {id(kind): kind for one in of for kind in one.__mro__ if kind is not object}
+        self._users = [kind for kind in kinds.values() if kind.__module__.split(".")[0] not in ("torch", "builtins")]
+        self._names = [frozenset(vars(kind)) for kind in self._users]
+        self._sizes = list(map(len, self._names))
         self._found = [
             (kind, name, value)
             for kind in kinds.values()
@@ -104,12 +110,32 @@ class Methods:
         self._functions = [value for _, _, value in self._found]  # which compare by identity
 
     def same(self) -> bool:
-        return [kind.__dict__.get(name) for kind, name, _ in self._found] == self._functions
+        if [kind.__dict__.get(name) for kind, name, _ in self._found] != self._functions:
+            return False
+        sizes = [len(kind.__dict__) for kind in self._users]
+        if sizes == self._sizes:
+            return True
+        if self._shadowed() is None:  # names that nothing was found by
+            self._sizes = sizes
+            return True
+        return False
+
+    def _shadowed(self) -> tuple[type, str] | None:
+        """A class, and a name in it that it inherited before."""
+        for kind, names in zip(self._users, self._names, strict=True):
+            for name in sorted(vars(kind).keys() - names):
+                kept = name.startswith("__") and not callable(vars(kind)[name])  # `__slotnames__`, by copy.deepcopy
+                if not kept and any(name in vars(base) for base in kind.__mro__[1:]):
+                    return kind, name
+        return None
 
     def changed(self) -> tuple[str, str] | None:
         for kind, name, value in self._found:
             if kind.__dict__.get(name) is not value:
                 return f"{kind.__name__}.{name}", f"{kind.__name__}.{name}, which is another function now"
+        if (found := self._shadowed()) is not None:
+            name = f"{found[0].__name__}.{found[1]}"
+            return name, f"{name}, which it inherited"
         return None
 
 
