@@ -206,12 +206,15 @@ class Guards:
 
     def hold(self) -> bool:
         """Whether all of it is as it was; some 30 us for 24 layers."""
-        return self._check(self._locals) and self._hooks.same() and self._methods.same() and self._unseen() is None
+        return (
+            self._check(self._locals)
+            and self._hooks.same()
+            and self._methods.same()
+            and not ((self._orders.read or self._equals.read) and self._unseen())
+        )
 
     def _unseen(self) -> str | None:
         """What Dynamo's guards let through, by Dynamo's name."""
-        if not (self._orders.read or self._equals.read):
-            return None
         with contextlib.ExitStack() as stack:
             for around in self._around:
                 stack.enter_context(around(self._locals["objective"]))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 
@@ -28,6 +29,20 @@ class Options:
     @property
     def half(self) -> float:
         return self.factor / 2
+
+
+class Inheriting(Options):
+    """Whose ``shared`` is that of `Options`, until it gets one."""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    factor: float
+
+
+class Count(enum.IntEnum):
+    ONE = 1
+    TWO = 2
 
 
 class Slots:
@@ -185,6 +200,22 @@ KINDS: dict[str, Kind] = {
     "callable": Kind(Call, lambda x, o: o(x), _put("factor")),
     "module": Kind(Scale, lambda x, o: o(x), _put("factor")),
     "class": Kind(_type, lambda x, o: x * o.factor, _put("factor")),
+    "inherited": Kind(Inheriting, lambda x, o: x * o.shared, lambda o, f: setattr(type(o), "shared", f)),
+    "frozen": Kind(Frozen, lambda x, o: x * o.factor),
+    "count": Kind(lambda f: Count.ONE if f > 1 else Count.TWO, lambda x, o: x * o),
+    "zero": Kind(lambda f: 0.0 if f > 1 else -0.0,
+                 lambda x, o: x + 0.1 * torch.copysign(torch.ones_like(x), x.abs() * o)),
+    "equal numbers": Kind(lambda f: (2,) if f > 1 else (2.0,),
+                          lambda x, o: x * (1.1 if isinstance(o[0], float) else 1.0)),
+    "list of keys": Kind(lambda f: {round(10 * f): 1}, lambda x, o: x * [*o].pop() / 10,
+                         lambda o, f: (o.clear(), o.update({round(10 * f): 1}))),
+    "range": Kind(lambda f: range(1 + int(4 * f)), lambda x, o: x * (1 + 0.1 * len(o))),
+    "shape": Kind(lambda f: torch.zeros(1 + int(4 * f)), lambda x, o: x * (1 + 0.1 * o.shape[0])),
+    "array's shape": Kind(lambda f: numpy.zeros(1 + int(4 * f)), lambda x, o: x * (1 + 0.1 * o.shape[0])),
+    "tensor's data": Kind(lambda f: torch.full((WIDTH,), f), lambda x, o: x * o,
+                          lambda o, f: setattr(o, "data", torch.full((WIDTH,), f))),
+    "list in a closure": Kind(lambda f: (lambda held: (held, lambda x: x * held[0]))([f]), lambda x, o: o[1](x),
+                              lambda o, f: o[0].__setitem__(0, f)),
 }  # fmt: skip
 
 
@@ -199,6 +230,8 @@ def restore() -> None:
         GLOBALS[name][:] = [kind.make(1.1), kind.make(0.9)]
         FIRST[name] = GLOBALS[name][0]
     Options.shared = 1.0
+    if "shared" in vars(Inheriting):
+        del Inheriting.shared
 
 
 def factor(rng: random.Random) -> float:
