@@ -33,6 +33,7 @@ from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.ages import brought_by
 from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import EagerUpdate, state_by_name
@@ -169,6 +170,7 @@ def _begin(
     rules: tuple[Rule, ...],
 ) -> Work[tuple[TakenModel, State, RandomNumbers, tuple[EagerUpdate, ...]]]:
     """Takes the model over and makes the state that training starts from; in stages, for `lockstep`."""
+    ages = brought_by(optimizer, {p: name for name, p in model.named_parameters()}, plan, rules)
     brought = [state_by_name(model, one) for one in members(optimizer)]
     taken, shards, buffers, existing_state = yield from take_over(model, optimizer, plan, place, init)
     random = RandomNumbers(plan.device, place.rank, place.world, place.row if place.tp > 1 else None)
@@ -182,6 +184,7 @@ def _begin(
         random=random.state,
         step=torch.zeros((), dtype=torch.int64, device=plan.device),
     )
+    state.ages = ages
     updates: list[EagerUpdate] = []
     for (one, first), kept in zip(numbered(optimizer) if optimizer is not None else (), brought, strict=True):
         groups = range(first, first + len(one.param_groups))

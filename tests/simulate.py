@@ -181,7 +181,7 @@ def passes(rank: Rank, kind: str = "step") -> tuple[Pass, ...]:
     """The passes and fusions that make this kind of program."""
     wanted = {
         "step": step(rank.rules),
-        "last microbatch": step(rank.rules, accumulated=True),
+        "last microbatch": step(rank.rules, added=()),
         "microbatch": MICROBATCH,
         "gradient": GRADIENT,
         "forward": FORWARD,

@@ -102,4 +102,4 @@ def passes_of_the_package() -> set[str]:
     import fsdp_compiled.passes as package
 
     named = {one.__name__ for one in (*package.FORWARD, *package.GRADIENT, *package.MICROBATCH, *package.OPTIONAL)}
-    return {*named, *(one.__name__ for one in package.step((), accumulated=True))}
+    return {*named, *(one.__name__ for one in package.step((), added=()))}

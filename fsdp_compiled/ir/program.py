@@ -6,7 +6,8 @@ ports and by the marks below, never by shapes or node names:
 - ``node.meta["val"]``: a fake tensor of the node's shape, stride, dtype and device; true after every edit.
 - ``node.meta["phase"]``: ``"forward"``, ``"backward"`` or ``"update"``.
 - ``node.meta["mark"]``: a `Mark` on nodes that passes inserted: the role they play, and for which unit and buffer.
-- ``node.meta["idle"]``, on a shard's placeholder: the names of its parameters that the loss does not reach.
+- ``node.meta["idle"]``, on a shard's placeholder: the names of its parameters that the loss does not reach; those that
+  microbatches before reached are in ``"added"`` instead.
 - ``node.meta["seed"]``, set on one node: the derivative of the loss by itself, from which backward starts.
 - ``node.meta["effect"]``: the node is run for what it does, such as a check, even where nothing reads its result.
 - ``node.meta["shared"]``: a draw of random numbers that is the same on all ranks along the tp axis.

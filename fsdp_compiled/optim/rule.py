@@ -74,6 +74,11 @@ class Rule:
         return inputs_of(self.state, self.hypers)
 
     @property
+    def counts(self) -> bool:
+        """Whether it has numbers that the optimizer's own code keeps for each parameter."""
+        return self.eagerly is None and any(e.scalar and e.place in ("parameter", "ours") for e in self.state)
+
+    @property
     def key(self) -> str:
         """What the group's scalar state goes by: ``"group 0"``, or ``"group 0 variant 1"``."""
         return f"group {self.group}" + (f" variant {self.variant}" if self.variant else "")

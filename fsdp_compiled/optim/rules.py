@@ -22,7 +22,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.eager import check_runs_on_pieces
@@ -35,7 +35,7 @@ from fsdp_compiled.optim.tracing import Subject, for_size, text_of, trace
 from fsdp_compiled.optim.twin import (
     Refused,
     Untraceable,
-    has_stepped,
+    fresh_of,
     named_state,
     plain_options,
     state_of,
@@ -164,7 +164,7 @@ def _make_rules_again(optimizer: Optimizer, before: Sequence[Rule]) -> tuple[Rul
             )
         new = replace(rule_for(rules, old.group, variants.pop()), variant=old.variant, kinds=old.kinds)
         kept, wanted = ({entry.name for entry in rule.state} for rule in (old, new))
-        if kept and "first" in wanted and kept != wanted:
+        if "undamped" in wanted - kept or (kept and "first" in wanted and kept != wanted):
             raise ValueError(
                 f"{old.name} was changed after compile_sharded, and now needs state that it makes only at its first "
                 f"step ({', '.join(sorted(wanted - kept)) or 'first'}). Change it before compile_sharded."
@@ -204,17 +204,17 @@ def _rules_of(optimizer: Optimizer, index: int, group: Mapping[str, Any], names:
             found.setdefault((verdict, text), (subject, shape, []))[2].append(kind)
     return [
         replace(
-            _bind(index, variant, subject, _current(subject.state, optimizer, group), shape, tuple(members)),
+            _bind(index, variant, subject, _current(subject, optimizer, group), shape, tuple(members)),
             nonzero=verdict.nonzero,
         )
         for variant, ((verdict, _), (subject, shape, members)) in enumerate(found.items())
     ]
 
 
-def _current(state: Sequence[StateTensor], optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[StateTensor, ...]:
+def _current(subject: Subject, optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[StateTensor, ...]:
     """The state, its numbers as an optimizer that has made steps already brings them along."""
     holders: dict[str, Mapping[str, Any]] = {"group": group, "optimizer": vars(optimizer), "state": state_of(optimizer)}
-    resumed = has_stepped(optimizer)
+    resumed = subject.first and _has_begun(subject, optimizer, group)
 
     def one(entry: StateTensor) -> StateTensor:
         if entry.name == "first" and entry.place == "ours":
@@ -222,7 +222,29 @@ def _current(state: Sequence[StateTensor], optimizer: Optimizer, group: Mapping[
         known = holders.get(entry.place, {}).get(entry.name)
         return entry if known is None else replace(entry, initial=float(known))
 
-    return tuple(map(one, state))
+    return tuple(map(one, subject.state))
+
+
+def _has_begun(subject: Subject, optimizer: Optimizer, group: Mapping[str, Any]) -> bool:
+    """Whether a parameter of the group, or the group, has what only a first step makes; some is made by
+    constructors."""
+    state = state_of(optimizer)
+    own = [kept for parameter in group["params"] if (kept := state.get(parameter))]
+    fresh = fresh_of(optimizer, subject.options, nn.Parameter(torch.ones(2, 3)))
+    if fresh is None:
+        return bool(own)
+    names = {name for kept in own for name, value in kept.items() if value is not None}
+    places: list[tuple[str, Any, Any]] = [
+        ("parameter", subject.started, names),
+        ("group", fresh.param_groups[0], group),
+        ("state", fresh.state, state),
+        ("optimizer", vars(fresh), vars(optimizer)),
+    ]
+    for place, made, there in places:
+        entries = {e.container or e.name for e in subject.state if e.place == place}
+        if lazy := [name for name in entries if name not in made]:
+            return any(name in there for name in lazy)
+    return bool(own)
 
 
 def _bind(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fsdp_compiled.optim.discovery import begin_of, discover
-from fsdp_compiled.optim.groups import options_of
+from fsdp_compiled.optim.discovery import Discovered, begin_of, discover
+from fsdp_compiled.optim.groups import options_of, with_hyper
 from fsdp_compiled.optim.nested import Form
 from fsdp_compiled.optim.outside import Outside
 from fsdp_compiled.optim.rule import StateTensor
@@ -99,14 +99,14 @@ def _judge(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, 
     dtypes = (dtype,) if own or dtype == torch.float64 else (torch.float64, dtype)
     try:
         with torch.no_grad():
-            kept = discover(optimizer, options, dtype)
+            kept, rated = _discovered(optimizer, options, values, dtype)
             state = kept.state
             damped = any(entry.name == "momentum_buffer" for entry in state) and options.get("dampening", 0) != 0
             if damped and step_of(type(optimizer)) is step_of(torch.optim.SGD):
                 state = (*state, StateTensor("undamped", True, 1.0, torch.float64, "ours"))
             verdict = Verdict(state, kept.started, kept.empty, kept.forms, False, False, False)
             reasons = []
-            for one in _forms(verdict, options, own, kept.begun):
+            for one in _forms(verdict, options, own, rated or (kept.begun and not own)):
                 try:
                     reason, asked = _try(optimizer, options, values, one, dtypes)
                 except ZeroDivisionError:
@@ -124,8 +124,21 @@ def _judge(optimizer: Optimizer, group: Mapping[str, Any], values: Mapping[str, 
     raise Untraceable(f"on flat shards it does not do what it does on parameters: {reasons[-1]}")
 
 
-def _forms(verdict: Verdict, options: Mapping[str, Any], own: bool, begun: bool) -> list[Verdict]:
-    """In which an optimizer's code is traced, in the order they are tried."""
+def _discovered(
+    optimizer: Optimizer, options: dict[str, Any], values: Mapping[str, float], dtype: torch.dtype
+) -> tuple[Discovered, bool]:
+    """What it keeps, and whether that begins with a rate, as Rprop's steps do: with what that is at the first step."""
+    kept = discover(optimizer, options, dtype)
+    other = options
+    for name, value in values.items():
+        other = with_hyper(other, name, value * 0.75 or 0.1)
+    begins = [(one.initial, two.initial) for one, two in zip(kept.state, discover(optimizer, other, dtype).state)]
+    return kept, any(one != two for (one, two), entry in zip(begins, kept.state) if entry.name not in values)
+
+
+def _forms(verdict: Verdict, options: Mapping[str, Any], own: bool, first_only: bool) -> list[Verdict]:
+    """In which an optimizer's code is traced, in the order they are tried; ``first_only``: its state starts from what
+    only the first step knows."""
     forms = [verdict]
     if own and "capturable" in options:
         wide = tuple(
@@ -133,7 +146,8 @@ def _forms(verdict: Verdict, options: Mapping[str, Any], own: bool, begun: bool)
         )  # fmt: skip
         forms.append(replace(verdict, state=wide, branchless=True))
     first = StateTensor("first", True, 1.0, torch.float64, "ours")
-    return [*([] if begun and not own else forms), replace(verdict, state=(*verdict.state, first), first=True)]
+    begun = [replace(form, state=(*form.state, first), first=True) for form in forms]
+    return begun if first_only else [*forms, begun[0]]
 
 
 def _try(

@@ -7,7 +7,7 @@ its test and its entry in a tuple below. What it is given it leaves as it is, un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fsdp_compiled.ir.program import Program
@@ -61,9 +61,10 @@ MICROBATCH: tuple[Pass, ...] = (*DIFFERENTIATION, add_up, *CLOSING)
 OUTPUTS: tuple[Pass, ...] = (*DIFFERENTIATION, compare_batches, *CLOSING)
 
 
-def step(rules: Sequence[Rule], accumulated: bool = False) -> tuple[Pass, ...]:
-    """The passes of a training step; ``accumulated``: of one that ends a row of microbatches."""
-    means, cleared = ((average,), (clear,)) if accumulated else ((), ())
+def step(rules: Sequence[Rule], added: Collection[str] | None = None) -> tuple[Pass, ...]:
+    """The passes of a training step; ``added``: of one that ends a row of microbatches, the parameters that these
+    reached."""
+    means, cleared = ((average(added),), (clear,)) if added is not None else ((), ())
     return (*DIFFERENTIATION, *means, *REPORTING, *cleared, clip, update(rules), skip, count_updates, *CLOSING)
 
 

@@ -26,7 +26,7 @@ rows are known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import fx
@@ -65,9 +65,25 @@ def add_up(program: Program, plan: Plan) -> Program:
     return edit.done("add_up")
 
 
-def average(program: Program, plan: Plan) -> Program:
+def average(added: Collection[str]) -> Pass:
+    """The pass for sums in which these parameters have gradients: they are updated, whether or not this batch reaches
+    them."""
+
+    def transform(program: Program, plan: Plan) -> Program:
+        edit = Edit(program)
+        for port, node in edit.inputs.items():
+            if port.kind == "shard" and "idle" in node.meta:
+                node.meta["added"] = tuple(name for name in node.meta["idle"] if name in added)
+                node.meta["idle"] = tuple(name for name in node.meta["idle"] if name not in added)
+        _to_means(edit, plan)
+        return edit.done("average")
+
+    transform.__name__ = "average"
+    return transform
+
+
+def _to_means(edit: Edit, plan: Plan) -> None:
     """Gradients and loss become the mean over all microbatches, this batch included."""
-    edit = Edit(program)
     count, losses = _scalars(edit, plan)
     loss = edit.outputs[LOSS]
     assert loss is not None
@@ -95,7 +111,6 @@ def average(program: Program, plan: Plan) -> Program:
             all_same = edit.call(aten.add.Tensor, same, _batches(edit, plan), mark=mark)
             all_same = edit.call(aten.remainder.Scalar, all_same, 2.0**20, mark=mark)  # whose square is exact
             edit.set_output(SAME, all_same)
-    return edit.done("average")
 
 
 def clear(program: Program, plan: Plan) -> Program:

@@ -151,9 +151,11 @@ def _loss_is_the_mean(checked: Checked, plan: Plan) -> None:
 
 def _shards_are_updated(checked: Checked, plan: Plan) -> None:
     targets = {origin(target) for _, written in checked.writes for target in written}
-    later = {port.name for port in checked.outputs if port.kind == "update"}
+    left = {port.name for port in checked.outputs if port.kind == "update"}  # to the optimizer's own code
+    idle = {p.name: node.meta.get("idle", ()) for p, node in checked.inputs.items() if p.kind == "shard"}
+    left |= {name for name, names in idle.items() if len(names) == len(plan.buffer(name).slots)}
     for port, node in checked.inputs.items():
-        wanted = port.kind in ("shard", "copy") and plan.buffer(port.name).updated and port.name not in later
+        wanted = port.kind in ("shard", "copy") and plan.buffer(port.name).updated and port.name not in left
         if wanted and node not in targets:
             fail(checked.program, node, f"the {port.kind} of {port.name} is never updated.")
     _no_gradient_leaves(checked, plan)

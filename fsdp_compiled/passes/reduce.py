@@ -10,8 +10,9 @@
                                 gradient = wait(part)
                                 return gradient
 
-A parameter that the loss does not reach has zeros in its place, and is named in the mark ``idle`` of its shard. Where
-the gradient's placement is a full copy, the reduction is an all-reduce; along a replicate axis one follows the
+A parameter that the loss does not reach has zeros in its place, and is named in the mark ``idle`` of its shard. A
+buffer of such parameters alone is not reduced, but where microbatches add up whole gradients: others may reach it.
+Where the gradient's placement is a full copy, the reduction is an all-reduce; along a replicate axis one follows the
 reduce-scatter (`ir.reduction`). The wait for one buffer stands just before the reduction of the next, so that one flat
 gradient is on the wire and one is being filled, never more.
 """
@@ -54,7 +55,7 @@ def reduce(program: Program, plan: Plan) -> Program:
     reduced: dict[Port, fx.Node] = {}
     for node, buffer, found in ready:
         with edit.at(edit.end if node is None else following[node], "backward"):
-            if found:
+            if found or plan.policy.accumulate == "full":
                 flat = _flatten(edit, buffer, found, plan)
                 calls = reduction(buffer, flat.meta["val"].dtype, plan)
                 while calls and calls[0].role == "scale":
@@ -112,7 +113,7 @@ def _concatenated(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], pla
     if buffer.by_rows and plan.shard > 1:
         return _concatenated_by_rows(edit, buffer, gradients, plan)
     mark = _mark(buffer, "flatten")
-    dtype = next(iter(gradients.values())).meta["val"].dtype
+    dtype = next((node.meta["val"].dtype for node in gradients.values()), buffer.dtype)
     pieces: list[fx.Node] = []
     filled = 0
 
@@ -136,7 +137,7 @@ def _concatenated(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], pla
 def _concatenated_by_rows(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Plan) -> fx.Node:
     """``[world * n]``: the rows that each rank owns of every gradient, rank by rank."""
     mark = _mark(buffer, "flatten")
-    dtype = next(iter(gradients.values())).meta["val"].dtype
+    dtype = next((node.meta["val"].dtype for node in gradients.values()), buffer.dtype)
     pieces: list[fx.Node] = []
     for slot, size in zip(buffer.slots, widths(buffer, plan.shard), strict=True):
         if size == 0:

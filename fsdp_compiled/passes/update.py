@@ -8,7 +8,8 @@
                                 shard.addcdiv_(exp_avg, ...)
 
 A parameter that the loss never reaches has no gradient, and its optimizer would leave it alone, weight decay included;
-in a flat buffer it has a gradient of zeros, and is put back afterwards, with its state.
+in a flat buffer it has a gradient of zeros, and is put back afterwards, with its state. A group of which no parameter
+is reached makes no step.
 
 The gradient of an optimizer that runs as it is (`Rule.eagerly`) leaves the program, for the optimizer to read.
 
@@ -47,12 +48,14 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
                 port: buffer for buffer in plan.buffers if (port := Port("out", "gradient", buffer.key)) in outputs
             }
             edit.remove_output(*ports)
+            reached = {_rule_of(rules, one).key for one in ports.values() if one.updated and not _is_idle(edit, one)}
             for port, buffer in ports.items():
                 gradient = outputs[port]
                 if not buffer.updated or gradient is None:
                     continue
-                assert buffer.group is not None
-                rule = rule_for(rules, buffer.group, buffer.variant)
+                rule = _rule_of(rules, buffer)
+                if rule.key not in reached and rule.eagerly is None and not _shares(rule):
+                    continue
                 gradient = _own_part(edit, buffer, plan, gradient)
                 if rule.eagerly is not None:
                     edit.set_output(Port("out", "update", buffer.key), gradient)
@@ -64,6 +67,29 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
 
     transform.__name__ = "update"
     return transform
+
+
+def _rule_of(rules: Sequence[Rule], buffer: Buffer) -> Rule:
+    assert buffer.group is not None
+    return rule_for(rules, buffer.group, buffer.variant)
+
+
+def _is_idle(edit: Edit, buffer: Buffer) -> bool:
+    """Whether none of its parameters has a gradient."""
+    idle = edit.inputs[Port("in", "shard", buffer.key)].meta.get("idle", ())
+    return len(idle) == len(buffer.slots)
+
+
+def _shares(rule: Rule) -> bool:
+    """Whether it counts in numbers of the group or the optimizer, which its code moves on with no gradient, too."""
+    shared = [entry.name for entry in rule.state if entry.scalar and entry.place in ("group", "optimizer", "state")]
+    if shared and rule.counts:
+        raise ValueError(
+            f"{rule.name} counts in {shared[0]!r}, which group {rule.group} has once, and for each parameter, and this "
+            "step reaches no parameter of the group: which of its numbers would move, nobody can tell. Give each step "
+            "something to update in every group."
+        )
+    return bool(shared)
 
 
 def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Node, shared: dict[int, fx.Node]) -> None:

@@ -311,6 +311,10 @@ def read_scalars(optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
                     continue
                 if scalar.dim() == 0 and not scalar.is_meta:
                     key = f"group {index}.{name}"
+                    if name == "step" and key in found and scalar == 0:  # made by the constructor, as Adagrad's is
+                        continue
+                    if name == "step" and key in found and found[key] == 0:
+                        found[key] = scalar
                     if key in found and not torch.equal(found[key].double(), scalar.double()):
                         raise ValueError(
                             f"The optimizer's state {name!r} differs between parameters of group {index}: "

@@ -113,7 +113,7 @@ class ShardedCalls:
             self._taken.check()
             if self._taken.layout.gradients_left and kind in ("step", "last", "accumulate"):
                 self._taken.check_gradients("step" if kind == "last" else kind)
-            request = self._programs.find(kind, batch, named)
+            request = self._programs.find(kind, batch, named, state.ages.added if kind == "last" else frozenset())
         except Exception as error:
             self._refuse(error)
             raise
@@ -137,6 +137,8 @@ class ShardedCalls:
         self._programs.read_closed(compiled, request, state)
         ran = False
         try:
+            if compiled.updates:
+                state.ages.check(compiled.counted, self._programs.rules)
             given = self._bind(compiled, state, request)
             with (
                 below_autograd(),
@@ -167,6 +169,9 @@ class ShardedCalls:
             self._calls.returned()
         if kind == "accumulate":
             self._row.programs += request.number(compiled)
+            state.ages.added |= compiled.adds
+        elif compiled.updates:
+            state.ages.stepped(compiled.counted)
         return compiled, found
 
     def _bind(self, compiled: Compiled, state: State, request: Request) -> Sequence[Any]:

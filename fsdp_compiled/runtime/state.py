@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.ages import Ages
 from fsdp_compiled.runtime.host_memory import to_state_device
 from fsdp_compiled.runtime.rng import DefaultState
 
@@ -26,6 +27,7 @@ class State:
     clone, it is a value: the same one gives the same numbers again, and no other generator moves.
     ``scale``: under ``Policy.loss_scale``, the ``"factor"`` that the loss is multiplied by, ``"good"`` (steps since it
     changed) and ``"overflows"`` (steps that were void); else empty. ``step``: how many updates were made, int64.
+    ``ages``, no tensors: which parameters made them.
     """
 
     _fields = ("parameters", "buffers", "optimizer", "constants", "sums", "scale", "random", "step")
@@ -41,6 +43,7 @@ class State:
         random: torch.Tensor | DefaultState,
         step: torch.Tensor,
     ) -> None:
+        self.ages = Ages()
         self._values: tuple[Any, ...] | None = (parameters, buffers, optimizer, constants, sums, scale, random, step)
 
     def _value(self, index: int) -> Any:
@@ -79,8 +82,12 @@ class State:
         """A new State with the same tensors; this one may no longer be read."""
         self._value(0)
         new = State.__new__(State)
-        new._values, self._values = self._values, None
+        new._values, self._values, new.ages = self._values, None, self.ages
         return new
+
+    def _aged(self, ages: Ages) -> State:
+        self.ages = ages
+        return self
 
     def __repr__(self) -> str:
         if self._values is None:
@@ -90,8 +97,8 @@ class State:
 
 pytree.register_pytree_node(
     State,
-    lambda state: ([getattr(state, name) for name in State._fields], None),
-    lambda values, _: State(*values),
+    lambda state: ([getattr(state, name) for name in State._fields], state.ages.value),
+    lambda values, ages: State(*values)._aged(Ages.of_value(ages)),
     serialized_type_name="fsdp_compiled.State",
 )
 
@@ -106,7 +113,8 @@ def optimizer_state(
             if entry.scalar:
                 key = f"{rule.key}.{entry.name}"
                 begin = _existing_number(existing_state, rule, entry, plan)
-                if entry.name == "undamped" and any(name.endswith(".momentum_buffer") for name in existing_state):
+                own = [one.key for one in plan.buffers if (one.group, one.variant) == (rule.group, rule.variant)]
+                if entry.name == "undamped" and any(f"{key}.momentum_buffer" in existing_state for key in own):
                     begin = torch.zeros((), dtype=entry.dtype, device=plan.device)
                 found[key] = (
                     begin.clone()

@@ -210,8 +210,9 @@ class Checkpoints:
     def load_optimizer(self, given: Mapping[str, Any], trained: Trained) -> None:
         """Collective. Nothing is changed unless every rank has its part."""
         work = whole.load_optimizer(given, trained, self._mesh)
-        staged, groups, owned = self._run(trained, "What load_full_optimizer_state_dict is given", work)
+        staged, groups, updated, owned = self._run(trained, "What load_full_optimizer_state_dict is given", work)
         whole.write(staged)
+        trained.state.ages.loaded(updated)
         assert trained.optimizer is not None
         write_groups(trained.optimizer, groups)
         for one in owned:
@@ -328,6 +329,7 @@ def _write_values(
     """``row``: whose batches this rank has, of how many."""
     state = trained.state
     with torch.no_grad():
+        state.ages.loaded(found.updated)
         for key, numbers in found.scalars.items():
             for name, number in numbers.items():
                 state.optimizer[f"{key}.{name}"].fill_(decode(number, tensors))

@@ -5,7 +5,7 @@
 | ``updates`` | how many updates were made |
 | ``scale`` | the loss scale: factor, steps since it changed, overflows |
 | ``optimizer`` | its class, and its groups' options |
-| ``scalars`` | state that a group has once, such as the step count, with the parameters that it is for |
+| ``scalars`` | state that a group has once, such as the step count, and its parameters; apart, those with no step yet |
 | ``owners`` | of each optimizer that has whole parameters: options that its code writes, and attributes |
 | ``owned <parameter>`` | what such an optimizer keeps for a parameter, in its own form; its owners have it |
 | ``random`` | this rank's generators: PyTorch's, Python's and NumPy's |
@@ -30,6 +30,7 @@ from fsdp_compiled.optim.groups import options_of
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.together import members
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.ages import fresh, names_of
 from fsdp_compiled.runtime.checkpoint.values import Tensors, encode
 from fsdp_compiled.runtime.rng import default_generator, seed
 from fsdp_compiled.runtime.state import State
@@ -126,19 +127,16 @@ def plain(value: Any) -> Any:
     return value.item() if type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1 else value
 
 
-def names_of(plan: Plan, rule: Rule) -> list[str]:
-    """The parameters that a rule updates."""
-    kind = (rule.group, rule.variant)
-    buffers = (buffer for buffer in plan.buffers if buffer.updated and (buffer.group, buffer.variant) == kind)
-    return [slot.name for buffer in buffers for slot in buffer.slots]
-
-
 def scalars_of(state: State, plan: Plan, rules: Sequence[Rule]) -> list[dict[str, Any]]:
     """Numbers in JSON have all the bits of a float64."""
     found = []
     for rule in rules:
         own = {entry.name: state.optimizer[f"{rule.key}.{entry.name}"].item() for entry in rule.state if entry.scalar}
-        found.append({"parameters": names_of(plan, rule), "scalars": own})
+        names = names_of(plan, rule)
+        later = state.ages.left(rule, names)
+        found.append({"parameters": [name for name in names if name not in later], "scalars": own})
+        if later:
+            found.append({"parameters": [name for name in names if name in later], "scalars": own | fresh(rule)})
     return found
 
 

@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import contiguous_stride
-from fsdp_compiled.runtime.checkpoint.contents import names_of, options
+from fsdp_compiled.runtime.ages import Names, aged, fresh, names_of
+from fsdp_compiled.runtime.checkpoint.contents import options
 from fsdp_compiled.runtime.checkpoint.cuts import length_in_whole, part_offsets, part_shape
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
@@ -89,12 +90,13 @@ def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateD
                     optimizer.setdefault(slot.name, {})[name] = tensor
     model |= dict(state.buffers)
     for rule in rules:
-        for parameter in names_of(plan, rule):
-            for entry in rule.state:
-                if entry.scalar:
-                    optimizer.setdefault(parameter, {})[entry.name] = state.optimizer[
-                        f"{rule.key}.{entry.name}"
-                    ].clone()
+        names, begin = names_of(plan, rule), fresh(rule)
+        later = state.ages.left(rule, names)
+        for parameter in names:
+            for entry in (entry for entry in rule.state if entry.scalar):
+                number = state.optimizer[f"{rule.key}.{entry.name}"].clone()
+                number = number.fill_(begin.get(entry.name, number)) if parameter in later else number
+                optimizer.setdefault(parameter, {})[entry.name] = number
     found = StateDict(model=model, updates=state.step.clone())
     if trained.optimizer is not None:
         groups = [
@@ -181,11 +183,12 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> C
             wrong.append(f"the buffer {name} is not given, or has another shape")
         else:
             copies.append((tensor, source))
-    scalars = _scalars(given, trained, wrong)
+    updated: dict[str, Names] = {}
+    scalars = _scalars(given, trained, updated, wrong)
     groups = _groups(given, trained, wrong)
     if wrong:
         raise ValueError(refusal("What load_state_dict was given", wrong))
-    return partial(_write, given, trained, [*copies, *scalars], groups)
+    return partial(_write, given, trained, [*copies, *scalars], groups, updated)
 
 
 def _write(
@@ -193,8 +196,10 @@ def _write(
     trained: Trained,
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
     groups: Sequence[Mapping[str, Any]],
+    updated: Mapping[str, Names],
 ) -> None:
     state = trained.state
+    state.ages.loaded(updated)
     with torch.no_grad():
         for to, source in copies:
             if to.data_ptr() != source.data_ptr() or to.device != source.device:
@@ -250,12 +255,21 @@ def _groups(given: Mapping[str, Any], trained: Trained, wrong: list[str]) -> Seq
     return groups
 
 
-def _scalars(given: Mapping[str, Any], trained: Trained, wrong: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _scalars(
+    given: Mapping[str, Any], trained: Trained, updated: dict[str, Names], wrong: list[str]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The numbers that each rule has once, and into ``updated``, who has made its steps: these must agree in them."""
     found = []
     states = given.get("optim", {}).get("state", {})
     for rule in trained.rules if trained.optimizer is not None else ():
+        names = names_of(trained.plan, rule)
+        if rule.counts:
+            rows = {name: {key: states.get(name, {}).get(key) for key in fresh(rule)} for name in names}
+            numbers = {n: {k: float(v) for k, v in row.items() if v is not None} for n, row in rows.items()}
+            updated[rule.key] = aged(rule, numbers)
+            names = [name for name in names if name in updated[rule.key]] or names
         for entry in rule.state:
-            if entry.scalar and (names := names_of(trained.plan, rule)):
+            if entry.scalar and names:
                 values = [states.get(name, {}).get(entry.name) for name in names]
                 if any(value is None for value in values):
                     wrong.append(f"the optimizer's {entry.name} of {names[values.index(None)]} is not given")

@@ -13,6 +13,7 @@ from fsdp_compiled.optim.groups import NOTES, options_of, scheduled
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.twin import IMPLEMENTATIONS
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.runtime.ages import Names, aged
 from fsdp_compiled.runtime.checkpoint import eager_state
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, class_name, plain
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
@@ -35,6 +36,7 @@ class Match:
     buffers: list[str] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
     options: list[dict[str, Any]] | None = None  # of each group, as JSON, where rates are taken over
+    updated: dict[str, Names] = field(default_factory=dict)  # by rules' keys, who has made their steps
     written: Sequence[str] = ()  # options that the optimizer's own code writes, which are taken over too
     put: Callable[[], None] | None = None  # gives an optimizer whose own code runs what was read of its state
     differences: list[str] = field(default_factory=list)
@@ -166,7 +168,7 @@ def _optimizer(
     found.differences += _not_updated(idle, {*there.of, *there.states}, manifest)
     for rule in rules:
         members = [(slot, b) for b in plan.buffers if _updates(rule, b) for slot in b.slots]
-        fits, problems, records = {}, [], set()
+        fits, problems, records = {}, [], {}
         for slot, buffer in members:
             if parameter_name(slot) not in places:
                 continue
@@ -174,7 +176,7 @@ def _optimizer(
             if (record := there.of.get(first)) is None:
                 problems.append(f"the checkpoint has no optimizer's state of {slot.name}")
                 continue
-            records.add(record)
+            records[slot.name] = there.records[record]["scalars"]
             for name in per_element(buffer, rules):
                 saved_name = f"optimizer.state.{first}.{name}"
                 dtype = state.optimizer[f"{buffer.key}.{name}"].dtype
@@ -193,7 +195,9 @@ def _optimizer(
             problems.append(f"the optimizer's state of group {rule.group} is of other parameters ({lost[0]} is new)")
         if rule.whole and "owners" not in manifest.values:
             problems.append(f"the checkpoint has nothing of what {rule.name} keeps for whole parameters")
-        problems += _scalars(rule, [there.records[index] for index in sorted(records)])
+        stepped = aged(rule, {name: _decoded(one) for name, one in records.items()})
+        numbers = [one for name, one in records.items() if name in stepped] or list(records.values())
+        problems += _scalars(rule, numbers)
         if problems:
             found.differences += problems
         elif records:
@@ -203,7 +207,7 @@ def _optimizer(
                 for slot, _ in members
                 if rule.whole
             }
-            found.scalars[rule.key] = there.records[min(records)]["scalars"]
+            found.scalars[rule.key], found.updated[rule.key] = numbers[0], stepped
 
 
 def _not_updated(slots: Iterable[Slot], saved: Container[str], manifest: Manifest) -> list[str]:
@@ -232,15 +236,20 @@ class _Records:
                 self.states.setdefault(parameter, set()).add(name)
 
 
+def _decoded(numbers: Mapping[str, Any]) -> dict[str, float]:
+    return {name: decode(value, {}) for name, value in numbers.items()}
+
+
 def _scalars(rule: Rule, records: Sequence[dict[str, Any]]) -> list[str]:
     """Why these saved numbers are not those that the rule starts from."""
     wanted = {entry.name for entry in rule.state if entry.scalar}
     problems = []
     for record in records:
-        if odd := wanted ^ set(record["scalars"]):
+        if odd := wanted ^ set(record):
             names = ", ".join(sorted(odd))
-            problems.append(f"the optimizer's {names} of group {rule.group} is only in one of checkpoint and optimizer")
-    if any(record["scalars"] != records[0]["scalars"] for record in records):
+            problem = f"the optimizer's {names} of group {rule.group} is only in one of checkpoint and optimizer"
+            problems += [problem] * (problem not in problems)
+    if any(record != records[0] for record in records):
         problems.append(
             f"the parameters of group {rule.group} are of different age in the checkpoint (their step counts differ): "
             "they were in groups of their own"

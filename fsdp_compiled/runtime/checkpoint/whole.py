@@ -13,8 +13,9 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh, broadcast
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Buffer
+from fsdp_compiled.runtime.ages import Names, aged, names_of
 from fsdp_compiled.runtime.checkpoint import owned_state
-from fsdp_compiled.runtime.checkpoint.contents import names_of, options
+from fsdp_compiled.runtime.checkpoint.contents import options
 from fsdp_compiled.runtime.checkpoint.huggingface import keys_of
 from fsdp_compiled.runtime.checkpoint.owned_state import Loaded
 from fsdp_compiled.runtime.checkpoint.trained import Trained
@@ -123,10 +124,17 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
         for entry in (entry for entry in rule.state if entry.scalar):
             value = trained.state.optimizer[f"{rule.key}.{entry.name}"].detach().cpu()
             if entry.place == "parameter":
+                begin = torch.full_like(value, entry.initial)
+                later = trained.state.ages.left(rule, names_of(trained.plan, rule))
                 for name in names_of(trained.plan, rule):
-                    state.setdefault(indices[name], {})[entry.name] = _scalar(value, entry)
+                    number = begin if name in later else value
+                    state.setdefault(indices[name], {})[entry.name] = _scalar(number, entry)
             elif entry.place in ("group", "state"):
                 (groups[rule.group] if entry.place == "group" else state)[entry.name] = _scalar(value, entry)
+    for rule in (rule for rule in trained.rules if any(entry.place == "ours" for entry in rule.state)):
+        for name in names_of(trained.plan, rule):
+            if name not in trained.state.ages.updated.get(rule.key, ()):  # its code begins where there is no state
+                state.pop(indices[name], None)
     for group, kept in zip(optimizer.param_groups, groups, strict=True):
         kept["params"] = [indices[parameter._sharded_name] for parameter in group["params"]]
     ordered = dict(sorted(state.items(), key=lambda item: (isinstance(item[0], str), item[0])))
@@ -168,18 +176,19 @@ def _per_element(trained: Trained) -> Iterator[tuple[Buffer, StateTensor]]:
 
 def load_optimizer(
     given: Mapping[str, Any], trained: Trained, mesh: Mesh
-) -> Work[tuple[Staged, list[dict[str, Any]], list[Loaded]]]:
-    """The shards of rank 0's ``optimizer.state_dict()``, read aside, its groups, and what is for owners; in stages, for
-    `lockstep`."""
+) -> Work[tuple[Staged, list[dict[str, Any]], dict[str, Names], list[Loaded]]]:
+    """The shards of rank 0's ``optimizer.state_dict()``, read aside, its groups, by rules' keys who has made their
+    steps, and what is for owners; in stages, for `lockstep`."""
     plan, optimizer = trained.plan, trained.optimizer
     assert optimizer is not None
     indices = _indices(optimizer)
     numbers: dict[str, float] = {}
+    updated: dict[str, Names] = {}
     groups: list[dict[str, Any]] = []
     if mesh.rank == 0:
         groups = _check_groups(given, optimizer)
-        numbers = _numbers(given, trained, indices)
-    numbers, groups = (yield Exchange("the optimizer's groups and numbers", (numbers, groups)))[0]
+        numbers, updated = _numbers(given, trained, indices)
+    numbers, updated, groups = (yield Exchange("the optimizer's groups and numbers", (numbers, updated, groups)))[0]
     scalars = {key: trained.state.optimizer[key] for key in numbers}
     staged: Staged = [(to, torch.full_like(to, numbers[key])) for key, to in scalars.items()]
     for buffer, entry in _per_element(trained):
@@ -195,7 +204,7 @@ def load_optimizer(
     names = [name for update in trained.updates for name in update.leaves]
     kept = {name: given["state"].get(indices[name]) for name in names} if mesh.rank == 0 else {}
     owned = yield from owned_state.to_owners(kept, trained, mesh)
-    return staged, groups, owned
+    return staged, groups, updated, owned
 
 
 def _check_groups(given: Any, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -209,12 +218,20 @@ def _check_groups(given: Any, optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{name: value for name, value in group.items() if name != "params"} for group in given["param_groups"]]
 
 
-def _numbers(given: Mapping[str, Any], trained: Trained, indices: Mapping[str, int]) -> dict[str, float]:
-    """The numbers that each rule has once, which its parameters must agree in; as at the start where none is given."""
+def _numbers(
+    given: Mapping[str, Any], trained: Trained, indices: Mapping[str, int]
+) -> tuple[dict[str, float], dict[str, Names]]:
+    """The numbers that each rule has once, and who has made its steps: these must agree in them. As at the start where
+    none is given."""
     _refuse_containers(trained.rules)
     found: dict[str, float] = {}
+    updated: dict[str, Names] = {}
     for rule in trained.rules:
-        kept = [given["state"].get(indices[name], {}) for name in names_of(trained.plan, rule)]
+        rows = {name: given["state"].get(indices[name], {}) for name in names_of(trained.plan, rule)}
+        rows = {name: {key: value for key, value in own.items() if value is not None} for name, own in rows.items()}
+        if rule.counts:
+            updated[rule.key] = _stepped(rule, rows)
+        kept = [own for name, own in rows.items() if name in updated.get(rule.key, rows)] or list(rows.values())
         begun = any(value is not None for one in kept for value in one.values())
         for entry in (entry for entry in rule.state if entry.scalar):
             if entry.place == "parameter":
@@ -241,4 +258,12 @@ def _numbers(given: Mapping[str, Any], trained: Trained, indices: Mapping[str, i
     for index, kept in given["state"].items():
         if index not in owned and isinstance(kept, Mapping) and (odd := sorted(set(kept) - known)):
             raise ValueError(f"The state of parameter {index} has {odd[0]!r}, which this optimizer does not keep.")
-    return found
+    return found, updated
+
+
+def _stepped(rule: Rule, rows: Mapping[str, Mapping[str, Any]]) -> Names:
+    """Whose state says that they have made steps; state alone may be what the constructor made."""
+    counted = [entry.name for entry in rule.state if entry.scalar and entry.place == "parameter"]
+    if not counted:
+        return frozenset(name for name, own in rows.items() if own)
+    return aged(rule, {name: {key: float(own[key]) for key in counted if key in own} for name, own in rows.items()})

@@ -33,6 +33,7 @@ from fsdp_compiled.lower.remainder import Remainder
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.runtime.ages import Names, reached_by
 from fsdp_compiled.runtime.host_memory import Rooms
 from fsdp_compiled.runtime.programs import memory_budget, stages
 from fsdp_compiled.runtime.programs.input_binding import InputBinding
@@ -74,6 +75,10 @@ class Compiled:
     compared: bool  # whether ranks compare in it what they run
     weighed: bool  # whether it reads how much this rank's batch counts
     idle: tuple[str, ...]  # parameters that the loss does not reach
+    adds: Names  # parameters that have a gradient in it
+    unreached: Names  # those that its loss does not reach, of which it updates
+    added: Names  # what microbatches before reached
+    counted: Mapping[str, Names]  # by rules' keys, of those the ones whose steps are counted
     kind: Kind
     label: str
     number: int  # the same on every rank for the same program
@@ -111,6 +116,10 @@ class Compiled:
     @property
     def updates(self) -> bool:
         return self.kind in ("step", "last")
+
+    def updates_with(self, added: Names) -> bool:
+        """Whether it updates what it should after microbatches that reached these parameters."""
+        return added & self.unreached == self.added
 
     def zeros(self) -> dict[str, torch.Tensor]:
         """The sums that the program adds to, at nothing."""
@@ -154,11 +163,12 @@ class Job:
     backends: Backends
     called: Callable[..., Any] | None = None  # of a model in a loop of the user's: what calls it; then without loss
     tp_mesh: DeviceMesh | None = None
+    added: Names = frozenset()  # parameters that have gradients in the sums of microbatches
 
     @property
     def passes(self) -> tuple[Pass, ...]:
         if self.kind in ("step", "last"):
-            return passes.step(self.rules, accumulated=self.kind == "last")
+            return passes.step(self.rules, self.added if self.kind == "last" else None)
         others = {"accumulate": passes.MICROBATCH, "gradient": passes.GRADIENT, "training": passes.OUTPUTS}
         return others.get(self.kind, passes.FORWARD)
 
@@ -243,6 +253,9 @@ def describe(
     halves = cut(program) if job.kind == "training" else None
     first = halves.forward if halves is not None else program
     inputs = tuple(port for port in first.ports if port.side == "in")
+    idle, added = (
+        tuple(name for node in program.inputs.values() for name in node.meta.get(key, ())) for key in ("idle", "added")
+    )
     return Compiled(
         program,
         replace(captured, program=replace(captured.program, graph=fx.Graph())),  # the passes have its own
@@ -256,7 +269,11 @@ def describe(
         copied=any(port.kind == "copy" for port in inputs),
         compared=CALL in inputs,
         weighed=any(port.kind == "rows" for port in inputs),
-        idle=tuple(name for node in program.inputs.values() for name in node.meta.get("idle", ())),
+        idle=idle,
+        adds=frozenset(slot.name for buffer in job.plan.buffers if buffer.updated for slot in buffer.slots) - {*idle},
+        unreached=frozenset(idle + added),
+        added=frozenset(added),
+        counted=reached_by(idle, job.plan, job.rules) if job.kind in ("step", "last") else {},
         kind=job.kind,
         label=job.label,
         number=job.number,

@@ -122,6 +122,7 @@ class FailedCalls:
             self.row.failure = f"A microbatch failed: {what}"
             if not state.sums:
                 state.sums.update(compiled.zeros())
+            state.ages.added |= compiled.adds
 
         def given(index: int) -> torch.Tensor:
             port = compiled.inputs[index]
@@ -141,6 +142,7 @@ class FailedCalls:
         self.row.end()
         for total in state.sums.values():
             total.zero_()
+        state.ages.added = frozenset()
         return DROPPED
 
     def _for_good(self, compiled: Compiled, place: Position | None, error: BaseException) -> str | None:

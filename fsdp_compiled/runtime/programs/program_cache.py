@@ -29,6 +29,7 @@ from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, tracea
 from fsdp_compiled.capture.unknown_reads import check_attributes
 from fsdp_compiled.distributed.mesh import exchange
 from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.runtime.ages import Names
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.programs.compile import (
     Compiled,
@@ -98,7 +99,7 @@ class Programs:
             if compiled.updates:
                 self._drop(compiled.number)
 
-    def find(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any]) -> Request:
+    def find(self, kind: Kind, batch: tuple[Any, ...], named: dict[str, Any], added: Names = frozenset()) -> Request:
         """The call and its program, if it is kept; raises ``ValueError`` for a call that no program can be made for."""
         policy = self.plan.policy
         seen = policy.lower == "eager" and self.replays.device is None
@@ -113,7 +114,7 @@ class Programs:
         buffers = self._buffers.replaced()
 
         def look(dims: tuple[int, ...], compared: bool = False) -> Request:
-            return self._look(Request(kind, batch, named, leaves, around, buffers, compared=compared), dims)
+            return self._look(Request(kind, batch, named, leaves, around, buffers, added, compared=compared), dims)
 
         request = look(policy.moving)
         if request.compiled is not None:
@@ -143,6 +144,8 @@ class Programs:
         request.rows = rows_of(tensors) if self.plan.policy.weigh == "rows" else 0
         request.key = (request.kind, described, structure, request.ambient, self._buffers.layout)
         for compiled in self._variants.get(request.key, ()):
+            if not compiled.updates_with(request.added):
+                continue
             if compiled.capture.guards.hold() and not (sizes and misfit(compiled, batch, named, sizes)):
                 closed = compiled.capture.guards.closed.moved()
                 if closed is not None:
@@ -155,7 +158,9 @@ class Programs:
         kind, batch, named, sizes = request.kind, request.batch, request.named, request.sizes
         request.buffers = {**request.buffers, **self._buffers.scan()}
         request.key = (*request.key[:-1], self._buffers.layout)
-        request.changed = [self._change(compiled, batch, named, sizes) for compiled in self._oldest_first(request.key)]
+        request.changed = [
+            self._change(compiled, batch, named, sizes, request.added) for compiled in self._oldest_first(request.key)
+        ]
         request.label = self._label(kind, batch, named, sizes, request.changed, request.ambient)
         return request
 
@@ -239,7 +244,9 @@ class Programs:
                 )
         check_attributes(tensors, self._asked)
 
-    def _change(self, compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> Changed:
+    def _change(
+        self, compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes, added: Names
+    ) -> Changed:
         """Why this program is not for this call."""
         guards = compiled.capture.guards
         if (broken := guards.broken()) is not None:
@@ -250,6 +257,11 @@ class Programs:
         if (odd := guards.closed.odd()) is not None:
             what, reason = map(guards.words, odd)
             return Changed(f", after {what} changed", f"{compiled.label} relies on {reason}")
+        if not compiled.updates_with(added):
+            what = "the microbatches before it reached"
+            return Changed(
+                f", where {what} others", f"{compiled.label} is for other parameters that {what}", quiet=True
+            )
         reason = misfit(compiled, batch, named, sizes) or "its sizes"
         why = "Policy.dynamic: the model or the loss asks for certain sizes"
         return Changed(f", instead of {reason}", why, self._moving is not None)

@@ -206,7 +206,7 @@ class ProgramMaker:
             request.kind, self._loss, self.plan, tuple(rules), buffers, batch=request.batch, named=request.named,
             label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
             backends=decided(hosts, backends(self.mesh)), called=self.called, plain=self._plain,
-            tp_mesh=self.mesh.tp_mesh,
+            tp_mesh=self.mesh.tp_mesh, added=request.added,
         )  # fmt: skip
 
     def whole(self, compiled: Compiled) -> Backward:

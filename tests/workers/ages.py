@@ -1,0 +1,63 @@
+"""Two tasks in turns, and rows of both, on two ranks: the update is that of one process on all rows."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_compiled import Policy, compile_sharded
+from tests.test_ages import Heads, loss_of, optimizer_of
+
+ROWS = ((False,), (True,), (True, False), (False, True), (False, False), (True,))
+
+
+def trained_alike(shard: str, accumulate: str) -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    plain = Heads()
+    model = copy.deepcopy(plain)
+    theirs, mine = (optimizer_of("AdamW", one, True) for one in (plain, model))
+    policy = Policy(lower="eager", shard=shard, accumulate=accumulate)
+    sharded = compile_sharded(model, mine, loss=loss_of, policy=policy)
+    for row in ROWS:
+        batches = [(torch.randn(6, 4), both) for both in row]
+        theirs.zero_grad()
+        for x, both in batches:
+            (loss_of(plain, x, both) / len(batches)).backward()
+        theirs.step()
+        own = [(x[3 * rank : 3 * rank + 3], both) for x, both in batches]
+        for batch in own[:-1]:
+            sharded.accumulate(*batch)
+        sharded.step(*own[-1])
+    for name, value in sharded.full_state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-7, msg=f"{policy} {name}")
+
+
+def refused_by_all() -> None:
+    torch.manual_seed(0)
+    model = Heads()
+    sharded = compile_sharded(model, optimizer_of("AdamW", model, False), loss=loss_of, policy=Policy(lower="eager"))
+    sharded.step(torch.randn(3, 4), False)
+    with pytest.raises(ValueError, match="for the first time"):
+        sharded.step(torch.randn(3, 4), True)
+    sharded.step(torch.randn(3, 4), False)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    for shard, accumulate in itertools.product(("zero3", "ddp"), ("shards", "full")):
+        trained_alike(shard, accumulate)
+    refused_by_all()
+    if dist.get_rank() == 0:
+        Path(sys.argv[1]).write_text("true")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
