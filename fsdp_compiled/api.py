@@ -170,7 +170,7 @@ def _begin(
     rules: tuple[Rule, ...],
 ) -> Work[tuple[TakenModel, State, RandomNumbers, tuple[EagerUpdate, ...]]]:
     """Takes the model over and makes the state that training starts from; in stages, for `lockstep`."""
-    ages = brought_by(optimizer, {p: name for name, p in model.named_parameters()}, plan, rules)
+    ages = brought_by(optimizer, model, plan, rules)
     brought = [state_by_name(model, one) for one in members(optimizer)]
     taken, shards, buffers, existing_state = yield from take_over(model, optimizer, plan, place, init)
     random = RandomNumbers(plan.device, place.rank, place.world, place.row if place.tp > 1 else None)

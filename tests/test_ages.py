@@ -15,28 +15,9 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.runtime.ages import Ages
 from tests.launch import launch
+from tests.two_tasks import KINDS, Heads, loss_of, optimizer_of
 
 POLICY = Policy(lower="eager")
-KINDS: dict[str, Callable[[Any], optim.Optimizer]] = {
-    "AdamW": lambda p: optim.AdamW(p, 0.01),
-    "dampened": lambda p: optim.SGD(p, 0.1, momentum=0.9, dampening=0.5),
-    "Rprop": lambda p: optim.Rprop(p, 0.01),
-    "Adagrad": lambda p: optim.Adagrad(p, 0.1),
-}
-
-
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        y = self.trunk(x)
-        return self.head(y) if both else y  # type: ignore[no-any-return]
-
-
-def loss_of(model: nn.Module, x: torch.Tensor, both: bool) -> torch.Tensor:
-    return model(x, both).square().mean()  # type: ignore[no-any-return]
 
 
 class Pair:
@@ -63,11 +44,6 @@ class Pair:
     def check(self) -> None:
         for name, value in self.sharded.full_state_dict().items():
             assert torch.equal(value, self.plain.state_dict()[name]), name
-
-
-def optimizer_of(kind: str, model: Heads, apart: bool) -> optim.Optimizer:
-    parts = [{"params": list(one.parameters())} for one in (model.trunk, model.head)]
-    return KINDS[kind](parts if apart else model.parameters())
 
 
 def _eager_step(model: nn.Module, optimizer: optim.Optimizer, batches: list[tuple[torch.Tensor, bool]]) -> None:

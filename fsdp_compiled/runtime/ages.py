@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.mesh import Unanimous
@@ -106,10 +107,11 @@ def aged(rule: Rule, numbers: Mapping[str, Mapping[str, float]]) -> Names:
     )
 
 
-def brought_by(optimizer: Optimizer | None, names: Mapping[Any, str], plan: Plan, rules: Iterable[Rule]) -> Ages:
-    """Of an optimizer that may have made steps. ``names``: the first of each parameter."""
-    if optimizer is None:
+def brought_by(optimizer: Optimizer | None, model: nn.Module, plan: Plan, rules: Iterable[Rule]) -> Ages:
+    """Of an optimizer that may have made steps, over the model before it is taken over."""
+    if optimizer is None or not optimizer.state:
         return Ages()
+    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
     stepped = {names[key] for key, kept in optimizer.state.items() if key in names and _has_stepped(kept)}
     found = {rule.key: frozenset(names_of(plan, rule)) & stepped for rule in rules if rule.counts}
     return Ages({key: those for key, those in found.items() if those})

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compiled import Policy, compile_sharded
-from tests.test_ages import Heads, loss_of, optimizer_of
+from tests.two_tasks import Heads, loss_of, optimizer_of
 
 ROWS = ((False,), (True,), (True, False), (False, True), (False, False), (True,))
 
