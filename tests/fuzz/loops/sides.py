@@ -89,7 +89,7 @@ def loss_of(result: Any, y: torch.Tensor) -> torch.Tensor:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, of all ranks' parts."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 class Plain(Side):
