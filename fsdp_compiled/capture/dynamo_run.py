@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.aot import CaptureError, Traced
 from fsdp_compiled.capture.blocks.left_out import Gap, LeftOut, gaps_of, left_out
-from fsdp_compiled.capture.blocks.repeats import Unequal, differentiate
+from fsdp_compiled.capture.blocks.lengthened import Unequal
+from fsdp_compiled.capture.blocks.repeats import differentiate
 from fsdp_compiled.capture.blocks.written_out import blocks_of, with_own_tensors, written_out
 from fsdp_compiled.capture.captured import CURE, Tensors
 from fsdp_compiled.capture.closed_numbers import Numbers

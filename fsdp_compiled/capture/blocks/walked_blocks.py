@@ -14,16 +14,15 @@ from operator import is_, setitem
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import fx
 
 from fsdp_compiled.capture.blocks.before_walk import Before
 from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, modes, moved, plain, plain_layout
-from fsdp_compiled.capture.blocks.equal_blocks import layout_of
+from fsdp_compiled.capture.blocks.likeness import likeness, structure_of
+from fsdp_compiled.capture.blocks.new_tensors import another
 from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template, own_tensor
 from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.capture.source_lines import path_in
-from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
     ChainedSource,
@@ -37,17 +36,9 @@ from fsdp_compiled.torch_private.dynamo import (
 )
 from fsdp_compiled.torch_private.modes import enter_autocast, exit_autocast
 
-HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs",
-)  # fmt: skip
-
-
 # What has no value: it changes modes, and what a block enters it leaves, or writes to what the block computed.
 VALUELESS = (C._set_grad_enabled, enter_autocast, exit_autocast, setitem)
 TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # of a module, which are plain dictionaries
-TEXT = {str}
-SOURCE = torch.empty((), device="meta").requires_grad_()  # what `another` is computed from
 
 
 def is_input(node: fx.Node) -> bool:
@@ -86,7 +77,7 @@ class WalkedBlock:
         self._asked = list(self._questions())
         self._read, self._tables = self._reader(), self._read_in()
         self._layouts = [plain_layout(call.value(source)) for source in self.sources]
-        self.structure = _structure(call.module)
+        self.structure = structure_of(call.module)
         self._seen: tuple[Any, set[int], set[str]] = None, set(), set()  # `_known`
         self.visits = {name: count for name, count in call.tx.num_calls.items() if self.inside(name)}
         made = set(self.nodes)
@@ -219,7 +210,7 @@ class WalkedBlock:
             raise Unlike("it is called elsewhere, or under other modes")
         if call.changes != self.call.changes:
             raise Unlike("objects were changed since the one before was called")
-        if _structure(call.module) != self.structure:
+        if structure_of(call.module) != self.structure:
             raise Unlike("its modules are others")
         if call.evaluate(self._tables):
             raise Unlike("it has a dictionary that makes what is looked up")
@@ -265,7 +256,7 @@ class WalkedBlock:
             question = guard.name, itself, *names
             if others or question not in known:
                 known.add(question)
-                same = functools.partial(is_, value) if itself else _likeness(value)
+                same = functools.partial(is_, value) if itself else likeness(value)
                 yield place, value, same, names, [_has(value, name) for name in names]
 
     def _read_in(self) -> types.CodeType:
@@ -303,68 +294,6 @@ class WalkedBlock:
         return read
 
 
-def another(value: FakeTensor) -> Any:
-    """A fake tensor like this one, in memory of its own, which is computed if that one requires a gradient."""
-    base = value._base if value._is_view() else None
-    if base is not None and base.is_contiguous() and value.is_contiguous() and base.dtype == value.dtype:
-        if base.numel() == value.numel() and base.requires_grad == value.requires_grad:
-            with torch.enable_grad():
-                return another(base).view(value.shape)
-    made = fake_tensor(value.fake_mode, tuple(value.shape), value.stride(), value.dtype, value.device)
-    if not value.requires_grad:
-        return made
-    with torch.enable_grad():
-        return _Computed.apply(SOURCE, [made])
-
-
-class _Computed(torch.autograd.Function):
-    """Says of a tensor that it is computed from one that requires a gradient."""
-
-    @staticmethod
-    def forward(_ctx: Any, _source: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
-        return made[0]
-
-
-def _likeness(one: Any) -> Callable[[Any], bool]:
-    """`_alike` of one with others."""
-    kind = type(one)
-    if isinstance(one, nn.Module):
-        return lambda other: type(other) is kind
-    if isinstance(one, dict) and set(map(type, one)) <= TEXT:
-        keys = list(one)
-        values = list(map(repr, one.values())) if all(map(plain, one.values())) else None
-        return lambda other: (
-            type(other) is kind
-            and list(other) == keys
-            and set(map(type, other)) <= TEXT
-            and (values is None or values == list(map(repr, other.values())))
-        )
-    return functools.partial(_alike, one)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether a guard on the one says of the other what it says of the one."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return layout_of(one) == layout_of(other)
-    if isinstance(one, nn.Module):
-        return True  # what is read of it has guards of its own
-    if plain(one) and plain(other):
-        return repr(one) == repr(other)
-    if isinstance(one, dict):
-        if len(one) != len(other) or (one and list(map(repr, one)) != list(map(repr, other))):
-            return False
-        # Of a dictionary whose values are numbers all may be asked; of one of objects, those that are have guards.
-        return not all(map(plain, one.values())) or list(map(repr, one.values())) == list(map(repr, other.values()))
-    if type(one) is functools.partial:
-        said = [(part.func, vars(part), part.args, tuple(part.keywords.items())) for part in (one, other)]
-        return said[0][:2] == said[1][:2] and all(map(plain, said[0][2:])) and repr(said[0][2:]) == repr(said[1][2:])
-    return isinstance(one, tuple | list) and len(one) == len(other) and all(map(_alike, one, other))
-
-
 def _names(guard: Guard) -> list[str]:
     """The attributes or keys that a guard asks about being there."""
     create = guard.create_fn
@@ -374,16 +303,3 @@ def _names(guard: Guard) -> list[str]:
 
 def _has(value: Any, name: str) -> bool:
     return hasattr(value, name) or (isinstance(value, dict) and name in value)
-
-
-def _structure(module: nn.Module) -> list[Any]:
-    """Of a block: the classes of its modules, and what they hold, by name."""
-    found: list[Any] = []
-    for name, inner in module.named_modules(remove_duplicate=False):
-        held = vars(inner)
-        if any(held[kind] for kind in HOOKS) or "forward" in held:
-            raise Unlike("it has hooks")
-        found.append((name, type(inner), inner.training, list(held), list(inner._modules)))
-        for table in (inner._parameters, inner._buffers):
-            found.append([(key, value is None) for key, value in table.items()])
-    return found

@@ -20,8 +20,9 @@ import torch
 from torch import fx
 
 from fsdp_compiled.capture.blocks.block_calls import BlockCall
+from fsdp_compiled.capture.blocks.new_tensors import another
 from fsdp_compiled.capture.blocks.templates import BLOCK, OWN, Line, own_tensor, result_of
-from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock, another
+from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     Guard,
