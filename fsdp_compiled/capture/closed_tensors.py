@@ -8,6 +8,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_compiled.capture.closed_numbers import Numbers
 
@@ -31,7 +32,9 @@ class Closed:
         self._shared = _shared(list(self.tensors.values()))
         self._places = list(map(_place, self.tensors.values()))
         self._read = _reading([name_of(source) for _, source in closed.values()], scope)
-        self._unread = list(unread)
+        both = zip(unread, _reading(unread, scope)(), strict=True)
+        # What stands for the model's own tensors, come to by another name (a weak reference), is watched elsewhere.
+        self._unread = [name for name, tensor in both if not isinstance(tensor, FakeTensor)]
         self._look = _reading(self._unread, scope)
         self._looked = list(map(_layout, self._look()))
 

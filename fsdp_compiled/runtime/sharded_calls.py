@@ -137,7 +137,7 @@ class ShardedCalls:
         self._programs.read_closed(compiled, request, state)
         ran = False
         try:
-            if compiled.updates:
+            if compiled.counted and compiled.counted != state.ages.updated:
                 state.ages.check(compiled.counted, self._programs.rules)
             given = self._bind(compiled, state, request)
             with (
@@ -170,7 +170,7 @@ class ShardedCalls:
         if kind == "accumulate":
             self._row.programs += request.number(compiled)
             state.ages.added |= compiled.adds
-        elif compiled.updates:
+        elif kind == "last" or (compiled.counted and compiled.counted != state.ages.updated):
             state.ages.stepped(compiled.counted)
         return compiled, found
 

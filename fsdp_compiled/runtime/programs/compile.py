@@ -77,7 +77,7 @@ class Compiled:
     idle: tuple[str, ...]  # parameters that the loss does not reach
     adds: Names  # parameters that have a gradient in it
     unreached: Names  # those that its loss does not reach, of which it updates
-    added: Names  # what microbatches before reached
+    added: Names  # what microbatches before reached of these, which a step after others does not update
     counted: Mapping[str, Names]  # by rules' keys, of those the ones whose steps are counted
     kind: Kind
     label: str
@@ -116,10 +116,6 @@ class Compiled:
     @property
     def updates(self) -> bool:
         return self.kind in ("step", "last")
-
-    def updates_with(self, added: Names) -> bool:
-        """Whether it updates what it should after microbatches that reached these parameters."""
-        return added & self.unreached == self.added
 
     def zeros(self) -> dict[str, torch.Tensor]:
         """The sums that the program adds to, at nothing."""

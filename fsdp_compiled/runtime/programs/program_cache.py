@@ -144,7 +144,7 @@ class Programs:
         request.rows = rows_of(tensors) if self.plan.policy.weigh == "rows" else 0
         request.key = (request.kind, described, structure, request.ambient, self._buffers.layout)
         for compiled in self._variants.get(request.key, ()):
-            if not compiled.updates_with(request.added):
+            if request.added & compiled.unreached != compiled.added:
                 continue
             if compiled.capture.guards.hold() and not (sizes and misfit(compiled, batch, named, sizes)):
                 closed = compiled.capture.guards.closed.moved()
@@ -257,7 +257,7 @@ class Programs:
         if (odd := guards.closed.odd()) is not None:
             what, reason = map(guards.words, odd)
             return Changed(f", after {what} changed", f"{compiled.label} relies on {reason}")
-        if not compiled.updates_with(added):
+        if added & compiled.unreached != compiled.added:
             what = "the microbatches before it reached"
             return Changed(
                 f", where {what} others", f"{compiled.label} is for other parameters that {what}", quiet=True
