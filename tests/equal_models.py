@@ -109,11 +109,11 @@ class Model(nn.Module):
 class TwoLists(nn.Module):
     """An encoder, and a decoder that reads what it made in each of its blocks. ``one``: they read the same, too."""
 
-    def __init__(self, one: bool = False) -> None:
+    def __init__(self, one: bool = False, layers: int = LAYERS) -> None:
         super().__init__()
         self.one = one
-        self.encoder = nn.ModuleList(Block("", index) for index in range(LAYERS))
-        self.decoder = nn.ModuleList(Block("", index) for index in range(LAYERS + 1))
+        self.encoder = nn.ModuleList(Block("", index) for index in range(layers))
+        self.decoder = nn.ModuleList(Block("", index) for index in range(layers + 1))
         self.embedding, self.head = nn.Embedding(5, WIDTH), nn.Linear(WIDTH, 5)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,7 @@ DEEP = LAYERS + 5  # of which three are left out: two are walked through, and th
         pytest.param(lambda: Model("shared", DEEP), [DEEP], 3, id="gradients of what all blocks read"),
         pytest.param(lambda: Model("around", DEEP), [DEEP], 3, id="something between blocks"),
         pytest.param(lambda: Model("takes turns", 19), [9], 2, id="every second block"),
+        pytest.param(lambda: TwoLists(layers=DEEP), [DEEP, DEEP + 1], 7, id="two lists"),
         pytest.param(lambda: Model("tuple", DEEP), [DEEP], 3, id="two results", marks=pytest.mark.exhaustive),
         pytest.param(lambda: Model("in place", DEEP), [DEEP], 3, id="written in place", marks=pytest.mark.exhaustive),
         # All of them are looked through.
@@ -133,6 +134,16 @@ def test_blocks_that_were_left_out_and_are_needed_are_written_out(
         program_of(Model("a literal in each", DEEP))
     assert differentiated["left"] == [3, 0] and differentiated["short"] == differentiated["whole"]
     assert "looked through one by one" in caplog.text
+
+
+def test_where_what_is_left_out_fails_all_blocks_are_looked_through(
+    differentiated: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = program_of(Model("tied", DEEP)).text()
+    monkeypatch.setattr(repeats, "_widen", lambda *_: {}["of this package"])
+    with caplog.at_level("INFO", logger="fsdp_compiled"):
+        assert program_of(Model("tied", DEEP)).text() == expected
+    assert "looked through one by one: KeyError" in caplog.text
 
 
 def test_control_what_left_out_blocks_are_given_is_compared(

@@ -190,8 +190,13 @@ class Trace:
         """The joint program of the results that have a port; of these, the loss alone is differentiated."""
         try:
             found = self._differentiated(self.short)
-        except Unequal as why:
-            log.info("equal blocks are looked through one by one: %s", why)
+        except CaptureError:
+            raise
+        except Exception as why:  # what is the user's comes again
+            if self.short is vars(self).get("whole"):
+                raise
+            level = logging.INFO if isinstance(why, Unequal) else logging.WARNING
+            log.log(level, "equal blocks are looked through one by one: %s: %s", type(why).__name__, why)
             found = self._differentiated(self.whole)
         self.constants |= found.literals
         return found.program

@@ -23,7 +23,7 @@ from torch import fx
 from fsdp_compiled.capture.aot import Traced
 from fsdp_compiled.capture.aot_cache import traced
 from fsdp_compiled.capture.blocks.equal_blocks import LATER, Run, has_lists, runs_of
-from fsdp_compiled.capture.blocks.left_out import LeftOut
+from fsdp_compiled.capture.blocks.left_out import Absent, LeftOut
 from fsdp_compiled.capture.blocks.lengthened import Lengthened, Unequal
 from fsdp_compiled.capture.blocks.shortened import Shortened
 from fsdp_compiled.ir.program import Port
@@ -66,7 +66,10 @@ def _widen(runs: Sequence[Run], left: LeftOut) -> None:
     """Puts stretches that are not in the module into the run of which they are."""
     for run in runs:
         for place in range(LATER, len(run.stretches) - run.ends + 1):
-            if run.stretches[place - 1][0] is left.before and run.stretches[place][0] is left.after:
+            before, after = run.stretches[place - 1 : place + 1]
+            if isinstance(before, Absent) or isinstance(after, Absent):  # of another gap
+                continue
+            if before[0] is left.before and after[0] is left.after:
                 mine = [left.own.get(port) for port in run.own[place - 1]]
                 if None not in mine:
                     run.stretches[place:place] = left.stretches
