@@ -12,35 +12,14 @@ from torch import nn, optim
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.optim import verdicts
-
-
-class Own(optim.Optimizer):
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-        self.make()
-
-    def make(self) -> None:
-        """State that is there before the first step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            self.begin(group)
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad, self.state[p], group)
-
-    def begin(self, group: dict[str, Any]) -> None:
-        """Before a group's parameters."""
-
-    def update(self, p: Any, gradient: Any, state: Any, group: Any) -> None:
-        raise NotImplementedError
+from tests.own_optimizer import Own
 
 
 class Half(Own):
     """A sum that its constructor makes, and a mean that starts from the first gradient."""
 
-    def make(self) -> None:
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["sum"] = torch.full_like(p, 0.1)

@@ -16,29 +16,9 @@ from fsdp_compiled.optim import rules, verdicts
 from fsdp_compiled.optim.branches import merge
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.twin import Refused
+from tests.own_optimizer import Own
 
 EAGER = Policy(lower="eager", shard="zero1")
-
-
-class Own(optim.Optimizer):
-    """A base for optimizers whose step is a loop over parameters."""
-
-    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
-        super().__init__(params, {"lr": lr, **options})
-        self.count = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            self.begin(group)
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, p.grad, self.state[p], group)
-
-    def begin(self, group: dict[str, Any]) -> None: ...
-
-    def update(self, p: Any, g: Any, state: Any, group: dict[str, Any]) -> None:
-        p.add_(g, alpha=-group["lr"])
 
 
 class GroupCounter(Own):

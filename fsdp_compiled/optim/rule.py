@@ -74,9 +74,14 @@ class Rule:
         return inputs_of(self.state, self.hypers)
 
     @property
+    def numbers(self) -> list[StateTensor]:
+        """Those that the optimizer's own code keeps for each parameter, and a group has once here."""
+        return [entry for entry in self.state if entry.scalar and entry.place in ("parameter", "ours")]
+
+    @property
     def counts(self) -> bool:
-        """Whether it has numbers that the optimizer's own code keeps for each parameter."""
-        return self.eagerly is None and any(e.scalar and e.place in ("parameter", "ours") for e in self.state)
+        """Whether it has such numbers, and they are kept here."""
+        return self.eagerly is None and bool(self.numbers)
 
     @property
     def key(self) -> str:

@@ -132,8 +132,11 @@ def _discovered(
     other = options
     for name, value in values.items():
         other = with_hyper(other, name, value * 0.75 or 0.1)
-    begins = [(one.initial, two.initial) for one, two in zip(kept.state, discover(optimizer, other, dtype).state)]
-    return kept, any(one != two for (one, two), entry in zip(begins, kept.state) if entry.name not in values)
+    begins, elsewhere = (
+        {entry.name: entry.initial for entry in state if entry.name not in values}
+        for state in (kept.state, discover(optimizer, other, dtype).state)
+    )
+    return kept, begins != elsewhere
 
 
 def _forms(verdict: Verdict, options: Mapping[str, Any], own: bool, first_only: bool) -> list[Verdict]:

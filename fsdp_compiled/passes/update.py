@@ -82,7 +82,7 @@ def _is_idle(edit: Edit, buffer: Buffer) -> bool:
 
 def _shares(rule: Rule) -> bool:
     """Whether it counts in numbers of the group or the optimizer, which its code moves on with no gradient, too."""
-    shared = [entry.name for entry in rule.state if entry.scalar and entry.place in ("group", "optimizer", "state")]
+    shared = [entry.name for entry in rule.state if entry.scalar and entry not in rule.numbers]
     if shared and rule.counts:
         raise ValueError(
             f"{rule.name} counts in {shared[0]!r}, which group {rule.group} has once, and for each parameter, and this "

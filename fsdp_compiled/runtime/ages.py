@@ -95,8 +95,7 @@ def reached_by(idle: Collection[str], plan: Plan, rules: Iterable[Rule]) -> dict
 
 def fresh(rule: Rule) -> dict[str, float]:
     """The numbers of a parameter of this rule that has made no step."""
-    own = [entry for entry in rule.state if entry.scalar and entry.place in ("parameter", "ours")]
-    return {entry.name: 1.0 if entry.place == "ours" else entry.initial for entry in own}
+    return {entry.name: 1.0 if entry.place == "ours" else entry.initial for entry in rule.numbers}
 
 
 def aged(rule: Rule, numbers: Mapping[str, Mapping[str, float]]) -> Names:
