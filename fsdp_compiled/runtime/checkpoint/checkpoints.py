@@ -15,7 +15,16 @@ from torch import nn
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.lockstep import Exchange, Last, Work, last_exchange, lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import dcp, dcp_owned, huggingface, loading, saving, whole, writing
+from fsdp_compiled.runtime.checkpoint import (
+    dcp,
+    dcp_owned,
+    loading,
+    saving,
+    weight_export,
+    weight_import,
+    whole,
+    writing,
+)
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import (
     check_generators,
@@ -185,11 +194,11 @@ class Checkpoints:
 
     def export(self, folder: Path, model: nn.Module, trained: Trained) -> None:
         """Collective."""
-        self._run(trained, "What export writes", huggingface.export(folder, model, trained, self._mesh))
+        self._run(trained, "What export writes", weight_export.export(folder, model, trained, self._mesh))
 
     def import_weights(self, folder: Path, strict: bool, model: nn.Module, trained: Trained) -> None:
         """Collective. Nothing is changed unless every rank has read all of it."""
-        work = huggingface.read(folder, strict, model, trained, self._mesh)
+        work = weight_import.read(folder, strict, model, trained, self._mesh)
         staged, buffers, wrong = self._run(trained, "What import_weights reads", work)
         loading.write(staged)
         whole.write([(to, staged.tensors[key]) for to, key in buffers])

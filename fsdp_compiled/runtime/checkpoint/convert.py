@@ -9,7 +9,6 @@ What a layout has no place for is left out and said: random states, loss scale a
 
 from __future__ import annotations
 
-import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, header_check, huggingface, loading
+from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, header_check, loading, weight_files
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out, refuse_pairs
@@ -99,8 +98,8 @@ def read(source: Path) -> Contents:
         return _from_ours(source)
     if steps := folders.steps(source):
         return _from_ours(folders.path_of(source, steps[-1]))
-    if (source / huggingface.INDEX).is_file() or (source / "model.safetensors").is_file():
-        manifest = huggingface.read_manifest(source)
+    if weight_files.is_there(source):
+        manifest = weight_files.read_manifest(source)
         return Contents(parameters={name: _lazy(source, manifest, name) for name in manifest.tensors})
     raise ValueError(
         f"{source} is no checkpoint: it has neither {manifests.NAME} nor step-N folders, nor {dcp_files.NAME}, nor "
@@ -269,29 +268,15 @@ def _write_hf(folder: Path, contents: Contents) -> None:
     tensors = {**contents.parameters, **contents.buffers}
     for key, one in tensors.items():
         refuse_pairs(key, one.dtype)
-    names = ["model.safetensors"]
-    rows = _rows(tensors, huggingface.LARGEST)
-    if len(rows) > 1:
-        names = [f"model-{number:05d}-of-{len(rows):05d}.safetensors" for number in range(1, len(rows) + 1)]
-        weight_map = {key: name for name, row in zip(names, rows) for key in row}
-        text = json.dumps({"metadata": {}, "weight_map": weight_map}, indent=2, sort_keys=True)
-        (folder / huggingface.INDEX).write_text(text + "\n")
-    for name, row in zip(names, rows):
+    sizes = _sizes(tensors)
+    weight_files.write_index(folder, sizes)
+    for name, row in weight_files.names_of(sizes).items():
         _write_file(folder / name, {key: tensors[key] for key in row}, {"format": "pt"})
     contents.left_out += ["optimizer"] * bool(contents.state)
 
 
-def _rows(tensors: Mapping[str, Lazy], largest: int) -> list[list[str]]:
-    rows: list[list[str]] = [[]]
-    size = 0
-    for key, one in tensors.items():
-        nbytes = torch.Size(one.shape).numel() * one.dtype.itemsize
-        if rows[-1] and size + nbytes > largest:
-            rows.append([])
-            size = 0
-        rows[-1].append(key)
-        size += nbytes
-    return rows
+def _sizes(tensors: Mapping[str, Lazy]) -> dict[str, int]:
+    return {key: torch.Size(one.shape).numel() * one.dtype.itemsize for key, one in tensors.items()}
 
 
 def _write_file(
@@ -332,7 +317,7 @@ def _write_ours(folder: Path, contents: Contents) -> None:
         names = [parameters for parameters, _ in contents.groups]
         values["optimizer"] = {"same": {"class": contents.kind, "groups": options, "parameters": names}}
     made = Manifest(contents.step, 1, {}, values, contents.aliases, {}, {"id": folder.parent.name})
-    rows = _rows(tensors, FILE)
+    rows = weight_files.rows_of(_sizes(tensors), FILE)
     for index, row in enumerate(rows):
         name = f"shard-00000-of-00001{f'-{index:05d}' if index else ''}.safetensors"
         file, offsets = _write_file(folder / name, {key: tensors[key] for key in row}, {})

@@ -16,9 +16,9 @@ from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.ages import Names, aged, names_of
 from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.contents import options
-from fsdp_compiled.runtime.checkpoint.huggingface import keys_of
 from fsdp_compiled.runtime.checkpoint.owned_state import Loaded
 from fsdp_compiled.runtime.checkpoint.trained import Trained
+from fsdp_compiled.runtime.checkpoint.weight_keys import keys_of
 from fsdp_compiled.runtime.full_state_dict import collected
 from fsdp_compiled.runtime.shard_model import write_slot
 from fsdp_compiled.runtime.tensor_parallel.parts import part_of
