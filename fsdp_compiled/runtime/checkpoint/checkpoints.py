@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 
 from fsdp_compiled.distributed.call_log import Calls
@@ -29,20 +27,19 @@ from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import (
     check_generators,
     dealt_out,
-    derive_generators,
-    set_generators,
     values_of,
 )
+from fsdp_compiled.runtime.checkpoint.extra import check_extra, load_extra
 from fsdp_compiled.runtime.checkpoint.image import Image
+from fsdp_compiled.runtime.checkpoint.loaded_values import chosen_values, write_values
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, match, refusal, write_groups
+from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.saving import Wish
 from fsdp_compiled.runtime.checkpoint.stretches import Place
 from fsdp_compiled.runtime.checkpoint.trained import Trained
-from fsdp_compiled.runtime.checkpoint.values import decode, digest
+from fsdp_compiled.runtime.checkpoint.values import decode
 from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
-from fsdp_compiled.runtime.state import State
 
 T = TypeVar("T")
 Busy = Literal["wait", "refuse", "double_buffer"]
@@ -251,136 +248,23 @@ class Checkpoints:
         ]
         if found.differences and strict:
             raise ValueError(refusal(chosen, found.differences))
-        values = self._values(manifest, found, extra, rows)
+        values = chosen_values(manifest, found, extra, mesh.rank, rows)
         trees = [tree for tree, _ in values.values()]
         staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees, room=self._images[0].room())
-        _check_extra(manifest, values, extra, len(set(rows)))
+        check_extra(manifest, values, extra, len(set(rows)))
         if values.get("random", (None, False))[1]:
             check_generators(decode(values["random"][0], staged.tensors))
-        undo = _load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)
+        undo = load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)
         try:
             yield "what they have read is whole"
         except BaseException:
             undo()
             raise
         loading.write(staged)
-        _write_values(values, staged.tensors, found, trained, f"{saving.row_of(mesh)} of {len(set(rows))}")
+        write_values(values, staged.tensors, found, trained, f"{saving.row_of(mesh)} of {len(set(rows))}")
         if mesh.rank == 0:
             _report(chosen, manifest, found, extra)
         return manifest.step
-
-    def _values(
-        self, manifest: Manifest, found: Match, extra: Mapping[str, Any], rows: Sequence[int]
-    ) -> dict[str, tuple[Any, bool]]:
-        """The values that this rank takes, as JSON, each with whether it is its own."""
-        fixed = ["updates", "scale", "random"]
-        constants = [f"constant {name}" for name in found.constants]
-        for name in found.buffers:
-            if (value := buffer_value(manifest, name)) is not None:
-                manifest.values[f"buffer {name}"] = value
-        buffers = [f"buffer {name}" for name in found.buffers]
-        owned = [*found.owned.values(), *["owners"] * bool(found.owned)]
-        wanted = [*fixed, *owned, *constants, *buffers, *(f"extra {name}" for name in extra)]
-        pairs = {name: loading.values_for(manifest, name, self._mesh.rank, rows) for name in wanted}
-        return {name: pair for name, pair in pairs.items() if pair is not None}
-
-
-def _check_extra(
-    manifest: Manifest, values: Mapping[str, tuple[Any, bool]], extra: Mapping[str, Any], world: int
-) -> None:
-    """``world``: how many ranks with batches of their own there are."""
-    before = len(set(manifest.rows))
-    for name, holder in extra.items():
-        if f"extra {name}" in values and before != world and dealt_out(holder):
-            raise ValueError(
-                f"extra[{name!r}] deals examples out to {world} ranks, and its state in the checkpoint says how many "
-                f"each of {before} had taken: examples would be skipped or seen twice. Load on as many ranks, or leave "
-                "it out, and begin behind the examples that all ranks together have taken."
-            )
-        if not values.get(f"extra {name}", (None, True))[1]:
-            raise ValueError(
-                f"extra[{name!r}] was saved with another state on each of {manifest.world} ranks, and cannot be "
-                "given to another number of them. Load on as many ranks, or leave it out; what is to be loaded on any "
-                "number has a state_dict() that is the same on all ranks."
-            )
-
-
-def _load_extra(values: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
-    """Gives the user's objects their states; the function that is returned gives them those that they had."""
-    before: list[tuple[Any, Any]] = []
-
-    def undo() -> None:
-        for holder, state in reversed(before):
-            try:
-                holder.load_state_dict(state)
-            except Exception as error:
-                log.error("a %s cannot be given its state back: %s", type(holder).__name__, error)
-
-    try:
-        for name, holder in extra.items():
-            if f"extra {name}" in values:
-                if callable(getattr(holder, "state_dict", None)):
-                    before.append((holder, copy.deepcopy(holder.state_dict())))
-                holder.load_state_dict(values[f"extra {name}"])
-    except BaseException:
-        undo()
-        raise
-    return undo
-
-
-def _write_values(
-    values: Mapping[str, tuple[Any, bool]],
-    tensors: Mapping[str, torch.Tensor],
-    found: Match,
-    trained: Trained,
-    row: str,
-) -> None:
-    """``row``: whose batches this rank has, of how many."""
-    state = trained.state
-    with torch.no_grad():
-        state.ages.loaded(found.updated)
-        for key, numbers in found.scalars.items():
-            for name, number in numbers.items():
-                state.optimizer[f"{key}.{name}"].fill_(decode(number, tensors))
-        for name, (tree, _) in values.items():
-            kind, _, rest = name.partition(" ")
-            if kind == "updates":
-                state.step.fill_(tree)
-            elif kind == "scale":
-                for one, number in tree.items():
-                    if one in state.scale:
-                        state.scale[one].fill_(decode(number, tensors))
-            elif kind == "buffer":
-                state.buffers[rest].copy_(decode(tree, tensors))
-            elif kind == "constant":
-                _write_constant(rest, decode(tree, tensors), state)
-        for total in state.sums.values():
-            total.zero_()
-    owned = {name: decode(values[key][0], tensors) for name, key in found.owned.items() if key in values}
-    others = decode(values["owners"][0], tensors) if "owners" in values else []
-    for update, one in zip(trained.updates, others, strict=False):
-        update.go_on(owned, one)
-        update.show(state.optimizer)
-    if trained.optimizer is not None and found.options is not None:
-        groups = [{k: decode(v, {}) for k, v in one.items()} for one in found.options]
-        write_groups(trained.optimizer, groups, found.written)
-    if found.put is not None and trained.eager is not None:
-        found.put()
-        trained.eager.show(state.optimizer)
-    if "random" not in values:  # converted from another format
-        return
-    tree, own = values["random"]
-    if own:
-        set_generators(decode(tree, tensors), state, trained.plan.device)
-    else:
-        derive_generators(f"{digest(tree, tensors)} {row}", state, trained.plan.device)
-
-
-def _write_constant(name: str, value: torch.Tensor, state: State) -> None:
-    if name in state.constants:
-        state.constants[name].copy_(value)
-    else:
-        state.constants[name] = value
 
 
 def _report(chosen: Path, manifest: Manifest, found: Match, extra: Mapping[str, Any]) -> None:

@@ -1,0 +1,87 @@
+"""What a checkpoint has beside shards: which of it a rank takes, and writing it into the state that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fsdp_compiled.runtime.checkpoint import loading
+from fsdp_compiled.runtime.checkpoint.contents import derive_generators, set_generators
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest
+from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, write_groups
+from fsdp_compiled.runtime.checkpoint.trained import Trained
+from fsdp_compiled.runtime.checkpoint.values import decode, digest
+from fsdp_compiled.runtime.state import State
+
+
+def chosen_values(
+    manifest: Manifest, found: Match, extra: Mapping[str, Any], rank: int, rows: Sequence[int]
+) -> dict[str, tuple[Any, bool]]:
+    """The values that this rank takes, as JSON, each with whether it is its own."""
+    fixed = ["updates", "scale", "random"]
+    constants = [f"constant {name}" for name in found.constants]
+    for name in found.buffers:
+        if (value := buffer_value(manifest, name)) is not None:
+            manifest.values[f"buffer {name}"] = value
+    buffers = [f"buffer {name}" for name in found.buffers]
+    owned = [*found.owned.values(), *["owners"] * bool(found.owned)]
+    wanted = [*fixed, *owned, *constants, *buffers, *(f"extra {name}" for name in extra)]
+    pairs = {name: loading.values_for(manifest, name, rank, rows) for name in wanted}
+    return {name: pair for name, pair in pairs.items() if pair is not None}
+
+
+def write_values(
+    values: Mapping[str, tuple[Any, bool]],
+    tensors: Mapping[str, torch.Tensor],
+    found: Match,
+    trained: Trained,
+    row: str,
+) -> None:
+    """``row``: whose batches this rank has, of how many."""
+    state = trained.state
+    with torch.no_grad():
+        state.ages.loaded(found.updated)
+        for key, numbers in found.scalars.items():
+            for name, number in numbers.items():
+                state.optimizer[f"{key}.{name}"].fill_(decode(number, tensors))
+        for name, (tree, _) in values.items():
+            kind, _, rest = name.partition(" ")
+            if kind == "updates":
+                state.step.fill_(tree)
+            elif kind == "scale":
+                for one, number in tree.items():
+                    if one in state.scale:
+                        state.scale[one].fill_(decode(number, tensors))
+            elif kind == "buffer":
+                state.buffers[rest].copy_(decode(tree, tensors))
+            elif kind == "constant":
+                _write_constant(rest, decode(tree, tensors), state)
+        for total in state.sums.values():
+            total.zero_()
+    owned = {name: decode(values[key][0], tensors) for name, key in found.owned.items() if key in values}
+    others = decode(values["owners"][0], tensors) if "owners" in values else []
+    for update, one in zip(trained.updates, others, strict=False):
+        update.go_on(owned, one)
+        update.show(state.optimizer)
+    if trained.optimizer is not None and found.options is not None:
+        groups = [{k: decode(v, {}) for k, v in one.items()} for one in found.options]
+        write_groups(trained.optimizer, groups, found.written)
+    if found.put is not None and trained.eager is not None:
+        found.put()
+        trained.eager.show(state.optimizer)
+    if "random" not in values:  # converted from another format
+        return
+    tree, own = values["random"]
+    if own:
+        set_generators(decode(tree, tensors), state, trained.plan.device)
+    else:
+        derive_generators(f"{digest(tree, tensors)} {row}", state, trained.plan.device)
+
+
+def _write_constant(name: str, value: torch.Tensor, state: State) -> None:
+    if name in state.constants:
+        state.constants[name].copy_(value)
+    else:
+        state.constants[name] = value
