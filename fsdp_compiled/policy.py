@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compiled.loss_scale import LossScale
+from fsdp_compiled.policy_check import check
 
 
 @dataclass(frozen=True)
@@ -32,42 +34,6 @@ PLACEMENTS: Mapping[str, Placement] = {
     "ddp": Placement(parameter=False, gradient=False, state=False, regather=False),
 }
 MOST_AHEAD = 4  # the units that are gathered ahead, at most, under Policy(prefetch="auto")
-
-
-@dataclass(frozen=True)
-class LossScale:
-    """How the loss is scaled in backward, so that small gradients are no zeros in fp16: `torch.amp.GradScaler`'s rule.
-
-    ``init``: the first scale. A step whose gradients are not finite multiplies it by ``backoff``; ``interval`` good
-    steps in a row multiply it by ``growth``. With both at 1 it stays as it is.
-    """
-
-    init: float = 2.0**16
-    growth: float = 2.0
-    backoff: float = 0.5
-    interval: int = 2000
-
-    def __post_init__(self) -> None:
-        for name, low, high in (("init", 0.0, math.inf), ("growth", 1.0, math.inf), ("backoff", 0.0, 1.0)):
-            value = getattr(self, name)
-            if not (_is_number(value) and 0 < value < math.inf and low <= value <= high):
-                bounds = {"init": "a positive number", "growth": "1 or more", "backoff": "more than 0 and at most 1"}
-                raise ValueError(f"LossScale.{name} is {value!r}; expected {bounds[name]}.")
-        if not isinstance(self.interval, int) or isinstance(self.interval, bool) or self.interval < 1:
-            raise ValueError(f"LossScale.interval is {self.interval!r}; expected a positive whole number of steps.")
-
-    @property
-    def dynamic(self) -> bool:
-        return (self.growth, self.backoff) != (1, 1)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _one_of(name: str, value: object, known: Sequence[object]) -> None:
-    if value not in known:
-        raise ValueError(f"Policy.{name} is {value!r}; expected one of {', '.join(map(repr, known))}.")
 
 
 @dataclass(frozen=True)
@@ -237,128 +203,9 @@ class Policy:
     programs: int = 16
 
     def __post_init__(self) -> None:
-        _one_of("shard", self.shard, tuple(PLACEMENTS))
-        _one_of("accumulate", self.accumulate, ("shards", "full"))
-        _one_of("offload", self.offload, (False, True))
-        _one_of("async_tp", self.async_tp, (False, True))
-        _one_of("unrounded_gradients", self.unrounded_gradients, (False, True))
-        _one_of("recompute", self.recompute, (None, "cheap", "unit", "auto"))
-        _one_of("lower", self.lower, ("inductor", "eager"))
-        _one_of("weigh", self.weigh, ("ranks", "rows"))
         if isinstance(self.tp, Mapping):
             object.__setattr__(self, "tp", tuple(self.tp.items()))  # which has a hash
-        if not (self.tp is None or self.tp == "auto") and not (
-            isinstance(self.tp, tuple)
-            and self.tp
-            and all(
-                isinstance(one, tuple) and len(one) == 2 and all(isinstance(t, str) for t in one) for one in self.tp
-            )
-        ):
-            raise ValueError(
-                f'Policy.tp is {self.tp!r}; expected "auto", None, or styles by patterns of module names: '
-                '{"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
-            )
-        for name in ("cuda_graph", "kernels", "copies"):
-            value = getattr(self, name)
-            if not isinstance(value, bool) and value != "auto":
-                raise ValueError(f'Policy.{name} is {value!r}; expected True, False or "auto".')
-        if not (isinstance(self.dynamic, bool) or self.dynamic == "auto") and not (
-            isinstance(self.dynamic, tuple)
-            and all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for dim in self.dynamic)
-            and len(set(self.dynamic)) == len(self.dynamic)
-        ):
-            raise ValueError(
-                f'Policy.dynamic is {self.dynamic!r}; expected "auto", True, False, or dims counted from the front, '
-                "such as (0, 1)."
-            )
-        if self.without != "all" and not (
-            isinstance(self.without, tuple) and all(isinstance(name, str) for name in self.without)
-        ):
-            raise ValueError(
-                f'Policy.without is {self.without!r}; expected a tuple of names of fusions, ("exchange",) for one, or '
-                '"all".'
-            )
-        if self.loss_rows is not None and not (
-            isinstance(self.loss_rows, int) and self.loss_rows is not True and self.loss_rows > 0
-        ):
-            raise ValueError(f"Policy.loss_rows is {self.loss_rows!r}; expected a whole number, 1 or more, or None.")
-        if self.loss_rows is not None and self.dynamic not in ("auto", False):
-            raise ValueError(
-                f"Policy.loss_rows={self.loss_rows} makes so many slices as there are rows for, but under "
-                f"dynamic={self.dynamic!r} their number moves. Leave one of them out."
-            )
-        if not isinstance(self.programs, int) or isinstance(self.programs, bool) or self.programs < 1:
-            raise ValueError(f"Policy.programs is {self.programs!r}; expected a whole number, 1 or more.")
-        if not isinstance(self.precision, MixedPrecisionPolicy):
-            raise ValueError(
-                f"Policy.precision is a {type(self.precision).__name__}; expected "
-                "torch.distributed.fsdp.MixedPrecisionPolicy."
-            )
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            dtype = getattr(self.precision, name)
-            if dtype is not None and not dtype.is_floating_point:
-                raise ValueError(f"Policy.precision.{name} is {dtype}; expected a floating-point dtype.")
-        for name in ("clip", "clip_value", "bandwidth_gbps", "memory_gb"):
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
-                raise ValueError(f"Policy.{name} is {value!r}; expected a positive number or None.")
-        for name, least in (("prefetch", 0), ("limit", 1)):
-            value = getattr(self, name)
-            if value != "auto" and not (_is_number(value) and isinstance(value, int) and value >= least):
-                raise ValueError(f'Policy.{name} is {value!r}; expected a whole number from {least} up, or "auto".')
-        if self.bucket_mb != "auto" and not (_is_number(self.bucket_mb) and 0 <= self.bucket_mb < math.inf):
-            raise ValueError(
-                f'Policy.bucket_mb is {self.bucket_mb!r}; expected MiB, 0 for one unit a block, or "auto".'
-            )
-        if isinstance(self.prefetch, int) and isinstance(self.limit, int) and self.limit <= self.prefetch:
-            raise ValueError(
-                f"Policy.limit={self.limit} leaves no room for prefetch={self.prefetch}: the unit in use is alive too. "
-                f"Give limit={self.prefetch + 1} or more, or a smaller prefetch."
-            )
-        if self.clip is not None and self.clip_value is not None:
-            raise ValueError(
-                f"Policy.clip={self.clip!r} and Policy.clip_value={self.clip_value!r} are both given; which comes "
-                "first changes the result, so give one of them."
-            )
-        if self.offload and self.shard == "ddp":
-            raise ValueError(
-                'Policy.offload keeps a rank\'s shards in host memory, but under shard="ddp" there are none. Give '
-                'shard="zero3", or leave offload out.'
-            )
-        if self.offload and self.cuda_graph is True:
-            raise ValueError(
-                "Policy.offload copies from and to host memory in every step, which no CUDA graph of it could do, but "
-                'Policy.cuda_graph is True. Leave cuda_graph at "auto", or take offload out.'
-            )
-        if self.offload and self.copies is True:
-            raise ValueError(
-                "Policy.offload keeps shards in host memory, and Policy.copies=True a copy of them on the device. "
-                'Leave copies at "auto", or take offload out.'
-            )
-        if self.unrounded_gradients and (missing := self._rounds()):
-            raise ValueError(
-                "Policy.unrounded_gradients has matrix products in half precision write gradients in float32, but "
-                f"{missing}. Leave unrounded_gradients out, or change that."
-            )
-        scale = self.loss_scale
-        if not (scale is None or scale == "dynamic" or isinstance(scale, LossScale)) and not (
-            isinstance(scale, int | float) and _is_number(scale) and 0 < scale < math.inf
-        ):
-            raise ValueError(
-                f'Policy.loss_scale is {scale!r}; expected None, "dynamic", a positive number or a LossScale.'
-            )
-
-    def _rounds(self) -> str:
-        """Why no product of such a policy could write an unrounded gradient; empty where one can."""
-        if self.precision.param_dtype not in (torch.bfloat16, torch.float16):
-            return f"precision.param_dtype is {self.precision.param_dtype}, not torch.bfloat16 or torch.float16"
-        if self.precision.reduce_dtype != torch.float32:
-            return f"precision.reduce_dtype is {self.precision.reduce_dtype}, not torch.float32"
-        if self.lower != "inductor" or self.kernels is False:
-            return f'that is done under lower="inductor" with kernels, not lower={self.lower!r}, kernels={self.kernels}'
-        if self.without == "all" or {"flatten_gradients", "direct_gradients"} & set(self.without):
-            return f"Policy.without={self.without!r} leaves out the fusions that do it"
-        return ""
+        check(self, tuple(PLACEMENTS))
 
     @property
     def scaling(self) -> LossScale | None:

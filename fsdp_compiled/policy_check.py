@@ -1,0 +1,160 @@
+"""What a `Policy` may say: each field by itself, then fields that exclude each other. ``ValueError`` for all else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from fsdp_compiled.loss_scale import LossScale, is_number
+
+if TYPE_CHECKING:
+    from fsdp_compiled.policy import Policy
+
+
+def check(policy: Policy, placements: Sequence[str]) -> None:
+    """``placements``: the words for ``shard``."""
+    _check_words(policy, placements)
+    _check_forms(policy)
+    _check_numbers(policy)
+    _check_precision(policy)
+    _check_together(policy)
+
+
+def _check_words(policy: Policy, placements: Sequence[str]) -> None:
+    _one_of("shard", policy.shard, placements)
+    _one_of("accumulate", policy.accumulate, ("shards", "full"))
+    _one_of("offload", policy.offload, (False, True))
+    _one_of("async_tp", policy.async_tp, (False, True))
+    _one_of("unrounded_gradients", policy.unrounded_gradients, (False, True))
+    _one_of("recompute", policy.recompute, (None, "cheap", "unit", "auto"))
+    _one_of("lower", policy.lower, ("inductor", "eager"))
+    _one_of("weigh", policy.weigh, ("ranks", "rows"))
+    for name in ("cuda_graph", "kernels", "copies"):
+        value = getattr(policy, name)
+        if not isinstance(value, bool) and value != "auto":
+            raise ValueError(f'Policy.{name} is {value!r}; expected True, False or "auto".')
+
+
+def _one_of(name: str, value: object, known: Sequence[object]) -> None:
+    if value not in known:
+        raise ValueError(f"Policy.{name} is {value!r}; expected one of {', '.join(map(repr, known))}.")
+
+
+def _check_forms(policy: Policy) -> None:
+    """Fields that hold several things."""
+    if not (policy.tp is None or policy.tp == "auto") and not (
+        isinstance(policy.tp, tuple)
+        and policy.tp
+        and all(isinstance(one, tuple) and len(one) == 2 and all(isinstance(t, str) for t in one) for one in policy.tp)
+    ):
+        raise ValueError(
+            f'Policy.tp is {policy.tp!r}; expected "auto", None, or styles by patterns of module names: '
+            '{"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
+        )
+    if not (isinstance(policy.dynamic, bool) or policy.dynamic == "auto") and not (
+        isinstance(policy.dynamic, tuple)
+        and all(isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0 for dim in policy.dynamic)
+        and len(set(policy.dynamic)) == len(policy.dynamic)
+    ):
+        raise ValueError(
+            f'Policy.dynamic is {policy.dynamic!r}; expected "auto", True, False, or dims counted from the front, '
+            "such as (0, 1)."
+        )
+    if policy.without != "all" and not (
+        isinstance(policy.without, tuple) and all(isinstance(name, str) for name in policy.without)
+    ):
+        raise ValueError(
+            f'Policy.without is {policy.without!r}; expected a tuple of names of fusions, ("exchange",) for one, or '
+            '"all".'
+        )
+
+
+def _check_numbers(policy: Policy) -> None:
+    if policy.loss_rows is not None and not (
+        isinstance(policy.loss_rows, int) and policy.loss_rows is not True and policy.loss_rows > 0
+    ):
+        raise ValueError(f"Policy.loss_rows is {policy.loss_rows!r}; expected a whole number, 1 or more, or None.")
+    if not isinstance(policy.programs, int) or isinstance(policy.programs, bool) or policy.programs < 1:
+        raise ValueError(f"Policy.programs is {policy.programs!r}; expected a whole number, 1 or more.")
+    for name in ("clip", "clip_value", "bandwidth_gbps", "memory_gb"):
+        value = getattr(policy, name)
+        if value is not None and not (is_number(value) and 0 < value < math.inf):
+            raise ValueError(f"Policy.{name} is {value!r}; expected a positive number or None.")
+    for name, least in (("prefetch", 0), ("limit", 1)):
+        value = getattr(policy, name)
+        if value != "auto" and not (is_number(value) and isinstance(value, int) and value >= least):
+            raise ValueError(f'Policy.{name} is {value!r}; expected a whole number from {least} up, or "auto".')
+    if policy.bucket_mb != "auto" and not (is_number(policy.bucket_mb) and 0 <= policy.bucket_mb < math.inf):
+        raise ValueError(f'Policy.bucket_mb is {policy.bucket_mb!r}; expected MiB, 0 for one unit a block, or "auto".')
+
+
+def _check_precision(policy: Policy) -> None:
+    if not isinstance(policy.precision, MixedPrecisionPolicy):
+        raise ValueError(
+            f"Policy.precision is a {type(policy.precision).__name__}; expected "
+            "torch.distributed.fsdp.MixedPrecisionPolicy."
+        )
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy.precision, name)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"Policy.precision.{name} is {dtype}; expected a floating-point dtype.")
+    scale = policy.loss_scale
+    if not (scale is None or scale == "dynamic" or isinstance(scale, LossScale)) and not (
+        isinstance(scale, int | float) and is_number(scale) and 0 < scale < math.inf
+    ):
+        raise ValueError(f'Policy.loss_scale is {scale!r}; expected None, "dynamic", a positive number or a LossScale.')
+
+
+def _check_together(policy: Policy) -> None:
+    if policy.loss_rows is not None and policy.dynamic not in ("auto", False):
+        raise ValueError(
+            f"Policy.loss_rows={policy.loss_rows} makes so many slices as there are rows for, but under "
+            f"dynamic={policy.dynamic!r} their number moves. Leave one of them out."
+        )
+    if isinstance(policy.prefetch, int) and isinstance(policy.limit, int) and policy.limit <= policy.prefetch:
+        raise ValueError(
+            f"Policy.limit={policy.limit} leaves no room for prefetch={policy.prefetch}: the unit in use is alive too. "
+            f"Give limit={policy.prefetch + 1} or more, or a smaller prefetch."
+        )
+    if policy.clip is not None and policy.clip_value is not None:
+        raise ValueError(
+            f"Policy.clip={policy.clip!r} and Policy.clip_value={policy.clip_value!r} are both given; which comes "
+            "first changes the result, so give one of them."
+        )
+    if policy.offload and policy.shard == "ddp":
+        raise ValueError(
+            'Policy.offload keeps a rank\'s shards in host memory, but under shard="ddp" there are none. Give '
+            'shard="zero3", or leave offload out.'
+        )
+    if policy.offload and policy.cuda_graph is True:
+        raise ValueError(
+            "Policy.offload copies from and to host memory in every step, which no CUDA graph of it could do, but "
+            'Policy.cuda_graph is True. Leave cuda_graph at "auto", or take offload out.'
+        )
+    if policy.offload and policy.copies is True:
+        raise ValueError(
+            "Policy.offload keeps shards in host memory, and Policy.copies=True a copy of them on the device. "
+            'Leave copies at "auto", or take offload out.'
+        )
+    if policy.unrounded_gradients and (missing := _rounds(policy)):
+        raise ValueError(
+            "Policy.unrounded_gradients has matrix products in half precision write gradients in float32, but "
+            f"{missing}. Leave unrounded_gradients out, or change that."
+        )
+
+
+def _rounds(policy: Policy) -> str:
+    """Why no product of such a policy could write an unrounded gradient; empty where one can."""
+    if policy.precision.param_dtype not in (torch.bfloat16, torch.float16):
+        return f"precision.param_dtype is {policy.precision.param_dtype}, not torch.bfloat16 or torch.float16"
+    if policy.precision.reduce_dtype != torch.float32:
+        return f"precision.reduce_dtype is {policy.precision.reduce_dtype}, not torch.float32"
+    if policy.lower != "inductor" or policy.kernels is False:
+        return f'that is done under lower="inductor" with kernels, not lower={policy.lower!r}, kernels={policy.kernels}'
+    if policy.without == "all" or {"flatten_gradients", "direct_gradients"} & set(policy.without):
+        return f"Policy.without={policy.without!r} leaves out the fusions that do it"
+    return ""
