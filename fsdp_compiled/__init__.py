@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fsdp_compiled.ir.form import ProgramError as ProgramError
     from fsdp_compiled.ir.program import Port as Port
     from fsdp_compiled.ir.program import Program as Program
-    from fsdp_compiled.loss_scale import LossScale as LossScale
     from fsdp_compiled.lower.bundle import BundleError as BundleError
     from fsdp_compiled.lower.bundle import load_bundle as load_bundle
     from fsdp_compiled.own_loop import CPUOffloadPolicy as CPUOffloadPolicy
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from fsdp_compiled.own_loop import fully_shard as fully_shard
     from fsdp_compiled.own_loop import register_fsdp_forward_method as register_fsdp_forward_method
     from fsdp_compiled.plan.plan import Plan as Plan
+    from fsdp_compiled.policy import LossScale as LossScale
     from fsdp_compiled.policy import Policy as Policy
     from fsdp_compiled.runtime.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from fsdp_compiled.runtime.loop.loop_optimizer import CompiledOptimizer as CompiledOptimizer
@@ -47,7 +47,7 @@ _MODULES = {  # where each is; what a type checker reads above says the same
     "CompiledOptimizer": "runtime.loop.loop_optimizer",
     "Estimate": "runtime.simulate",
     "FSDPModule": "own_loop",
-    "LossScale": "loss_scale",
+    "LossScale": "policy",
     "MixedPrecisionPolicy": "own_loop",
     "OffloadPolicy": "own_loop",
     "Plan": "plan.plan",

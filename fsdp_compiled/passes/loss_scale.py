@@ -30,8 +30,8 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, first, last, positions, versions
 from fsdp_compiled.ir.program import FACTOR, FOUND, OVERFLOW, Port, Program
-from fsdp_compiled.loss_scale import LossScale
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.policy import LossScale
 
 aten = torch.ops.aten
 GOOD, OVERFLOWS = (Port("in", "scale", name) for name in ("good", "overflows"))

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compiled.loss_scale import LossScale
-from fsdp_compiled.policy_check import check
+from fsdp_compiled.policy.check import check
+from fsdp_compiled.policy.loss_scale import LossScale
 
 
 @dataclass(frozen=True)
