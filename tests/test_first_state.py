@@ -121,3 +121,37 @@ def test_dampening_that_begins_after_the_first_step_is_refused() -> None:
         sharded.step(torch.randn(3, 4))
     mine.param_groups[0]["dampening"] = 0
     assert _differs(plain, theirs, sharded) <= 2e-7
+
+
+LOOKED_FOR = {
+    "centered": (lambda p: optim.RMSprop(p, 1e-3), {"centered": True}, {"centered": False}),
+    "momentum": (lambda p: optim.RMSprop(p, 1e-3), {"momentum": 0.9}, {"momentum": 0.0}),
+    "amsgrad": (lambda p: optim.AdamW(p, 1e-3, eps=1e-3), {"amsgrad": True}, {"amsgrad": False}),
+}
+
+
+@pytest.mark.parametrize("kind", LOOKED_FOR)
+def test_state_that_a_change_looks_for_and_no_step_made_is_refused_as_pytorch_refuses_it(kind: str) -> None:
+    make, change, back = LOOKED_FOR[kind]
+    plain, theirs, mine, sharded = _pair(make)
+    for optimizer in (theirs, mine):
+        optimizer.param_groups[0].update(change)  # before the first step, which makes it
+    assert _differs(plain, theirs, sharded) <= 2e-7
+    plain, theirs, mine, sharded = _pair(make)
+    assert _differs(plain, theirs, sharded) <= 2e-7
+    for optimizer in (theirs, mine):
+        optimizer.param_groups[0].update(change)
+    with pytest.raises(KeyError):  # what PyTorch says
+        _step(plain, theirs, torch.randn(3, 4))
+    with pytest.raises(ValueError, match=r"was changed after its first steps, and now looks for state .* KeyError"):
+        sharded.step(torch.randn(3, 4))
+    for optimizer in (theirs, mine):
+        optimizer.param_groups[0].update(back)
+    sharded.step(torch.randn(3, 4))
+
+
+def test_momentum_that_begins_later_begins_as_in_pytorch() -> None:
+    plain, theirs, mine, sharded = _pair(lambda p: optim.SGD(p, 0.1))
+    assert _differs(plain, theirs, sharded) <= 2e-7
+    theirs.param_groups[0]["momentum"] = mine.param_groups[0]["momentum"] = 0.9
+    assert _differs(plain, theirs, sharded) <= 2e-7

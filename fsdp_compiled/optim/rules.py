@@ -15,7 +15,7 @@ eager one. ``foreach``, ``fused`` and ``capturable`` choose between implementati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from fsdp_compiled.optim.eager import check_runs_on_pieces
 from fsdp_compiled.optim.fused import formula_of
 from fsdp_compiled.optim.groups import hyper, options_of, scheduled
+from fsdp_compiled.optim.later_state import check_goes_on
 from fsdp_compiled.optim.outside import notes_read
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.optim.together import numbered
@@ -127,13 +128,18 @@ def _no_graph(*_: Any) -> fx.Graph:
     raise ValueError("An optimizer that runs as it is has no graph.")
 
 
-def make_rules_again(optimizer: Optimizer, before: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The rules of an optimizer that was changed, for buffers and state that were laid out by those of ``before``."""
+def make_rules_again(optimizer: Optimizer, before: Sequence[Rule], stepped: Collection[str]) -> tuple[Rule, ...]:
+    """The rules of an optimizer that was changed, for buffers and state that were laid out by those of ``before``;
+    ``stepped``: the keys of those that have made steps."""
     found: list[Rule] = []
     for one, first in numbered(optimizer):
-        groups = range(first, first + len(one.param_groups))
-        own = [replace(old, group=old.group - first) for old in before if old.group in groups]
-        found += [replace(rule, group=rule.group + first) for rule in _make_rules_again(one, own)]
+        old = [rule for rule in before if rule.group in range(first, first + len(one.param_groups))]
+        own = [replace(rule, group=rule.group - first) for rule in old]
+        again = [replace(rule, group=rule.group + first) for rule in _make_rules_again(one, own)]
+        for rule, new in zip(old, again, strict=False):  # fewer where it runs as it is, and looks by itself
+            if rule.key in stepped and {entry.name for entry in new.state} - {entry.name for entry in rule.state}:
+                check_goes_on(one, one.param_groups[rule.group - first], rule, new)
+        found += again
     return tuple(found)
 
 

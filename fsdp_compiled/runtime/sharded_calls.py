@@ -241,12 +241,14 @@ class ShardedCalls:
     def _retrace(self, changed: Sequence[str]) -> None:
         assert self.optimizer is not None
         if all(rule.eagerly is not None for rule in self._programs.rules):
-            make_rules_again(self.optimizer, self._programs.rules)  # is tried again, and reads what changed by itself
+            make_rules_again(self.optimizer, self._programs.rules, ())  # tried again; it reads changes by itself
             self._hyperparameters.traced()
             return
         log.warning("%s changed, which is not scheduled: the step is compiled again.", ", ".join(changed))
         with outside_modes():
-            self._programs.retrace(make_rules_again(self.optimizer, self._programs.rules))
+            rules, updated = self._programs.rules, self._state.ages.updated
+            made = {rule.key for rule in rules if (rule.key in updated if rule.counts else int(self._state.step))}
+            self._programs.retrace(make_rules_again(self.optimizer, rules, made))
         self._hyperparameters.traced()
         for name, value in optimizer_state(self.plan, self._programs.rules, {}).items():
             self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one
