@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.runtime.ages import Ages
 from tests.launch import launch
+from tests.simulate import stages
 from tests.two_tasks import KINDS, Heads, loss_of, optimizer_of
 
 POLICY = Policy(lower="eager")
@@ -103,6 +104,17 @@ def test_what_any_microbatch_reaches_is_updated(row: tuple[bool, ...]) -> None:
     pair.step(*row[::-1])
     pair.step(False)
     pair.check()
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("step", {"trunk"}), ("last microbatch", {"trunk", "head"})])
+def test_what_no_batch_reaches_is_reduced_only_where_microbatches_may_have_reached_it(
+    kind: str, parts: set[str]
+) -> None:
+    model = Heads()
+    batch, policy = (torch.randn(3, 4), False), Policy(lower="eager", accumulate="full", bucket_mb=0)
+    made, plan = stages(model, optimizer_of("AdamW", model, True), loss_of, batch, policy, shard=2, kind=kind)
+    reduced = [plan.buffer(node.meta["mark"].buffer) for node in made[-1].marked("reduce")]
+    assert {slot.name.split(".")[0] for buffer in reduced for slot in buffer.slots} == parts
 
 
 @pytest.mark.parametrize("kind", KINDS)

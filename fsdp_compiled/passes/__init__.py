@@ -23,7 +23,7 @@ from fsdp_compiled.passes.loss_scale import scale, skip, skip_found, unscale, un
 from fsdp_compiled.passes.overlap import overlap
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.recompute_saved import recompute_saved
-from fsdp_compiled.passes.reduce import reduce
+from fsdp_compiled.passes.reduce import reduce, reduce_row
 from fsdp_compiled.passes.rematerialize import rematerialize
 from fsdp_compiled.passes.report import compare_batches, norm, report
 from fsdp_compiled.passes.reshape import reshape
@@ -56,7 +56,8 @@ SHARDING: tuple[Pass, ...] = (gather, overlap, reduce, rematerialize, recompute,
 DIFFERENTIATION: tuple[Pass, ...] = (scale, slice_loss, *SHARDING)
 REPORTING: tuple[Pass, ...] = (unscale, report, unweigh)
 GRADIENT: tuple[Pass, ...] = (*DIFFERENTIATION, *REPORTING, *CLOSING)
-MICROBATCH: tuple[Pass, ...] = (*DIFFERENTIATION, add_up, *CLOSING)
+ROW: tuple[Pass, ...] = tuple(reduce_row if one is reduce else one for one in DIFFERENTIATION)
+MICROBATCH: tuple[Pass, ...] = (*ROW, add_up, *CLOSING)
 # Whose derivative by its results comes from outside.
 OUTPUTS: tuple[Pass, ...] = (*DIFFERENTIATION, compare_batches, *CLOSING)
 
@@ -65,7 +66,8 @@ def step(rules: Sequence[Rule], added: Collection[str] | None = None) -> tuple[P
     """The passes of a training step; ``added``: of one that ends a row of microbatches, the parameters that these
     reached."""
     means, cleared = ((average(added),), (clear,)) if added is not None else ((), ())
-    return (*DIFFERENTIATION, *means, *REPORTING, *cleared, clip, update(rules), skip, count_updates, *CLOSING)
+    begin = ROW if added is not None else DIFFERENTIATION
+    return (*begin, *means, *REPORTING, *cleared, clip, update(rules), skip, count_updates, *CLOSING)
 
 
 def update_alone(rules: Sequence[Rule], scaled: bool = False) -> tuple[Pass, ...]:

@@ -11,7 +11,8 @@
                                 return gradient
 
 A parameter that the loss does not reach has zeros in its place, and is named in the mark ``idle`` of its shard. A
-buffer of such parameters alone is not reduced, but where microbatches add up whole gradients: others may reach it.
+buffer of such parameters alone is not reduced, but in a row of microbatches that add up whole gradients (`reduce_row`):
+others may reach it.
 Where the gradient's placement is a full copy, the reduction is an all-reduce; along a replicate axis one follows the
 reduce-scatter (`ir.reduction`). The wait for one buffer stands just before the reduction of the next, so that one flat
 gradient is on the wire and one is being filled, never more.
@@ -35,6 +36,15 @@ aten = torch.ops.aten
 
 def reduce(program: Program, plan: Plan) -> Program:
     """Replaces gradients by parameter with reduced gradients by buffer, each this rank's shard of the mean."""
+    return _reduce(program, plan, all_of_them=False)
+
+
+def reduce_row(program: Program, plan: Plan) -> Program:
+    """The same, of one of several microbatches."""
+    return _reduce(program, plan, all_of_them=plan.policy.accumulate == "full")
+
+
+def _reduce(program: Program, plan: Plan, all_of_them: bool) -> Program:
     edit = Edit(program)
     order = positions(edit.graph)
     gradients = {port.name: node for port, node in edit.outputs.items() if port.kind == "parameter gradient"}
@@ -55,7 +65,7 @@ def reduce(program: Program, plan: Plan) -> Program:
     reduced: dict[Port, fx.Node] = {}
     for node, buffer, found in ready:
         with edit.at(edit.end if node is None else following[node], "backward"):
-            if found or plan.policy.accumulate == "full":
+            if found or all_of_them:
                 flat = _flatten(edit, buffer, found, plan)
                 calls = reduction(buffer, flat.meta["val"].dtype, plan)
                 while calls and calls[0].role == "scale":
