@@ -51,6 +51,7 @@ class Request:
     environment: dict[str, str]
     ends: bool = False  # as Python ends a process; see above
     imports: tuple[str, ...] = ()  # modules that ranks need and others do not, imported once, before the fork
+    alone: bool = False  # no rank: a process that nobody told a place
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def end(running: set[int]) -> None:
 def become(request: Request, rank: int) -> None:
     """Turns this process into the rank: its environment, its output, its arguments."""
     os.environ.clear()
-    os.environ.update(place(request, rank))
+    os.environ.update(request.environment if request.alone else place(request, rank))
     log = os.open(request.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -32,18 +32,19 @@ def launch(
     warm: bool = True,
     ends: bool = False,
     imports: tuple[str, ...] = (),
+    alone: bool = False,
 ) -> Any:
     """The JSON that rank 0 of ``script RESULT arguments...`` wrote to the file RESULT.
 
     Ranks are forked, which saves each of them five seconds of imports, and a second of the first step (``warm``), and
     leave without giving back their memory (unless ``ends``); or started by torchrun. ``imports`` are imported once, for
-    all ranks.
+    all ranks. ``alone``: not a rank of a world of one, but a process that starts ranks by itself, or has none.
     Raises ``RuntimeError`` with the end of the output if a rank fails, nothing is written, or time runs out.
     """
     with TemporaryDirectory() as folder:
         result, log = Path(folder, "result.json"), Path(folder, "log.txt")
         log.touch()
-        run = _run_torchrun if torchrun else functools.partial(_run_forked, warm, ends, imports)
+        run = _run_torchrun if torchrun else functools.partial(_run_forked, warm, ends, imports, alone)
         answer = run(script, world, [str(result), *arguments], log, timeout)
         if answer.code != 0 or not result.exists():
             reason = f"no end after {timeout:.0f} s" if answer.late else f"exit code {answer.code}"
@@ -87,6 +88,7 @@ def _run_forked(
     warm: bool,
     ends: bool,
     imports: tuple[str, ...],
+    alone: bool,
     script: Path,
     world: int,
     arguments: list[str],
@@ -94,7 +96,7 @@ def _run_forked(
     timeout: float,
 ) -> Answer:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    request = Request(str(script), arguments, world, store.port, str(log), timeout, environment(), ends, imports)
+    request = Request(str(script), arguments, world, store.port, str(log), timeout, environment(), ends, imports, alone)
     server = _server(warm)
     assert server.stdin is not None and server.stdout is not None
     server.stdin.write(json.dumps(asdict(request)) + "\n")

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_compiled.cli import main
 from fsdp_compiled.lower import bundle
 from fsdp_compiled.lower.bundle import MAGIC, BundleError, differences, here, load_bundle, write_bundle
 from tests.launch import environment
@@ -28,10 +29,20 @@ def run(*command: object, **variables: object) -> subprocess.CompletedProcess[st
     return subprocess.run(line, env=around, capture_output=True, text=True, timeout=600)
 
 
-def test_a_start_from_a_bundle_calls_no_compiler(tmp_path: Path) -> None:
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`fsdp-compiled compile` with these arguments, in this process; the script runs in its own."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    return lambda *arguments: main(["compile", *map(str, arguments)])
+
+
+def test_a_start_from_a_bundle_calls_no_compiler(
+    tmp_path: Path, compiled: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     made, cache = tmp_path / "step.bundle", tmp_path / "cache"
-    said = run("-m", "fsdp_compiled", "compile", "--out", made, "--calls", 2, SCRIPT, tmp_path / "no.json", 1000)
-    assert said.returncode == 0 and f"FSDP_COMPILED_BUNDLE={made}" in said.stdout, said.stderr
+    assert compiled("--out", made, "--calls", 2, SCRIPT, tmp_path / "no.json", 1000) == 0
+    assert f"FSDP_COMPILED_BUNDLE={made}" in capsys.readouterr().out
     assert not (tmp_path / "no.json").exists()  # it ended long before its thousand steps
     told = run(SCRIPT, tmp_path / "warm.json", 3, FSDP_COMPILED_BUNDLE=made, TORCHINDUCTOR_CACHE_DIR=cache)
     assert told.returncode == 0, told.stderr
@@ -134,9 +145,11 @@ def test_one_that_the_environment_names_and_is_of_no_use_is_said_and_compiled_an
     assert not list(cache.iterdir())
 
 
-def test_a_script_that_compiles_nothing_makes_no_bundle(tmp_path: Path) -> None:
+def test_a_script_that_compiles_nothing_makes_no_bundle(
+    tmp_path: Path, compiled: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "nothing.py"
     script.write_text("print('done')")
-    said = run("-m", "fsdp_compiled", "compile", "--out", tmp_path / "no.bundle", script)
-    assert said.returncode == 2 and "0 of 1 ranks compiled a program" in said.stderr
+    assert compiled("--out", tmp_path / "no.bundle", script) == 2
+    assert "0 of 1 ranks compiled a program" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["nothing.py"]

@@ -94,7 +94,7 @@ def test_what_fails_on_one_rank_is_an_error_on_both(two: list[dict[str, Any]], w
 
 def test_what_failed_has_changed_nothing(two: list[dict[str, Any]]) -> None:
     for rank in two:
-        assert rank["left"] == [".lock", "step-24"]
+        assert rank["left"] == [".lock", f"step-{checkpoints.LAST}"]
         assert rank["back"] and rank["kept"]
         assert (
             rank["first"] and rank["newest"] == 3 and "is there and complete, but its folder cannot" in rank["synced"]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +12,14 @@ from fsdp_compiled.cli import resume
 from fsdp_compiled.cli.launch import resolve
 from fsdp_compiled.cli.options import TrainOptions
 from tests.chosen import chosen, examples, selected
+from tests.launch import launch
 
-ROOT = Path(__file__).parents[1]
+WORKER = Path(__file__).parent / "workers" / "resuming.py"
 
 
 @pytest.fixture(scope="module")
-def answer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    result = tmp_path_factory.mktemp("resuming") / "result.json"
-    done = subprocess.run(
-        [
-            sys.executable,
-            str(ROOT / "tests" / "workers" / "resuming.py"),
-            str(result),
-            *selected(request, "world", "answer"),
-        ],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
-    return json.loads(result.read_text())
+def answer(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return launch(WORKER, 1, *selected(request, "world", "answer"), alone=True)
 
 
 def test_all_ranks_stop_after_the_same_step_when_one_is_asked_to(answer: dict[str, Any]) -> None:

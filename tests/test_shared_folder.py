@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.launch import launch
+
+WORKER = Path(__file__).parent / "workers" / "shared_folder.py"
 VICTIM = 1
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    result = tmp_path_factory.mktemp("shared") / "result.json"
-    worker = ROOT / "tests" / "workers" / "shared_folder.py"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(worker), str(result)], env=environment, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(result.read_text())
+def answers() -> dict[str, Any]:
+    return launch(WORKER, 1, alone=True, timeout=500)
 
 
 def told(answer: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`fully_shard` after `parallelize_module` beside FSDP2 with the same plan, on 2 x 2 ranks."""
+"""`fully_shard` after `parallelize_module` beside FSDP2 with the same plan, on 2 x 2 ranks, the update on 1 x 2."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_with_sequence_parallelism_and_clipping_it_is_fsdp2_to_the_bit(results: 
         assert found["unsharded"] == [True, "(Shard(dim=0),)"]
 
 
-def test_the_update_as_a_program_is_fsdp2s_and_the_optimizers(results: dict[str, Any]) -> None:
-    for found in answers(results, "update"):
+def test_the_update_as_a_program_is_fsdp2s_and_the_optimizers() -> None:
+    for found in answers(launch(WORKER, 2), "update"):
         assert found["odd"] == []
         assert found["off"] < 1e-6 and found["norms"] < 1e-6
         assert found["twice"] > 1e-3  # what ranks along tp have whole is counted once

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.launch import launch
+
+WORKER = Path(__file__).parent / "workers" / "vanishing.py"
 GONE, SILENT = r"Rank 1 \(process|rank 1: gone after", r"Rank 1 \(.*has given no sign of life"
 # How it ends, in which phase, on how many ranks -> what each of the others says. The watch's times are divided by 15.
 CASES = {
@@ -30,19 +29,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    result = tmp_path_factory.mktemp("vanishing") / "result.json"
-    worker = ROOT / "tests" / "workers" / "vanishing.py"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(worker), str(result), *CASES],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(result.read_text())
+def answers() -> dict[str, Any]:
+    return launch(WORKER, 1, *CASES, alone=True, timeout=500)
 
 
 @pytest.mark.parametrize("case", CASES)

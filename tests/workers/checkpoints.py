@@ -31,6 +31,7 @@ from tests.launch import told
 from tests.parts import Seen, parts
 
 SEEDS = range(examples(3, 5))  # of generated models
+SAVED, LAST = 4, examples(10, 24)  # steps before the checkpoint, and in all
 WORDS, WIDTH, ROWS = 13, 5, 12  # odd sizes: nothing is a multiple of anything; rows are shared by 1 to 4 ranks
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 PARTS = Seen()
@@ -150,11 +151,11 @@ def load_generated(folder: Path) -> dict[str, list[bool]]:
 
 def save(folder: Path) -> dict[str, Any]:
     sharded = build(0)
-    train(sharded, 0, 4)
+    train(sharded, 0, SAVED)
     torch.manual_seed(100 + RANK)
     future = sharded.save(folder, extra={"all": Count(7), "own": Count(RANK), "dealt": Dealt(5)})
     state, drawn, seen = by_name(sharded), torch.get_rng_state(), sharded.model.seen.item()
-    losses = train(sharded, 4, 24)
+    losses = train(sharded, SAVED, LAST)
     future.result()
     if RANK == 0:
         (folder / "expected.json").write_text(json.dumps({"state": state, "losses": losses}))
@@ -164,7 +165,7 @@ def save(folder: Path) -> dict[str, Any]:
     again.load(folder, extra={"own": own, "dealt": dealt})
     found = {
         "dealt": dealt.value == 5,
-        "losses": train(again, 4, 24) == losses,  # bit for bit
+        "losses": train(again, SAVED, LAST) == losses,  # bit for bit
         "own": own.value == RANK,
     }
     again.load(folder, extra={"own": own})
@@ -181,7 +182,7 @@ def save(folder: Path) -> dict[str, Any]:
         if name == "zero1":  # in the background, while the state is overwritten
             group, place = dist.new_group(backend="gloo"), folder / f"dcp {name}"
             future = dcp.async_save({"app": other}, checkpoint_id=place, process_group=group)
-            train(other, 4, 5)
+            train(other, SAVED, SAVED + 1)
             future.result()
             found["overwritten"] = by_name(other) != state
         else:
@@ -225,7 +226,7 @@ def load(folder: Path) -> dict[str, Any]:
     other.load_full_state_dict(weights)
     other.load_full_optimizer_state_dict(optimizer)
     exported["whole"] = by_name(other) == expected["state"]
-    losses = train(sharded, 4, 24)
+    losses = train(sharded, SAVED, LAST)
     far = max(abs(a - b) for a, b in zip(losses, expected["losses"]))
     found = {"control": control, "step": step, "equal": equal, "far": far, "count": count.value, "refused": refused,
              "drawn": drawn, "from dcp": from_dcp, "exported": exported,

@@ -17,8 +17,10 @@ from fsdp_compiled.cli.bench.observe import Observer
 from fsdp_compiled.cli.bench.presets import PRESETS, rows_of_rank, sized
 from fsdp_compiled.cli.bench.rivals import RIVALS, Setting, Step, ours
 from fsdp_compiled.cli.rank import RankInfo
+from tests.chosen import examples
 
-HALF = 2.4  # MiB, of 4.8
+LAYERS = examples(12, 24)
+HALF = 0.1 * LAYERS  # MiB, of 4.8 with all of the preset's 24
 
 
 def peak(build: Callable[[Setting], Step], setting: Setting, batch: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
@@ -34,7 +36,7 @@ def peak(build: Callable[[Setting], Step], setting: Setting, batch: tuple[torch.
 
 def main(result: str, lower: str, control: str = "") -> None:
     here = RankInfo(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
-    preset = sized(PRESETS["thin"])
+    preset = sized(PRESETS["thin"], layers=LAYERS)
     setting = Setting(preset, here, seed=0)
     batch = rows_of_rank(preset.batches(here.world, 0, 1)[0], here.rank, preset.batch)
     builds = {"fsdp2": RIVALS["fsdp2"].build, "ours": ours(lower)}

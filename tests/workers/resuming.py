@@ -1,6 +1,6 @@
 """`train` stopped, killed, and gone on with on other numbers of ranks; ranks are forks of this process.
 
-python resuming.py RESULT [WORLD ...]; the last are other numbers of ranks
+resuming.py RESULT [WORLD ...], in a process of its own; the last are other numbers of ranks
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 
 from fsdp_compiled import Sharded, cli
 from fsdp_compiled.cli import recipe, show
-from tests.forked_ranks import seldom_collect
 from tests.killable_ranks import Forked
 from tests.kills import JOB, Trial, before, run, warm
 
@@ -86,7 +85,6 @@ def nonfinite(world: int, name: str, choice: str) -> dict[str, Any]:
 
 def main(result: Path, worlds: list[int]) -> None:
     TEXT.write_text("".join(f"line {number} of the text, which says little\n" for number in range(60)))
-    seldom_collect()
     warm()
     answer: dict[str, Any] = {}
     draw = random.Random(0)

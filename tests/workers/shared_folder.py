@@ -1,7 +1,7 @@
 """Two ranks on two hosts that share one cache folder: who compiles what, where one is slow, dies while it compiles,
 and at the start after that.
 
-python shared_folder.py RESULT
+shared_folder.py RESULT, in a process of its own
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.compile_fx  # once, for all forks
 import torch.distributed as dist
 from torch import nn
 from torch._inductor.cpp_builder import CppBuilder
@@ -26,7 +25,6 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.lower import inductor
-from tests.forked_ranks import seldom_collect
 from tests.killable_ranks import Forked
 
 WORLD, LOCAL, VICTIM, LIMIT = 2, 1, 1, 90.0
@@ -117,11 +115,8 @@ def run(case: str, width: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    seldom_collect()
     with tempfile.TemporaryDirectory() as shared:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = shared
-        torch.set_num_threads(1)
-        losses(8, 0, "eager")  # with what it imports, for all forks at once
-        pick_vec_isa()
+        pick_vec_isa()  # once, for all forks
         cases = {"slow": 16, "killed": 24, "after": 24}
         Path(sys.argv[1]).write_text(json.dumps({case: run(case, width) for case, width in cases.items()}))

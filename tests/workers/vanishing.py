@@ -1,6 +1,7 @@
 """Some ranks, the second of which dies, hangs or leaves in some phase; what the others say, and after how long.
 
-python vanishing.py RESULT CASE [CASE ...], a case being WAY/PHASE/WORLD: killed/step/3, stopped/compile/2, ...
+vanishing.py RESULT CASE [CASE ...] in a process of its own, a case being WAY/PHASE/WORLD: killed/step/3,
+stopped/compile/2, ...
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.runtime.checkpoint import data_file, saving
 from fsdp_compiled.runtime.programs import program_maker
-from tests.forked_ranks import seldom_collect
 from tests.killable_ranks import Forked
 
 VICTIM, LIMIT = 1, 60.0
@@ -145,15 +145,6 @@ def case(name: str) -> dict[str, Any]:
         return {"ended": ended, "seconds": seconds, "codes": codes, "said": [ranks.said(r) for r in range(world)]}
 
 
-def warm() -> None:
-    """Imports what the first step imports, for all forks at once."""
-    model = nn.Linear(4, 2)
-    sharded = compile_sharded(model, torch.optim.AdamW(model.parameters()), loss=loss, policy=Policy(lower="eager"))
-    sharded.step(torch.ones(2, 4))
-
-
 if __name__ == "__main__":
     result, *cases = sys.argv[1:]
-    seldom_collect()
-    warm()
     Path(result).write_text(json.dumps({name: case(name) for name in cases}))
