@@ -105,8 +105,8 @@ ROWS = (
         "`loss_scale`, inside the program",
         (
             "test_loss_scale::test_one_process_is_bit_for_bit_the_grad_scaler",
-            "test_loss_scale::test_an_overflow_on_one_rank_voids_the_step_on_all",
-            "test_loss_scale::test_scaling_sends_no_message_more_and_a_number_at_most",
+            "test_loss_scale_ranks::test_an_overflow_on_one_rank_voids_the_step_on_all",
+            "test_loss_scale_ranks::test_scaling_sends_no_message_more_and_a_number_at_most",
         ),
     ),
     Row(
@@ -294,7 +294,7 @@ ROWS = (
         NO,
         "shapes of parameters, at the start",
         "yes",
-        ("test_ranks::test_a_disagreement_is_an_error_on_every_rank",),
+        ("test_disagreements::test_a_disagreement_is_an_error_on_every_rank",),
     ),
     Row(
         "A call that fails on one rank",
@@ -311,7 +311,7 @@ ROWS = (
         "yes",
         "yes",
         "yes; one program a mode",
-        ("test_modes::test_autocast_around_a_model_with_a_part_in_fp32",),
+        ("test_autocast::test_autocast_around_a_model_with_a_part_in_fp32",),
     ),
     Row(
         "Hooks of autograd on parameters and modules",

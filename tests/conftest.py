@@ -15,17 +15,18 @@ from tests.forked_ranks import seldom_collect
 
 START = time.monotonic()
 
-# More than fourteen seconds of processor time each: first those that start ranks, the longest first.
+# More than fourteen seconds of processor time each: first those that start ranks, the longest first, and beside them
+# those that wait more than they compute.
 LONG = (
-    "test_parity", "test_tensor_parallel_models", "test_failed_calls", "test_tensor_parallel", "test_uneven_parts",
-    "test_memory", "test_tensor_parallel_loop", "test_checkpoint_ranks", "test_fuzz", "test_cli_resume",
-    "test_ranks", "test_compile_optimizer", "test_whole_matrices", "test_own_loop", "test_headroom",
-    "test_cli_train", "test_lowering", "test_tensor_parallel_checkpoints", "test_guards", "test_integrations",
-    "test_expert_parallel", "test_vanishing", "test_kernels_compiled", "test_whole_matrices_edges", "test_examples",
-    "test_cli_bench", "test_bundle", "test_modes", "test_meaning", "test_direct_gradients", "test_dynamic_shapes",
-    "test_cli_check", "test_api", "test_aot_cache", "test_third_party_optimizers", "test_kernels_interpreted",
-    "test_repeated_calls", "test_equal_blocks", "test_compute_copies", "test_kernels_inserted",
-    "test_sequence_attention", "test_shared_folder",
+    "test_tensor_parallel_models", "test_vanishing", "test_failed_calls", "test_tensor_parallel", "test_cli_resume",
+    "test_uneven_parts", "test_tensor_parallel_loop", "test_own_loop", "test_shared_folder", "test_parity",
+    "test_disagreements", "test_checkpoint_ranks", "test_memory", "test_fuzz", "test_whole_matrices",
+    "test_compile_optimizer", "test_merged_units", "test_headroom", "test_cli_train", "test_lowering",
+    "test_tensor_parallel_checkpoints", "test_guards", "test_integrations", "test_expert_parallel",
+    "test_kernels_compiled", "test_whole_matrices_edges", "test_examples", "test_cli_bench", "test_bundle",
+    "test_modes", "test_direct_gradients", "test_dynamic_shapes", "test_cli_check", "test_api", "test_aot_cache",
+    "test_third_party_optimizers", "test_kernels_interpreted", "test_repeated_calls", "test_equal_blocks",
+    "test_compute_copies", "test_kernels_inserted", "test_sequence_attention", "test_meaning",
 )  # fmt: skip
 
 

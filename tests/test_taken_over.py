@@ -1,4 +1,4 @@
-"""Model and optimizer after compile_sharded: parameters are live; what would do nothing is refused at the call."""
+"""Model and optimizer after compile_sharded: parameters are live, and all else is as it was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,165 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.utils import parametrize
 
-from fsdp_compiled import CaptureError, Policy, Sharded, compile_sharded
+from fsdp_compiled import CaptureError, Policy, compile_sharded
 from fsdp_compiled.runtime.parameters.sharded_parameter import WholeParameter
 from tests.live_parameters import Net, X, compare, loss
 from tests.live_parameters import build as build_sgd
-
-EAGER = Policy(lower="eager")
-
-
-@dataclass
-class Case:
-    """A model before and after it was taken over, and the same untouched."""
-
-    model: Net
-    optimizer: torch.optim.Optimizer
-    sharded: Sharded
-    eager: Net
-    held: list[nn.Parameter]  # the user's own list, from before
-
-    @property
-    def weight(self) -> nn.Parameter:
-        return self.held[1]  # of layers.0
-
-
-def build() -> tuple[Net, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Net()
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+from tests.taken_over import EAGER, Case, build, same, taken, trained_as_eager
 
 
 @pytest.fixture
 def case() -> Case:
-    model, optimizer = build()
-    held = list(model.parameters())
-    held = [held[0], model.layers[0].weight, *held[1:]]  # type: ignore[list-item]
-    return Case(model, optimizer, compile_sharded(model, optimizer, loss=loss, policy=EAGER), build()[0], held)
-
-
-def assign(owner: Callable[[Case], Any], name: str, value: Any) -> Callable[[Case], Any]:
-    return lambda case: setattr(owner(case), name, value)
-
-
-WEIGHT = r"^layers\.0\.weight is in shards since compile_sharded"
-ANY = r"is in shards since compile_sharded|was taken over by compile_sharded"
-REFUSED: dict[str, tuple[Callable[[Case], Any], str]] = {
-    # converted, or other memory in their place
-    "load_state_dict assign": (lambda c: c.model.load_state_dict(c.eager.state_dict(), assign=True), "without assign"),
-    "share_memory": (lambda c: c.model.share_memory(), ANY),
-    "half": (lambda c: c.model.half(), "Convert the model before compile_sharded"),
-    "double": (lambda c: c.model.double(), "Convert the model before compile_sharded"),
-    "to_empty": (lambda c: c.model.to_empty(device="cpu"), ANY),
-    "data = ...": (assign(lambda c: c.weight, "data", torch.ones(4, 4)), WEIGHT + ".*in place"),
-    "vector_to_parameters": (lambda c: nn.utils.vector_to_parameters(torch.ones(99), c.model.parameters()), ANY),
-    "a parametrization": (
-        lambda c: parametrize.register_parametrization(c.model.layers[0], "weight", nn.Identity()),
-        WEIGHT + ".*Register parametrizations before compile_sharded",
-    ),
-    "spectral_norm": (lambda c: nn.utils.parametrizations.spectral_norm(c.model.layers[0]), WEIGHT + ".*before"),
-    # hooks
-    "register_hook": (lambda c: c.weight.register_hook(lambda g: g), WEIGHT + ".*parametriz"),
-    "register_post_accumulate_grad_hook": (
-        lambda c: c.weight.register_post_accumulate_grad_hook(lambda p: None),
-        WEIGHT,
-    ),
-    # the optimizer
-    "optimizer.step": (lambda c: c.optimizer.step(), r"sharded\.step"),
-    "optimizer.state_dict": (lambda c: c.optimizer.state_dict(), r"sharded\.state\.optimizer"),
-    "optimizer.load_state_dict": (lambda c: c.optimizer.load_state_dict({}), r"sharded\.state\.optimizer"),
-    "optimizer.state[p]": (lambda c: c.optimizer.state[c.weight], r"sharded\.state\.optimizer"),
-    "optimizer.state.clear": (lambda c: c.optimizer.state.clear(), r"sharded\.state\.optimizer"),
-    "len(optimizer.state)": (lambda c: len(c.optimizer.state), r"sharded\.state\.optimizer"),
-    "iterating over optimizer.state": (lambda c: list(c.optimizer.state.items()), r"sharded\.state\.optimizer"),
-    "add_param_group": (lambda c: c.optimizer.add_param_group({"params": [c.model.frozen]}), "before compile_sharded"),
-    "a parameter appended": (lambda c: c.optimizer.param_groups[0]["params"].append(c.model.frozen), "before compile"),
-    "a group emptied": (lambda c: c.optimizer.param_groups[0]["params"].clear(), "before compile_sharded"),
-    "deepcopy of the optimizer": (lambda c: copy.deepcopy(c.optimizer), ANY),
-}
-
-
-# What no call could refuse, and the words of the next call's error.
-NOTICED: dict[str, tuple[Callable[[Case], Any], str]] = {
-    "weight = ...": (
-        lambda c: setattr(c.model.layers[0], "weight", nn.Parameter(torch.ones(4, 4))),
-        r"layers\.0\.weight was replaced"
-    ),
-    "weight = None": (lambda c: setattr(c.model.layers[0], "bias", None), r"layers\.0\.bias was removed"),
-    "del": (lambda c: delattr(c.model.layers[0], "weight"), r"layers\.0\.weight was removed"),
-    "register_parameter": (
-        lambda c: c.model.register_parameter("more", nn.Parameter(torch.ones(2))),
-        "more was added after compile_sharded"
-    ),
-    "a new module": (lambda c: c.model.add_module("adapter", nn.Linear(4, 4)), r"adapter\.weight was added"),
-    "a replaced module": (lambda c: setattr(c.model, "norm", nn.LayerNorm(4)), r"norm\.weight was replaced"),
-    "weights tied later": (
-        lambda c: setattr(c.model.layers[1], "weight", c.model.layers[0].weight), r"layers\.1\.weight was replaced"
-    ),
-    "weights untied": (lambda c: setattr(c.model.head, "weight", nn.Parameter(torch.ones(4, 4))), r"head\.weight was"),
-    "functional_call's tables": (lambda c: c.model.layers[0]._parameters.clear(), r"layers\.0\.weight was removed"),
-    "an empty entry filled with nothing": (
-        lambda c: c.model.norm.register_parameter("scale", None), r"norm\.scale was added"
-    ),
-    "a backward hook": (lambda c: c.model.head.register_full_backward_hook(lambda *_: None), "head .* has a backw"),
-    "a backward-pre hook": (lambda c: c.model.register_full_backward_pre_hook(lambda *_: None), "The model .* has a"),
-    "a group's parameters": (
-        lambda c: c.optimizer.param_groups[0].update(params=[c.weight]), "optimizer's groups were changed"
-    ),
-    "a group removed": (lambda c: c.optimizer.param_groups.clear(), "group"),
-    "optimizer.state = ...": (lambda c: setattr(c.optimizer, "state", {}), r"optimizer\.state was replaced"),
-    "requires_grad_": (lambda c: c.model.requires_grad_(False), r"requires_grad of scale was changed"),
-    "requires_grad = ...": (assign(lambda c: c.weight, "requires_grad", False), r"layers\.0\.weight was changed"),
-    "to another device": (lambda c: c.model.to("meta"), "scale was replaced"),
-    "thawed": (lambda c: c.model.frozen.requires_grad_(), r"of frozen was changed.*it was frozen, and is trainable"),
-    "replaced by an equal one": (
-        lambda c: setattr(c.model, "scale", nn.Parameter(torch.tensor(1.5))), "scale was replaced"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("call", REFUSED)
-def test_what_would_do_nothing_is_refused_at_the_call(case: Case, call: str) -> None:
-    act, words = REFUSED[call]
-    with pytest.raises(RuntimeError, match=f"(?s){words}"):
-        act(case)
-
-
-def test_a_model_trains_on_after_every_refusal_as_if_there_had_been_none(case: Case) -> None:
-    for act, _ in REFUSED.values():
-        with pytest.raises(RuntimeError):
-            act(case)
-    trained_as_eager(case)
-
-
-def trained_as_eager(case: Case, steps: int = 3) -> None:
-    model, optimizer = build()
-    for _ in range(steps):
-        optimizer.zero_grad()
-        expected = loss(model, X)
-        expected.backward()
-        optimizer.step()
-        assert torch.equal(case.sharded.step(X), expected)
-    assert same(case.sharded.full_state_dict(), model.state_dict())
-    assert not same(model.state_dict(), case.eager.state_dict())
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize("change", NOTICED)
-def test_what_no_call_could_refuse_is_refused_by_name_at_the_next(case: Case, change: str) -> None:
-    act, words = NOTICED[change]
-    parameters = case.sharded.state.parameters
-    before = {name: value.clone() for name, value in parameters.items()}
-    act(case)
-    for call in (case.sharded.step, case.sharded.value_and_grad, case.sharded):
-        with pytest.raises(ValueError, match=words):
-            call(X)
-    assert same(parameters, before) and case.sharded.captures == 0  # type: ignore[arg-type]
+    return taken()
 
 
 TRUE: dict[str, Callable[[Net], Any]] = {
@@ -418,75 +269,3 @@ def test_full_state_dict_is_what_state_dict_would_be_hooks_and_metadata_included
     assert found["head.weight"].data_ptr() == found["layers.1.weight"].data_ptr()  # tied, as they were
     found["scale"].zero_()
     assert same(sharded.full_state_dict(), expected) and same(model.state_dict(), expected)
-
-
-def described(model: Net, optimizer: torch.optim.Optimizer) -> Any:
-    """All that compile_sharded could change, by identity or bit for bit."""
-    tables = [
-        {name: {key: id(one) for key, one in value.items()} if isinstance(value, dict) else value
-         for name, value in vars(module).items()}
-        for module in model.modules()
-    ]  # fmt: skip
-    tensors = [
-        (type(p), p.tolist(), p.requires_grad, p.grad, p._backward_hooks)
-        for p in model.state_dict(keep_vars=True).values()
-    ]
-    groups = [{**group, "params": list(map(id, group["params"]))} for group in optimizer.param_groups]
-    state = {
-        id(p): {name: (id(value), value.tolist()) for name, value in one.items()} for p, one in optimizer.state.items()
-    }
-    return tables, tensors, groups, state, sorted(vars(optimizer)), torch.get_rng_state().tolist()
-
-
-def failing(_name: str, _module: nn.Module) -> bool:
-    raise KeyError("of the user's")
-
-
-class Aged(torch.optim.SGD):
-    """Brings along state that differs inside a group."""
-
-
-REFUSALS: dict[str, tuple[Callable[[Net, torch.optim.Optimizer], Any], type[Exception]]] = {
-    "a loss that is no function": (lambda m, o: compile_sharded(m, o, loss="mse"), ValueError),  # type: ignore[arg-type]
-    "units that match nothing": (lambda m, o: compile_sharded(m, o, units=["none.*"]), ValueError),
-    "units that raise": (lambda m, o: compile_sharded(m, o, units=failing), KeyError),
-    "an optimizer of another model": (
-        lambda m, o: compile_sharded(m, torch.optim.SGD(build()[0].parameters(), lr=0.1)), ValueError
-    ),
-    "an optimizer that is not element-wise": (
-        lambda m, o: compile_sharded(m, torch.optim.LBFGS(m.parameters())), ValueError
-    ),
-    "state that differs inside a group": (lambda m, o: compile_sharded(m, aged(m, o)), ValueError),
-    "a hook": (lambda m, o: compile_sharded(hooked(m), o), ValueError),
-    "offload on a CPU": (lambda m, o: compile_sharded(m, o, policy=Policy(offload=True)), ValueError),
-}  # fmt: skip
-
-
-def aged(model: Net, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    optimizer.state[model.scale]["step"] += 1
-    return optimizer
-
-
-def hooked(model: Net) -> Net:
-    if not model.scale._backward_hooks:
-        model.scale.register_hook(lambda gradient: gradient)
-    return model
-
-
-@pytest.mark.parametrize("refusal", REFUSALS)
-def test_a_refused_compile_sharded_leaves_everything_as_it_was(refusal: str) -> None:
-    model, optimizer = build()
-    loss(model, X).backward()
-    optimizer.step()
-    act, kind = REFUSALS[refusal]
-    if refusal == "state that differs inside a group":
-        aged(model, optimizer)
-        act = lambda m, o: compile_sharded(m, o)  # noqa: E731
-    if refusal == "a hook":
-        hooked(model)
-    before = described(model, optimizer)
-    with pytest.raises(kind):
-        act(model, optimizer)
-    assert described(model, optimizer) == before
-    model.scale.data += 1
-    assert described(model, optimizer) != before

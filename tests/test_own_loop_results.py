@@ -1,0 +1,116 @@
+"""What forward is given and gives back under `fully_shard`: structures, caches, lengths, modules that are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import Policy, fully_shard
+from tests.own_loops import X, full, loss_of, plain_gradients, same
+from tests.toys import net
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    others: list[Any]
+    length: int
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return Output(self.one(x), [self.two(x), x * 2], 3)
+
+
+def test_a_dataclass_comes_back_with_the_tensors_of_its_call() -> None:
+    model = fully_shard(Heads())
+    first, second = model(X), model(X + 1)
+    assert type(first) is Output and first.length == 3
+    assert torch.equal(first.others[1], X * 2) and torch.equal(second.others[1], X * 2 + 2)
+    second.logits.sum().backward()
+    assert model.two.weight.grad is None and model.two.bias.grad is None
+    assert torch.allclose(model.one.weight.grad.full_tensor(), (X + 1).sum(0).expand(2, 4))
+
+
+def compiled_inside() -> nn.Module:
+    model = net()
+    model[0] = torch.compile(model[0])
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize(
+    "make", [compiled_inside, lambda: torch.compile(fully_shard(net()))], ids=["inside", "outside"]
+)
+def test_modules_under_torch_compile(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    loss_of(model).backward()
+    assert same(full(one.grad for one in model.parameters()), plain_gradients())
+
+
+def test_inductor() -> None:
+    model = fully_shard(net(), policy=Policy())
+    loss_of(model).backward()
+    for one, expected in zip(model.parameters(), plain_gradients(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), expected)
+
+
+def test_lengths_that_move_without_synchronisation() -> None:
+    model, plain = net(), net()
+    fully_shard(model, policy=Policy(lower="eager", dynamic=(0, 1)))
+    for sizes in ((2, 3), (3, 5), (5, 7), (4, 6)):
+        model.set_requires_gradient_sync(sizes == (4, 6))
+        for one in (model, plain):
+            one(torch.ones(*sizes, 4)).square().mean().backward()
+    assert same(full(one.grad for one in model.parameters()), [one.grad for one in plain.parameters()])
+    assert len(model._fsdp_compiled.calls["forward"].programs.cached) == 1
+
+
+class Cached(nn.Module):
+    """Keeps what it has seen in an object that it is given, as language models do while they generate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        y = self.linear(x) * self.scale
+        if cache is not None:
+            cache.seen.append(y)
+            y = torch.stack(cache.seen).sum(0)
+        return y
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+
+def test_a_cache_and_many_lengths_run_without_gradients() -> None:
+    torch.manual_seed(0)
+    plain = Cached()
+    model = Cached()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model, policy=Policy(lower="eager", cuda_graph=False, dynamic=False))
+    caches = Cache(), Cache()
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(X, cache=caches[0]), plain(X, cache=caches[1]))
+        for rows in range(2, 13):
+            model.scale = plain.scale = torch.tensor(float(rows))
+            assert torch.equal(model(torch.ones(rows, 4)), plain(torch.ones(rows, 4)))
+        assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))  # a buffer replaced in an eager call
+    call = model._fsdp_compiled.calls["forward"]
+    assert sum(one.kind == "forward" for one in call.programs.cached) == 8
+    with pytest.raises(ValueError, match=r"holds a .*Cache"):
+        model(X, cache=Cache())
