@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture import dynamo, dynamo_run, guards
-from fsdp_compiled.capture.blocks import built_guards, likeness, repeated_calls, written_blocks
+from fsdp_compiled.capture.blocks import built_guards, likeness, repeated_calls, walked_blocks
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from tests import equal_models as equal
 from tests.architectures import TORCH
@@ -223,7 +223,7 @@ def test_a_block_that_could_not_be_ended_is_walked_through(
 ) -> None:
     model = Model("")
     wanted, _ = full(model, loss, monkeypatch)
-    monkeypatch.setattr(written_blocks, "another", lambda *_: 1 / 0)
+    monkeypatch.setattr(walked_blocks, "others", lambda *_: 1 / 0)
     with caplog.at_level("INFO", logger="fsdp_compiled"):
         got, _ = traced(model, loss, monkeypatch)
     assert got[-3:] == wanted

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture import one_object, ordered_keys, random_calls, unknown_reads, unread
+from fsdp_compiled.capture import one_object, ordered_keys, random_calls, settings_once, unknown_reads, unread
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.batch_changes import changed, contents
@@ -246,6 +246,7 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
             config.patch(wanted),
             random_calls.refused(),
             unknown_reads.refused(asked),
+            settings_once.read_once(),
             built_once(),
             unread.left_out(),
             one_object.asked_again(),

@@ -27,12 +27,13 @@ from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.source import (
     CallMethodItemSource,
     ClosureSource,
+    DictGetItemSource,
     GetItemSource,
     LocalSource,
     NNModuleSource,
     is_from_global_source,
 )
-from torch._dynamo.symbolic_convert import InstructionTranslator, TensorifyState
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase, TensorifyState
 from torch._dynamo.variables import (
     ConstantVariable,
     ConstDictVariable,
@@ -69,11 +70,13 @@ __all__ = [
     "CommonListMethodsVariable",
     "ConstDictVariable",
     "ConstantVariable",
+    "DictGetItemSource",
     "GetItemSource",
     "Guard",
     "GuardBuilder",
     "GuardManager",
     "InstructionTranslator",
+    "InstructionTranslatorBase",
     "LazyVariableTracker",
     "ListVariable",
     "LocalSource",

@@ -16,11 +16,11 @@ from torch.autograd import forward_ad
 from torch.fx.traceback import get_current_meta
 
 from fsdp_compiled.capture.blocks.changes import Changed, Objects
-from fsdp_compiled.capture.blocks.equal_blocks import layout_of
 from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
     ChainedSource,
     ConstantVariable,
+    DictGetItemSource,
     LazyVariableTracker,
     NNModuleSource,
     Source,
@@ -31,6 +31,8 @@ from fsdp_compiled.torch_private.dynamo import (
     uninteresting_files,
 )
 
+PLAIN = (FakeTensor, torch.Tensor, nn.Parameter)
+INT = {int}
 BLOCK = "___block"  # the called block, in what `BlockCall.evaluate` is given
 
 
@@ -61,7 +63,7 @@ class BlockCall:
             raise Unlike("it is inside of a region of its own")
         if C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             raise Unlike("it is called inside of a derivative")
-        if self.value(self.source) is not self.module:
+        if self._found() is not self.module:
             raise Unlike("it is not where it was found")
         self.tensors: list[fx.Node] = []
         self.given: list[Any] = []  # what Dynamo has for the arguments, and for what is in them
@@ -118,6 +120,15 @@ class BlockCall:
             return self._objects.changes()
         except Changed:
             raise Unlike("objects are changed before it is called, or by it") from None
+
+    def _found(self) -> Any:
+        """What is where the block was found: among a module's, most often."""
+        place = _bare(self.source)
+        if type(place) is DictGetItemSource and type(place.index) is str:
+            table = self.value(place.base)
+            if type(table) is dict:
+                return table.get(place.index)
+        return self.value(self.source)
 
     def value(self, source: Source) -> Any:
         """What is there, before the trace."""
@@ -177,10 +188,16 @@ def plain(value: Any) -> bool:
 
 def plain_layout(value: Any) -> tuple[Any, ...]:
     """`layout_of`, which says all of a plain tensor of fixed sizes; raises `Unlike` for any other value."""
-    usual = type(value) in (FakeTensor, torch.Tensor, nn.Parameter) and value.layout == torch.strided
-    if not usual or not all(type(size) is int for size in (*value.shape, *value.stride())):
+    kind = type(value)
+    if kind not in PLAIN or value.layout != torch.strided:
         raise Unlike("its values are not plain tensors of fixed sizes")
-    return layout_of(value)
+    shape, strides = tuple(value.shape), value.stride()
+    if not {*map(type, shape), *map(type, strides)} <= INT:
+        raise Unlike("its values are not plain tensors of fixed sizes")
+    device = value.fake_device if kind is FakeTensor else value.device
+    return (
+        kind, value.layout, shape, strides, value.dtype, device, value.requires_grad, value.is_conj(), value.is_neg(),
+    )  # fmt: skip
 
 
 def modes(tx: Any) -> tuple[Any, ...]:
@@ -202,15 +219,17 @@ def modes(tx: Any) -> tuple[Any, ...]:
 
 def _trace(tx: Any) -> str:
     """The user's lines, as Dynamo notes them of a call."""
-    frames, left_out = [], uninteresting_files()
+    frames = []
     while tx is not None:
-        if not tx.is_co_filename_from_nn_modules() and (frame := tx.frame_summary()).filename not in left_out:
-            frames.append((tx.f_code, frame))
+        frames.append(tx)
         tx = getattr(tx, "parent", None)
-    key = tuple((code, frame.lineno, frame.colno, frame.end_colno) for code, frame in frames)
+    key = tuple((one.f_code, one.lineno, one.current_instruction.positions) for one in frames)
     if key not in _texts:  # a list of blocks is called in few places
         _texts.clear()
-        _texts[key] = "".join(traceback.StackSummary.from_list([frame for _, frame in reversed(frames)]).format())
+        users = [one.frame_summary() for one in reversed(frames) if not one.is_co_filename_from_nn_modules()]
+        left_out = uninteresting_files()
+        lines = traceback.StackSummary.from_list([one for one in users if one.filename not in left_out])
+        _texts[key] = "".join(lines.format())
     return _texts[key]
 
 

@@ -8,6 +8,7 @@ collects its outputs, which then holds numbers and texts, or lists and dictionar
 from __future__ import annotations
 
 from itertools import islice
+from operator import attrgetter
 from types import NoneType
 from typing import Any
 
@@ -25,6 +26,7 @@ from fsdp_compiled.torch_private.dynamo import (
     is_from_global_source,
 )
 
+is_modified = attrgetter("is_modified")
 NEW = (AttributeMutationNew, ValueMutationNew)
 
 
@@ -43,7 +45,7 @@ class Objects:
         self._table = effects.id_to_variable  # to which it adds
         self._seen = 0
         self._doubtful: list[Any] = []
-        self._plain: list[Any] = []  # lists and dictionaries
+        self._plain: list[Any] = []  # of lists and dictionaries: what says whether each was changed
 
     def changes(self) -> tuple[Any, ...]:
         """What was there before the trace and is another now, so that it can be compared. Raises `Changed`."""
@@ -61,11 +63,11 @@ class Objects:
                 type(variable) in (ConstDictVariable, ListVariable)
                 and type(variable.mutation_type) is ValueMutationExisting
             ):
-                self._plain.append(variable)
+                self._plain.append(variable.mutation_type)
             elif not _is_seen_above(variable):
                 self._doubtful.append(variable)
         self._seen = len(self._table)
-        if any(one.mutation_type.is_modified for one in self._plain):
+        if any(map(is_modified, self._plain)):
             raise Changed
         for variable in self._doubtful:
             kind = type(variable.mutation_type)

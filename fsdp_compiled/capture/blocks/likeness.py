@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
+TABLES = ("_modules", "_parameters", "_buffers")
 TEXT = {str}
 
 
@@ -24,6 +26,8 @@ def likeness(one: Any) -> Callable[[Any], bool]:
     kind = type(one)
     if isinstance(one, nn.Module):
         return lambda other: type(other) is kind
+    if kind in (dict, OrderedDict) and not one:
+        return lambda other: type(other) is kind and not other
     if isinstance(one, dict) and set(map(type, one)) <= TEXT:
         keys = list(one)
         values = list(map(repr, one.values())) if all(map(plain, one.values())) else None
@@ -62,11 +66,18 @@ def alike(one: Any, other: Any) -> bool:
 def structure_of(module: nn.Module) -> list[Any]:
     """Of a block: the classes of its modules, and what they hold, by name."""
     found: list[Any] = []
-    for name, inner in module.named_modules(remove_duplicate=False):
-        held = vars(inner)
-        if any(held[kind] for kind in HOOKS) or "forward" in held:
-            raise Unlike("it has hooks")
-        found.append((name, type(inner), inner.training, list(held), list(inner._modules)))
-        for table in (inner._parameters, inner._buffers):
-            found.append([(key, value is None) for key, value in table.items()])
+    _describe(module, found)
     return found
+
+
+def _describe(module: nn.Module, found: list[Any]) -> None:
+    held = vars(module)
+    if any(map(held.__getitem__, HOOKS)) or "forward" in held:
+        raise Unlike("it has hooks")
+    found += type(module), module.training, list(held)
+    for kind in TABLES:
+        table = held[kind]
+        found += list(table), [key for key, one in table.items() if one is not None]
+    for inner in held["_modules"].values():
+        if inner is not None:
+            _describe(inner, found)

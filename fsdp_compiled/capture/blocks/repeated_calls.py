@@ -26,7 +26,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -38,10 +38,30 @@ from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
 from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
 from fsdp_compiled.capture.guards import Recorder, is_own, plain_names
-from fsdp_compiled.torch_private.dynamo import CheckFunctionManager, Guard, UnspecializedNNModuleVariable, config
+from fsdp_compiled.torch_private.dynamo import (
+    CheckFunctionManager,
+    Guard,
+    InstructionTranslatorBase,
+    LazyVariableTracker,
+    NNModuleSource,
+    Source,
+    UnspecializedNNModuleVariable,
+    config,
+    variable_builder,
+)
 
 log = logging.getLogger("fsdp_compiled")
 LOCK = threading.RLock()  # Dynamo, too, traces for one thread at a time
+
+
+class Unseen(NamedTuple):
+    """A block in the place of Dynamo's variable for it, which is made when it looks at it."""
+
+    value: nn.Module
+    source: Source
+
+    def get_nn_module_stack_source(self) -> Source:
+        return self.source
 
 
 class Repeats:
@@ -64,6 +84,7 @@ class Repeats:
         self.written: list[WrittenBlock] = []  # in the newest trace
         self._tensors: set[int] = set()  # their own, by identity
         self.built: list[tuple[WrittenBlock, int, Guard]] = []  # that Dynamo built: of the walked block's list, which
+        self._unseen: dict[int, LazyVariableTracker] = {}  # blocks that Dynamo did not look at, by identity
         self._told: set[str] = set()
         self._inside = 0  # of how many blocks Dynamo walks
         self._objects: Objects | None = None
@@ -86,6 +107,26 @@ class Repeats:
                 return walk()
             return self._call(walk, variable, tx, args, kwargs)
 
+        call = InstructionTranslatorBase.call_function
+
+        def call_unseen(tx: Any, function: Any, args: Any, kwargs: Any) -> None:
+            result = None
+            if threading.get_ident() == thread and type(function) is LazyVariableTracker:
+                result = self._call_unseen(function, tx, args, kwargs)
+            if result is None:
+                call(tx, function, args, kwargs)
+            else:
+                tx.push(result)
+
+        wrap = variable_builder.VariableBuilder.wrap_module
+
+        def wrap_module(builder: Any, value: nn.Module) -> Any:
+            unseen = self._unseen.pop(id(value), None) if threading.get_ident() == thread else None
+            if unseen is None or unseen.source == builder.source:
+                return wrap(builder, value)
+            unseen.realize()  # it has two names
+            return builder(value)
+
         build = CheckFunctionManager.build_guards
 
         def build_guards(manager: Any, guards: Any, *rest: Any, **named: Any) -> Any:
@@ -96,18 +137,22 @@ class Repeats:
                 guards = [*once, *more]
             return build(manager, guards, *rest, **named)
 
-        kind.call_function = call_function  # type: ignore[method-assign]
-        CheckFunctionManager.build_guards = build_guards  # type: ignore[method-assign]
-        try:
+        instead: list[tuple[Any, str, Any]] = [
+            (kind, "call_function", call_function),
+            (InstructionTranslatorBase, "call_function", call_unseen),
+            (variable_builder.VariableBuilder, "wrap_module", wrap_module),
+            (CheckFunctionManager, "build_guards", build_guards),
+        ]
+        with contextlib.ExitStack() as stack:
+            for owner, name, function in instead:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, function)
             yield
-        finally:
-            CheckFunctionManager.build_guards = build  # type: ignore[method-assign]
-            kind.call_function = before  # type: ignore[method-assign]
 
     def _call(self, walk: Callable[[], Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if tx.output is not self._output:
             self._output, self._visited, self._walked = tx.output, set(), {}
-            self.written, self._tensors, self.built = [], set(), []
+            self.written, self._tensors, self.built, self._unseen = [], set(), [], {}
         mine = self._lists[id(variable.value)]
 
         def walked() -> Any:
@@ -126,16 +171,7 @@ class Repeats:
                 self._objects = Objects(tx.output.side_effects)
             call = BlockCall(variable, tx, args, kwargs, self._objects)
             if (like := self._walked.get(mine)) is not None:
-                tensors, values = like.check(call, self._tensors)
-                if not self.written:
-                    # What differentiates later would look for a way through values that were not computed.
-                    self._until_traced.enter_context(config.patch(trace_autograd_ops=False))
-                block = WrittenBlock(like, call, values)
-                result = block.write(tensors, out=self._inside > 0 or not like.can_stand)
-                self.written.append(block)
-                self._tensors.update(map(id, tensors))
-                self.wrote = True
-                return result
+                return self._write(like, call)
             before = Before(call)
         result = walked()
         if before is not None:
@@ -143,6 +179,34 @@ class Repeats:
                 inside = [one for one in self.written if one.call.source.name.startswith(call.source.name)]
                 guards = [block.guard(place) for block in inside for place in range(len(block.walked.guards))]
                 self._walked[mine] = WalkedBlock(call, before, result, guards)
+        return result
+
+    def _call_unseen(self, variable: LazyVariableTracker, tx: Any, args: Any, kwargs: Any) -> Any:
+        """The same of a block that Dynamo has not looked at, which it need not; None where it is to."""
+        if variable.is_realized() or tx.output is not self._output:
+            return None
+        module = variable.original_value()
+        like = self._walked.get(self._lists.get(id(module), (0, object)))
+        if like is None or not isinstance(like.call.source, NNModuleSource) or module in tx.output.side_effects:
+            return None
+        unseen = Unseen(module, type(like.call.source)(variable.source))
+        with self._answered(unseen):
+            assert self._objects is not None
+            result = self._write(like, BlockCall(unseen, tx, args, kwargs, self._objects))
+            self._unseen[id(module)] = variable
+            return result
+        return None
+
+    def _write(self, like: WalkedBlock, call: BlockCall) -> Any:
+        tensors, values = like.check(call, self._tensors)
+        if not self.written:
+            # What differentiates later would look for a way through values that were not computed.
+            self._until_traced.enter_context(config.patch(trace_autograd_ops=False))
+        block = WrittenBlock(like, call, values)
+        result = block.write(tensors, out=self._inside > 0 or not like.can_stand)
+        self.written.append(block)
+        self._tensors.update(map(id, tensors))
+        self.wrote = True
         return result
 
     @contextlib.contextmanager

@@ -8,28 +8,25 @@ themselves when Dynamo has built them (`repeated_calls.Repeats.check_guards`).
 from __future__ import annotations
 
 import functools
-import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from operator import is_, setitem
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import setitem
 from typing import Any
 
 import torch
 from torch import fx
 
 from fsdp_compiled.capture.blocks.before_walk import Before
-from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, modes, moved, plain, plain_layout
-from fsdp_compiled.capture.blocks.likeness import likeness, structure_of
-from fsdp_compiled.capture.blocks.new_tensors import another
+from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, modes, moved, plain, plain_layout
+from fsdp_compiled.capture.blocks.likeness import structure_of
+from fsdp_compiled.capture.blocks.new_tensors import another, others
+from fsdp_compiled.capture.blocks.questions import Questions
 from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template, own_tensor
-from fsdp_compiled.capture.guards import plain_names
 from fsdp_compiled.capture.source_lines import path_in
 from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
-    ChainedSource,
     ConstantVariable,
     Guard,
     LazyVariableTracker,
-    LocalSource,
     Source,
     TensorVariable,
     TupleVariable,
@@ -38,7 +35,6 @@ from fsdp_compiled.torch_private.modes import enter_autocast, exit_autocast
 
 # What has no value: it changes modes, and what a block enters it leaves, or writes to what the block computed.
 VALUELESS = (C._set_grad_enabled, enter_autocast, exit_autocast, setitem)
-TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # of a module, which are plain dictionaries
 
 
 def is_input(node: fx.Node) -> bool:
@@ -51,7 +47,7 @@ class WalkedBlock:
     nodes    that it wrote, ``inputs`` those of the block's own tensors, of which ``sources`` says where they are
     guards   of the block, each with what is there now, and the other places that it names; ``kinds`` of them
     ordered  places of dictionaries whose keys it read in order
-    results  the nodes that are returned
+    results  the nodes that are returned; ``variables``: what Dynamo has for one like each
     visits   how often each of the block's modules was called
     """
 
@@ -74,8 +70,7 @@ class WalkedBlock:
         self.guards = list(self._guards([*output.guards, *inside]))
         self.kinds = [guard.create_fn_name() for guard, _, _ in self.guards]
         self.ordered = [source for source in output.guard_on_key_order if self._own(source)]
-        self._asked = list(self._questions())
-        self._read, self._tables = self._reader(), self._read_in()
+        self._questions = Questions(call, self.guards, self.kinds, self.sources)
         self._layouts = [plain_layout(call.value(source)) for source in self.sources]
         self.structure = structure_of(call.module)
         self._seen: tuple[Any, set[int], set[str]] = None, set(), set()  # `_known`
@@ -83,6 +78,8 @@ class WalkedBlock:
         made = set(self.nodes)
         self.results: list[fx.Node] = []
         self._answer(result, lambda node: node in made)
+        self.variables: dict[fx.Node, TensorVariable] = {}
+        self._others: dict[fx.Node, list[Any]] = {node: [] for node in self.results}
         self._check_results([*self.inputs, *call.tensors])
 
     @functools.cached_property
@@ -198,6 +195,12 @@ class WalkedBlock:
             if not same or value.storage_offset() or value._is_view() != like._is_view():
                 raise Unlike("what it returns lies in another way")
 
+    def another(self, result: fx.Node) -> Any:
+        """A fake tensor like one that is returned; they are made a few at a time."""
+        if not self._others[result]:
+            self._others[result] = others(result.meta["example_value"], 8)
+        return self._others[result].pop()
+
     def check(self, call: BlockCall, written: Collection[int]) -> tuple[list[torch.Tensor], list[Any]]:
         """The block's own tensors, and what its guards look at.
 
@@ -212,18 +215,7 @@ class WalkedBlock:
             raise Unlike("objects were changed since the one before was called")
         if structure_of(call.module) != self.structure:
             raise Unlike("its modules are others")
-        if call.evaluate(self._tables):
-            raise Unlike("it has a dictionary that makes what is looked up")
-        there, elsewhere, tensors = self._read(call)
-        for place, value, same, names, has in self._asked:
-            mine, its = there[place], elsewhere[place]
-            if mine is value and not its:
-                continue
-            if not (same(mine) and (not names or has == [_has(mine, name) for name in names])):
-                name = self.guards[place][0].originating_source.name.removeprefix(self.call.source.name)
-                raise Unlike(f"{plain_names(name).strip('.')} is not what it is in the one before")
-            if any(mine is not one for one in its):
-                raise Unlike("what is one object in one is two in the other")
+        there, tensors = self._questions.ask(call)
         before, read = self._known(call)
         here, other = self.call.source.name, call.source.name
         for source, layout, mine in zip(self.sources, self._layouts, tensors, strict=True):
@@ -245,61 +237,3 @@ class WalkedBlock:
             examples = {id(node.meta["grapharg"].example) for node in places if "grapharg" in node.meta}
             self._seen = now, examples, {source.name for source in sources}
         return self._seen[1:]
-
-    def _questions(self) -> Iterator[tuple[int, Any, Callable[[Any], bool], list[str], list[bool]]]:
-        """Of guards that ask another block the same, the first one's place in the list; what it looks at, and whether
-        it says the same of something else; the names it asks for, and which are there."""
-        known = set()
-        for place, (guard, value, others) in enumerate(self.guards):
-            names = _names(guard)
-            itself = self.kinds[place] == "ID_MATCH"
-            question = guard.name, itself, *names
-            if others or question not in known:
-                known.add(question)
-                same = functools.partial(is_, value) if itself else likeness(value)
-                yield place, value, same, names, [_has(value, name) for name in names]
-
-    def _read_in(self) -> types.CodeType:
-        """Whether a dictionary of another block that `_read` looks something up in makes it; the outermost first."""
-        found: dict[str, Source] = {}
-        for source in (*(guard.originating_source for guard, _, _ in self.guards), *self.sources):
-            while isinstance(source, ChainedSource) and self._own(source.base):
-                source = source.base
-                if not source.name.endswith(TABLES) and source.name not in found:
-                    found[source.name] = source
-        tables = [source for source in found.values() if isinstance(self.call.value(source), dict)]
-        texts = (moved(one, self.call.source, LocalSource(BLOCK), {}).name for one in tables)
-        makes = " or ".join(f"hasattr(type({text}), '__missing__')" for text in sorted(texts, key=len))
-        return compile(makes or "False", "<tables>", "eval")
-
-    def _reader(self) -> Callable[[BlockCall], tuple[list[Any], list[list[Any]], list[Any]]]:
-        """Reads at once, of another call: what each guard looks at, the other places it names, and the tensors."""
-        moved_to: dict[int, Source] = {}
-
-        def text(source: Source) -> str:
-            return moved(source, self.call.source, LocalSource(BLOCK), moved_to).name
-
-        def row(texts: Iterable[str]) -> str:
-            return f"[{', '.join(texts)}]"
-
-        texts = [text(guard.originating_source) for guard, _, _ in self.guards]
-        places = {one: place for place, one in enumerate(dict.fromkeys(texts))}
-        others = row(row(map(text, others)) for _, _, others in self.guards)
-        code = compile(f"({row(places)}, {others}, {row(map(text, self.sources))})", "<guards>", "eval")
-
-        def read(call: BlockCall) -> tuple[list[Any], list[list[Any]], list[Any]]:
-            values, elsewhere, tensors = call.evaluate(code)
-            return [values[places[one]] for one in texts], elsewhere, tensors
-
-        return read
-
-
-def _names(guard: Guard) -> list[str]:
-    """The attributes or keys that a guard asks about being there."""
-    create = guard.create_fn
-    given = create.keywords.values() if isinstance(create, functools.partial) else ()
-    return [one for one in given if isinstance(one, str)]
-
-
-def _has(value: Any, name: str) -> bool:
-    return hasattr(value, name) or (isinstance(value, dict) and name in value)

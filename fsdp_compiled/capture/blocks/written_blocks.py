@@ -20,7 +20,6 @@ import torch
 from torch import fx
 
 from fsdp_compiled.capture.blocks.block_calls import BlockCall
-from fsdp_compiled.capture.blocks.new_tensors import another
 from fsdp_compiled.capture.blocks.templates import BLOCK, OWN, Line, own_tensor, result_of
 from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
 from fsdp_compiled.torch_private.dynamo import (
@@ -100,7 +99,7 @@ class WrittenBlock:
             for one in results:
                 one.meta |= {"creation_timestamp": timestamp, "stack_trace": call.trace}
         for node, one in zip(walked.results, results, strict=True):
-            one.meta["example_value"] = another(node.meta["example_value"])
+            one.meta["example_value"] = walked.another(node)
         call.output.guard_on_key_order.update(map(self._there, walked.ordered))
         for name, count in walked.visits.items():
             call.tx.num_calls[walked.path(name, call)] = count
@@ -151,9 +150,17 @@ class WrittenBlock:
         if (given := self.walked.place_given(result)) is not None:
             return self.call.given[given]
         if type(result) is TensorVariable:
-            node = mine[result.as_proxy().node]
-            proxy = fx.Proxy(node, self.call.output.current_tracer)
-            return wrap_fx_proxy(self.call.tx, proxy, example_value=node.meta.pop("example_value"))
+            return self._variable(result.as_proxy().node, mine)
         if type(result) is TupleVariable:
             return TupleVariable([self._returned(one, mine) for one in result.items])
         return ConstantVariable.create(result.value)
+
+    def _variable(self, result: fx.Node, mine: Mapping[fx.Node, fx.Node]) -> Any:
+        """That of a tensor, for a node of the walked block; Dynamo makes the first, which the next ones are like."""
+        node, known = mine[result], self.walked.variables
+        proxy = fx.Proxy(node, self.call.output.current_tracer)
+        if (like := known.get(result)) is not None:
+            return like.clone(proxy=proxy)
+        made = wrap_fx_proxy(self.call.tx, proxy, example_value=node.meta.pop("example_value"))
+        known[result] = made.clone()  # before anything is done to it
+        return made

@@ -72,8 +72,8 @@ def written_out(module: fx.GraphModule, inputs: Sequence[Any], instead: Mapping[
 def with_own_tensors(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
     """The inputs of Dynamo's graph, and the own tensors of written blocks, which are inputs of it from now on.
 
-    Raises `RepeatError` for a plain tensor that a block has which was walked through, too: Dynamo came to it by one of
-    two names. That parameters and buffers stay tied is watched otherwise.
+    Raises `RepeatError` for a tensor that a block has and that was walked through, too: Dynamo came to it by one of two
+    names. That the model's parameters and buffers stay tied, by their own names, is watched otherwise.
     """
     places = graph.find_nodes(op="placeholder")
     known = dict(zip(map(id, inputs), places, strict=True))
@@ -94,8 +94,9 @@ def with_own_tensors(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
             continue
         if place is not None:
             if place not in written:  # Dynamo read the tensor, too, but later
-                if not OWN_TENSOR.match(own.source.name):
-                    raise RepeatError(f"nothing asks whether {plain_names(own.source.name)} stays what it is twice")
+                for name in (own.source.name, place._dynamo_source.name):
+                    if not OWN_TENSOR.match(name):
+                        raise RepeatError(f"nothing asks whether {plain_names(name)} stays what it is twice")
                 node.meta["example_value"] = place.meta["example_value"]
                 written.add(place)
                 place.meta = node.meta

@@ -1,0 +1,145 @@
+"""What the guards of a walked block look at, asked of another block: whether they say of it what they say of the one.
+
+All of it is read by one expression, and what can be is compared at once: most guards look at the classes of modules,
+and at dictionaries of hooks, which are empty.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, moved
+from fsdp_compiled.capture.blocks.likeness import likeness
+from fsdp_compiled.capture.guards import plain_names
+from fsdp_compiled.torch_private.dynamo import ChainedSource, Guard, LocalSource, Source
+
+TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # of a module, which are plain dictionaries
+# A guard, what is there, and other places that it names.
+Looked = tuple[Guard, Any, tuple[Source, ...]]
+
+
+class Question(NamedTuple):
+    """Of the guard in this place of the list: what it looks at, whether it says the same of something else, the names
+    that it asks for, and which are there."""
+
+    place: int
+    value: Any
+    same: Callable[[Any], bool]
+    names: list[str]
+    has: list[bool]
+
+
+class Questions:
+    """``call``: of the block that was walked through."""
+
+    def __init__(
+        self, call: BlockCall, guards: Sequence[Looked], kinds: Sequence[str], sources: Sequence[Source]
+    ) -> None:
+        """``kinds``: of the guards; ``sources``: where the block's own tensors are."""
+        self._call, self._guards, self._sources = call, guards, sources
+        self._asked = list(self._questions(kinds))
+        plain = {one.place: one for one in self._asked if kinds[one.place] != "ID_MATCH" and not guards[one.place][2]}
+        self._modules = [one.place for one in plain.values() if isinstance(one.value, nn.Module)]
+        self._classes = [type(guards[place][1]) for place in self._modules]
+        empty = (one for one in plain.values() if type(one.value) is OrderedDict and not one.value and not one.names)
+        self._empty = [one.place for one in empty]
+        at_once = {*self._modules, *self._empty}
+        self._others = [one for one in self._asked if one.place not in at_once]
+        self._named = [one for one in self._asked if one.place in at_once and one.names]
+        self._read, self._tables = self._reader(), self._read_in()
+
+    def ask(self, call: BlockCall) -> tuple[list[Any], list[torch.Tensor]]:
+        """What the guards look at in another block, and its own tensors; raises `Unlike` where something differs."""
+        if call.evaluate(self._tables):
+            raise Unlike("it has a dictionary that makes what is looked up")
+        there, elsewhere, tensors = self._read(call)
+        empty = [there[place] for place in self._empty]
+        if (
+            [type(there[place]) for place in self._modules] != self._classes
+            or not {*map(type, empty)} <= {OrderedDict}
+            or any(empty)
+            or any(one.has != _has(there[one.place], one.names) for one in self._named)
+        ):
+            self._compare(self._asked, there, elsewhere)
+        self._compare(self._others, there, elsewhere)
+        return there, tensors
+
+    def _compare(self, asked: Iterable[Question], there: Sequence[Any], elsewhere: Sequence[Sequence[Any]]) -> None:
+        for place, value, same, names, has in asked:
+            mine, its = there[place], elsewhere[place]
+            if mine is value and not its:
+                continue
+            if not (same(mine) and (not names or has == _has(mine, names))):
+                name = self._guards[place][0].originating_source.name.removeprefix(self._call.source.name)
+                raise Unlike(f"{plain_names(name).strip('.')} is not what it is in the one before")
+            if any(mine is not one for one in its):
+                raise Unlike("what is one object in one is two in the other")
+
+    def _questions(self, kinds: Sequence[str]) -> Iterator[Question]:
+        """Of guards that ask the same, the first one's."""
+        known = set()
+        for place, (guard, value, others) in enumerate(self._guards):
+            names = _names(guard)
+            itself = kinds[place] == "ID_MATCH"
+            question = guard.name, itself, *names
+            if others or question not in known:
+                known.add(question)
+                same = functools.partial(is_, value) if itself else likeness(value)
+                yield Question(place, value, same, names, _has(value, names))
+
+    def _is_own(self, source: Source) -> bool:
+        return moved(source, self._call.source, LocalSource(BLOCK), {}) is not source
+
+    def _read_in(self) -> types.CodeType:
+        """Whether a dictionary of another block that `_read` looks something up in makes it; the outermost first."""
+        found: dict[str, Source] = {}
+        for source in (*(guard.originating_source for guard, _, _ in self._guards), *self._sources):
+            while isinstance(source, ChainedSource) and self._is_own(source.base):
+                source = source.base
+                if not source.name.endswith(TABLES) and source.name not in found:
+                    found[source.name] = source
+        tables = [source for source in found.values() if isinstance(self._call.value(source), dict)]
+        texts = (moved(one, self._call.source, LocalSource(BLOCK), {}).name for one in tables)
+        makes = " or ".join(f"hasattr(type({text}), '__missing__')" for text in sorted(texts, key=len))
+        return compile(makes or "False", "<tables>", "eval")
+
+    def _reader(self) -> Callable[[BlockCall], tuple[list[Any], list[list[Any]], list[Any]]]:
+        """Reads at once, of another call: what each guard looks at, the other places it names, and the tensors."""
+        moved_to: dict[int, Source] = {}
+
+        def text(source: Source) -> str:
+            return moved(source, self._call.source, LocalSource(BLOCK), moved_to).name
+
+        def row(texts: Iterable[str]) -> str:
+            return f"[{', '.join(texts)}]"
+
+        texts = [text(guard.originating_source) for guard, _, _ in self._guards]
+        places = {one: place for place, one in enumerate(dict.fromkeys(texts))}
+        others = row(row(map(text, others)) for _, _, others in self._guards)
+        code = compile(f"({row(places)}, {others}, {row(map(text, self._sources))})", "<guards>", "eval")
+        order = [places[one] for one in texts]
+
+        def read(call: BlockCall) -> tuple[list[Any], list[list[Any]], list[Any]]:
+            values, elsewhere, tensors = call.evaluate(code)
+            return [values[place] for place in order], elsewhere, tensors
+
+        return read
+
+
+def _names(guard: Guard) -> list[str]:
+    """The attributes or keys that a guard asks about being there."""
+    create = guard.create_fn
+    given = create.keywords.values() if isinstance(create, functools.partial) else ()
+    return [one for one in given if isinstance(one, str)]
+
+
+def _has(value: Any, names: Sequence[str]) -> list[bool]:
+    return [hasattr(value, name) or (isinstance(value, dict) and name in value) for name in names]
