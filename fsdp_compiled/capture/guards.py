@@ -85,9 +85,11 @@ class Recorder:
         self._tensors: list[str] = []  # Dynamo's names of all that it found
         self._orders, self._equals = KeyOrders(), EqualValues()
 
-    def repeat(self, kinds: Sequence[str], values: Sequence[Any], name: Callable[[int], str]) -> None:
-        """Guards of a block like one that was walked through: of each its kind, what it looks at, and its name."""
-        for place, (kind, value) in enumerate(zip(kinds, values, strict=True)):
+    def repeat(self, kinds: Sequence[tuple[int, str]], values: Sequence[Any], name: Callable[[int], str]) -> None:
+        """Guards of a block like one that was walked through, which ``kinds`` has, each with its place among
+        ``values``, what they look at; and the names of these."""
+        for place, kind in kinds:
+            value = values[place]
             if kind == "EMPTY_NN_MODULE_HOOKS_DICT":
                 if type(value).__name__ == "OrderedDict":
                     self.empty.append(value)

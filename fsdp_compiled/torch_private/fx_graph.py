@@ -23,6 +23,34 @@ def new_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[s
     return _new(graph, "call_function", target, args, kwargs, name or graph._target_to_str(target))
 
 
+def copier(graph: fx.Graph, stem: Callable[[str], str]) -> Callable[[fx.Node, Callable[[fx.Node], fx.Node]], fx.Node]:
+    """Copies calls to the end of this graph, each many times: ``copy(node, change)`` is `new_call` of its target, with
+    its arguments, in which nodes are changed, and the ``stem`` of its name; and what is noted of it."""
+    names, put = graph._graph_namespace, graph._insert
+    named, tables = names._obj_to_name, graph._find_nodes_lookup_table.table
+    known: dict[fx.Node, tuple[Any, ...]] = {}
+
+    def copy(node: fx.Node, change: Callable[[fx.Node], fx.Node]) -> fx.Node:
+        if (row := known.get(node)) is None:
+            name, target = stem(node.name), node.target
+            new_name = _free if _is_stem(name) else _numbered
+            row = known[node] = (
+                target, node.args, node.kwargs, node.meta, name, new_name, tables["call_function", target],
+            )  # fmt: skip
+        target, args, kwargs, meta, name, new_name, table = row
+        name = new_name(names, name)
+        args, kwargs = fx.node.map_arg(args, change), fx.node.map_arg(kwargs, change) if kwargs else {}
+        made = fx.Node(graph, name, "call_function", target, args, kwargs)
+        named[made] = name
+        put(made)
+        table[made] = None
+        graph._len += 1
+        made.meta.update(meta)
+        return made
+
+    return copy
+
+
 def new_placeholder(graph: fx.Graph, name: str) -> fx.Node:
     """``graph.placeholder(name)``."""
     return _new(graph, "placeholder", name, (), {}, name)

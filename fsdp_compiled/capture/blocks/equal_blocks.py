@@ -231,7 +231,7 @@ class _Kinds:
             if modules:  # else it is gone, and its identity another's
                 self._stacks[id(modules)] = stack
         if (layout := self._layouts.get(id(value))) is None:
-            layout = self._layouts[id(value)] = pytree.tree_map_only(torch.Tensor, layout_of, value)
+            layout = self._layouts[id(value)] = _layouts_of(value)
         rest = tuple(sorted((key, str(meta[key])) for key in ("recompute", "custom") if key in meta))
         return (node.op, target, stack, rest, layout if node.op != "get_attr" else None)
 
@@ -250,6 +250,10 @@ class _Kinds:
 
 def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
     return getattr(module, str(node.target))
+
+
+def _layouts_of(value: Any) -> Any:
+    return layout_of(value) if isinstance(value, torch.Tensor) else pytree.tree_map_only(torch.Tensor, layout_of, value)
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:

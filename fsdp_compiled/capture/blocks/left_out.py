@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fsdp_compiled.capture.blocks.equal_blocks import runs_of, texts_of
 from fsdp_compiled.capture.blocks.templates import BLOCK, Line
@@ -60,11 +60,13 @@ def gaps_of(
 
     gaps = []
     values = [*(value for value in inputs if isinstance(value, torch.Tensor)), *tensors]
-    storages = Counter(value.untyped_storage()._cdata for value in values)
+    storages = [value.untyped_storage()._cdata for value in values]
+    shared, of = Counter(storages), dict(zip(map(id, values), storages, strict=True))
 
     def kinds(stretch: Sequence[fx.Node]) -> list[Any]:
         return [
-            (ports[id(one)].kind, one.is_leaf, isinstance(one, nn.Parameter), storages[one.untyped_storage()._cdata])
+            # (and whether it is a parameter, as `isinstance` has it)
+            (ports[id(one)].kind, one.is_leaf, type(one), getattr(one, "_is_param", False), shared[of[id(one)]])
             for node in stretch
             if node in blocks
             for one in blocks[node].tensors

@@ -16,7 +16,7 @@ from fsdp_compiled.capture.blocks.equal_blocks import LATER, SECOND, THIRD, Run,
 from fsdp_compiled.capture.blocks.left_out import Absent
 from fsdp_compiled.ir.nodes import fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.torch_private.fx_graph import new_call, new_placeholder
+from fsdp_compiled.torch_private.fx_graph import copier, new_placeholder
 
 
 class Unequal(Exception):
@@ -129,24 +129,24 @@ class Lengthened:
         self._copies: dict[fx.Node, fx.Node] = {node: inputs[port] for node, port in self._inputs.items()}
         self._made: dict[tuple[int, int, str], list[fx.Node]] = {}
         self._regions = _Regions()
-        self._stems: dict[fx.Node, str] = {}
+        self._copier = copier(graph, stem)
         self._texts: dict[tuple[int, int, int], dict[str, str]] = {}
         self._rows = {key: group for key, group in self._groups if key is not None}
         self._read: dict[tuple[int, int, str], list[tuple[fx.Node, str, int, int]]] = {}
         for key, group in self._groups:
             if key is None:
                 for node in group:
-                    self._copies[node] = self._copy(graph, node, self._copies.__getitem__)
+                    self._copies[node] = self._copy(node, self._copies.__getitem__)
                 continue
             number, kept, phase = key
             run = self._runs[number]
             if phase == "forward" and kept == LATER:
                 for stretch in run.middle:
-                    self._repeat(graph, number, THIRD, stretch, phase, inputs)
-            self._repeat(graph, number, kept, run.place(kept), phase, inputs)
+                    self._repeat(number, THIRD, stretch, phase, inputs)
+            self._repeat(number, kept, run.place(kept), phase, inputs)
             if phase == "backward" and kept == LATER:
                 for stretch in reversed(run.middle):
-                    self._repeat(graph, number, THIRD, stretch, phase, inputs)
+                    self._repeat(number, THIRD, stretch, phase, inputs)
         outputs = self._collect()
         graph.output(list(outputs.values()))
         ports = (*inputs, *outputs)
@@ -164,24 +164,27 @@ class Lengthened:
             for place, port in enumerate(ports)
         }
         found: dict[Port, fx.Node] = {}
+        described: dict[fx.Node, tuple[Any, ...]] = {}  # what the tensors of others like one are made of
         for place, port in enumerate(self._given):
-            template = before.get(like.get(port, port))
+            other = like.get(port)
+            template = before.get(port if other is None else other)
             if template is None:
                 continue
             name = f"primals_{place + 1}" if template.name.startswith("primals") else f"arg{place}_1"
             node = found[port] = new_placeholder(graph, name)
             node.meta.update(template.meta)
-            if port in like:
-                value = template.meta["val"]
-                node.meta["val"] = fake_tensor(mode, tuple(value.shape), value.stride(), value.dtype, value.device)
+            if other is not None:
+                if (made_of := described.get(template)) is None:
+                    value = template.meta["val"]
+                    made_of = tuple(value.shape), value.stride(), value.dtype, value.device
+                    described[template] = made_of
+                node.meta["val"] = fake_tensor(mode, *made_of)
         for port, template in before.items():
             if port not in found:
                 found[port] = graph.node_copy(template)
         return found
 
-    def _repeat(
-        self, graph: fx.Graph, number: int, kept: int, stretch: int, phase: str, inputs: Mapping[Port, fx.Node]
-    ) -> None:
+    def _repeat(self, number: int, kept: int, stretch: int, phase: str, inputs: Mapping[Port, fx.Node]) -> None:
         """A stretch, in the place of another one that is like it."""
         made = self._made[number, stretch, phase] = []
         paths = self._paths(number, kept, stretch)
@@ -195,7 +198,7 @@ class Lengthened:
             else:
                 read[source] = self._made[number, stretch + later, of][place]
         for node in self._rows[number, kept, phase]:
-            copy = read[node] = self._copy(graph, node, read.__getitem__, paths, stretch)
+            copy = read[node] = self._copy(node, read.__getitem__, paths, stretch)
             made.append(copy)
             if stays:
                 self._copies[node] = copy
@@ -222,22 +225,19 @@ class Lengthened:
 
     def _copy(
         self,
-        graph: fx.Graph,
         node: fx.Node,
         read: Callable[[fx.Node], fx.Node],
         texts: Mapping[str, str] | None = None,
         stretch: int = -1,
     ) -> fx.Node:
-        if (name := self._stems.get(node)) is None:
-            name = self._stems[node] = stem(node.name)
-        kwargs = fx.node.map_arg(node.kwargs, read) if node.kwargs else {}
-        copy = new_call(graph, node.target, fx.node.map_arg(node.args, read), kwargs, name)  # type: ignore[arg-type]
-        copy.meta.update(node.meta)
-        for name in ("path", "stack_trace") if texts else ():
-            if name in copy.meta:
-                copy.meta[name] = texts.get(copy.meta[name], copy.meta[name])  # type: ignore[union-attr]
-        if "region" in copy.meta:
-            copy.meta["region"] = self._regions.number(copy.meta["region"], stretch)
+        copy = self._copier(node, read)
+        meta = copy.meta
+        if texts:
+            for name in ("path", "stack_trace"):
+                if (new := texts.get(meta.get(name, ""))) is not None:
+                    meta[name] = new
+        if "region" in meta:
+            meta["region"] = self._regions.number(meta["region"], stretch)
         return copy
 
     def _paths(self, number: int, kept: int, stretch: int) -> dict[str, str]:
@@ -276,7 +276,7 @@ class Lengthened:
                 for stretch in self._runs[number].middle:
                     name = self._ports[number][stretch][place].name
                     copy = self._made[number, stretch + of[1] - kept, of[2]][of[3]]
-                    gradients[order[name]] = replace(port, name=name), copy
+                    gradients[order[name]] = Port(port.side, port.kind, name, port.part, port.dim), copy
         return found | {port: node for _, (port, node) in sorted(gradients.items(), key=lambda item: item[0])}
 
 

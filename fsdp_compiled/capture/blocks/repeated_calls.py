@@ -241,10 +241,15 @@ class Repeats:
 
     def tell(self, recorder: Recorder) -> None:
         """What the guards of blocks look at that were not walked through."""
+        noted: dict[int, tuple[list[tuple[int, str]], list[Source]]] = {}  # of walked blocks; places of plain tensors
         for block in self.written:
-            recorder.repeat(block.walked.kinds, block.values, lambda place, block=block: block.guard(place).name)  # type: ignore[misc]
             walked = block.walked
-            recorder.meet(walked.there(one, block.call).name for one in walked.sources if not is_own(one.name))
+            if (mine := noted.get(id(walked))) is None:
+                # (Of classes, which they have in common, the walked block's guards tell.)
+                kinds = [(place, kind) for place, kind in enumerate(walked.kinds) if kind != "TYPE_MATCH"]
+                mine = noted[id(walked)] = kinds, [one for one in walked.sources if not is_own(one.name)]
+            recorder.repeat(mine[0], block.values, block.name)
+            recorder.meet(walked.there(one, block.call).name for one in mine[1])
 
     def check_guards(self, guards: Iterable[Guard]) -> None:
         """Raises `RepeatError` unless those of each written block say of it what its like's say of that.

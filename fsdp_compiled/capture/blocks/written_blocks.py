@@ -69,6 +69,11 @@ class WrittenBlock:
             self._guards[place] = Guard(self._there(guard.originating_source), create)
         return self._guards[place]
 
+    def name(self, place: int) -> str:
+        """That guard's."""
+        walked = self.walked
+        return walked.guards[place][0].name.replace(walked.call.source.name, self.call.source.name)
+
     def made(self, places: Iterable[int]) -> list[Guard]:
         """Those of them that somebody asked for; a block around this one did."""
         return [self._guards[place] for place in places if place in self._guards]
