@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compiled.capture import dynamo
+from fsdp_compiled.capture import dynamo, settings_once
 from fsdp_compiled.capture.guards import Guards, Recorder
 from fsdp_compiled.capture.guards_once import FIRST, built_once
-from fsdp_compiled.torch_private.dynamo import CheckFunctionManager, guard_building
+from fsdp_compiled.torch_private.dynamo import CheckFunctionManager, config, guard_building
 from tests.equal_models import Model, captured
 
 LIKE = ("dropout", "rotary", "checkpointed")
@@ -101,3 +101,15 @@ def test_what_another_thread_compiles_is_built_and_timed_as_ever(monkeypatch: py
         assert any(derived) and len(timed) == 1
     captured(Model("shared"))
     assert len(timed) == 1
+
+
+def test_settings_are_what_they_are_while_a_trace_runs() -> None:
+    """Entries of the module, which are found before its function for them is asked; and not after."""
+    wanted = {name: getattr(config, name) for name in settings_once.ASKED}
+    with settings_once.read_once():
+        assert {name: vars(config)[name] for name in settings_once.ASKED} == wanted
+        with settings_once.read_once():  # of another thread, that ends first
+            pass
+        assert vars(config).keys() >= wanted.keys()
+    assert not vars(config).keys() & wanted.keys()
+    assert {name: getattr(config, name) for name in settings_once.ASKED} == wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture import one_object
+from fsdp_compiled.capture.blocks import written_out
 from fsdp_compiled.torch_private.dynamo import variable_builder
 
 
@@ -153,3 +155,39 @@ def test_a_tensor_of_two_equal_blocks_that_becomes_two(of: int) -> None:
             for one in (model, eager):
                 one[of].mask = torch.full((3,), 0.5)  # type: ignore[assignment]
         assert sharded.step(x).item() == loss(eager, x).item(), step
+
+
+class Listed(nn.Module):
+    """Its blocks, or what is in them, have a second name each: the place of a list, which is no list of modules."""
+
+    def __init__(self, parts: bool) -> None:
+        super().__init__()
+        self.parts = parts
+        self.blocks = nn.ModuleList(Masked(torch.ones(3)) for _ in range(7))
+        self.others: list[Any] = [one.linear if parts else one for one in self.blocks]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        for place, one in enumerate(self.others):
+            x = x + place * (one if self.parts else one.linear).weight.square().mean()
+        return x
+
+
+@pytest.mark.parametrize(("parts", "asked"), [(True, True), (False, True), (True, False)])
+def test_equal_blocks_that_have_another_name_and_take_turns_in_it(
+    parts: bool, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the third block and later ones, which are not walked through. Control: where no name is asked for."""
+    if not asked:
+        monkeypatch.setattr(written_out, "OWN_TENSOR", re.compile(""))
+    torch.manual_seed(0)
+    model, eager = Listed(parts), Listed(parts)
+    eager.load_state_dict(model.state_dict())
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
+    x = torch.randn(2, 3)
+    assert sharded.step(x).item() == loss(eager, x).item()
+    for one in (model, eager):
+        one.others[4:6] = one.others[5], one.others[4]
+    assert (sharded.step(x).item() == loss(eager, x).item()) is asked
+    assert sharded.captures == 1 + asked
