@@ -28,3 +28,6 @@ def test_gathers_over_gloo_go_by_a_short_name_and_are_right(world: int) -> None:
         # Reductions: gloo's own, bit for bit; between two ranks those of flat buffers of real numbers are exchanges.
         assert len(answer["reduced"]) == 20 and (all(answer["reduced"]) or world > 2)
         assert answer["exchanged"] == (18 if world == 2 else 0) and answer["left"] == 0 and not answer["other reduced"]
+        if world == 2:
+            assert answer["unpadded"] == [True] * 12 and answer["less is sent"] == [True] * 4
+            assert not answer["less is the same"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.whole import is_known
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.owners import dealt, laid_out, update_cost
-from fsdp_compiled.plan.plan import Leaf
+from fsdp_compiled.plan.plan import Leaf, Plan
 from tests.launch import launch
 from tests.matrices import Matrices, batches, loss
 from tests.parts import parts
@@ -144,22 +145,45 @@ def test_few_matrices_are_cut_and_owners_have_most_of_theirs() -> None:
     assert sum(parts[1 - who] for parts, who in zip(held, owners, strict=True)) == 8
 
 
-def test_every_other_unit_is_laid_out_from_its_end() -> None:
-    """So that of four such blocks no rank has more to do, and half as much goes to owners."""
-    shapes = [(96, 32), (32, 32), (128, 32), (32, 128)]
+def _blocks(shard: int, rows: int = 96, policy: Policy = replace(EAGER, bucket_mb=0), device: str = "cpu") -> Plan:
+    """Of four blocks, of a transformer's four matrices each."""
+    shapes = [(rows, 32), (32, 32), (128, 32), (32, 128)]
     leaves = [
         Leaf((f"{layer}.{index}",), shape, (shape[1], 1), torch.float32, True, 0, str(layer), owned=True)
         for layer in range(4)
         for index, shape in enumerate(shapes)
     ]
-    plan = make_plan(leaves, Policy(lower="eager", bucket_mb=0), torch.device("cpu"), 2)
-    orders = [[slot.name.split(".")[1] for slot in buffer.slots] for buffer in plan.buffers]
-    assert orders == [["2", "1", "0", "3"], ["3", "0", "1", "2"]] * 2
-    costs = {leaf.names[0]: update_cost(leaf.shape) for leaf in leaves}
-    loads = [sum(costs[name] for name, who in plan.owners.items() if who == rank) for rank in range(2)]
-    assert loads[0] == loads[1]
-    sent = sum(held[1 - plan.owners[slot.name]] for slot, held in plan._owned)
-    assert sent == 4 * 32**2
+    return make_plan(leaves, policy, torch.device(device), shard)
+
+
+def _sent(plan: Plan) -> int:
+    """Elements to owners; their loads must be as even as can be."""
+    costs = {slot.name: update_cost(slot.leaf.shape) for slot, _ in plan._owned}
+    loads = [sum(costs[name] for name, who in plan.owners.items() if who == rank) for rank in range(plan.shard)]
+    assert max(loads) == max(sum(costs.values()) / plan.shard, *costs.values())
+    return sum(sum(held) - held[plan.owners[slot.name]] for slot, held in plan._owned)
+
+
+def _orders(plan: Plan) -> list[list[str]]:
+    return [[slot.name.split(".")[1] for slot in buffer.slots] for buffer in plan.buffers]
+
+
+@pytest.mark.parametrize(("device", "shard"), [("cuda", "zero3"), ("cpu", "zero1")])
+def test_every_other_unit_is_laid_out_from_its_end(device: str, shard: str) -> None:
+    """So that of four such blocks no rank has more to do, and half as much goes to owners."""
+    plan = _blocks(2, policy=Policy(shard, lower="eager", bucket_mb=0), device=device)
+    assert _orders(plan) == [["2", "1", "0", "3"], ["3", "0", "1", "2"]] * 2
+    assert _sent(plan) == 4 * 32**2 and not plan.filled and not any(buffer.padding for buffer in plan.buffers)
+
+
+def test_between_two_ranks_of_cpus_no_matrix_is_cut() -> None:
+    """A rank has 7 squares of 12 of one block and 5 of the next; what is missing is padding, which is not sent."""
+    plan = _blocks(2)
+    assert _orders(plan) == [["0", "2", "1", "3"], ["3", "1", "2", "0"]] * 2
+    assert _sent(plan) == 0 and [buffer.padding for buffer in plan.buffers] == [2 * 32**2] * 4
+    assert list(plan.filled.values()) == [(7 * 32**2, 5 * 32**2), (5 * 32**2, 7 * 32**2)] * 2
+    assert "0 B a rank to owners and 0 B back" in str(plan)
+    assert not _blocks(2, rows=512).filled  # padding would be a quarter of what there is
 
 
 def _beside_eager(
@@ -324,7 +348,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest() -> None:
     _pair_steps(model, mine, sharded.step)
     found = sharded.full_state_dict()
     assert all(torch.equal(found[name], value) for name, value in eager.state_dict().items())
-    assert "updated whole: 5 parameters" in str(sharded.plan)
+    assert "updated whole: 7 parameters" in str(sharded.plan)
     for one in mine:
         with pytest.raises(RuntimeError, match="was taken over by compile_sharded"):
             one.step()

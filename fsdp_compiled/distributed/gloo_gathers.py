@@ -15,6 +15,8 @@ backend of CPUs has this form.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -54,11 +56,43 @@ def _gather_several(tensors: list[Tensor], world: int, group: str) -> list[Tenso
     return [torch.view_as_complex(full) if tensor.is_complex() else full for tensor, full in pairs]
 
 
+def _gather_unpadded(shard: Tensor, filled: Sequence[int], world: int, group: str) -> Tensor:
+    """A flat shard of two ranks, of which this much comes before padding, on either."""
+    full = min(filled) == len(shard)
+    return _gather(shard, world, group) if full else gloo_pairs.gather(shard, group, filled)
+
+
+def _gather_several_unpadded(shards: list[Tensor], filled: list[int], world: int, group: str) -> list[Tensor]:
+    pairs = zip(filled[::2], filled[1::2], strict=True)
+    return [_gather_unpadded(shard, pair, world, group) for shard, pair in zip(shards, pairs, strict=True)]
+
+
+def _reduce_unpadded(flat: Tensor, how: str, filled: list[int], world: int, group: str) -> Tensor:
+    return gloo_pairs.reduce(flat, how, group, filled)
+
+
+# By collective, what does the same and sends no padding. ``filled``: by buffer, and by rank of its two.
+UNPADDED = {
+    "all_gather_into_tensor": ("(Tensor shard, int[] filled, int world, str group) -> Tensor", _gather_unpadded),
+    "all_gather_into_tensor_coalesced": (
+        "(Tensor[] shards, int[] filled, int world, str group) -> Tensor[]",
+        _gather_several_unpadded,
+    ),
+    "reduce_scatter_tensor": (
+        "(Tensor flat, str how, int[] filled, int world, str group) -> Tensor",
+        _reduce_unpadded,
+    ),
+}
+for _name, (_schema, _kernel) in UNPADDED.items():
+    torch.library.define(f"fsdp_compiled_pairs::{_name}", _schema)
+    torch.library.impl(f"fsdp_compiled_pairs::{_name}", "CPU", _kernel)
+
+
 def _into(full: Tensor, tensor: Tensor, world: int, group: str) -> Tensor:
     """``[world * n]``, of ``[n]`` on each rank."""
     if world != 2 or not len(tensor):
         return given(tensor, world, group, out=full)  # type: ignore[no-any-return]
-    return gloo_pairs.gather(tensor, full, group)
+    return gloo_pairs.gather(tensor, group, full=full)
 
 
 def _reduce(tensor: Tensor, how: str, world: int, group: str) -> Tensor:

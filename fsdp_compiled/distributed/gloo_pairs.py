@@ -7,6 +7,9 @@ gloo gathers into a copy of the result, and has no reduce-scatter: PyTorch all-r
 slice. Between two ranks both are one message each way, which copies nothing. Two numbers have one sum, so that values
 are gloo's, bit for bit. The sum is made where the wait is.
 
+Where parameters are set apart (`plan.owners`), slices end in padding, of zeros. Both ranks know where, and do not send
+it: `filled`.
+
 A gather is an ``all_to_all`` with one half to send, a reduction two messages with a tag, so that a gather of one rank
 and a reduction of the other never meet: where a rank leaves out a call, it would take the other's gradient for weights.
 
@@ -15,6 +18,7 @@ Relies on ``torch._C._distributed_c10d._register_work``, in torch 2.11 to 2.14, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -26,23 +30,32 @@ REDUCE = 0x72656475  # a tag; a script's own messages have 0 where it gives none
 _waited_for: set[_Sum] = set()  # what PyTorch's table of works alone may not keep alive
 
 
-def gather(tensor: Tensor, full: Tensor, group: str) -> Tensor:
-    """``[n]`` on each of two ranks into ``full``, ``[2 * n]``, which is to be waited for."""
+def gather(tensor: Tensor, group: str, filled: Sequence[int] = (), full: Tensor | None = None) -> Tensor:
+    """``[n]`` on each of two ranks -> ``full``, ``[2 * n]``, which is to be waited for.
+
+    ``filled``: by rank, how many of its n elements there are; the others are zero, and are not sent.
+    """
+    full = tensor.new_empty(2 * len(tensor)) if full is None else full
     ranks = dist.distributed_c10d._resolve_process_group(group)
     own, other = _halves(full, ranks)
+    mine, theirs = _lengths(tensor, ranks, filled)
     own.copy_(tensor)
-    lengths = [0, len(tensor)] if ranks.rank() == 0 else [len(tensor), 0]
-    _register_work(full, ranks.alltoall_base(other, tensor, lengths, lengths, dist.AllToAllOptions()))
+    other[theirs:].zero_()
+    sent, got = ([0, length] if ranks.rank() == 0 else [length, 0] for length in (mine, theirs))
+    _register_work(full, ranks.alltoall_base(other[:theirs], tensor[:mine], got, sent, dist.AllToAllOptions()))
     return full
 
 
-def reduce(flat: Tensor, how: str, group: str) -> Tensor:
-    """``[2 * n]`` on each of two ranks -> ``[n]``, the sum or the mean of what both have for this one."""
+def reduce(flat: Tensor, how: str, group: str, filled: Sequence[int] = ()) -> Tensor:
+    """``[2 * n]`` on each of two ranks -> ``[n]``, the sum or the mean of what both have for this one; zeros in the
+    padding."""
     ranks = dist.distributed_c10d._resolve_process_group(group)
     own, other = _halves(flat, ranks)
+    mine, theirs = _lengths(own, ranks, filled)
     total, there = torch.empty_like(own), 1 - ranks.rank()
-    works = [ranks.send([other], there, REDUCE), ranks.recv([total], there, REDUCE)]
-    work = _Sum(works, total, own, how)
+    total[mine:].zero_()
+    works = [ranks.send([other[:theirs]], there, REDUCE), ranks.recv([total[:mine]], there, REDUCE)]
+    work = _Sum(works, total, own[:mine], how)
     _waited_for.add(work)
     _register_work(total, work)
     return total
@@ -51,6 +64,12 @@ def reduce(flat: Tensor, how: str, group: str) -> Tensor:
 def _halves(whole: Tensor, ranks: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """This one's of two ranks, and the other's."""
     first, second = whole.chunk(2)
+    return (first, second) if ranks.rank() == 0 else (second, first)
+
+
+def _lengths(part: Tensor, ranks: dist.ProcessGroup, filled: Sequence[int]) -> tuple[int, int]:
+    """Of this rank's part and the other's, as far as there is anything in it."""
+    first, second = filled or (len(part), len(part))
     return (first, second) if ranks.rank() == 0 else (second, first)
 
 
@@ -68,7 +87,7 @@ class _Sum(dist._Work):
         _waited_for.discard(self)
         for work in reversed(works):
             work.wait()
-        total.add_(own)
+        total[: len(own)].add_(own)
         if how == "avg":
             total.div_(2)
         return True

@@ -43,6 +43,7 @@ Role = Literal[
 ASSERT = torch.ops.aten._assert_async.msg
 DISAGREE = "the ranks run different programs"
 OTHER_BATCHES = "ranks along the tp axis were given different batches"
+COLLECTIVES = ("_c10d_functional", "fsdp_compiled_pairs")
 AGAIN = "again"  # the purpose of a gather that a limit of units repeats
 
 
@@ -142,7 +143,7 @@ def is_collective(node: fx.Node) -> bool:
     """Whether the node starts a collective; waiting for one does not."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
-        and _schema(node.target).namespace == "_c10d_functional"
+        and _schema(node.target).namespace in COLLECTIVES
         and not is_wait(node)
     )
 

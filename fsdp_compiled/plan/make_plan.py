@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from fsdp_compiled.plan.buckets import MOST_BUCKETS, MOST_UNITS, apart_of, regroup, target
 from fsdp_compiled.plan.hardware import Machine, machine_of
-from fsdp_compiled.plan.owners import laid_out
+from fsdp_compiled.plan.owners import rows_of
 from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, Unit
 from fsdp_compiled.policy import Policy
 
@@ -20,28 +21,42 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
-    first = leaves[0]
+def _lay_out(unit: str, key: str, rows: Sequence[Sequence[Leaf]], world: int) -> Buffer:
+    """``rows``: one, whose end is padded, or one for each rank, each in its slice."""
+    first = next(leaf for row in rows for leaf in row)
     itemsize = first.dtype.itemsize
-    slots, offset = [], 0
-    for leaf in leaves:
-        offset = _round_up(offset, max(ALIGNMENT // itemsize, 1))
-        slots.append(Slot(leaf, offset))
-        offset += leaf.numel
-    numel = _round_up(max(offset, 1), world * max(SLICE // itemsize, 1))  # nothing is a collective of nothing
+    aligned = max(ALIGNMENT // itemsize, 1)
+    places: list[list[tuple[Leaf, int]]] = []
+    longest = 0
+    for row in rows:
+        offset = 0
+        places.append([])
+        for leaf in row:
+            offset = _round_up(offset, aligned)
+            places[-1].append((leaf, offset))
+            offset += leaf.numel
+        longest = max(longest, offset)
+    apart = len(rows) > 1
+    each = _round_up(longest, aligned)
+    slots = tuple(Slot(leaf, rank * each + offset) for rank, row in enumerate(places) for leaf, offset in row)
+    # Nothing is a collective of nothing.
+    numel = world * each if apart else _round_up(max(longest, 1), world * max(SLICE // itemsize, 1))
     return Buffer(
-        key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel, first.variant, split=first.split
-    )
+        key, unit, first.dtype, first.trainable, first.group, slots, numel, first.variant,
+        split=first.split, apart=apart,
+    )  # fmt: skip
 
 
-def _in_order(leaves: Sequence[Leaf], policy: Policy, world: int, place: int) -> Sequence[Leaf]:
-    """Of one buffer, at its place among the units: as given, but for what ranks own whole. Every other one is laid out
-    from its end: what a rank has more of in one of two equal blocks it has less of in the other, so that owners with
-    as much to do as others hold the most of theirs."""
-    if world == 1 or not policy.placement.state or not all(leaf.owned for leaf in leaves):
-        return leaves
-    order = laid_out([leaf.numel for leaf in leaves], world)
-    return [leaves[index] for index in (reversed(order) if place % 2 else order)]
+def _rows(leaves: Sequence[Leaf], plan: Plan, place: int) -> list[list[Leaf]]:
+    """Of one buffer, at its place among the units: as given, but for what ranks own whole (`rows_of`). Every other one
+    is laid out from its end: what a rank has more of in one of two equal blocks it has less of in the other, so that
+    owners with as much to do as others hold the most of theirs."""
+    if plan.shard == 1 or not plan.placement.state or not all(leaf.owned for leaf in leaves):
+        return [list(leaves)]
+    rows = rows_of([leaf.numel for leaf in leaves], plan.shard, plan.pairs)
+    if place % 2:
+        rows = [row[::-1] for row in reversed(rows)]
+    return [[leaves[index] for index in row] for row in rows]
 
 
 def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
@@ -64,7 +79,7 @@ def make_plan(
     the device is taken for.
 
     Registration order is kept inside a buffer, because the place of an element decides the order in which a ring
-    reduction sums it, and so its last bits. Only where parameters are updated whole is another taken (`laid_out`).
+    reduction sums it, and so its last bits. Only where parameters are updated whole is another taken (`rows_of`).
     """
     machine = machine or machine_of(device, shard * replicate * tp, policy.bandwidth_gbps, tp)
     gathered = policy.placement.parameter and shard > 1
@@ -78,12 +93,13 @@ def make_plan(
     for leaf, unit in zip(leaves, regroup(blocks, sizes, merge, split, gathered, apart), strict=True):
         kind = (leaf.dtype, leaf.trainable, *((leaf.group, leaf.variant) if leaf.trainable else (None, 0)), leaf.split)
         by_unit.setdefault(unit, {}).setdefault(kind, []).append(leaf)
+    bare = Plan((), policy, device, shard, replicate, machine, (reason,), tp)
     units = []
     for place, (name, kinds) in enumerate(by_unit.items()):
         keys = [name if len(kinds) == 1 else f"{name}#{index}" for index in range(len(kinds))]
         buffers = tuple(
-            _lay_out(name, key, _in_order(members, policy, shard, place), shard)
+            _lay_out(name, key, _rows(members, bare, place), shard)
             for key, members in zip(keys, kinds.values(), strict=True)
         )
         units.append(Unit(name, buffers))
-    return Plan(tuple(units), policy, device, shard, replicate, machine, (reason,), tp)
+    return replace(bare, units=tuple(units))

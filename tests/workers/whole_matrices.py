@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compiled import Policy, RankError, compile_sharded, fully_shard
+from fsdp_compiled.distributed import gloo_pairs
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import exchange
 from fsdp_compiled.plan.hardware import Machine
@@ -81,6 +82,22 @@ def many_rounds() -> Iterator[list[int]]:
         yield found
     finally:
         whole_update.rounds = usual
+
+
+def unpadded(make: Callable[[], str]) -> str:
+    """The same; gathers and reductions of what is set apart leave padding out."""
+    usual, found = gloo_pairs._lengths, set()
+
+    def watched(part: torch.Tensor, *given: Any) -> tuple[int, int]:
+        found.add((sys._getframe(1).f_code.co_name, (mine := usual(part, *given)) != (len(part), len(part))))
+        return mine
+
+    gloo_pairs._lengths = watched
+    try:
+        said = make()
+    finally:
+        gloo_pairs._lengths = usual
+    return said or ("" if {("gather", True), ("reduce", True)} <= found else f"only {found}")
 
 
 def differs(policy: Policy, mesh: Any = None, before: int = 0, halves: bool = False) -> str:
@@ -264,6 +281,7 @@ def main(result: str, folder: str) -> None:
     if WORLD == 2:
         found["in one round"] = in_rounds(lambda: differs(EAGER), several=False)
         found["microbatches"] = differs(Policy(lower="eager"), halves=True)
+        found["unpadded"] = unpadded(lambda: differs(Policy(lower="eager", accumulate="full"), halves=True))
     if WORLD % 2 == 0:
         mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
         found["replicas"] = differs(Policy(lower="eager"), mesh)
