@@ -111,7 +111,7 @@ def unpadded(group: str) -> dict[str, Any]:
             for one in gloo_pairs.gather(full[rank], group, filled), gloo_pairs.reduce(flat, "sum", group, filled):
                 c10d.wait_tensor(one)
         sent.append(watch.sent == 4 * sum(filled))
-    less = c10d.wait_tensor(gloo_pairs.gather(full[rank], group, (6, 7)))  # of (7, 7): one element too few
+    less = c10d.wait_tensor(gloo_pairs.gather(full[rank], group, (6, 6)))  # of (7, 7): one element too few
     return {"unpadded": same, "less is sent": sent, "less is the same": torch.equal(less, came[0][0])}
 
 
