@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import optim
 
 from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.runtime.checkpoint.convert import convert
 from tests.launch import launch
 from tests.matrices import Matrices, batches, loss
 
@@ -62,6 +63,17 @@ def test_dcp_goes_on_bit_for_bit_before_a_first_step_and_after(steps: int, tmp_p
         other.step(data[3])
         found = other.full_state_dict()
         assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    convert(tmp_path, tmp_path / "ours", "ours")
+    other.load(tmp_path / "ours")
+    assert bool(other.state.optimizer) == (steps > 0)
+    other.step(data[3])
+    found = other.full_state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in wanted.items())
+    for kind in (optim.Adafactor, optim.AdamW) if steps else ():  # of another class
+        model = Matrices()
+        another = compile_sharded(model, kind(model.parameters(), lr=0.02), loss=loss, policy=EAGER)
+        with pytest.raises(ValueError, match=r"momentum_buffer|keeps more than tensors"):
+            another.load(tmp_path / "ours")
     fresh, _ = _sharded()  # only what FSDP2 saves too is read
     given = fresh.state_dict()
     given["optim"]["state"]["mix"]["momentum_buffer"].fill_(2.0)

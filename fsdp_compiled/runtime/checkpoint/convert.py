@@ -26,6 +26,7 @@ from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, header_check,
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out, refuse_pairs
+from fsdp_compiled.runtime.checkpoint.dcp_owned import STEPPED
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
 from fsdp_compiled.runtime.checkpoint.memory import memory_of
@@ -181,6 +182,11 @@ def _from_dcp(folder: Path) -> Contents:
                 else:
                     found.state.setdefault(parameter, {})[name] = one
         _dcp_groups(reader, prefix, found)
+    stepped = [rest.pop(key) for key in [*rest] if f".{key}".endswith(f".{STEPPED}")]
+    if stepped and not stepped[0].read().item():  # owners' state is zeros, for DCP to read into
+        for parameter in [name for name in found.state if not found.numbers.get(name)]:
+            found.numbers[parameter] = {}
+            del found.state[parameter]
     weights = _model_prefix(rest, found)
     for key, one in rest.items():
         name = key.removeprefix(weights)
@@ -213,7 +219,7 @@ def _digest(one: Lazy) -> str:
 
 def _model_prefix(rest: Mapping[str, Lazy], found: Contents) -> str:
     """What stands before the parameters' names."""
-    for parameter in found.state:
+    for parameter in (*found.state, *found.numbers):
         for key in rest:
             if key == parameter or key.endswith(f".{parameter}"):
                 return key[: len(key) - len(parameter)]

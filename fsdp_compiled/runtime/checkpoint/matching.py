@@ -14,7 +14,7 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.twin import IMPLEMENTATIONS
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.runtime.ages import Names, aged
-from fsdp_compiled.runtime.checkpoint import eager_state
+from fsdp_compiled.runtime.checkpoint import eager_state, owned_state
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, class_name, plain
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
@@ -22,6 +22,7 @@ from fsdp_compiled.runtime.checkpoint.stretches import Place, held, parameter_na
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.state import State
+from fsdp_compiled.runtime.whole_update import WholeUpdate
 
 SHOWN = 20  # differences in one message
 
@@ -54,7 +55,7 @@ def match(manifest: Manifest, trained: Trained, place: Place) -> Match:
         if trained.eager is not None:
             _eagerly(manifest, trained, place, places, found)
         else:
-            _optimizer(manifest, plan, state, trained.optimizer, rules, places, found)
+            _optimizer(manifest, plan, state, trained.optimizer, rules, places, found, trained.updates)
     orders = {
         name: slot.leaf.order
         for buffer in plan.buffers
@@ -158,12 +159,16 @@ def _optimizer(
     rules: Sequence[Rule],
     places: dict[str, str],
     found: Match,
+    updates: Sequence[WholeUpdate],
 ) -> None:
     """A rule's state is loaded whole or not at all: half of it would be another optimizer's."""
     for one in manifest.values.get("owners", {}).get("same", []):
         found.written = (*found.written, *one["written"])
     _options(manifest, plan, optimizer, manifest.values["optimizer"]["same"], found)
     there = _Records(manifest)
+    foreign = "owners" not in manifest.values  # or it had no whole parameters
+    if foreign and updates:
+        manifest.values["owners"] = {"same": [{"written": [], "attributes": {}} for _ in updates]}
     idle = [slot for buffer in plan.buffers if not buffer.updated for slot in buffer.slots]
     found.differences += _not_updated(idle, {*there.of, *there.states}, manifest)
     for rule in rules:
@@ -190,11 +195,13 @@ def _optimizer(
             problems += [
                 f"the optimizer keeps no {name} of {slot.name}"
                 for name in sorted(there.states.get(first, set()) - wanted)
+                if not (rule.whole and foreign)
             ]
         if lost := [slot.name for slot, _ in members if parameter_name(slot) not in places]:
             problems.append(f"the optimizer's state of group {rule.group} is of other parameters ({lost[0]} is new)")
-        if rule.whole and "owners" not in manifest.values:
-            problems.append(f"the checkpoint has nothing of what {rule.name} keeps for whole parameters")
+        if rule.whole and foreign:
+            firsts = {slot.name: first for slot, _ in members for first in _saved_names(manifest, slot.leaf.names)}
+            problems += owned_state.from_tensors(manifest, firsts, there.states, updates)
         stepped = aged(rule, {name: _decoded(one) for name, one in records.items()})
         numbers = [one for name, one in records.items() if name in stepped] or list(records.values())
         problems += _scalars(rule, numbers)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from fsdp_compiled.optim.groups import options_of
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.optim.twin import attributes_of, plain_options, step_of, twin_of
 from fsdp_compiled.plan.plan import Leaf
+from fsdp_compiled.runtime.checkpoint.contents import OWNED
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.whole_update import WholeUpdate
@@ -152,6 +154,35 @@ def kept_by(update: WholeUpdate) -> dict[str, _Kept]:
                 alike[key] = _after_a_step(update.optimizer, group, leaf)
             found[name] = alike[key]
     return found
+
+
+def from_tensors(
+    manifest: Manifest, firsts: Mapping[str, str], there: Mapping[str, Collection[str]], updates: Sequence[WholeUpdate]
+) -> list[str]:
+    """Of a checkpoint of another format, which has state as tensors of the parameter's shape: makes values of them, as
+    owners save them. What does not fit, in words, of each class once.
+
+    ``firsts``: by parameter, its name there; ``there``: by such a name, what is kept for it.
+    """
+    wrong: list[str] = []
+    for update in updates:
+        problems: list[str] = []
+        for name, kept in kept_by(update).items():
+            if (first := firsts.get(name)) is None or not there.get(first):  # it has made no step
+                continue
+            found = {label: f"optimizer.state.{first}.{label}" for label in kept.names}
+            shape = update.leaves[name].shape
+            entries = {label: manifest.tensors.get(key) for label, key in found.items()}
+            if kept.written or kept.names != kept.shaped.keys():
+                problems.append("keeps more than tensors of a parameter's shape, which other formats do not have")
+            elif set(there[first]) != kept.names:
+                problems.append(f"keeps {sorted(kept.names)} of {name}, the checkpoint has {sorted(there[first])}")
+            elif odd := [k for k, e in entries.items() if e is None or (e.shape, e.dtype) != (shape, kept.shaped[k])]:
+                problems.append(f"keeps {odd[0]} of {name} in another shape or dtype than the checkpoint")
+            else:
+                manifest.values[OWNED + first] = {"same": {label: {"$tensor": key} for label, key in found.items()}}
+        wrong += [f"{update.name} {problem}" for problem in problems[:1]]
+    return wrong
 
 
 def _after_a_step(optimizer: Optimizer, group: Mapping[str, Any], leaf: Leaf) -> _Kept:
