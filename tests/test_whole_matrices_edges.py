@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import optim
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.runtime.checkpoint.convert import convert
@@ -74,6 +75,21 @@ def test_dcp_goes_on_bit_for_bit_before_a_first_step_and_after(steps: int, tmp_p
         another = compile_sharded(model, kind(model.parameters(), lr=0.02), loss=loss, policy=EAGER)
         with pytest.raises(ValueError, match=r"momentum_buffer|keeps more than tensors"):
             another.load(tmp_path / "ours")
+    if steps:  # as FSDP2 saves it
+        eager = Matrices()
+        theirs = optim.Muon(eager.parameters(), lr=0.02)
+        for batch in (*data[:steps], data[3]):
+            if batch is data[3]:
+                weights, kept = get_state_dict(eager, theirs)
+                dcp.save({"model": weights, "optim": kept}, checkpoint_id=tmp_path / "fsdp2", no_dist=True)
+            theirs.zero_grad()
+            loss(eager, batch).backward()
+            theirs.step()
+        convert(tmp_path / "fsdp2", tmp_path / "converted", "ours")
+        other.load(tmp_path / "converted")
+        other.step(data[3])
+        found = other.full_state_dict()
+        assert all(torch.equal(value, found[name]) for name, value in eager.state_dict().items())
     fresh, _ = _sharded()  # only what FSDP2 saves too is read
     given = fresh.state_dict()
     given["optim"]["state"]["mix"]["momentum_buffer"].fill_(2.0)
