@@ -26,7 +26,9 @@ check: ## try this machine: kernels, lowerings, graphs, collectives, a step agai
 # Three at a time, a file each, in the order of tests/conftest.py: on two cores, since ranks that wait for each other, for
 # a process to start or for silence leave two processes a quarter of them. A thread for each, or they and the ranks that
 # they start contend for the cores.
-PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=10
+# Bytecode is written: what one process has compiled, the next ones find.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(RUN) pytest -q --numprocesses 3 \
+	--dist loadfile --no-loadscope-reorder --durations=10
 
 test: lint ## lint, then run the tests (PYTEST_ARGS="-k plan -x")
 	$(PYTEST) $(PYTEST_ARGS)
