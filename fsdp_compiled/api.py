@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,6 +38,7 @@ from fsdp_compiled.runtime.ages import brought_by
 from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import EagerUpdate, state_by_name
+from fsdp_compiled.runtime.programs.no_collection import no_collection
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
 from fsdp_compiled.runtime.rng import RandomNumbers
@@ -90,6 +92,22 @@ def compile_sharded(
     Raises ``ValueError`` for bad input, before anything is changed, and on every rank, `RankError` where ranks
     disagree.
     """
+    first = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    filled = init is None and first is not None and not first.is_meta
+    # Code of the user's that fills it may leave memory in cycles, which is not to wait.
+    with no_collection("model") if filled else nullcontext():
+        return _sharded(model, optimizer, loss, mesh, units, policy, init)
+
+
+def _sharded(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    loss: Callable[..., Any] | None,
+    mesh: DeviceMesh | None,
+    units: Choice | None,
+    policy: Policy | None,
+    init: Callable[[nn.Module], Any] | None,
+) -> Sharded:
     failure: Exception | None = None
     text, checked = "", None
     own: Optimizer | None = None

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_compiled.runtime.programs import program_maker
-from fsdp_compiled.runtime.programs.program_maker import no_collection
+from fsdp_compiled.runtime.programs import no_collection as collector
+from fsdp_compiled.runtime.programs.no_collection import no_collection
 
 MANY = 20_000
 
@@ -62,7 +62,7 @@ def test_what_was_made_is_not_looked_through_once_between_two_collections_of_all
 
 def test_what_the_user_froze_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
-    monkeypatch.setattr(program_maker, "_grown", [-1])
+    monkeypatch.setattr(collector, "_grown", {"program": -1})
     monkeypatch.setattr(gc, "freeze", lambda: done.append("freeze"))
     monkeypatch.setattr(gc, "unfreeze", lambda: done.append("unfreeze"))
     for frozen, wanted in ((5, []), (0, ["freeze", "unfreeze"])):

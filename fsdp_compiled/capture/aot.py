@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compiled.capture.folded_views import DETACH, fold_views
 from fsdp_compiled.capture.recurrent_layers import dropout_between_layers
 from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of, user_line
 from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
@@ -35,7 +36,6 @@ from fsdp_compiled.torch_private.functorch import (
 from fsdp_compiled.torch_private.inductor import config as inductor_config
 
 aten = torch.ops.aten
-DETACH = torch.ops.aten.detach.default  # nothing to detach from in a graph that holds its own backward
 
 
 class CaptureError(ValueError):
@@ -172,6 +172,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
             mapping[tangent] = by_port[port] = graph.node_copy(tangent)
             mapping[tangent].meta = {"val": tangent.meta["val"]}
     seeds = [tangent for tangent in tangents if tangent not in mapping]
+    unread = fold_views(joint)
     phase: Phase = "forward"
     for node in joint.nodes:
         if node.op == "call_function":
@@ -180,7 +181,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
                 mapping |= {tangent: _seed(graph, tangent) for tangent in seeds}
             if node.target is torch.ops.higher_order.with_effects:
                 _effect(graph, node, mapping, phase)
-            elif node not in mapping and not _is_token(node):
+            elif node not in mapping and node not in unread and not _is_token(node):
                 mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
         elif node.op not in ("placeholder", "output"):
             raise CaptureError(

@@ -182,13 +182,8 @@ def _without_copies(program: Program) -> Program:
 
 
 def _with_views_again(program: Program) -> Program:
-    """Where backward makes the views of what forward computed again; and without transposes of transposes, which
-    differentiation leaves of each weight's gradient."""
+    """Where backward makes the views of what forward computed again."""
     edit = Edit(program)
-    for node in edit.graph.find_nodes(op="call_function", target=aten.t.default):
-        (source,) = node.all_input_nodes
-        if source.target is aten.t.default and node not in edit.outputs.values():
-            node.replace_all_uses_with(source.all_input_nodes[0])
     written = {base_of(origin(target)) for node in edit.graph.nodes for target in mutated(node)}
     views: set[fx.Node] = set()
     for node in edit.graph.nodes:

@@ -210,7 +210,8 @@ def _views_of_block(
         view = whole if split is None else edit.call(getitem, split, index, mark=mark)
         if sizes[index] != leaf.numel:
             view = edit.call(aten.slice.Tensor, view, 0, 0, leaf.numel, mark=mark)
-        view = edit.call(aten.view.default, view, [leaf.shape[dim] for dim in leaf.order], mark=mark)
+        if split is None or len(leaf.shape) != 1:
+            view = edit.call(aten.view.default, view, [leaf.shape[dim] for dim in leaf.order], mark=mark)
         if leaf.order != tuple(range(len(leaf.shape))):
             inverse = [leaf.order.index(dim) for dim in range(len(leaf.shape))]
             view = edit.call(aten.permute.default, view, inverse, mark=mark)

@@ -138,7 +138,9 @@ def _concatenated(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], pla
             continue
         pad(slot.offset)
         gradient = _in_order(edit, buffer, slot, gradients[slot.name])
-        pieces.append(edit.call(aten.reshape.default, gradient, [slot.leaf.numel], mark=mark))
+        if len(slot.leaf.shape) != 1:
+            gradient = edit.call(aten.reshape.default, gradient, [slot.leaf.numel], mark=mark)
+        pieces.append(gradient)
         filled = slot.end
     pad(buffer.numel)
     return edit.call(aten.cat.default, pieces, mark=mark)

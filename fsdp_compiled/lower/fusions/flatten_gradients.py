@@ -35,8 +35,9 @@ def flatten_gradients(program: Program, plan: Plan) -> Program:
 def _fuse(edit: Edit, cat: fx.Node, plan: Plan) -> None:
     sources, places, filled = [], [], 0
     for part in cat.args[0]:  # type: ignore[union-attr]
-        if part.target is aten.reshape.default:  # else zeros: the buffer's padding
-            sources.append(part.args[0])
+        laid = role_of(part) == "flatten"
+        if not (laid and part.target is aten.full.default):  # zeros: the buffer's padding
+            sources.append(part.args[0] if laid and part.target is aten.reshape.default else part)
             places.append(filled)
         filled += part.meta["val"].numel()
     if not sources:

@@ -6,7 +6,6 @@ ranks compare what they communicate.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +52,7 @@ from fsdp_compiled.runtime.programs.compile import (
     moves,
     transform,
 )
+from fsdp_compiled.runtime.programs.no_collection import no_collection
 from fsdp_compiled.runtime.programs.request import Request, misfit
 from fsdp_compiled.runtime.programs.training import Backward, backward_of
 
@@ -338,31 +338,3 @@ class ProgramMaker:
         else:
             agree(self.mesh, "The program", outline(made[0]) if made else "", failure, lambda: text(made[0]))
         return made[0]
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Compiling makes a million objects that stay: to look through them for garbage, again and again, takes a tenth."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            _grow_old()
-            gc.enable()
-
-
-def _grow_old() -> None:
-    """They count as old at once, which else takes a look at each. What is garbage waits for a collection of all.
-
-    Once between two of these, so that no more waits than what one program leaves.
-    """
-    collections = gc.get_stats()[-1]["collections"]
-    if collections != _grown[0] and not gc.get_freeze_count():  # what the user froze stays so
-        _grown[0] = collections
-        gc.freeze()
-        gc.unfreeze()
-
-
-_grown = [-1]  # at how many collections of all that was done
