@@ -155,6 +155,22 @@ def test_a_parameter_of_nobodys_that_is_replaced_is_read_and_trained() -> None:
         assert torch.equal(model[2].bias.grad, plain[2].bias.grad)
 
 
+def test_parameters_in_whose_places_results_of_them_stand() -> None:
+    """By `functional_call`: without gradients they are read; with them, those would have gone to the results."""
+    model, plain = fully_shard(net()), net()
+
+    def scaled(one: nn.Module) -> torch.Tensor:
+        values = {name: parameter * 1.1 for name, parameter in one.named_parameters()}
+        return F.mse_loss(torch.func.functional_call(one, values, (X,)), Y)
+
+    with torch.no_grad():
+        assert torch.equal(scaled(model), scaled(plain))
+    with pytest.raises(ValueError, match=r"Linear\.weight was replaced by a result of .*functional_call"):
+        scaled(model)
+    loss_of(model).backward()
+    assert same(full(one.grad for one in model.parameters()), plain_gradients())
+
+
 def tied_later(model: Any) -> Any:
     model(torch.randn(2, 6)).sum().backward()
     model[1].weight = model[0].weight

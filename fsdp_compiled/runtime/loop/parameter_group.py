@@ -173,6 +173,12 @@ class ParameterGroup:
                     f"{where} was replaced by a DTensor with placements {now.placements}, where fully_shard has "
                     f"{entry.spec.placements}. Redistribute it: tensor.redistribute(placements=old.placements)."
                 )
+            if now.grad_fn is not None and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{where} was replaced by a result of {now.grad_fn.name()}, as torch.func.functional_call may do, "
+                    "and backward leaves gradients with parameters: what it was computed from would get none. Compute "
+                    "it in forward, for example by torch.nn.utils.parametrize; or replace it by its detach()."
+                )
             entry.parameter, changed = now, True
             now.__dict__[OURS] = True
             for module, name in entry.holders:
