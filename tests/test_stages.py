@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled import Policy, Sharded, compile_sharded, passes
+from fsdp_compiled import Policy, ProgramError, Sharded, compile_sharded, passes
 from fsdp_compiled.ir import edit
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.kept import Kept
 from fsdp_compiled.ir.program import LOSS, Program
+from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.programs import program_maker
 from fsdp_compiled.runtime.programs.compile import Compiled, transform
@@ -120,6 +121,41 @@ def test_a_program_that_is_kept_is_what_it_was() -> None:
         assert made.text() != before[0]  # control: the passes changed it
         assert (again.text(), [(node.name, dict(node.meta)) for node in again.graph.nodes]) == before
         assert passes.run(again, rank.plan, transforms).text() == made.text()
+
+
+def early(program: Program, plan: Plan) -> Program:
+    """A value is read before it is there."""
+    change = Edit(program)
+    first = next(node for node in change.graph.nodes if node.op == "call_function" and node.users)
+    change.move([first], before=change.end)
+    return change.done("early")
+
+
+def unreduced(program: Program, plan: Plan) -> Program:
+    """A gradient of another size, which the update hides: it reads as many of its elements as there are."""
+    change = Edit(program)
+    port = next(port for port in change.outputs if port.kind == "gradient")
+    with change.at(change.end, "backward"):
+        gradient = change.outputs[port]
+        twice = change.call(aten.cat.default, [gradient, gradient], mark=gradient.meta["mark"])  # type: ignore[union-attr]
+        change.set_output(port, twice)
+    return change.done("unreduced")
+
+
+@pytest.mark.parametrize(("broken", "where"), [(early, "CLOSING"), (unreduced, "REPORTING")])
+def test_the_pass_at_fault_is_told(broken: Pass, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nodes are looked at after the last of the passes alone, and a gradient is none of its outputs."""
+    monkeypatch.setattr(passes, where, (broken, *getattr(passes, where)))
+    with pytest.raises(ProgramError, match=f"^after {broken.__name__}: ") as raised:
+        trained()
+    assert raised.value.__suppress_context__
+    recipe = RECIPES[0]
+    model, optimizer = models.build(recipe)
+    with simulate.ranks(recipe.shard) as places:  # of a program that is not given away, too
+        rank = simulate.enlist(model, optimizer, recipe.policy, places[0])
+        captured = simulate.captured(rank, models.loss, models.batches(recipe, 1)[0][0])
+        with pytest.raises(ProgramError, match=f"^after {broken.__name__}: "):
+            passes.run(captured, rank.plan, simulate.passes(rank))
 
 
 def test_a_program_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,8 @@ class Checked:
         return self.roles.get(role, ())
 
 
-def form(program: Program) -> Checked:
+def ends(program: Program) -> Checked:
+    """Its inputs and outputs, looked at without a walk over what is between."""
     places = program.graph.find_nodes(op="placeholder")
     given = [port for port in program.ports if port.side == "in"]
     values = program.graph.output_node().args[0]
@@ -48,7 +49,11 @@ def form(program: Program) -> Checked:
         )  # type: ignore[arg-type]
     if repeated := [str(port) for port, count in Counter(program.ports).items() if count > 1]:
         fail(program, None, f"ports appear twice: {', '.join(repeated)}.")
-    found = Checked(program, dict(zip(given, places, strict=True)), dict(zip(results, values, strict=True)))  # type: ignore[arg-type]
+    return Checked(program, dict(zip(given, places, strict=True)), dict(zip(results, values, strict=True)))  # type: ignore[arg-type]
+
+
+def form(program: Program) -> Checked:
+    found = ends(program)
     free = {node for port, node in found.inputs.items() if port.kind in ("sum", "room")}
     now = "forward"
     plain: set[int] = set()  # operators, by identity, that write nothing and are no collectives

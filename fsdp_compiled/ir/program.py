@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import astuple, dataclass, replace
+from typing import Any, Literal
 
 from torch import fx
 
@@ -64,15 +64,29 @@ PortKind = Literal[
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, init=False)
 class Port:
-    """What one placeholder or output is: of which ``kind``, whose (``name``), and which ``part`` of what that has."""
+    """What one placeholder or output is: of which ``kind``, whose (``name``), and which ``part`` of what that has.
+
+    Equal ones are one object: each is looked up hundreds of times.
+    """
 
     side: Side
     kind: PortKind
     name: str = ""
     part: str = ""
     dim: int | None = None
+
+    def __new__(cls, side: Side, kind: PortKind, name: str = "", part: str = "", dim: int | None = None) -> Port:
+        known = _PORTS.get(key := (side, kind, name, part, dim))
+        if known is None:
+            made = object.__new__(cls)
+            vars(made).update(zip(("side", "kind", "name", "part", "dim"), key, strict=True))
+            known = _PORTS.setdefault(key, made)
+        return known
+
+    def __reduce__(self) -> tuple[type[Port], tuple[Any, ...]]:
+        return Port, astuple(self)
 
     @property
     def key(self) -> str:
@@ -84,6 +98,7 @@ class Port:
         return " ".join(filter(None, (self.kind, self.key, "" if self.dim is None else f"dim {self.dim}")))
 
 
+_PORTS: dict[tuple[Side, PortKind, str, str, int | None], Port] = {}
 LOSS = Port("out", "loss")
 NORM = Port("out", "norm")
 OVERFLOW = Port("out", "overflow")

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from fsdp_compiled.ir.form import ProgramError
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes.accumulate import add_up, average, clear
-from fsdp_compiled.passes.check import check
+from fsdp_compiled.passes.check import check, check_ends
 from fsdp_compiled.passes.clip import clip
 from fsdp_compiled.passes.count_updates import count_updates
 from fsdp_compiled.passes.gather import gather
@@ -76,25 +77,63 @@ def update_alone(rules: Sequence[Rule], scaled: bool = False) -> tuple[Pass, ...
     return (*before, norm, clip, update(rules), *after)
 
 
-def run(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer | None = None) -> Program:
-    """Applies the passes in order; what must hold is checked after each, and each result is shown to ``observe``.
+def run(
+    program: Program,
+    plan: Plan,
+    passes: Iterable[Pass],
+    observe: Observer | None = None,
+    again: Callable[[], Program] | None = None,
+) -> Program:
+    """Applies the passes in order, and checks what must hold.
 
-    Passes that the plan does not ask for are left out. Where nobody observes, a pass takes over the graph that the one
-    before it has made; what comes of it is the same, node for node and name for name.
+    Where somebody observes, each result is checked whole, and shown to ``observe``. Where nobody does, a pass takes
+    over the graph that the one before it has made, and the last result is checked whole, the others at their ends; what
+    comes of it is the same, node for node and name for name. ``again`` makes a program that is donated once more.
+    Passes that the plan does not ask for are left out.
     """
-    given, program = program, replace(program, donated=False)
-    checked = check(program, plan)
+    passes = tuple(one for one in passes if one not in OPTIONAL or OPTIONAL[one](plan))
     if observe is not None:
-        observe(program)
+        return _run_observed(program, plan, passes, observe)
+    try:
+        return _run(program, plan, passes)
+    except Exception as error:
+        again = again or (None if program.donated else lambda: program)
+        raise _first_fault(error, again, plan, passes) from None
+
+
+def _run(program: Program, plan: Plan, passes: Iterable[Pass]) -> Program:
+    given, program = program, replace(program, donated=False)
     for transform in passes:
-        if transform in OPTIONAL and not OPTIONAL[transform](plan):
-            continue
         own = given.donated or program.graph is not given.graph
-        program = replace(transform(replace(program, donated=own and observe is None), plan), donated=False)
-        checked = check(program, plan, checked)
-        if observe is not None:
-            observe(program)
+        program = replace(transform(replace(program, donated=own), plan), donated=False)
+        check_ends(program, plan)
+    check(program, plan)
     return program
+
+
+def _run_observed(program: Program, plan: Plan, passes: Iterable[Pass], observe: Observer) -> Program:
+    program = replace(program, donated=False)
+    checked = check(program, plan)
+    observe(program)
+    for transform in passes:
+        program = replace(transform(program, plan), donated=False)
+        checked = check(program, plan, checked)
+        observe(program)
+    return program
+
+
+def _first_fault(
+    error: Exception, again: Callable[[], Program] | None, plan: Plan, passes: Iterable[Pass]
+) -> Exception:
+    """Of the first pass whose result is not as it must be, where there is one: what failed, failed because of it."""
+    if again is not None:
+        try:
+            _run_observed(again(), plan, passes, lambda _: None)
+        except ProgramError as fault:
+            return fault
+        except Exception:
+            return error
+    return error
 
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What must hold of a Program after each pass; a broken invariant is a `ProgramError` that shows the nearby lines.
+"""What must hold of a Program after its passes; a broken invariant is a `ProgramError` that shows the nearby lines.
 
 | after       | holds                                                                                               |
 |-------------|-----------------------------------------------------------------------------------------------------|
@@ -17,17 +17,21 @@
 | `store_saved` | what is in host memory is read from there alone; copies are waited for, and few are under way     |
 | `limit`     | at most `Policy.limit` units are gathered at every node                                             |
 | `schedule`  | the same, with gathers started early                                                                |
+
+A walk over all nodes takes as long as a pass. What is asked of nodes is asked of the program that the last pass made,
+of all passes before it: what holds there is what runs. What leaves a program may be hidden by the next pass, as
+gradients by the update, and so inputs and outputs are looked at after each (`check_ends`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from fsdp_compiled.analysis.host_copies import odd_copy
-from fsdp_compiled.ir.form import Checked, fail, form
+from fsdp_compiled.ir.form import Checked, ends, fail, form
 from fsdp_compiled.ir.liveness import alive, live_ranges
 from fsdp_compiled.ir.nodes import (
     AGAIN,
@@ -40,6 +44,8 @@ from fsdp_compiled.ir.nodes import (
 )
 from fsdp_compiled.ir.program import LOSS, Program
 from fsdp_compiled.plan.plan import Buffer, Plan
+
+Invariant = Callable[[Checked, Plan], None]
 
 
 def check(program: Program, plan: Plan, before: Checked | None = None) -> Checked:
@@ -54,10 +60,16 @@ def check(program: Program, plan: Plan, before: Checked | None = None) -> Checke
     return checked
 
 
-def _invariants(checked: Checked, plan: Plan, names: Sequence[str]) -> Checked:
+def check_ends(program: Program, plan: Plan) -> None:
+    """The same of inputs and outputs alone, and of what these are made of."""
+    _invariants(ends(program), plan, program.history, of=ENDS)
+
+
+def _invariants(checked: Checked, plan: Plan, names: Sequence[str], of: Collection[Invariant] | None = None) -> Checked:
     for name in names:
         for invariant in INVARIANTS.get(name, ()):
-            invariant(checked, plan)
+            if of is None or invariant in of:
+                invariant(checked, plan)
     return checked
 
 
@@ -221,7 +233,14 @@ def _copies_end(checked: Checked, plan: Plan) -> None:
         fail(checked.program, *found)
 
 
-INVARIANTS: dict[str, tuple[Callable[[Checked, Plan], None], ...]] = {
+ENDS: tuple[Invariant, ...] = (
+    _no_full_parameters,
+    _gradients_are_reduced,
+    _loss_is_the_mean,
+    _no_gradient_leaves,
+    _buffers_are_stored,
+)
+INVARIANTS: dict[str, tuple[Invariant, ...]] = {
     "gather": (_no_full_parameters, _gathered_once_a_phase),
     "reduce": (_gradients_are_reduced,),
     "recompute": (_resharded, _gathered_once_a_phase),

@@ -134,9 +134,9 @@ class ProgramMaker:
 
         def build() -> Compiled:
             moving = moves(captured, job)
-            made = transform(captured, job)  # checked after each pass
+            made = transform(captured, job)  # and checked
             made = fit_to_memory(made, memory_of(captured, job), job)
-            program, known = fuse(made, job)  # checked after each fusion
+            program, known = fuse(made, job)  # and checked again
             return describe(captured, program, known, memory_later(captured, job), job, moving)
 
         uneven = self.plan.uneven

@@ -50,7 +50,8 @@ def transform(captured: Program, plan: Plan, transforms: Sequence[Pass]) -> Tran
     """What the passes make of a captured program, whose graph they take."""
     if plan.policy.memory_gb is None:
         kept = Kept(captured)
-        return Transformed(kept.program, [passes.run(replace(captured, donated=True), plan, transforms)])
+        made = passes.run(replace(captured, donated=True), plan, transforms, again=kept.program)
+        return Transformed(kept.program, [made])
     stages: list[Program] = []
     passes.run(captured, plan, transforms, stages.append)
     return Transformed(lambda: captured, stages)
@@ -63,5 +64,6 @@ def fuse(made: Transformed, plan: Plan, transforms: Sequence[Pass], fusions: Seq
         known = Stages(tuple(made.stages[:-1]), lambda: last, tuple(fusions), plan)
         return passes.run(last, plan, fusions), known
     if fusions:
-        last = passes.run(replace(last, donated=True), plan, fusions)
+        again = lambda: passes.run(made.captured(), plan, transforms)  # noqa: E731
+        last = passes.run(replace(last, donated=True), plan, fusions, again=again)
     return last, Stages((), made.captured, (*transforms, *fusions), plan)
