@@ -120,6 +120,57 @@ def test_equal_stretches_are_one_function() -> None:
     assert len(texts[1].splitlines()) - len(texts[0].splitlines()) == 2 * 15  # a call of each in each block
 
 
+def keeping(count: int, makes: Callable[..., Any], watch: Callable[..., Any], elsewhere: int = 0) -> fx.Graph:
+    """Blocks that keep three values for backward, of which something else reads those of the first ``elsewhere``."""
+    graph = fx.Graph()
+    x, *weights = (graph.placeholder(f"in_{place}") for place in range(count + 1))
+    kept: list[list[fx.Node]] = []
+
+    def call(block: int, phase: str, target: Callable[..., Any], *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta |= {"phase": phase, "path": f"layers.{block}.up"}
+        return node
+
+    for block, weight in enumerate(weights):
+        first = call(block, "forward", makes, x, weight)
+        second = call(block, "forward", makes, first, weight)
+        third = call(block, "forward", makes, second, 2)
+        call(block, "forward", watch, third)
+        x = call(block, "forward", torch.add, third, first)
+        kept.append([first, second, third])
+    for block in reversed(range(count)):
+        for value in (*kept[block], *kept[block][:2]):
+            x = call(block, "backward", torch.sub, x, value)
+        call(block, "backward", watch, x)
+    for block in range(elsewhere):
+        x = call(count, "backward", torch.sub, x, kept[block][0])
+    graph.output([x])
+    return graph
+
+
+@pytest.mark.parametrize("elsewhere", [0, 1])
+def test_what_a_block_keeps_is_passed_on_as_one(elsewhere: int) -> None:
+    """And let go as early; unless in one of the blocks something else reads it, too."""
+    alive: list[Any] = []
+    seen: list[int] = []
+
+    def makes(x: torch.Tensor, y: Any) -> torch.Tensor:
+        alive.append(weakref.ref(result := x * y))
+        return result
+
+    def counts(x: torch.Tensor) -> None:
+        seen.append(sum(ref() is not None for ref in alive))
+
+    given = [torch.randn(3) for _ in range(5)]
+    graph = keeping(4, makes, counts, elsewhere)
+    code = Code(graph)
+    (found,) = code.run(*given)
+    assert functions(code) == 3
+    assert code.text.count("[_kept_") == (0 if elsewhere else 8)  # made by four calls, and taken by four
+    assert torch.equal(found, fx.GraphModule(nn.Module(), keeping(4, torch.mul, torch.neg, elsewhere))(*given)[0])
+    assert seen == [3, 6, 9, 12, *(kept * 3 + elsewhere * (kept == 0) for kept in (3, 2, 1, 0))]
+
+
 @pytest.mark.parametrize("boxed", [False, True], ids=["given", "boxed"])
 def test_stretches_let_values_go_as_early(boxed: bool) -> None:
     alive: list[Any] = []

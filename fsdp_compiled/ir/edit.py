@@ -22,7 +22,7 @@ from fsdp_compiled.ir.kept import copied
 from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, fake_tensor, is_random, mutated, positions
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.repeated import Made, Of
-from fsdp_compiled.torch_private.fx_graph import names_of, new_call, row_of
+from fsdp_compiled.torch_private.fx_graph import names_of, new_call, new_placeholder, row_of
 
 c10d = torch.ops._c10d_functional
 SET_ARGS, SET_KWARGS = (vars(fx.Node)[name].fset for name in ("args", "kwargs"))
@@ -117,7 +117,7 @@ class Edit:
         """A new placeholder, after those there are; ``value`` is a fake tensor."""
         last = next(reversed(self._inputs.values()))
         with self.graph.inserting_after(last):
-            node = self.graph.placeholder(_identifier(str(port)))
+            node = new_placeholder(self.graph, _identifier(str(port)))
         node.meta["val"] = value
         self._inputs[port] = node
         return node
@@ -153,12 +153,16 @@ class Edit:
 
         Draws of random numbers stay too: they move the generator.
         """
-        for node in reversed(list(self.graph.nodes)):
+        found = [node for node in list(self.graph.nodes) if not node.users]
+        while found:
+            node = found.pop()
             if node.users or node.op != "call_function":
                 continue
             effect = node.target is ASSERT or node.meta.get("effect") or is_random(node)
             if not (effect or mutated(node)):
+                sources = node.all_input_nodes
                 self.graph.erase_node(node)
+                found += sources
 
     def rebuild(self, nodes: Collection[fx.Node]) -> None:
         """Makes backward read clones of these forward nodes, made just before the first node that needs them."""

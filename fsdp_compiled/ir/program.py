@@ -23,7 +23,8 @@ from typing import Any, Literal
 
 from torch import fx
 
-from fsdp_compiled.ir.nodes import Mark, Role, call_text, describe, is_collective, is_random, role_of
+from fsdp_compiled.ir.calls import calls
+from fsdp_compiled.ir.nodes import Mark, Role, call_text, describe, is_collective, is_random, may_be_random, role_of
 
 Side = Literal["in", "out"]
 PortKind = Literal[
@@ -150,7 +151,7 @@ class Program:
     @property
     def random(self) -> bool:
         """Whether running the program draws random numbers."""
-        return any(is_random(node) for node in self.graph.nodes)
+        return any(map(is_random, calls(self.graph, may_be_random)))
 
     @property
     def hash(self) -> str:
@@ -166,7 +167,7 @@ class Program:
     @property
     def collectives(self) -> list[str]:
         """What is communicated, call by call: of which shape, among whom, and of which unit."""
-        found = [node for node in self.graph.nodes if is_collective(node)]
+        found = calls(self.graph, is_collective)
         marks: list[Mark | None] = [node.meta.get("mark") for node in found]
         return [
             f"{node.target} {describe(node)} {fx.node.map_arg(node.args, lambda _: None)}"

@@ -10,7 +10,8 @@
      taken = [add]; del add; [add_1] = part_0(taken, weight_1); del weight_1
      return [add_1]
 
-Equal `stretches` are one function: what Python takes to compile does not grow with depth.
+Equal `stretches` are one function, and what one hands to another is one value (`bundles`): what Python takes to
+compile hardly grows with depth.
 Collectives and waits for them stand in ``run``, which has what they brought among its values.
 
 `fx.GraphModule` writes a function too, in three times the time, and has it look operators up by their paths at each
@@ -28,8 +29,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compiled.lower.bundles import bundled
 from fsdp_compiled.lower.python_functions import function_for
-from fsdp_compiled.lower.stretches import LITERAL, Call, Stretch, last_uses, stretches
+from fsdp_compiled.lower.stretches import LITERAL, Bundle, Call, Stretch, Value, last_uses, stretches
 
 COUNT = itertools.count()
 ROOM = 1 << 15  # slots of 8 bytes
@@ -89,7 +91,7 @@ class Code:
         return found
 
     def _write(self, boxed: bool) -> None:
-        parts = stretches(self.nodes, self._ends, self.call)
+        parts = bundled(stretches(self.nodes, self._ends, self.call), f"{self._prefix}kept_")
         named: dict[int | None, str] = {None: ""}
         for part in parts:
             if part.kind not in named:
@@ -115,10 +117,10 @@ class Code:
         """The function, in the names of the first of these stretches."""
         taken = f"{self._prefix}taken"
         self._lines.append(f"def {name}({', '.join([taken, *(node.name for node in part.lent)])}):")
-        self._lines.append(f" [{', '.join([node.name for node in part.taken])}] = {taken}; {taken}.clear()")
+        self._lines.append(f" {_named(part.taken)} = {taken}; {taken}.clear()")
         for index, node in enumerate(part.nodes):
             self._write_line(node, part.start + index, index)
-        self._line(f" return [{', '.join([node.name for node in part.returned])}]", len(part.nodes))
+        self._line(f" return {_named(part.returned)}", len(part.nodes))
 
     def _write_call(self, name: str, part: Stretch) -> None:
         taken = f"{self._prefix}taken"
@@ -167,6 +169,11 @@ class Code:
             name = self._known[key] = f"{self._prefix}{len(self._known)}"
             self._values[name] = value
         return name
+
+
+def _named(values: Sequence[Value]) -> str:
+    """Where bundles are made and taken apart."""
+    return f"[{', '.join([_named(one.nodes) if isinstance(one, Bundle) else one.name for one in values])}]"
 
 
 def with_room(code: CodeType) -> CodeType:

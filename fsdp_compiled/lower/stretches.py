@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import getitem
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -26,6 +26,17 @@ Call = Callable[[fx.Node], tuple[Callable[..., Any], Sequence[Any]]]
 
 
 @dataclass(frozen=True)
+class Bundle:
+    """Values that go together (`bundles`), by one name."""
+
+    name: str
+    nodes: Sequence[fx.Node]
+
+
+Value: TypeAlias = "fx.Node | Bundle"
+
+
+@dataclass(frozen=True)
 class Stretch:
     """Calls in order, with the values that they take for good, borrow and return.
 
@@ -35,9 +46,9 @@ class Stretch:
     nodes: Sequence[fx.Node]
     start: int
     kind: int | None = None
-    taken: Sequence[fx.Node] = ()
+    taken: Sequence[Value] = ()
     lent: Sequence[fx.Node] = ()
-    returned: Sequence[fx.Node] = ()
+    returned: Sequence[Value] = ()
 
 
 def last_uses(nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.Node, int]:

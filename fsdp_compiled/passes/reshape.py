@@ -17,6 +17,7 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.torch_private.fx_graph import call_instead
 
 aten = torch.ops.aten
 
@@ -26,5 +27,5 @@ def reshape(program: Program, plan: Plan) -> Program:
     edit = Edit(program)
     for node in edit.graph.find_nodes(op="call_function", target=aten.view.default):
         if role_of(node) is None:
-            node.target = aten.reshape.default
+            call_instead(node, aten.reshape.default)
     return edit.done("reshape")

@@ -38,9 +38,10 @@ from torch import fx
 from fsdp_compiled.analysis.headroom import Headroom
 from fsdp_compiled.analysis.kernel_workspace import backend_of, on_wire
 from fsdp_compiled.analysis.roofline import nbytes, seconds_of
+from fsdp_compiled.ir.calls import calls
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.liveness import LiveRange, live_ranges, most_gathered
-from fsdp_compiled.ir.nodes import Phase, positions, role_of
+from fsdp_compiled.ir.nodes import Phase, is_collective, positions, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import MOST_AHEAD
@@ -53,7 +54,7 @@ Entry = tuple[int, fx.Node, LiveRange]  # place in the program, the node to star
 
 def schedule(program: Program, plan: Plan) -> Program:
     """Moves gathers up and the waits of reductions down; nothing is added or taken away."""
-    if not any(role_of(node) in ("gather", "reduce") for node in program.graph.nodes):
+    if not any(role_of(node) in ("gather", "reduce") for node in calls(program.graph, is_collective)):
         return program.after("schedule")
     edit = Edit(program)
     found = live_ranges(edit.graph)

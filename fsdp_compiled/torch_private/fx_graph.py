@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import fx
 
+# ``fx.node.map_arg``, in C where there is one.
+map_arg: Callable[[Any, Callable[[fx.Node], Any]], Any] = getattr(fx.node, "_fx_map_arg", fx.node.map_arg)
 # ``node.all_input_nodes``, not copied: not to be held on to, nor changed.
 inputs_of: Callable[[fx.Node], Collection[fx.Node]] = attrgetter("_input_nodes")
 
@@ -105,13 +107,27 @@ def copied_node(graph: fx.Graph, row: Row, change: Callable[[fx.Node], fx.Node])
     """A copy in another graph, which has no node of its name, in whose arguments nodes are changed; `give_names` is to
     follow."""
     node, target, args, kwargs, meta = row
-    args = fx.node.map_arg(args, change)
+    args = map_arg(args, change)
     if kwargs:
-        kwargs = fx.node.map_arg(kwargs, change)  # type: ignore[assignment, type-var]
+        kwargs = map_arg(kwargs, change)
     copy = fx.Node(graph, node.name, node.op, target, args, kwargs, node.type)  # type: ignore[arg-type]
     copy.meta.update(meta)
     _put(graph, copy)
     return copy
+
+
+def calls_by_operator(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The calls of each operator that the graph calls."""
+    table = graph._find_nodes_lookup_table.table
+    return [[*nodes] for (op, _), nodes in table.items() if op == "call_function" and nodes]
+
+
+def call_instead(node: fx.Node, target: Any) -> None:
+    """``node.target = target`` of a call, which looks the node up for each attribute that is set."""
+    table = node.graph._find_nodes_lookup_table
+    table.remove(node)
+    object.__setattr__(node, "target", target)
+    table.insert(node)
 
 
 def input_for(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -23,7 +23,8 @@ from fsdp_compiled.capture.arguments import check_arguments
 from fsdp_compiled.capture.captured import Capture, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.fake_inputs import capture_on
-from fsdp_compiled.ir.nodes import is_random
+from fsdp_compiled.ir.calls import calls
+from fsdp_compiled.ir.nodes import is_random, may_be_random
 from fsdp_compiled.ir.program import CALL, Port, Program
 from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, fusions_for
@@ -252,6 +253,7 @@ def describe(
     idle, added = (
         tuple(name for node in program.inputs.values() for name in node.meta.get(key, ())) for key in ("idle", "added")
     )
+    drawn = [node for node in calls(program.graph, may_be_random) if is_random(node)]
     return Compiled(
         program,
         replace(captured, program=replace(captured.program, graph=fx.Graph())),  # the passes have its own
@@ -259,9 +261,9 @@ def describe(
         needed,
         inputs=inputs,
         outputs=tuple(port for port in first.ports if port.side == "out"),
-        random=program.random,
-        shared=any(node.meta.get("shared") for node in program.graph.nodes),
-        parts=any(is_random(node) and not node.meta.get("shared") for node in program.graph.nodes),
+        random=bool(drawn),
+        shared=any(node.meta.get("shared") for node in drawn),
+        parts=any(not node.meta.get("shared") for node in drawn),
         copied=any(port.kind == "copy" for port in inputs),
         compared=CALL in inputs,
         weighed=any(port.kind == "rows" for port in inputs),
