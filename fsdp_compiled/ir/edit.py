@@ -48,6 +48,7 @@ class Edit:
         self._phase: Phase = "forward"
         self._made: dict[Hashable, Made] = {}  # what was inserted for one unit, to be inserted again for others
         self._calls: list[fx.Node] = []
+        self._left: list[fx.Node] = []  # what were outputs
 
     @property
     def inputs(self) -> Mapping[Port, fx.Node]:
@@ -95,7 +96,9 @@ class Edit:
             return make()
         key = (key, self._phase, len(of.buffers), *layouts)
         if (known := self._made.get(key)) is not None:
-            return known.again(self.graph, given, of, self._phase, _name)
+            inserted, wanted = known.again(self.graph, given, of, self._phase, _name)
+            self._calls += inserted
+            return wanted
         first, nodes = len(self._calls), len(self.graph.nodes)
         found = make()
         calls = self._calls[first:]
@@ -137,23 +140,23 @@ class Edit:
 
     def set_outputs(self, nodes: Mapping[Port, fx.Node | None]) -> None:
         """Several at once, where there are many: each time, the output node is told of all that there are."""
+        self._left += [known for port in nodes if (known := self._outputs.get(port)) is not None]
         self._outputs |= nodes
         self._sync()
 
     def remove_output(self, *ports: Port) -> None:
-        for port in ports:
-            del self._outputs[port]
+        self._left += [known for port in ports if (known := self._outputs.pop(port)) is not None]
         self._sync()
 
     def _sync(self) -> None:
         self._end.args = (list(self._outputs.values()),)
 
-    def sweep(self) -> None:
+    def sweep(self, among: Iterable[fx.Node] | None = None) -> None:
         """Erases calls whose results nothing uses; writes in place and collectives' waits stay if used.
 
-        Draws of random numbers stay too: they move the generator.
+        Draws of random numbers stay too: they move the generator. ``among``: those that may be unused; None: all.
         """
-        found = [node for node in list(self.graph.nodes) if not node.users]
+        found = [node for node in list(self.graph.nodes if among is None else among) if not node.users]
         while found:
             node = found.pop()
             if node.users or node.op != "call_function":
@@ -219,9 +222,12 @@ class Edit:
         for node in nodes:
             before.prepend(node)
 
-    def done(self, name: str, *notes: str) -> Program:
-        """The next program: swept, with this pass in its history and what it chose in its notes."""
-        self.sweep()
+    def done(self, name: str, *notes: str, keeps_readers: bool = False) -> Program:
+        """The next program: swept, with this pass in its history and what it chose in its notes.
+
+        ``keeps_readers``: no node lost one, but where it was an output; nothing is looked for elsewhere then.
+        """
+        self.sweep(dict.fromkeys([*self._calls, *self._left]) if keeps_readers else None)
         ports = (*self._inputs, *self._outputs)
         history, notes = (*self._before.history, name), (*self._before.notes, *notes)
         return Program(self.graph, ports, history, notes, edits=self._before.edits + 1)

@@ -18,7 +18,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.nodes import Mark, Phase
-from fsdp_compiled.torch_private.fx_graph import new_call
+from fsdp_compiled.torch_private.fx_graph import new_calls
 
 
 @dataclass(frozen=True)
@@ -36,33 +36,32 @@ class Made:
         self._given, self._found, self._of = given, found, of
         own = {id(node.meta["val"]): place for place, node in enumerate(given)}
         # With the place of the given node whose tensor is the result: an operator returns what it writes in place.
+        self._marks: list[Mark] = list(dict.fromkeys(node.meta["mark"] for node in calls))
+        numbers = {mark: number for number, mark in enumerate(self._marks)}
         self._calls = [
-            (node, node.target, node.args, node.kwargs, node.meta["mark"], value, own.get(id(value)))
+            (node, node.target, node.args, node.kwargs, numbers[node.meta["mark"]], value, own.get(id(value)))
             for node in calls
             for value in (node.meta["val"],)
         ]
-        whose = all(mark.unit == of.unit and mark.buffer in (*of.buffers, "") for *_, mark, _, _ in self._calls)
+        whose = all(mark.unit == of.unit and mark.buffer in (*of.buffers, "") for mark in self._marks)
         several = [value for *_, value, place in self._calls if place is None and isinstance(value, tuple | list)]
         self.repeats = whose and not any(id(value) in own for value in pytree.tree_leaves(several))
 
     def again(
         self, graph: fx.Graph, given: Sequence[fx.Node], of: Of, phase: Phase, name_of: Callable[[Mark], str]
-    ) -> list[fx.Node]:
-        """The same of these nodes, for this unit, at the graph's point of insertion."""
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The same of these nodes, for this unit, at the graph's point of insertion; and what was found there."""
         mapping = _Mapping(zip(self._given, given, strict=True))
         keys = dict(zip(self._of.buffers, of.buffers, strict=True)) | {"": ""}
-        marks: dict[int, tuple[Mark, str]] = {}
-        for first, target, args, kwargs, old, value, place in self._calls:
-            if (known := marks.get(id(old))) is None:
-                mark = replace(old, unit=of.unit, buffer=keys[old.buffer])
-                known = marks[id(old)] = mark, name_of(mark)
-            args = fx.node.map_arg(args, mapping.__getitem__)  # type: ignore[assignment]
-            kwargs = fx.node.map_arg(kwargs, mapping.__getitem__) if kwargs else kwargs  # type: ignore[assignment]
-            node = mapping[first] = new_call(graph, target, args, kwargs, known[1])
+        marks = [replace(mark, unit=of.unit, buffer=keys[mark.buffer]) for mark in self._marks]
+        names = [name_of(mark) for mark in marks]
+        rows = [(first, target, args, kwargs, names[one]) for first, target, args, kwargs, one, _, _ in self._calls]
+        made = new_calls(graph, rows, mapping)
+        for node, (*_, number, value, place) in zip(made, self._calls, strict=True):
             meta = node.meta
-            meta["phase"], meta["mark"] = phase, known[0]
+            meta["phase"], meta["mark"] = phase, marks[number]
             meta["val"] = value if place is None else given[place].meta["val"]
-        return [mapping[node] for node in self._found]
+        return made, [mapping[node] for node in self._found]
 
 
 class _Mapping(dict[fx.Node, fx.Node]):

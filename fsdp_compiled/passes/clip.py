@@ -46,4 +46,4 @@ def clip(program: Program, plan: Plan) -> Program:
                 if buffer.updated and (gradient := edit.outputs.get(port)) is not None:
                     bounded = edit.call(aten.clamp.default, gradient, -float(value), float(value), mark=Mark("norm"))
                     edit.set_output(port, bounded)
-    return edit.done("clip")
+    return edit.done("clip", keeps_readers=True)

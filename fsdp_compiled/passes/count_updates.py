@@ -27,4 +27,4 @@ def count_updates(program: Program, plan: Plan) -> Program:
         step = edit.add_input(STEP, edit.fake([], torch.int64, plan.device))
         made = 1 if overflow is None else edit.call(aten.logical_not.default, overflow, mark=mark)
         edit.call(aten.add_.Tensor, step, made, mark=mark)
-    return edit.done("count_updates")
+    return edit.done("count_updates", keeps_readers=True)

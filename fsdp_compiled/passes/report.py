@@ -102,7 +102,7 @@ def report(program: Program, plan: Plan) -> Program:
             copies = plan.world // plan.shard if plan.placement.gradient else plan.world
             squares = edit.call(aten.select.int, packet, 0, 1, mark=mark)
             _set_norm(edit, edit.call(aten.div.Tensor, squares, copies, mark=mark), mark)
-    return edit.done("report")
+    return edit.done("report", keeps_readers=True)
 
 
 def norm(program: Program, plan: Plan) -> Program:

@@ -28,4 +28,4 @@ def reshape(program: Program, plan: Plan) -> Program:
     for node in edit.graph.find_nodes(op="call_function", target=aten.view.default):
         if role_of(node) is None:
             call_instead(node, aten.reshape.default)
-    return edit.done("reshape")
+    return edit.done("reshape", keeps_readers=True)

@@ -63,7 +63,7 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
                 kept = _idle(edit, rule, buffer, plan)
                 _inline(edit, rule, buffer, plan, gradient, shared[rule.key])
                 _put_back(edit, buffer, plan, kept)
-        return edit.done("update")
+        return edit.done("update", keeps_readers=True)
 
     transform.__name__ = "update"
     return transform

@@ -149,6 +149,9 @@ class Division:
     sums: bool = False
 
 
+_LYING: dict[Hashable, int] = {}  # how buffers lie, with a number each: to hash one takes long
+
+
 @dataclass(frozen=True)
 class Buffer:
     """Parameters of one unit that share dtype, trainability and optimizer group, end to end."""
@@ -174,14 +177,14 @@ class Buffer:
         return self.trainable and self.group is not None
 
     @cached_property
-    def lies(self) -> Hashable:
-        """Equal for buffers whose parameters lie alike, block by block."""
+    def lies(self) -> int:
+        """A number: the same for buffers whose parameters lie alike, block by block."""
         blocks: dict[str, int] = {}
         slots = [
             (slot.offset, slot.leaf.shape, slot.leaf.order, blocks.setdefault(slot.leaf.block, len(blocks)))
             for slot in self.slots
         ]
-        return self.dtype, self.numel, self.by_rows, tuple(slots)
+        return _LYING.setdefault((self.dtype, self.numel, self.by_rows, tuple(slots)), len(_LYING))
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ its table of nodes by target, its length, and its insertion point.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -51,6 +51,27 @@ def copier(graph: fx.Graph, stem: Callable[[str], str]) -> Callable[[fx.Node, Ca
         return made
 
     return copy
+
+
+# The call that one is like, its operator and arguments, and the name that it would have.
+Like = tuple[fx.Node, Any, tuple[Any, ...], dict[str, Any], str]
+
+
+def new_calls(graph: fx.Graph, rows: Iterable[Like], mapping: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """`new_call` for each, in order, of what ``mapping`` has for the nodes among its arguments, which it joins."""
+    names, table, insert = graph._graph_namespace, graph._find_nodes_lookup_table.table, graph._insert
+    change, found = mapping.__getitem__, []
+    for first, target, args, kwargs, stem in rows:
+        name = _free(names, stem) if _is_stem(stem) else _numbered(names, stem)
+        args = map_arg(args, change)
+        node = fx.Node(graph, name, "call_function", target, args, map_arg(kwargs, change) if kwargs else kwargs)
+        mapping[first] = node
+        names._obj_to_name[node] = name
+        found.append(node)
+        insert(node)
+        table["call_function", target][node] = None
+    graph._len += len(found)
+    return found
 
 
 def new_placeholder(graph: fx.Graph, name: str) -> fx.Node:
