@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Policy, ProgramError, Sharded, compile_sharded, passes
 from fsdp_compiled.ir import edit
@@ -23,20 +24,30 @@ from tests.models import Block, Recipe
 from tests.parts import parts
 
 aten = torch.ops.aten
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 RECIPES = [
     Recipe((Block("nested"), Block("dropped", checkpoint=True)), tied_head=True, optimizer="adamw"),
     Recipe((Block("normed"), Block("unreached")), policy=Policy(lower="eager", limit=2, clip=0.5), groups="two"),
     Recipe((Block("linear"), Block("linear")), policy=Policy(lower="eager", offload=True, weigh="rows", prefetch=2)),
+    Recipe(
+        (Block("tied inside", freeze="all"), Block("unreached"), Block("read twice")),
+        width=7,
+        hidden=2,
+        units="pattern",
+        groups="some",
+        shard=3,
+        policy=Policy(precision=HALF, lower="eager", limit=2, prefetch=1, bucket_mb=0.001),
+    ),
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=["checkpointed", "limited", "offloaded"])
+@pytest.mark.parametrize("recipe", RECIPES, ids=["checkpointed", "limited", "offloaded", "several buffers"])
 @pytest.mark.parametrize("kind", ["step", "last microbatch"])
 def test_what_takes_graphs_over_makes_what_copies_them(recipe: Recipe, kind: str) -> None:
     """Name for name; and the program that it is given stays."""
     model, optimizer = models.build(recipe)
     with simulate.ranks(recipe.shard) as places:
-        rank = simulate.enlist(model, optimizer, recipe.policy, places[0])
+        rank = simulate.enlist(model, optimizer, recipe.policy, places[0], models.units(recipe))
         captured = simulate.captured(rank, models.loss, models.batches(recipe, 1)[0][0], kind)
         text, stages = captured.text(), []
         transforms = simulate.passes(rank, kind)

@@ -176,7 +176,7 @@ def _issue(live_range: LiveRange) -> list[fx.Node]:
         casts = [source for source in gather.all_input_nodes if role_of(source) == "cast"]
         sources = [*gather.all_input_nodes, *(source for cast in casts for source in cast.all_input_nodes)]
         found += [*(source for source in sources if role_of(source) == "fetch"), *casts]
-        found += [gather, *(user for user in gather.users if role_of(user) == "part")]
+        found += [gather, *sorted(user for user in gather.users if role_of(user) == "part")]  # however they were added
     return found
 
 
