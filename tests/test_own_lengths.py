@@ -19,7 +19,7 @@ def found() -> Any:
     return launch(WORKER, 2)
 
 
-@pytest.mark.parametrize("case", ["train", "evaluate"])
+@pytest.mark.parametrize("case", ["train", "evaluate", "replicas"])
 def test_lengths_that_differ_between_ranks(found: Any, case: str) -> None:
     assert [rank[case] for rank in found["ranks"]] == ["", ""]
 

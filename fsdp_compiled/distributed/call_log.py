@@ -47,6 +47,7 @@ NO_STORE = (
     "The store at which ranks meet is gone: torchrun's agent that holds it has ended, or, without torchrun, rank 0 has"
 )
 TIMEOUT = "Timed out"
+SILENT = "none"  # the wire of a call that sends nothing, and yet meets nobody
 LOST = ("closed by peer", "reset by peer", "Broken pipe", TIMEOUT, "remote process has terminated")
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as theirs
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_compiled as ours
 from fsdp_compiled.distributed import watchdog
@@ -26,12 +27,12 @@ from tests.loops import GPT, VOCABULARY, different, gradients, weights
 POLICY = Policy(lower="eager", cuda_graph=False, dynamic=False, programs=4)
 
 
-def gpt(api: Any) -> Any:
+def gpt(api: Any, mesh: DeviceMesh | None = None) -> Any:
     torch.manual_seed(0)
     model: Any = GPT()
     for layer in model.layers:
-        api.fully_shard(layer)
-    return api.fully_shard(model, **({"policy": POLICY} if api is ours else {}))
+        api.fully_shard(layer, mesh=mesh)
+    return api.fully_shard(model, mesh=mesh, **({"policy": POLICY} if api is ours else {}))
 
 
 def tokens(length: int) -> torch.Tensor:
@@ -74,6 +75,17 @@ def evaluate(api: Any) -> list[Any]:
     return found
 
 
+def replicas(api: Any) -> list[Any]:
+    """Each rank has the whole model, so that forward sends nothing; of some lengths one rank alone has a program."""
+    model = gpt(api, init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    found: list[Any] = []
+    for lengths in [(5, 5), (5, 7), (4, 7), (5, 4)]:
+        with torch.no_grad():
+            found.append(model(tokens(lengths[dist.get_rank()])).clone())
+    loss_of(model, 5).backward()
+    return [*found, *gradients(model)]
+
+
 class Turned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +113,7 @@ def turned() -> str:
 def main(result: str) -> None:
     watchdog.PATIENCE = 2.0
     found: dict[str, str] = {}
-    for name, case in {"train": train, "evaluate": evaluate}.items():
+    for name, case in {"train": train, "evaluate": evaluate, "replicas": replicas}.items():
         try:
             found[name] = different(case(theirs), case(ours))
         except Exception:
