@@ -132,6 +132,17 @@ def test_with_mixed_precision_loss_scaling_and_clipping(
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=0, equal_nan=True)
 
 
+def test_the_second_group_s_update_stands_behind_the_factor_that_the_first_one_s_made() -> None:
+    """Of two microbatches, clipped: the mean's factor and the clip's are one number for both."""
+    policy = Policy(clip=0.5, lower="eager", kernels=True, limit=3, bucket_mb=0.001)
+    recipe = Recipe(
+        (Block("nested"),) * 2, width=3, hidden=2, policy=policy, optimizer="adamw", groups="two", units="nested"
+    )
+    without, with_them = (run(recipe, kernels, steps=1, microbatches=2) for kernels in (False, True))
+    acted(with_them, recipe)
+    assert furthest(with_them, without) < CLOSE
+
+
 def test_a_step_that_overflows_is_not_taken_and_needs_no_copies() -> None:
     """The first loss scale is too large for fp16; the control's operator is not told."""
     policy = Policy(precision=FP16, loss_scale="dynamic", bucket_mb=0, lower="eager")

@@ -134,3 +134,29 @@ def test_the_first_tensors_length_is_what_counts_and_is_needed() -> None:
         torch.testing.assert_close(sharded.full_state_dict()[name], value, rtol=1e-5, atol=1e-7)
     with pytest.raises(ValueError, match="has no tensor with rows"):
         sharded.value_and_grad(scale, scale, scale)
+
+
+class Skips(nn.Module):
+    """Its second layer is a unit of its own, which no batch reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 2), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x)
+
+
+@pytest.mark.parametrize("shard", PLACEMENTS)
+def test_a_unit_that_no_batch_reaches_stays_as_it_is(shard: str) -> None:
+    torch.manual_seed(0)
+    model, stream = Skips(), iter(batches(4))
+    steps, weights = [[next(stream), next(stream)] for _ in range(2)], [[5.0, 3.0], [2.0, 4.0]]
+    simulation = simulate(
+        model, sgd(model), mse, steps, replace(ROWS, shard=shard, clip=0.3), weights=weights,
+        units=lambda name, module: name != "",
+    )  # fmt: skip
+    plain = copy.deepcopy(model)
+    expected = one_process(plain, steps, weights)
+    torch.testing.assert_close(torch.stack(simulation.losses), torch.tensor(expected), rtol=1e-6, atol=0)
+    assert len(simulation.plan.buffers) == 2 and off(simulation, plain) <= 1e-6 < off(simulation, model)

@@ -38,11 +38,14 @@ def gather(tensor: Tensor, group: str, filled: Sequence[int] = (), full: Tensor 
     full = tensor.new_empty(2 * len(tensor)) if full is None else full
     ranks = dist.distributed_c10d._resolve_process_group(group)
     own, other = _halves(full, ranks)
-    mine, theirs = _lengths(tensor, ranks, filled)
     own.copy_(tensor)
-    other[theirs:].zero_()
-    sent, got = ([0, length] if ranks.rank() == 0 else [length, 0] for length in (mine, theirs))
-    _register_work(full, ranks.alltoall_base(other[:theirs], tensor[:mine], got, sent, dist.AllToAllOptions()))
+    mine = theirs = len(tensor)
+    if filled:
+        mine, theirs = _lengths(ranks, filled)
+        other[theirs:].zero_()
+        other, tensor = other[:theirs], tensor[:mine]
+    got, sent = ([0, theirs], [0, mine]) if ranks.rank() == 0 else ([theirs, 0], [mine, 0])
+    _register_work(full, ranks.alltoall_base(other, tensor, got, sent, dist.AllToAllOptions()))
     return full
 
 
@@ -51,11 +54,13 @@ def reduce(flat: Tensor, how: str, group: str, filled: Sequence[int] = ()) -> Te
     padding."""
     ranks = dist.distributed_c10d._resolve_process_group(group)
     own, other = _halves(flat, ranks)
-    mine, theirs = _lengths(own, ranks, filled)
     total, there = torch.empty_like(own), 1 - ranks.rank()
-    total[mine:].zero_()
-    works = [ranks.send([other[:theirs]], there, REDUCE), ranks.recv([total[:mine]], there, REDUCE)]
-    work = _Sum(works, total, own[:mine], how)
+    got = total
+    if filled:
+        mine, theirs = _lengths(ranks, filled)
+        total[mine:].zero_()
+        own, got, other = own[:mine], total[:mine], other[:theirs]
+    work = _Sum([ranks.send([other], there, REDUCE), ranks.recv([got], there, REDUCE)], total, got, own, how)
     _waited_for.add(work)
     _register_work(total, work)
     return total
@@ -67,27 +72,27 @@ def _halves(whole: Tensor, ranks: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     return (first, second) if ranks.rank() == 0 else (second, first)
 
 
-def _lengths(part: Tensor, ranks: dist.ProcessGroup, filled: Sequence[int]) -> tuple[int, int]:
+def _lengths(ranks: dist.ProcessGroup, filled: Sequence[int]) -> tuple[int, int]:
     """Of this rank's part and the other's, as far as there is anything in it."""
-    first, second = filled or (len(part), len(part))
+    first, second = filled
     return (first, second) if ranks.rank() == 0 else (second, first)
 
 
 class _Sum(dist._Work):
     """Over when what the other rank has sent is there, and what is here is added to it."""
 
-    def __init__(self, works: list[dist.Work], total: Tensor, own: Tensor, how: str) -> None:
+    def __init__(self, works: list[dist.Work], total: Tensor, got: Tensor, own: Tensor, how: str) -> None:
         super().__init__()
-        self._left: tuple[list[dist.Work], Tensor, Tensor, str] | None = (works, total, own, how)
+        self._left: tuple[list[dist.Work], Tensor, Tensor, Tensor, str] | None = (works, total, got, own, how)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if self._left is None:
             return True
-        (works, total, own, how), self._left = self._left, None
+        (works, total, got, own, how), self._left = self._left, None
         _waited_for.discard(self)
         for work in reversed(works):
             work.wait()
-        total[: len(own)].add_(own)
+        got.add_(own)
         if how == "avg":
             total.div_(2)
         return True

@@ -41,6 +41,21 @@ def product(edit: Edit, factors: Sequence[Factor], before: fx.Node) -> fx.Node |
     return whole
 
 
+def behind(node: fx.Node, factors: Sequence[Factor]) -> fx.Node:
+    """The first node after this one that no factor is made of, so that all of them can stand before it."""
+    made_of: set[fx.Node] = set()
+    stack = [number for number, _ in factors]
+    while stack:
+        source = stack.pop()
+        if source not in made_of:
+            made_of.add(source)
+            stack += source.all_input_nodes
+    node = node.next
+    while node in made_of or node.meta.get("mark") == MARK:
+        node = node.next
+    return node
+
+
 def _made(edit: Edit, before: fx.Node, target: Any, *args: fx.Node) -> fx.Node:
     known = next((user for user in args[0].users if user.target is target and user.args == args), None)
     if known is not None:

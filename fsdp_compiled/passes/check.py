@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from fsdp_compiled.analysis.host_copies import odd_copy
@@ -115,7 +116,8 @@ def _gradients_are_reduced(checked: Checked, plan: Plan) -> None:
 def _reduced(checked: Checked, plan: Plan, node: fx.Node, buffer: Buffer) -> None:
     source = node
     while role_of(source) in ("cast", "norm", "scale", "sum", "weigh", "combine") and source.all_input_nodes:
-        source = source.all_input_nodes[0]
+        weighed = source.target is torch.ops.aten.where.ScalarOther  # a condition, the gradient, zero
+        source = source.args[1] if weighed else source.all_input_nodes[0]  # type: ignore[assignment]
     zero = role_of(source) == "flatten" and not source.all_input_nodes  # no gradient reaches this buffer
     if plan.axes and not zero:
         start = source.all_input_nodes[0] if source.all_input_nodes else source

@@ -26,7 +26,7 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, last, positions, purpose_of
 from fsdp_compiled.ir.program import OVERFLOW, Port, Program
-from fsdp_compiled.lower.gradient_factors import Factor, product, unscaled
+from fsdp_compiled.lower.gradient_factors import Factor, behind, product, unscaled
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Buffer, Plan
 
@@ -67,7 +67,7 @@ def _fuse(edit: Edit, rule: Rule, plan: Plan) -> None:
     if not members or any(member.factors != members[0].factors for member in members):
         return
     traced = [*shared, *(node for member in members for node in member.nodes["rule"])]
-    end = last(traced, positions(edit.graph)).next
+    end = behind(last(traced, positions(edit.graph)), members[0].factors)
     skipped = edit.outputs.get(OVERFLOW)
     gradients = [_before_factors(member) for member in members]
     with edit.at(end, "update"):
