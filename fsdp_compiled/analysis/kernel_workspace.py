@@ -30,6 +30,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.ir.communication import leaves_padding_out
 from fsdp_compiled.ir.nodes import as_traced
 from fsdp_compiled.torch_private.fx_graph import inputs_of
 
@@ -49,17 +50,19 @@ def keeps_input(node: fx.Node, backend: Backend) -> bool:
     """Whether the collective holds on to what it reads until it is waited for."""
     if node.target in GATHERS or node.target is c10d.all_to_all_single.default:
         return backend != "fake"
-    return node.target is REDUCTION and (backend == "nccl" or _is_pair(node))
+    return _is_pair(node) or (node.target is REDUCTION and backend == "nccl")
 
 
 def _is_pair(node: fx.Node) -> bool:
     """Whether the collective is `distributed.gloo_pairs`' among gloo's."""
-    return node.args[2 if node.target is REDUCTION else 1] == 2
+    if node.target in GATHERS or node.target is REDUCTION:
+        return node.args[2 if node.target is REDUCTION else 1] == 2
+    return leaves_padding_out(node)
 
 
 def on_wire(node: fx.Node, backend: Backend) -> int:
     """Bytes that the collective allocates besides its results, from its start until it is waited for."""
-    if backend != "gloo" or (node.target in (*GATHERS, REDUCTION) and _is_pair(node)):
+    if backend != "gloo" or _is_pair(node):
         return 0
     read = sum(source.meta["val"].nbytes for source in node.all_input_nodes)
     if node.target is c10d.all_gather_into_tensor.default:

@@ -15,11 +15,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from fsdp_compiled.analysis.roofline import seconds
+from fsdp_compiled.ir.communication import most_carried
 from fsdp_compiled.ir.nodes import is_collective, is_wait, owner, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
@@ -100,10 +99,8 @@ def estimate(program: Program, plan: Plan) -> Timeline:
 def _transfer(node: fx.Node, plan: Plan) -> float:
     """An all-gather by what it brings, a reduction by what goes in; an all-reduce is a reduction and a gather."""
     axis = str(node.args[-1])
-    sizes = [leaf.nbytes for leaf in pytree.tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
-    sent = [source.meta["val"].nbytes for source in node.all_input_nodes]
     times = 2 if "all_reduce" in str(node.target) else 1
-    return times * plan.machine.transfer(max(sum(sizes), sum(sent)), plan.size(axis), axis)
+    return times * plan.machine.transfer(most_carried(node), plan.size(axis), axis)
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:

@@ -71,21 +71,31 @@ def _reduce_unpadded(flat: Tensor, how: str, filled: list[int], world: int, grou
     return gloo_pairs.reduce(flat, how, group, filled)
 
 
-# By collective, what does the same and sends no padding. ``filled``: by buffer, and by rank of its two.
-UNPADDED = {
-    "all_gather_into_tensor": ("(Tensor shard, int[] filled, int world, str group) -> Tensor", _gather_unpadded),
-    "all_gather_into_tensor_coalesced": (
+UNPADDED = {}  # by collective, what does the same and sends no padding. ``filled``: by buffer, and by rank of its two
+for _name, _given, _kernel, _shapes in (
+    (
+        "all_gather_into_tensor",
+        "(Tensor shard, int[] filled, int world, str group) -> Tensor",
+        _gather_unpadded,
+        lambda shard, filled, world, group: shard.new_empty(world * len(shard)),
+    ),
+    (
+        "all_gather_into_tensor_coalesced",
         "(Tensor[] shards, int[] filled, int world, str group) -> Tensor[]",
         _gather_several_unpadded,
+        lambda shards, filled, world, group: [shard.new_empty(world * len(shard)) for shard in shards],
     ),
-    "reduce_scatter_tensor": (
+    (
+        "reduce_scatter_tensor",
         "(Tensor flat, str how, int[] filled, int world, str group) -> Tensor",
         _reduce_unpadded,
+        lambda flat, how, filled, world, group: flat.new_empty(len(flat) // world),
     ),
-}
-for _name, (_schema, _kernel) in UNPADDED.items():
-    torch.library.define(f"fsdp_compiled_pairs::{_name}", _schema)
+):
+    torch.library.define(f"fsdp_compiled_pairs::{_name}", _given)
     torch.library.impl(f"fsdp_compiled_pairs::{_name}", "CPU", _kernel)
+    torch.library.register_fake(f"fsdp_compiled_pairs::{_name}", _shapes)
+    UNPADDED[getattr(c10d, _name).default] = getattr(torch.ops.fsdp_compiled_pairs, _name).default
 
 
 def _into(full: Tensor, tensor: Tensor, world: int, group: str) -> Tensor:

@@ -13,6 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.ir.communication import UNPADDED
 from fsdp_compiled.torch_private.fake_tensors import new_fake
 
 c10d = torch.ops._c10d_functional
@@ -43,7 +44,7 @@ Role = Literal[
 ASSERT = torch.ops.aten._assert_async.msg
 DISAGREE = "the ranks run different programs"
 OTHER_BATCHES = "ranks along the tp axis were given different batches"
-COLLECTIVES = ("_c10d_functional", "fsdp_compiled_pairs")
+COLLECTIVES = ("_c10d_functional", UNPADDED)
 AGAIN = "again"  # the purpose of a gather that a limit of units repeats
 
 

@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Iterable
 
 from torch import fx
-from torch.utils import _pytree as pytree
 
+from fsdp_compiled.ir.communication import carried
 from fsdp_compiled.ir.nodes import is_collective, is_wait, mutated, owner, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.text import human
@@ -88,10 +88,8 @@ def _communication(node: fx.Node) -> str:
     if (is_wait(node) or role_of(node) in WAITS) and not is_collective(node):
         source = node.all_input_nodes[0]
         return f"wait for {(source.all_input_nodes[0] if role_of(source) == 'part' else source).name}"
-    sent = sum(source.meta["val"].nbytes for source in node.all_input_nodes)
-    got = sum(value.nbytes for value in pytree.tree_leaves(node.meta["val"]))
     name = _collective_name(node)
-    sizes = f"{human(sent)} -> {human(got)}"
+    sizes = " -> ".join(" or ".join(map(human, sizes)) for sizes in carried(node))
     operator = next((argument for argument in node.args if argument in ("avg", "sum")), None)
     return f"{name}: {sizes}" + (f", {operator}" if operator else "") + f", along {node.args[-1]} ({node.name})"
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compiled.distributed.gloo_gathers import UNPADDED
-from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, may_be_random, origin, role_of
+from fsdp_compiled.ir.nodes import call_text, is_collective, is_random, may_be_random, origin
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.inductor import compile_all
@@ -26,8 +25,6 @@ from fsdp_compiled.lower.partition import Piece, segments
 from fsdp_compiled.lower.program_code import Code, as_it_says
 from fsdp_compiled.torch_private.core import C
 
-c10d = torch.ops._c10d_functional
-PAIRS = {getattr(c10d, name).default: getattr(torch.ops.fsdp_compiled_pairs, name).default for name in UNPADDED}
 Runner = Callable[..., Sequence[torch.Tensor]]
 Boxed = Callable[[list[Any]], Sequence[torch.Tensor]]  # takes its inputs out of the list, and frees each after its use
 Bind = Callable[[Callable[..., Any], bool], Callable[..., Any]]
@@ -60,8 +57,8 @@ class Lowering:
     """A program on its way to a callable: cut, and put together again when its pieces are compiled.
 
     ``groups`` gives the name of the process group along each axis; ``how`` is ``Policy.lower``; ``blocks`` names the
-    submodules that may be alike; ``bind`` gives a random operator a generator to draw from; ``filled``: of which
-    buffers padding is not sent (`Plan.filled`). ``pieces``: what is to be compiled, each distinct piece once, by key.
+    submodules that may be alike; ``bind`` gives a random operator a generator to draw from. ``pieces``: what is
+    to be compiled, each distinct piece once, by key.
     """
 
     def __init__(
@@ -71,9 +68,8 @@ class Lowering:
         how: str,
         blocks: Collection[str] = (),
         bind: Bind | None = None,
-        filled: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        self.graph, self._groups, self._filled = program.graph, groups, filled or {}
+        self.graph, self._groups = program.graph, groups
         self._bind = cache(bind) if bind is not None else None
         self._plain: dict[int, bool] = {}  # operators, by identity: whether they are called as they are
         self.segments = segments(self.graph, blocks) if how == "inductor" else None
@@ -102,23 +98,10 @@ class Lowering:
         if plain:
             return target, args
         if is_collective(node):
-            group = self._groups[str(args[-1])]
-            if self._filled and target in PAIRS and (filled := self._without_padding(node)):
-                return PAIRS[target], (*args[:-2], filled, args[-2], group)
-            return target, (*args[:-1], group)
+            return target, (*args[:-1], self._groups[str(args[-1])])
         if self._bind is not None and is_random(node):
             return self._bind(target, bool(node.meta.get("shared"))), args
         return target, args
-
-    def _without_padding(self, collective: fx.Node) -> list[int]:
-        """Of each buffer that it carries, and each rank, what comes before padding; nothing if there is none."""
-        parts = [user for user in collective.users if role_of(user) == "part"]
-        parts.sort(key=lambda part: part.args[1])  # type: ignore[arg-type, return-value]
-        keys = [mark.buffer if (mark := node.meta.get("mark")) else "" for node in parts or [collective]]
-        if self._filled.keys().isdisjoint(keys):
-            return []
-        sizes = [source.meta["val"].numel() for source in collective.all_input_nodes]
-        return [one for key, size in zip(keys, sizes, strict=True) for one in self._filled.get(key, (size, size))]
 
     def _calls(self, segments: Sequence[fx.Node | Piece], compiled: Mapping[str, Call]) -> fx.Graph:
         result = fx.Graph()

@@ -25,6 +25,7 @@ from fsdp_compiled.analysis.timeline import Timeline, estimate
 from fsdp_compiled.capture import ambient
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.simulated_ranks import simulated_ranks
+from fsdp_compiled.ir.communication import most_carried
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower.backends import Backends
@@ -68,9 +69,7 @@ class Estimate:
         for node in self.program.graph.nodes:
             if node.op == "call_function" and is_collective(node):
                 count, nbytes = found.get(axis := str(node.args[-1]), (0, 0))
-                values = [node.meta["val"], *(source.meta["val"] for source in node.all_input_nodes)]
-                size = max(sum(one.nbytes for one in pytree.tree_leaves(value)) for value in values)
-                found[axis] = count + 1, nbytes + size
+                found[axis] = count + 1, nbytes + most_carried(node)
         return found
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,20 +85,40 @@ def many_rounds() -> Iterator[list[int]]:
         whole_update.rounds = usual
 
 
-def unpadded(make: Callable[[], str]) -> str:
-    """The same; gathers and reductions of what is set apart leave padding out."""
-    usual, found = gloo_pairs._lengths, set()
+@contextmanager
+def left_out() -> Iterator[list[tuple[str, list[int]]]]:
+    """Inside, which messages leave padding out, and what they carry, by rank."""
+    usual, found = gloo_pairs._lengths, []
 
-    def watched(*given: Any) -> tuple[int, int]:
-        found.add(sys._getframe(1).f_code.co_name)
-        return usual(*given)
+    def lengths(ranks: Any, filled: Any) -> tuple[int, int]:
+        found.append((sys._getframe(1).f_code.co_name, list(filled)))
+        return usual(ranks, filled)
 
-    gloo_pairs._lengths = watched
+    gloo_pairs._lengths = lengths
     try:
-        said = make()
+        yield found
     finally:
         gloo_pairs._lengths = usual
-    return said or ("" if {"gather", "reduce"} <= found else f"only {found}")
+
+
+def unpadded() -> str:
+    """Gathers and reductions leave out what the program says, and nothing without the fusion: weights are the same."""
+    weights = []
+    for without in ((), ("unpadded_messages",)):
+        model = Matrices()
+        policy = Policy(lower="eager", accumulate="full", without=without)
+        sharded = compile_sharded(model, muon(model), loss=loss, policy=policy)
+        for batch in batches(2):
+            sharded.accumulate(part(batch)[: ROWS // 2])
+            with left_out() as sent:
+                sharded.step(part(batch)[ROWS // 2 :])
+        pattern = r"fsdp_compiled_pairs\.(?:all_)?(gather|reduce)\w*\(.*(\[\d+, \d+\]), 2, 'shard'\)"
+        shown = [(name, json.loads(filled)) for name, filled in re.findall(pattern, sharded.program.text())]
+        if sent != shown or {name for name, _ in sent} != (set() if without else {"gather", "reduce"}):
+            return f"sent {sent}, printed {shown}"
+        weights.append([parameter.full_tensor() for parameter in model.parameters()])  # type: ignore[attr-defined]
+    same = all(map(torch.equal, *weights))
+    return "" if same and not torch.equal(weights[0][0], weights[0][0].roll(1)) else "another update"
 
 
 def differs(policy: Policy, mesh: Any = None, before: int = 0, halves: bool = False) -> str:
@@ -281,7 +302,8 @@ def main(result: str, folder: str) -> None:
     if WORLD == 2:
         found["in one round"] = in_rounds(lambda: differs(EAGER), several=False)
         found["microbatches"] = differs(Policy(lower="eager"), halves=True)
-        found["unpadded"] = unpadded(lambda: differs(Policy(lower="eager", accumulate="full"), halves=True))
+        found["whole gradients added up"] = differs(Policy(lower="eager", accumulate="full"), halves=True)
+        found["unpadded"] = unpadded()
     if WORLD % 2 == 0:
         mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
         found["replicas"] = differs(Policy(lower="eager"), mesh)

@@ -11,6 +11,7 @@ and run: nothing rewrites a program after them.
 | `gradient_statistics` | one operator                                     | norms, of each gradient   | a GPU    |
 | `optimizer_update`    | one operator a group                             | scaling, and the update   | a GPU    |
 | `exchange`            | an exchange and a sum                            | a reduce-scatter          | gloo     |
+| `unpadded_messages`   | messages without padding                         | gathers, reductions       | 2 CPUs   |
 | `onednn_products`     | oneDNN's products                                | large products            | a CPU    |
 | `direct_gradients`    | products that write into the buffer that is sent | a flatten and its sources | Inductor |
 
@@ -32,6 +33,7 @@ from fsdp_compiled.lower.fusions.gradient_statistics import gradient_statistics
 from fsdp_compiled.lower.fusions.microbatch_sums import microbatch_sums
 from fsdp_compiled.lower.fusions.onednn_products import onednn_products
 from fsdp_compiled.lower.fusions.optimizer_update import optimizer_update
+from fsdp_compiled.lower.fusions.unpadded_messages import unpadded_messages
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
@@ -64,6 +66,10 @@ def _copies(target: Target) -> bool:
     return target.trains and target.plan.copy_bytes > 0
 
 
+def _apart(target: Target) -> bool:
+    return target.plan.pairs and bool(target.plan.filled)
+
+
 def _compiled(target: Target) -> bool:
     return target.plan.policy.lower == "inductor"
 
@@ -85,6 +91,7 @@ FUSIONS: tuple[Fusion, ...] = (
         lambda target: exchange(target.backends.gloo),
         lambda target: _compiled(target) and bool(target.backends.gloo),
     ),
+    Fusion("unpadded_messages", lambda target: unpadded_messages, _apart),
     Fusion(
         "onednn_products",
         lambda target: onednn_products,

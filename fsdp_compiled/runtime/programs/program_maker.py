@@ -270,8 +270,8 @@ class ProgramMaker:
         return lowering.boxed(pieces) if boxed else lowering.runner(pieces), lowering.text(pieces)
 
     def _partition(self, program: Program) -> Lowering:
-        groups, how, filled = self.mesh.groups, self.plan.policy.lower, self.plan.filled if self.plan.pairs else {}
-        lowering = self.together(lambda: Lowering(program, groups, how, self.plan.blocks, self._bind, filled))
+        groups, how, blocks = self.mesh.groups, self.plan.policy.lower, self.plan.blocks
+        lowering = self.together(lambda: Lowering(program, groups, how, blocks, self._bind))
         self._try_kernels(program)
         return lowering
 
