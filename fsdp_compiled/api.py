@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from fsdp_compiled.capture.ambient import outside
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.lockstep import Work, lockstep
@@ -246,7 +247,7 @@ def _fingerprint(model: nn.Module, plan: Plan, rules: tuple[Rule, ...], optimize
             options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
             lines.append(f"optimizer {type(one).__name__} {options}")
     if optimizer is not None:
-        brought = {name: sorted(all_leaves(optimizer.state.get(p, {}))) for name, p in model.named_parameters()}
+        brought = {name: sorted(all_leaves(optimizer.state.get(p, {}))) for name, p in named_parameters(model)}
         lines += [f"optimizer's state of {name}: {', '.join(found)}" for name, found in brought.items() if found]
         lines += [f"optimizer's state {name}: {value.item()}" for name, value in read_scalars(optimizer).items()]
     lines += [f"rule {rule.name} {rule.state} {rule.eagerly or ''} {rule.whole} {rule.apart}" for rule in rules]

@@ -78,8 +78,8 @@ def test_loops_of_fully_shard(start: int) -> None:
     assert sum(kind == "refused" for _, kind, _ in outcomes) <= 1
 
 
-@pytest.mark.parametrize(("fault", "seed"), [("undivided", 0), ("unasked", 0)])
-def test_control_a_loop_whose_gradients_are_not_divided_or_whose_guards_are_not_asked(fault: str, seed: int) -> None:
+@pytest.mark.parametrize(("fault", "seed"), [("undivided", 8), ("unasked", 11), ("uncast", 0)])
+def test_control_a_loop_that_does_not_divide_or_ask_guards_or_cast(fault: str, seed: int) -> None:
     assert [kind for _, kind, _ in on_ranks([seed], fault)] == ["differs"]
 
 

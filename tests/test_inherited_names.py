@@ -1,4 +1,5 @@
-"""A class that gets a name of its own which it inherited when the model was traced."""
+"""A class that gets a name of its own which it inherited when the model was traced; and an object that gets one which
+its class looked for elsewhere."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.capture.forwarded_names import ForwardedNames, looks_elsewhere
 from fsdp_compiled.capture.traced_functions import Methods
 
 
@@ -41,9 +44,12 @@ class Block(BaseBlock):
 
 
 def losses(change: Callable[[pytest.MonkeyPatch], Any], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, int]:
+    models = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    return losses_of(*models, lambda: change(monkeypatch))
+
+
+def losses_of(model: nn.Module, eager: nn.Module, change: Callable[[], Any]) -> tuple[Any, Any, int]:
     """By eager PyTorch and here, before the change and after it; and how many traces there were."""
-    torch.manual_seed(0)
-    model, eager = (nn.Sequential(Block(), Block()) for _ in range(2))
     eager.load_state_dict(model.state_dict())
     sharded = compile_sharded(
         model,
@@ -52,10 +58,10 @@ def losses(change: Callable[[pytest.MonkeyPatch], Any], monkeypatch: pytest.Monk
         policy=Policy(lower="eager"),
     )
     found: tuple[list[float], list[float]] = [], []
-    x = torch.randn(2, 3)
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
     for step in range(2):
         if step == 1:
-            change(monkeypatch)
+            change()
         found[0].append(eager(x).square().mean().item())
         found[1].append(float(sharded.step(x)))
     return *found, sharded.captures
@@ -91,3 +97,61 @@ def test_other_names_compile_nothing_again(monkeypatch: pytest.MonkeyPatch) -> N
 
     eager, ours, captures = losses(change, monkeypatch)
     assert ours == eager and captures == 1
+
+
+class Elsewhere:
+    def __init__(self) -> None:
+        self.options = Options()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "options":
+            raise AttributeError(name)
+        return getattr(self.options, name)
+
+
+class Wrapped(nn.Module):
+    """Equal blocks under `checkpoint_wrapper`, which looks for names in the block; they hold an object that does so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(checkpoint_wrapper(Block()) for _ in range(5))
+        for layer in self.layers:
+            layer._checkpoint_wrapped_module.options = Elsewhere()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh() * layer.power
+        return x
+
+
+def forwarded(change: Callable[[Any], Any], before: Callable[[Any], Any] = lambda _: None) -> tuple[Any, Any, int]:
+    """Of a block that is not walked through, since others are like it."""
+    models = [Wrapped(), Wrapped()]
+    for model in models:
+        before(model.layers[3])
+    return losses_of(*models, lambda: [change(model.layers[3]) for model in models])
+
+
+FORWARDED: dict[str, Callable[[Any], Any]] = {
+    "number": lambda layer: setattr(layer, "power", 0.3),
+    "of an object": lambda layer: setattr(layer.options, "scaled", torch.negative),
+}
+
+
+@pytest.mark.parametrize("change", FORWARDED)
+def test_a_name_that_was_found_elsewhere_is_seen(change: str) -> None:
+    eager, ours, captures = forwarded(FORWARDED[change])
+    assert eager[1] != eager[0] and ours == pytest.approx(eager, rel=1e-6) and captures == 2
+    eager, ours, captures = forwarded(lambda _: None, before=FORWARDED[change])  # a block that was never like others
+    assert ours == pytest.approx(eager, rel=1e-6) and captures == 1
+
+
+def test_control_where_names_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForwardedNames, "changed", lambda *_: None)
+    eager, ours, captures = forwarded(FORWARDED["number"])
+    assert ours[0] == pytest.approx(eager[0]) and ours[1] == ours[0] != eager[1] and captures == 1
+
+
+def test_whose_names_are_asked() -> None:
+    assert looks_elsewhere(type(checkpoint_wrapper(nn.Identity()))) and looks_elsewhere(Elsewhere)
+    assert not any(map(looks_elsewhere, (nn.Linear, Options, type(torch.ops.aten), type(torch), dict, torch.Tensor)))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard, own_loop
@@ -64,6 +65,23 @@ def test_what_is_sharded_later_inside_is_checked_and_taken_in() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="different mp_policy"):
             model(X)
+
+
+def test_a_wrapper_that_leaves_itself_out_of_names() -> None:
+    """`checkpoint_wrapper`'s, of a module that is called alone, and of one that is taken over."""
+    model, taken, plain = checkpoint_wrapper(net()), checkpoint_wrapper(net()), net()
+    fully_shard(nn.Sequential(fully_shard(model), nn.Linear(2, 2)))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, taken, plain)]
+    sharded = compile_sharded(taken, optimizers.pop(1), loss=loss_of, policy=Policy(lower="eager"))
+    for _ in range(2):
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            loss_of(one).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sharded.step()
+    assert same(full(model.parameters()), plain.parameters())
+    found = sharded.full_state_dict()
+    assert list(found) == list(plain.state_dict()) and same(found.values(), plain.parameters())
 
 
 def test_compile_sharded_is_there_beside_it() -> None:

@@ -20,7 +20,7 @@ from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.captured import Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
 from fsdp_compiled.capture.dynamo import capture
-from fsdp_compiled.capture.model_tensors import notes_on
+from fsdp_compiled.capture.model_tensors import named_parameters, notes_on
 from fsdp_compiled.capture.sequence_attention import along_sequences
 from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.capture.sync_batchnorm import synchronised
@@ -65,7 +65,7 @@ def capture_on(
         return seen[id(tensor)]
 
     parameters: dict[str, torch.Tensor] = {}
-    own, device = dict(model.named_parameters()), plan.device
+    own, device = dict(named_parameters(model)), plan.device
     for buffer in plan.buffers:
         dtype = plan.compute_dtype(buffer)
         for slot in buffer.slots:

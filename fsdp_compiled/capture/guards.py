@@ -27,7 +27,8 @@ are kept, less those that this package answers for in another way:
 
 What Dynamo does not note is noted here: the methods of classes that the trace went through, and global
 hooks of modules (`traced_functions`); an object that an argument and a global lead to (`one_object`); the order of an
-`OrderedDict` (`ordered_keys`); and which of two equal values it was, 0.0 or -0.0 (`equal_values`).
+`OrderedDict` (`ordered_keys`); which of two equal values it was, 0.0 or -0.0 (`equal_values`); and that an object whose
+class looks elsewhere for a name has none of its own (`forwarded_names`).
 
 Written for torch 2.11 to 2.13, where guards, the filter for them and the manager that checks them have the same form.
 """
@@ -46,6 +47,7 @@ from torch import nn
 
 from fsdp_compiled.capture.closed_tensors import Closed, name_of
 from fsdp_compiled.capture.equal_values import EqualValues, has_equals
+from fsdp_compiled.capture.forwarded_names import ForwardedNames
 from fsdp_compiled.capture.ordered_keys import KeyOrders, has_order
 from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
@@ -152,7 +154,7 @@ class Recorder:
         """What the trace of this code took for granted; ``closed``: tensors by our name, each with its source."""
         (entry,) = cache_entries(code)
         hooks, methods = Hooks(self.root, self.empty), Methods(self.values.values(), self.code)
-        unseen = self._orders, self._equals
+        unseen = self._orders, self._equals, ForwardedNames(self.values, self.root)
         found = Guards(entry, scope, hooks, methods, unseen, self._alive, self.wrapped)
         answered = {name_of(source) for _, source in closed.values()}
         unread = [name for name in self._tensors if name not in answered and not is_own(name)]
@@ -190,7 +192,7 @@ class Guards:
         scope: dict[str, Any],
         hooks: Hooks,
         methods: Methods,
-        unseen: tuple[KeyOrders, EqualValues],
+        unseen: tuple[KeyOrders, EqualValues, ForwardedNames],
         alive: list[Any],
         wrapped: bool,
     ) -> None:
@@ -198,7 +200,7 @@ class Guards:
         self._check = self._manager.root.check
         self._locals = scope
         self._hooks, self._methods, self._alive = hooks, methods, alive
-        self._orders, self._equals = unseen
+        self._asked: list[KeyOrders | EqualValues | ForwardedNames] = [one for one in unseen if one.read]
         # Dynamo names modules in the globals of what it traces, for as long as the code that it made is there.
         self._code = entry.code
         self.scope = {"L": scope, "G": self._manager.global_scope["G"], **closure_vars()}
@@ -212,7 +214,7 @@ class Guards:
             self._check(self._locals)
             and self._hooks.same()
             and self._methods.same()
-            and not ((self._orders.read or self._equals.read) and self._unseen())
+            and not (any(one.read for one in self._asked) and self._unseen())
         )
 
     def _unseen(self) -> str | None:
@@ -220,7 +222,7 @@ class Guards:
         with contextlib.ExitStack() as stack:
             for around in self._around:
                 stack.enter_context(around(self._locals["objective"]))
-            return self._orders.changed(self.scope) or self._equals.changed(self.scope)
+            return next(filter(None, (one.changed(self.scope) for one in self._asked)), None)
 
     def _check_around(self, scope: dict[str, Any]) -> bool:
         """With what is put into the model's place while it is traced."""
@@ -238,7 +240,7 @@ class Guards:
                 parts = list(self._manager.root.check_verbose(self._locals).verbose_code_parts)
             return next(filter(None, map(self._explain, parts)), None) or ("the model", self.words(parts[0]))
         if (name := self._unseen()) is not None:
-            return self.words(name), f"{self.words(name)}, which is another now, or in another order"
+            return self.words(name), f"{self.words(name)}, which is another now, in another order, or has another name"
         return self._hooks.changed(self._locals["objective"].model) or self._methods.changed()
 
     def _explain(self, part: str) -> tuple[str, str] | None:

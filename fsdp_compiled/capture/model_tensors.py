@@ -29,6 +29,11 @@ class Place(NamedTuple):
     key: str
 
 
+def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """Where they stand, whatever the model's own method says: `checkpoint_wrapper`'s leaves itself out of names."""
+    return nn.Module.named_parameters(model, remove_duplicate=remove_duplicate)
+
+
 def places_of(model: nn.Module) -> Iterator[Place]:
     """Those of all parameters and buffers; a module that is in several places has them once."""
     for path, module in model.named_modules():

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Unanimous
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
@@ -110,7 +111,7 @@ def brought_by(optimizer: Optimizer | None, model: nn.Module, plan: Plan, rules:
     """Of an optimizer that may have made steps, over the model before it is taken over."""
     if optimizer is None or not optimizer.state:
         return Ages()
-    names: dict[Any, str] = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[Any, str] = {parameter: name for name, parameter in named_parameters(model)}
     stepped = {names[key] for key, kept in optimizer.state.items() if key in names and _has_stepped(kept)}
     found = {rule.key: frozenset(names_of(plan, rule)) & stepped for rule in rules if rule.counts}
     return Ages({key: those for key, those in found.items() if those})

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.program import OVERFLOW, Port
 from fsdp_compiled.optim.eager import PointwiseOnly
@@ -40,7 +41,7 @@ def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[Any, Any]:
     """What the optimizer keeps, before it is taken over."""
     if not optimizer.state:
         return {}
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in named_parameters(model)}
     return {names.get(key, key): value for key, value in optimizer.state.items()}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.lockstep import Work
 from fsdp_compiled.distributed.mesh import Mesh, gather_parts, gather_shards
 from fsdp_compiled.plan.plan import Buffer, Plan
@@ -59,7 +60,7 @@ def full_state_dict(
     if mesh.rank != 0:
         return {}
     instead: dict[int, torch.Tensor] = {
-        id(old): nn.Parameter(whole[name], old.requires_grad) for name, old in model.named_parameters()
+        id(old): nn.Parameter(whole[name], old.requires_grad) for name, old in named_parameters(model)
     }
     instead |= {id(old): buffers[name].detach().cpu().clone() for name, old in model.named_buffers()}
     with holding(model, instead):

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.lockstep import Work
 from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast
 from fsdp_compiled.optim.nested import all_leaves
@@ -42,7 +43,7 @@ Modules = Sequence[tuple[str, nn.Module]]
 
 def parameters_of(model: nn.Module) -> Named:
     """In registration order, tied ones under each of their names."""
-    return list(model.named_parameters(remove_duplicate=False))
+    return list(named_parameters(model, remove_duplicate=False))
 
 
 def read_leaves(named: Named, optimizer: Optimizer | None, units: Iterable[str]) -> list[Leaf]:

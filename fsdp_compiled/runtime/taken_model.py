@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.optim.together import members
 from fsdp_compiled.runtime.autograd_hooks import backward_hooks, check_module_hooks
 from fsdp_compiled.runtime.parameters.gathered_call import register
@@ -95,7 +96,7 @@ class TakenModel:
 
     def check_gradients(self, call: str) -> None:
         """Raises ``ValueError`` where a backward of the user's left a gradient, which this call would not add."""
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in named_parameters(self.model):
             gradient = parameter.grad
             own = gradient.local if is_sharded(gradient) else gradient
             if own is not None and bool(own.any()):
@@ -126,7 +127,7 @@ class TakenModel:
 
     def _check_trained(self) -> None:
         """Raises ``ValueError`` where other parameters are trained than were laid out for it."""
-        for name, one in self.model.named_parameters():
+        for name, one in named_parameters(self.model):
             if is_live(one) and one.requires_grad != (trained := one._sharded_place.leaf.trainable):  # type: ignore[attr-defined]
                 was, now = ("trainable", "frozen") if trained else ("frozen", "trainable")
                 raise ValueError(

@@ -28,6 +28,8 @@ def main(result: str, fault: str, *seeds: str) -> None:
     connect(None)
     if fault == "undivided":
         Ours.undivided = True
+    elif fault == "uncast":
+        Ours.uncast = True
     elif fault == "unasked":
         Guards.hold = lambda guards: True  # type: ignore[method-assign]
     elif fault != "none":

@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_compiled.capture.blocks.block_calls import Unlike, plain
 from fsdp_compiled.capture.blocks.equal_blocks import layout_of
+from fsdp_compiled.capture.forwarded_names import looks_elsewhere
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
@@ -26,6 +27,8 @@ def likeness(one: Any) -> Callable[[Any], bool]:
     kind = type(one)
     if isinstance(one, nn.Module):
         return lambda other: type(other) is kind
+    if looks_elsewhere(kind):  # where, is in what it alone holds
+        return lambda other: other is one
     if kind in (dict, OrderedDict) and not one:
         return lambda other: type(other) is kind and not other
     if isinstance(one, dict) and set(map(type, one)) <= TEXT:

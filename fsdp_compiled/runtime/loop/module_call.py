@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.ambient import check_transforms, outside_modes, untraced
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import Plan
@@ -226,7 +227,7 @@ class ModuleCall:
         entries = [entry for group in self._groups for entry in group.entries]
         known = {id(entry.parameter) for entry in entries}
         self._plain = {
-            name: one for name, one in self.module.named_parameters(remove_duplicate=False) if id(one) not in known
+            name: one for name, one in named_parameters(self.module, remove_duplicate=False) if id(one) not in known
         }
         if sharded := [name for name, one in self._plain.items() if isinstance(one, DTensor)]:
             raise ValueError(

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.buckets import name_of
@@ -167,7 +168,7 @@ def _digest(value: Any) -> str:
 def units_of(module: nn.Module, groups: Sequence[ParameterGroup], rows: dict[str, Row]) -> Iterator[Unit]:
     """The units, in the order of the groups; ``rows`` is filled, by the buffer's key."""
     names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(module, remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     paths = {id(one): path for path, one in module.named_modules()}
     places = {

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.plan.plan import contiguous_stride
 from fsdp_compiled.runtime.loop.gradients import reduced_mean
 from fsdp_compiled.runtime.parameters.shard_layout import Layout, ShardPlace
@@ -66,7 +67,7 @@ def _gather(owner: Owner | None, model: nn.Module, args: Any, kwargs: Any) -> An
         )
     held: Held = ([], [])
     _open.setdefault(id(model), []).append(held)
-    named = [(name, one) for name, one in model.named_parameters() if _layout_of(one) is not None]
+    named = [(name, one) for name, one in named_parameters(model) if _layout_of(one) is not None]
     if not named:
         return _cast_inputs(owner.layout, args, kwargs) if owner.layout.gathered is model else None
     layout = _layout_of(named[0][1])
@@ -118,7 +119,7 @@ def wholes_of(model: nn.Module) -> list[torch.Tensor]:
 def hold(model: nn.Module, layout: Layout, wholes: Sequence[torch.Tensor]) -> Held:
     """Puts these in the places of the parameters for many calls; what `release` takes."""
     held: Held = ([], [])
-    _put(model, list(model.named_parameters()), wholes, held)
+    _put(model, list(named_parameters(model)), wholes, held)
     layout.gathered = model
     return held
 

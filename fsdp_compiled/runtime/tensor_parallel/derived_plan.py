@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.runtime.tensor_parallel.example import Call, Example, find_example, record, used_by_hand
 from fsdp_compiled.runtime.tensor_parallel.trial import generated, part_of_block, run, tried
 
@@ -133,7 +134,7 @@ def _key(block: nn.Module, call: Call) -> Any:
         ]
         hooks = [id(hook) for hooks in (module._forward_pre_hooks, module._forward_hooks) for hook in hooks.values()]
         said.append((name, type(module), tuple(attributes), tuple(hooks)))
-    held = (*block.named_parameters(remove_duplicate=False), *block.named_buffers())
+    held = (*named_parameters(block, remove_duplicate=False), *block.named_buffers())
     return tuple(said), tuple((name, one.shape, one.dtype) for name, one in held), call.key()
 
 
@@ -177,7 +178,7 @@ def _trial(
     for name in sorted(verdict.summed):
         path = name.rpartition(".")[0]
         module = whole.get_submodule(path)
-        held = {f"{path}.{key}" for key, _ in module.named_parameters()}
+        held = {f"{path}.{key}" for key, _ in named_parameters(module)}
         if not path or list(module.children()) or held - verdict.summed or isinstance(module, nn.Linear | nn.Embedding):
             return f"each rank would have a summand of the gradient of {name}", {}
         norms[path] = SUMMED

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import Leaf, TensorParallel
 from fsdp_compiled.policy import Policy
@@ -121,7 +122,7 @@ def check_ties(model: nn.Module, mesh: Mesh) -> None:
     A model of transformers says that its head has the embedding's weight; of others, two trained DTensors that have the
     same values tell, and who wants them apart is warned only.
     """
-    cut = {name: one for name, one in model.named_parameters(remove_duplicate=False) if isinstance(one, DTensor)}
+    cut = {name: one for name, one in named_parameters(model, remove_duplicate=False) if isinstance(one, DTensor)}
     asked = getattr(getattr(model, "config", None), "tie_word_embeddings", False) and bool(cut)
     ends: list[Any] = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output") if asked]
     weights = [end.weight for end in ends if isinstance(getattr(end, "weight", None), torch.Tensor)]
@@ -152,7 +153,7 @@ def check_tensor_parallel(model: nn.Module, mesh: Mesh, leaves: Sequence[Leaf], 
     """Raises ``ValueError`` where the model's DTensors do not lie on the mesh's tp axis, or there is no use for it."""
     axis = mesh.tp_mesh
     cut = any(leaf.tp is not None for leaf in leaves)
-    for name, parameter in model.named_parameters() if cut else ():
+    for name, parameter in named_parameters(model) if cut else ():
         if not isinstance(parameter, DTensor):
             continue
         if axis is None:

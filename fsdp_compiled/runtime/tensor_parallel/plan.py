@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.optim import Optimizer
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.tensor_parallel.derived_plan import Derived, derive, patterns
 
@@ -59,7 +60,7 @@ def find_cuts(
             'Policy.tp says how to cut the model along the axis "tp", which the mesh does not have: '
             'init_device_mesh(device, (data, tp), mesh_dim_names=("shard", "tp")).'
         )
-    if odd := next((name for name, one in model.named_parameters() if isinstance(one, DTensor)), None):
+    if odd := next((name for name, one in named_parameters(model) if isinstance(one, DTensor)), None):
         raise ValueError(f"Policy.tp is given, but {odd} is a DTensor: the model was cut before. Do one of both.")
     modules = dict(model.named_modules())
     own = _own_plan(model) if wanted == "auto" else None

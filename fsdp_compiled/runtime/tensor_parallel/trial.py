@@ -23,6 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.runtime.tensor_parallel.example import Call, copied
 
 TOLERANCE = 1e-3  # of a tensor's norm; a wrong cut is off by its order
@@ -251,7 +252,7 @@ def run(block: nn.Module, call: Call) -> Results:
         if not product:
             raise TypeError("it returns nothing that can be differentiated")
         torch.stack(product).sum().backward()
-    weights = {name: one.grad for name, one in block.named_parameters()}
+    weights = {name: one.grad for name, one in named_parameters(block)}
     return Results([one.detach() for one in outputs], [one.grad for one in leaves], weights)
 
 

@@ -1,4 +1,5 @@
-"""Loops of `fully_shard` on several ranks, drawn at random, beside a plain model whose gradients are reduced by hand.
+"""Loops of `fully_shard` on several ranks, drawn at random, beside a plain model whose gradients are reduced by hand;
+under mixed precision beside FSDP2.
 
 A loop is made of its seed: a model (`model.Shape`), optimizers, and some twenty steps of the kinds in `steps.STEPS`.
 Both sides (`sides`) do each step; then results, weights, gradients, buffers and random numbers are compared.
@@ -18,13 +19,15 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import CaptureError, RankError
 from tests.fuzz.loops import changes, failures, passes, updates  # noqa: F401 # which fill the table of steps
+from tests.fuzz.loops.fsdp2 import Theirs, not_alike
 from tests.fuzz.loops.model import Shape
-from tests.fuzz.loops.sides import Ours, Plain, Side
+from tests.fuzz.loops.sides import PRECISIONS, Ours, Plain, Side
 from tests.fuzz.loops.steps import STEPS, draw
 
 REFUSED = (ValueError, NotImplementedError, CaptureError, RankError, RuntimeError)  # what an error by name is
 BOUND = {torch.float64: 1e-6, torch.float32: 5e-3}  # relative to the largest element
 HALF = 0.1  # the same, once something was rounded to bfloat16
+BESIDE = 1e-3  # of FSDP2, which rounds where we do
 
 
 class Differs(AssertionError):
@@ -37,14 +40,15 @@ def run(seed: int, rank: int, world: int) -> tuple[str, str]:
     Where plain PyTorch raises too, the loop ends there, and was right.
     """
     rng = random.Random(seed)
-    shape = Shape.draw(rng)
-    plain, ours = Plain(shape, seed, rank, world), Ours(shape, seed, rank, world)
+    shape = Shape.draw(rng, random.Random(f"{seed} more"), PRECISIONS)
+    beside = Theirs if shape.precision else Plain
+    plain, ours = beside(shape, seed, rank, world), Ours(shape, seed, rank, world)
     makes = rng.randrange(10**9)
     for side in (plain, ours):
         updates.begin(side, random.Random(makes))
     done: list[str] = []
     torch.manual_seed(2 * seed + rank)
-    for place, name in enumerate(draw(rng, rng.randint(8, 24))):
+    for place, name in enumerate(draw(rng, rng.randint(8, 24), not_alike(shape) if shape.precision else ())):
         done.append(name)
         kind, said = _together(*_step(plain, ours, name, f"{seed} {place}"))
         if kind:
@@ -82,6 +86,8 @@ def _act(side: Side, name: str, seed: str) -> tuple[Any, Exception | None]:
 
 def _together(kind: str, said: str) -> tuple[str, str]:
     """The same on all ranks, of which none goes on where another does not."""
+    if not dist.is_initialized():  # ended by an error in a program
+        return "right" if kind == "right" else "crashed", f"the process group was ended: {said}"
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (kind, said))
     for wanted in ("crashed", "differs", "refused", "right"):
@@ -97,7 +103,7 @@ def _told(error: Exception) -> str:
 
 def differences(plain: Side, ours: Side, expected: Any, found: Any) -> list[str]:
     """What is not the same on both sides, on this rank."""
-    bound = HALF if plain.loose else BOUND[plain.shape.dtype]
+    bound = HALF if plain.loose else BESIDE if plain.shape.precision else BOUND[plain.shape.dtype]
     both = zip(plain.named(), ours.named(), strict=True)
     pairs: list[tuple[str, Any, Any]] = [
         ("the result", expected, found),
@@ -116,7 +122,8 @@ def _differ(name: str, expected: Any, found: Any, bound: float) -> Iterator[str]
     elif isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
         expected, found = expected.detach(), found.detach()
         if isinstance(found, DTensor):
-            expected, found = _own_rows(expected, found), found.to_local()
+            own = expected.to_local() if isinstance(expected, DTensor) else _own_rows(expected, found)
+            expected, found = own, found.to_local()
         if expected.shape != found.shape or expected.dtype != found.dtype:
             yield f"{name} is {found.dtype} {list(found.shape)}, expected {expected.dtype} {list(expected.shape)}"
         elif expected.numel():
@@ -131,6 +138,7 @@ def _differ(name: str, expected: Any, found: Any, bound: float) -> Iterator[str]
 
 def _own_rows(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """This rank's rows of it, as `Shard(0)` has them."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rows = -(-len(whole) // world)
-    return whole[rank * rows : (rank + 1) * rows]
+    coordinate = like.device_mesh.get_coordinate()
+    assert coordinate is not None
+    rows = -(-len(whole) // like.device_mesh.size(-1))
+    return whole[coordinate[-1] * rows : (coordinate[-1] + 1) * rows]

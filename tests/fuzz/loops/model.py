@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,18 +29,27 @@ class Shape:
     reshard: bool | None
     merged: bool  # small neighbours are sent together
     root_alone: bool  # fully_shard is called on the model, and on no block
+    mesh: str  # "": all ranks; "replicas": of whole models; "one replica": of two axes
+    wrapped: str  # of blocks: "", "checkpoint", or "compile"
+    precision: str  # by name of `fsdp2.PRECISIONS`; then beside FSDP2
 
     @classmethod
-    def draw(cls, rng: random.Random) -> Shape:
+    def draw(cls, rng: random.Random, more: random.Random, precisions: Collection[str]) -> Shape:
+        precision = more.choice(["", "", *precisions])
         return cls(
+            mesh=more.choice(("", "", "", "replicas", "one replica")),
+            wrapped=more.choice(("", "", "", "checkpoint", "compile")),
+            precision=precision,
             layers=rng.choice((2, 3, 4)),
-            dropout=rng.choice((0.0, 0.0, 0.2)),
-            statistics=rng.random() < 0.2,
+            dropout=rng.choice((0.0, 0.0, 0.2)) if not precision else 0.0,
+            statistics=rng.random() < 0.2 and not precision,  # of which parts stay whole
             tied=rng.random() < 0.2,
             checkpointed=rng.choice(("", "", "", "", "new", "reentrant")),
             returns=rng.choice(("tensor", "tensor", "tensor", "tuple", "dict", "named")),
-            dtype=rng.choice((torch.float64, torch.float64, torch.float64, torch.float32)),
-            reshard=rng.choice((True, False, None)),
+            dtype=torch.float32
+            if precision
+            else more.choice((torch.float64, torch.float64, torch.float64, torch.float32)),
+            reshard=rng.choice((True, False, None)) if not precision else True,
             merged=rng.random() < 0.5,
             root_alone=rng.random() < 0.15,
         )

@@ -243,10 +243,15 @@ def scaled(side: Side, rng: random.Random) -> Any:
     return torch.tensor(scaler.get_scale())
 
 
+def _no_gradients(side: Side, rng: random.Random) -> Any:
+    """FSDP2 cannot have its first call in inference mode."""
+    return torch.inference_mode() if rng.random() < 0.5 and not side.shape.precision else torch.no_grad()
+
+
 @step(2)
 def evaluate(side: Side, rng: random.Random) -> Any:
     side.model.eval()
-    with torch.inference_mode() if rng.random() < 0.5 else torch.no_grad():
+    with _no_gradients(side, rng):
         found = side.loss(*side.batch(rng)).clone()
     side.model.train()
     return found
@@ -254,7 +259,7 @@ def evaluate(side: Side, rng: random.Random) -> Any:
 
 @step()
 def without_gradients(side: Side, rng: random.Random) -> Any:
-    with torch.inference_mode() if rng.random() < 0.5 else torch.no_grad():
+    with _no_gradients(side, rng):
         return side.loss(*side.batch(rng)).clone()
 
 

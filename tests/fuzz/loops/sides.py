@@ -8,17 +8,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import Policy, fully_shard
 from tests.fuzz.loops.model import LENGTH, WORDS, Model, Shape, logits_of
 
+HALF = torch.bfloat16
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "half": {"param_dtype": HALF},
+    "half, reduced in whole": {"param_dtype": HALF, "reduce_dtype": torch.float32},
+    "half, given back in whole": {"param_dtype": HALF, "reduce_dtype": torch.float32},  # by the model
+    "half, reduced in half": {"param_dtype": HALF, "reduce_dtype": HALF},
+    "whole, reduced in half": {"reduce_dtype": HALF},
+    "half, inputs as they are": {"param_dtype": HALF, "cast_forward_inputs": False},
+}
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
@@ -29,6 +42,9 @@ class Side:
         self.shape, self.rank, self.world = shape, rank, world
         torch.manual_seed(seed)
         self.model = Model(shape).to(shape.dtype)
+        if shape.wrapped == "checkpoint":
+            for place, block in enumerate(self.model.layers):
+                self.model.layers[place] = checkpoint_wrapper(block)
         self.take()
         self.make: Any = None  # an optimizer of parameters
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -84,6 +100,10 @@ class Side:
 
 def loss_of(result: Any, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits_of(result).flatten(0, 1).double(), y.flatten())
+
+
+def precision_of(name: str) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(**PRECISIONS.get(name, {}))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -158,14 +178,27 @@ class _Unhook:
 
 class Ours(Side):
     undivided = False  # a fault, for the control
+    uncast = False  # another
+    fully_shard = staticmethod(fully_shard)
+    own_policy = True
 
     def take(self) -> None:
-        policy = None if self.shape.merged else Policy(lower="eager", bucket_mb=0)
+        options: dict[str, Any] = {"reshard_after_forward": self.shape.reshard}
+        if self.shape.mesh:
+            sizes = (self.world, 1) if self.shape.mesh == "replicas" else (1, self.world)
+            options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
+        options["mp_policy"] = precision_of("" if self.uncast else self.shape.precision)
+        if self.own_policy and not self.shape.merged:
+            options["policy"] = Policy(lower="eager", bucket_mb=0)
+        for block in self.model.layers if self.shape.wrapped == "compile" else []:
+            block.compile(backend="eager")
         for block in [] if self.shape.root_alone else self.model.layers:
-            fully_shard(block, reshard_after_forward=self.shape.reshard, policy=policy)
+            self.fully_shard(block, **options)
             if self.undivided:
                 block.set_gradient_divide_factor(1.0)
-        fully_shard(self.model, reshard_after_forward=self.shape.reshard, policy=policy)
+        if "given back" in self.shape.precision:
+            options["mp_policy"] = replace(options["mp_policy"], output_dtype=self.shape.dtype)
+        self.fully_shard(self.model, **options)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         loss.backward(**options)
@@ -190,4 +223,4 @@ class Ours(Side):
         call(self.model)
 
     def gathered(self) -> Any:
-        return self.model.gathered()
+        return self.model.gathered() if self.own_policy else super().gathered()

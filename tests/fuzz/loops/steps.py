@@ -7,7 +7,7 @@ is to compare beside weights, gradients, buffers and random numbers.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,6 @@ def step(weight: int = 1, makes_noise: bool = False) -> Callable[[Any], Any]:
     return put
 
 
-def draw(rng: random.Random, count: int) -> list[str]:
-    names = list(STEPS)
+def draw(rng: random.Random, count: int, without: Collection[str] = ()) -> list[str]:
+    names = [name for name in STEPS if name not in without]
     return rng.choices(names, [STEPS[name].weight for name in names], k=count)
