@@ -83,3 +83,13 @@ def test_control_without_the_question_it_is_not_seen(kind: str, monkeypatch: pyt
     monkeypatch.setattr(closed_tensors, "_place", id)
     eager, ours = losses(kind, 1, 0)
     assert ours[0] == eager[0] and ours[1] == ours[0] != eager[1]
+
+
+def test_inside_of_a_module_under_torch_compile_it_is_read_where_the_trace_found_it() -> None:
+    """Else each step is captured again."""
+    make, read, _ = CHANGES["data"]
+    model = nn.Sequential(nn.Linear(3, 3), torch.compile(nn.Sequential(Block(held := [make()], read)), backend="eager"))
+    sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.0), loss=loss, policy=Policy(lower="eager"))
+    before = sharded.step(torch.ones(2, 3)).item()
+    held[0] = held[0] * 3
+    assert sharded.step(torch.ones(2, 3)).item() == pytest.approx(before * 9) and sharded.captures == 1

@@ -4,6 +4,7 @@ that its trace came to and read no element of, whose layout it may rely on."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -19,14 +20,20 @@ class Closed:
     A tensor that has taken another's place (``weights = weights * 2``, a teacher's new parameter) becomes the program's
     input if it is laid out as the other was and shares memory with the same; else the program is not for it.
     ``numbers``: what it relies on of those whose value was read as a Python number. ``unread``: where the trace found
-    others, of which it can have read the shape, dtype and strides alone.
+    others, of which it can have read the shape, dtype and strides alone. ``as_traced``: within, places are where the
+    trace found them.
     """
 
     numbers = Numbers()
 
     def __init__(
-        self, closed: Mapping[str, tuple[torch.Tensor, Any]], scope: Mapping[str, Any], unread: Sequence[str] = ()
+        self,
+        closed: Mapping[str, tuple[torch.Tensor, Any]],
+        scope: Mapping[str, Any],
+        unread: Sequence[str] = (),
+        as_traced: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._as_traced = as_traced
         self.tensors = {name: tensor for name, (tensor, _) in closed.items()}
         self._layouts = {name: _layout(tensor) for name, tensor in self.tensors.items()}
         self._shared = _shared(list(self.tensors.values()))
@@ -41,8 +48,9 @@ class Closed:
     def moved(self) -> Mapping[str, torch.Tensor] | None:
         """Those that are other tensors now, by name; None where the program is not for them."""
         try:
-            now = self._read()
-            same = not self._unread or list(map(_layout, self._look())) == self._looked
+            with self._as_traced():
+                now = self._read()
+                same = not self._unread or list(map(_layout, self._look())) == self._looked
         except Exception:  # one of the places is gone
             return None
         if not same or not self.numbers.hold():
@@ -58,8 +66,10 @@ class Closed:
     def odd(self) -> tuple[str, str] | None:
         """The first that the program is not for, as Dynamo names it, and what the program relies on of it."""
         try:
-            now = zip(self._unread, map(_layout, self._look()), self._looked, strict=True)
-            name = self._odd(self._read()) or next((name for name, layout, was in now if layout != was), None)
+            with self._as_traced():
+                now = zip(self._unread, list(map(_layout, self._look())), self._looked, strict=True)
+                name = self._odd(self._read())
+            name = name or next((name for name, layout, was in now if layout != was), None)
         except Exception as error:
             name = f"a tensor that is read from outside ({type(error).__name__})"
         if name is not None:

@@ -40,7 +40,7 @@ import contextlib
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -158,7 +158,8 @@ class Recorder:
         found = Guards(entry, scope, hooks, methods, unseen, self._alive, self.wrapped)
         answered = {name_of(source) for _, source in closed.values()}
         unread = [name for name in self._tensors if name not in answered and not is_own(name)]
-        found.closed = Closed(closed, found.scope, [name for name in unread if not any(map(name.count, SIGNATURE))])
+        unread = [name for name in unread if not any(map(name.count, SIGNATURE))]
+        found.closed = Closed(closed, found.scope, unread, found.as_traced)
         self.values, self.kept = {}, []
         return found
 
@@ -219,24 +220,25 @@ class Guards:
 
     def _unseen(self) -> str | None:
         """What Dynamo's guards let through, by Dynamo's name."""
+        with self.as_traced():
+            return next(filter(None, (one.changed(self.scope) for one in self._asked)), None)
+
+    @contextlib.contextmanager
+    def as_traced(self) -> Iterator[None]:
+        """Inside, with what is put into the model's place while it is traced."""
         with contextlib.ExitStack() as stack:
             for around in self._around:
                 stack.enter_context(around(self._locals["objective"]))
-            return next(filter(None, (one.changed(self.scope) for one in self._asked)), None)
+            yield
 
     def _check_around(self, scope: dict[str, Any]) -> bool:
-        """With what is put into the model's place while it is traced."""
-        with contextlib.ExitStack() as stack:
-            for around in self._around:
-                stack.enter_context(around(scope["objective"]))
+        with self.as_traced():
             return self._manager.root.check(scope)
 
     def broken(self) -> tuple[str, str] | None:
         """What does not hold, as ``(model.temp, model.temp == 1.0, which is 3.0 now)``; None where all does."""
         if not self._check(self._locals):
-            with contextlib.ExitStack() as stack:
-                for around in self._around:
-                    stack.enter_context(around(self._locals["objective"]))
+            with self.as_traced():
                 parts = list(self._manager.root.check_verbose(self._locals).verbose_code_parts)
             return next(filter(None, map(self._explain, parts)), None) or ("the model", self.words(parts[0]))
         if (name := self._unseen()) is not None:
