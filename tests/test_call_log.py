@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from fsdp_compiled.distributed import call_log, watchdog
 from fsdp_compiled.distributed.call_log import Calls, _finish
-from fsdp_compiled.distributed.call_store import Board, Posted
+from fsdp_compiled.distributed.call_store import MEETS, Board, Posted
 from fsdp_compiled.distributed.connections import connections, cut
 from fsdp_compiled.distributed.mesh import Mesh, RankError
 from fsdp_compiled.distributed.watchdog import Watchdog
+from fsdp_compiled.ir.program import SILENT
 
 CLOSED = RuntimeError("[pair.cc] Connection closed by peer")
 
@@ -105,6 +106,34 @@ def test_a_refusal_reaches_those_who_wait() -> None:
         first.meet("step (a)")
 
 
+@pytest.mark.parametrize(("wire", "loop", "ends"), [(SILENT, False, False), (SILENT, True, True), ("aa", False, True)])
+def test_nobody_waits_for_another_in_a_call_that_sends_nothing(wire: str, loop: bool, ends: bool) -> None:
+    """So a refusal ends nothing there, but in a loop, whose backward would wait; who sends something waits at once."""
+    first, second = boards(2)
+    first.post("forward (a)", wire)
+    if not loop:
+        second.take_part = lambda: lambda call, quiet: False
+    with pytest.raises(RankError, match="A rank refused its call"):
+        second.refuse("bad batch")
+    assert second.board is not None
+    assert (second.board.error() is not None, second.closed is not None) == (ends, ends)
+
+
+def test_a_program_that_sends_nothing_enters_beside_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_log, "timeout", lambda mesh: 0.05)
+    for wire, alike in ((SILENT, True), ("aa", False)):
+        first, second = boards(2)
+        first.post("forward (a)", SILENT)  # has its program
+        if alike:
+            second.enter("forward (b)", wire)
+        else:
+            with pytest.raises(
+                RankError, match=r"(?s)rank 0: forward \(a\)\n  rank 1: forward \(b\), communicating aa"
+            ):
+                second.enter("forward (b)", wire)
+        assert (second.closed is None) == alike
+
+
 def test_a_rank_that_meets_others_hears_why_one_of_them_is_not_coming() -> None:
     first, second = boards(2)
     for _ in range(2):
@@ -175,6 +204,15 @@ def test_whose_collectives_differ_is_found_whoever_it_is(watches: list[Told]) ->
         assert found is not None and "  rank 1: step (a)\n  rank 2: forward (a)" in found
 
 
+def test_one_that_sends_nothing_is_found_by_those_who_wait(watches: list[Told]) -> None:
+    begin(watches[0], 5, "step (a)", "aa")
+    begin(watches[1], 5, "forward (a)", SILENT)
+    time.sleep(0.1)
+    assert watches[1]._running is None or watches[1]._running.looked == 0  # it waits for nobody itself
+    found = looked(watches[0]).found
+    assert found is not None and "rank 0: step (a)\n  rank 1: forward (a)" in found
+
+
 def test_one_who_went_on_after_another_call_is_found(watches: list[Told]) -> None:
     begin(watches[0], 5, "step (a)", "aa")
     begin(watches[1], 5, "forward (a)", "bb")
@@ -198,7 +236,7 @@ def test_ranks_that_agree_may_take_as_long_as_they_like(watches: list[Told]) -> 
         (4, "forward (a)", "bb"),  # late
         (69, "forward (a)", "bb"),  # so far ahead that its call 5 was overwritten
         (5, "step (b)", "aa"),  # other shapes, whose collectives pair up
-        (5, "step (b)", ""),  # on its way into a compilation, where it meets the others
+        (5, "step (b)", MEETS),  # on its way into a compilation, where it meets the others
     ],
 )
 def test_what_may_still_go_well_is_left_alone(watches: list[Told], number: int, label: str, wire: str) -> None:

@@ -25,6 +25,7 @@ from fsdp_compiled.distributed.call_store import (
     CLOSED,
     COMMUNICATING,
     JOIN,
+    MEETS,
     REFUSED,
     UNDECIDED,
     Board,
@@ -47,7 +48,6 @@ NO_STORE = (
     "The store at which ranks meet is gone: torchrun's agent that holds it has ended, or, without torchrun, rank 0 has"
 )
 TIMEOUT = "Timed out"
-SILENT = "none"  # the wire of a call that sends nothing, and yet meets nobody
 LOST = ("closed by peer", "reset by peer", "Broken pipe", TIMEOUT, "remote process has terminated")
 
 
@@ -89,8 +89,8 @@ class Calls:
         if self.mesh.world == 1:
             self.closed = None
 
-    def post(self, label: str, wire: str = "") -> None:
-        """This rank's next call; with its wire, if it goes on without meeting the others."""
+    def post(self, label: str, wire: str = MEETS) -> None:
+        """This rank's next call, which goes on with this wire, or first meets the others."""
         self.check_open()
         self._made[0] += 1
         self._put(Posted(self.count, wire, label, self.hypers))
@@ -123,14 +123,16 @@ class Calls:
         posted = [self._wait_for(self.board, rank) for rank in range(self.mesh.world)]
         if all(other.label == label for other in posted):
             return True
-        if part is not None and all(part(other.label) == part(label) and not other.wire for other in posted):
+        if part is not None and all(part(other.label) == part(label) and other.wire == MEETS for other in posted):
             return False
         message = different([other.label for other in posted])
-        # A rank that posted a wire met nobody: it waits in its collectives, for this rank too.
-        waiting = {other for rank, other in enumerate(posted) if other.wire and rank != self.mesh.rank}
+        take_part = self.take_part()
+        # A rank that goes on waits in its collectives, for this rank too. One that sends nothing does so in none; but
+        # where nobody takes part for others, in a loop, what belongs to it, a backward, waits later.
+        on = {one for rank, one in enumerate(posted) if one.wire != MEETS and rank != self.mesh.rank}
+        waiting = {one for one in on if one.communicates or take_part is None}
         if waiting:
             self.board.tell(self.count, message)
-            take_part = self.take_part()
             if len(waiting) > 1 or not (take_part and take_part(waiting.pop(), label.startswith(REFUSED))):
                 message = f"{message}\n{CLOSED}"
                 self.board.fail(message)
@@ -161,15 +163,16 @@ class Calls:
             return
         said = f"{label}{COMMUNICATING}{wire}"
         if posted:
-            self._put(Posted(self.count, "", said, self.hypers))
+            self._put(Posted(self.count, MEETS, said, self.hypers))
         else:
             self.post(said)
         others = [self._wait_for(self.board, rank, decided=True) for rank in range(self.mesh.world)]
-        if all(wire == (other.wire or other.label.rpartition(COMMUNICATING)[2]) for other in others):
+        theirs = (one.label.rpartition(COMMUNICATING)[2] if one.wire == MEETS else one.wire for one in others)
+        if all(one == wire for one in theirs):
             self._put(Posted(self.count, wire, label, self.hypers))
             return
         message = different([other.label for other in others])
-        if any(other.wire for other in others):  # it waits in its collectives
+        if any(other.wire != MEETS for other in others):  # it has gone on
             message = f"{message}\n{CLOSED}"
             self.board.fail(message)
             self.leave(message)
@@ -263,12 +266,12 @@ class Calls:
             if posted.number >= self.count and not (decided and posted.label.startswith(UNDECIDED)):
                 return posted
             if (ended := board.ended(rank)) is not None and ended < self.count:
-                return Posted(self.count, "", f"gone after {times(ended)}")
+                return Posted(self.count, MEETS, f"gone after {times(ended)}")
             if (message := board.error()) is not None:  # from a call before this one, which that rank will not survive
                 self.leave(message)
                 raise RankError(message)
             if time.monotonic() > until:
-                return Posted(self.count, "", f"{ABSENT} after {times(board.newest(rank))}")
+                return Posted(self.count, MEETS, f"{ABSENT} after {times(board.newest(rank))}")
             time.sleep(0.005)
 
     def reason(self, error: Exception) -> str | None:

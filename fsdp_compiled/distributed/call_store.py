@@ -4,8 +4,8 @@
     rank 1: 7|77e0b3f2|d2|forward (float32[2, 4])      the same number: so these two meet, and have different labels
 
 The *label* says what a rank calls with which shapes. The *wire* stands for the collectives that the call makes, in
-order; it is empty for a call that first meets the others. Calls with other labels are a mistake; calls with other wires
-wait for each other forever.
+order; it is `SILENT` for a call that makes none, and `MEETS` for one that first meets the others. Calls with other
+labels are a mistake; calls with other wires wait for each other forever.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from fsdp_compiled.ir.program import SILENT
+
+MEETS = ""  # in the place of a wire
 REFUSED = "refused: "
 ABSENT = "still absent"
 UNDECIDED = "undecided: "
@@ -60,6 +63,11 @@ class Posted(NamedTuple):
     label: str
     hypers: str = ""
 
+    @property
+    def communicates(self) -> bool:
+        """Whether it goes on into collectives, and waits in them for the others."""
+        return self.wire not in (MEETS, SILENT)
+
 
 class Board:
     """This rank's view of it."""
@@ -77,7 +85,7 @@ class Board:
         """What stands in this call's slot; its number may be another, and is 0 where nothing stands there."""
         text = self.get(f"{rank}/{number % self.SLOTS}")
         if text is None:
-            return Posted(0, "", "")
+            return Posted(0, MEETS, "")
         found, wire, hypers, label = text.split("|", 3)
         return Posted(int(found), wire, label, hypers)
 

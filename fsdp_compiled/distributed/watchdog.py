@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from fsdp_compiled.distributed.call_store import CLOSED, Board, Posted, different
+from fsdp_compiled.distributed.call_store import CLOSED, MEETS, Board, Posted, different
 from fsdp_compiled.distributed.connections import Ends, connections, cut, read, store_port, written
 
 BEAT = 2.0  # seconds between two signs of life
@@ -84,7 +84,7 @@ class Watchdog:
 
     def end(self, waits: bool = True) -> None:
         """The call is over; unless its collectives may still run on a device (not ``waits``)."""
-        if waits or (self._running is not None and not self._running.call.wire):
+        if waits or (self._running is not None and not self._running.call.communicates):
             self._running = None
 
     def stop(self) -> None:
@@ -131,7 +131,7 @@ class Watchdog:
                     self._pulse = (None, time.monotonic())
                     continue
                 reason = board.error() or self._silent(running) or self._gone(running)
-                if reason is None and running.call.wire and running.lasts >= PATIENCE:
+                if reason is None and running.call.communicates and running.lasts >= PATIENCE:
                     reason = self._reason(running)
                 if reason is not None:
                     self._break(running, reason)
@@ -190,7 +190,7 @@ class Watchdog:
         rank = (board.rank + 1 + running.looked % (board.world - 1)) % board.world
         running.looked += 1
         other = board.read(rank, call.number)
-        if other.number != call.number or not other.wire:
+        if other.number != call.number or other.wire == MEETS:
             return None
         if other.wire == call.wire:
             running.agree.add(rank)

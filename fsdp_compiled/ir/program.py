@@ -111,6 +111,7 @@ SAME = Port("out", "same")  # float64
 SAME_PARTS = 2
 CALL = Port("in", "call")  # float64
 DRAWN = Port("in", "drawn")  # float64
+SILENT = "none"  # the wire of what sends nothing
 CALL_PARTS = 3  # of 20 bits each, in one element each
 
 
@@ -160,9 +161,9 @@ class Program:
 
     @property
     def wire(self) -> str:
-        """Equal for programs whose collectives pair up, one by one; empty where there are none."""
+        """Equal for programs whose collectives pair up, one by one; `SILENT` where there are none."""
         calls = self.collectives
-        return hashlib.sha256(repr(calls).encode()).hexdigest()[:8] if calls else ""
+        return hashlib.sha256(repr(calls).encode()).hexdigest()[:8] if calls else SILENT
 
     @property
     def collectives(self) -> list[str]:

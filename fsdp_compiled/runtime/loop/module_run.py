@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled.capture.ambient import outside_modes
-from fsdp_compiled.distributed.call_log import SILENT, Calls
+from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.ir.nodes import OTHER_BATCHES
 from fsdp_compiled.lower.lowering import below_autograd
@@ -118,7 +118,7 @@ class Run:
         )
         if synchronises and not waiting:
             backward = training.backward
-            self.calls.post(label, backward.wire or SILENT)
+            self.calls.post(label, backward.wire)
             outputs = run_program(partial(backward.runner, kept), self.calls)
             found: dict[Entry, DTensor] = {}
             for key, place in backward.gradients.items():

@@ -25,7 +25,7 @@ from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.fake_inputs import capture_on
 from fsdp_compiled.ir.calls import calls
 from fsdp_compiled.ir.nodes import is_random, may_be_random
-from fsdp_compiled.ir.program import CALL, Port, Program
+from fsdp_compiled.ir.program import CALL, SILENT, Port, Program
 from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, fusions_for
 from fsdp_compiled.lower.halves import Halves, cut, reached
@@ -287,7 +287,7 @@ def _wire(program: Program, halves: Halves | None) -> str:
     if halves is None:
         return program.wire
     both = halves.forward.wire, halves.backward.wire
-    return hashlib.sha256(repr(both).encode()).hexdigest()[:8] if any(both) else ""
+    return hashlib.sha256(repr(both).encode()).hexdigest()[:8] if set(both) != {SILENT} else SILENT
 
 
 def _check_written(captured: Capture, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -27,7 +27,6 @@ from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.captured import batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traceable
 from fsdp_compiled.capture.unknown_reads import check_attributes
-from fsdp_compiled.distributed.call_log import SILENT
 from fsdp_compiled.distributed.mesh import exchange
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.runtime.ages import Names
@@ -194,8 +193,7 @@ class Programs:
             if self._moving is not None:
                 self._moving.made(request, compiled.program, several)
         else:
-            silent = "" if self._called is None else SILENT  # a loop is not told of what others refuse
-            self.calls.post(request.said(compiled.label), compiled.wire or silent)
+            self.calls.post(request.said(compiled.label), compiled.wire)
             del self._cached[compiled.number]
         self._cached[compiled.number] = compiled
         variants = self._variants.setdefault(request.key, [])

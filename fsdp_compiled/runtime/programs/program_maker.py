@@ -19,7 +19,7 @@ from fsdp_compiled.capture import ambient
 from fsdp_compiled.capture.across_tp import check_same, differing, digests, mark_random
 from fsdp_compiled.capture.captured import Capture
 from fsdp_compiled.capture.dynamic_shapes import traced_with
-from fsdp_compiled.distributed.call_log import SILENT, Calls
+from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Interrupted, Mesh, agree, among, exchange, exchange_along_tp
 from fsdp_compiled.distributed.process_group import backends
 from fsdp_compiled.ir.program import Program
@@ -179,7 +179,7 @@ class ProgramMaker:
             else:
                 with self.calls.refusing():
                     compiled = self._by_itself(request, buffers, rules, room)
-            self.calls.enter(compiled.label, compiled.wire or SILENT, request.posted)
+            self.calls.enter(compiled.label, compiled.wire, request.posted)
             return compiled
         self.calls.post(request.label)
         alike = self.calls.meet(request.label, lambda label: label.partition(" (")[0])
