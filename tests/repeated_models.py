@@ -184,7 +184,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, like: str) -> None:
         super().__init__()
-        self.like, shared = like, Shared()
+        self.like, self.depth, shared = like, LAYERS, Shared()
         self.shared = shared
         self.first = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.ModuleList(Block(index, like, shared) for index in range(LAYERS))
@@ -203,6 +203,21 @@ class Model(nn.Module):
         if like == "another class inside":
             self.layers[3].linear = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
+    def blocks(self) -> nn.ModuleList:
+        if self.like == "a slice":
+            return self.layers[: self.depth]
+        if self.like == "a slice with more":
+            layers = self.layers[1:-1]
+            layers.insert(0, self.layers[0])
+            layers += self.layers[-1:]
+            assert layers[-1] is self.layers[-1] and "5" in dict(layers.named_children()) and len(layers) == LAYERS
+            return layers
+        if self.like == "a slice backwards":
+            return self.layers[::-1][::-1]
+        if self.like == "a new list":
+            return nn.ModuleList([layer for layer in self.layers])
+        return self.layers
+
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None, more: str | None = None) -> torch.Tensor:
         x = self.first(x)
         masks = (x.sin(), x.cos())
@@ -214,7 +229,7 @@ class Model(nn.Module):
             x = x * STATE.factor
         if self.like == "collects in a new object":
             STATE.found = Shared()  # type: ignore[assignment]
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.blocks()):
             if self.like == "read outside" and layer.kind == "other":
                 x = x + 1
             if self.like == "global set for one":

@@ -121,7 +121,7 @@ WRITTEN = {
         ("shared", "dropout", "random", "arguments", "read after", "written later", "twice", "plain tensors",
          "reads and does not use", "global set before", "a function inside", "partial functions", "no grad",
          "autocast inside", "written in pieces", "returns its argument", "hands on", "views",
-         "views written later"), LAYERS - 2
+         "views written later", "a slice", "a slice with more", "a slice backwards", "a new list"), LAYERS - 2
     ),
     # and but for the one that differs
     **dict.fromkeys(
@@ -150,7 +150,7 @@ CHOSEN = (
     "a hook on a tensor", "checkpointed inside", "global set before", "global set for one", "global collects",
     "one of a global's kind", "another partial function", "a function inside", "collects in a new object",
     "an attribute of its result", "no grad", "written in pieces", "hands on", "views written later",
-    "views of its argument", "fills an object",
+    "views of its argument", "fills an object", "a slice", "a slice with more",
 )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, call_pat
 from fsdp_compiled.capture.blocks.built_guards import BlockGuards, Plan
 from fsdp_compiled.capture.blocks.changes import Objects
 from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
+from fsdp_compiled.capture.blocks.module_lists import extended
 from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
 from fsdp_compiled.capture.guards import Recorder, is_own, plain_names
@@ -118,6 +119,12 @@ class Repeats:
             else:
                 tx.push(result)
 
+        method = kind.call_method
+
+        def call_method(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+            made = extended(method, variable, tx, name, args, FEWEST) if threading.get_ident() == thread else None
+            return method(variable, tx, name, args, kwargs) if made is None else made
+
         wrap = variable_builder.VariableBuilder.wrap_module
 
         def wrap_module(builder: Any, value: nn.Module) -> Any:
@@ -139,6 +146,7 @@ class Repeats:
 
         instead: list[tuple[Any, str, Any]] = [
             (kind, "call_function", call_function),
+            (kind, "call_method", call_method),
             (InstructionTranslatorBase, "call_function", call_unseen),
             (variable_builder.VariableBuilder, "wrap_module", wrap_module),
             (CheckFunctionManager, "build_guards", build_guards),
