@@ -209,7 +209,7 @@ def _check_next(made: Trace, trace: Callable[[Collection[str]], Trace]) -> None:
     except (Unsupported, UserError, TorchDynamoException, RuntimeError, ValueError) as error:
         raise CaptureError(f"{left.refusal()}\n{user_line(error)}\n  Why: {reason(error)}") from error
     again.undo()
-    if not again.meaning(made).same(made.meaning()):
+    if not again.meaning_after(made).same(made.meaning):
         raise CaptureError(left.refusal())
     left.check(again.closed, again.side_effects.entries, made.tables())
 
@@ -240,6 +240,7 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
     wanted = {"allow_rnn": True, "trace_autograd_ops": True, "ignore_logging_functions": speech(), "disable": False}
     wanted["skip_nnmodule_hook_guards"] = False
     wanted["run_gc_after_compile"] = False  # up to a tenth of a small capture; garbage is collected in its own time
+    wanted["use_lamba_guard_for_object_aliasing"] = False  # in C++: Python's, of a config in 96 layers, is read slowly
     try:
         with (
             torch.compiler.set_stance("default"),

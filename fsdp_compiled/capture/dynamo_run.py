@@ -162,8 +162,13 @@ class Trace:
         if self.module is not None:
             self.mutations.undo()
 
-    def meaning(self, before: Trace | None = None) -> Meaning:
-        """What is computed of that which has a port; ``before``: the trace whose results this one may find."""
+    @functools.cached_property
+    def meaning(self) -> Meaning:
+        """What is computed of that which has a port."""
+        return self.meaning_after(None)
+
+    def meaning_after(self, before: Trace | None) -> Meaning:
+        """The same; ``before``: the trace whose results this one may find."""
         form = self.whole
         ends = self._ends(form)
         wanted = [(str(self.outputs[id(result)]), node) for node, result in ends if id(result) in self.outputs]
@@ -180,7 +185,7 @@ class Trace:
 
     def tables(self) -> dict[int, str]:
         """The results that are computed from nothing, by identity, and what they are."""
-        constant = self.meaning().constant
+        constant = self.meaning.constant
         return {id(result): constant[node] for node, result in self._ends(self.whole) if node in constant}
 
     def _ends(self, form: Form) -> list[tuple[fx.Node, Any]]:

@@ -31,7 +31,7 @@ class Meaning:
         inputs: Mapping[fx.Node, str],
         known: Mapping[fx.Node, str] | None = None,
     ) -> None:
-        self._module = module
+        self._modules = dict(module.named_modules())
         self._names: dict[fx.Node, str] = {}
         self._roots: dict[fx.Node, set[fx.Node]] = {}  # the inputs and new tensors whose memory a value may be in
         self.constant: dict[fx.Node, str] = {}  # values computed from nothing
@@ -54,7 +54,7 @@ class Meaning:
     def _add(self, node: fx.Node) -> None:
         target = node.target if isinstance(node.target, str) else getattr(node.target, "__qualname__", str(node.target))
         if node.op in ("get_attr", "call_module"):
-            inner = dict(self._module.named_modules()).get(str(node.target))
+            inner = self._modules.get(str(node.target))
             target = _body(inner) if isinstance(inner, fx.GraphModule) else target
         arguments = fx.node.map_arg((node.args, node.kwargs), lambda source: self._names[source])
         random = RANDOM.search(target) is not None
