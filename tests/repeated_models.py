@@ -215,7 +215,7 @@ class Model(nn.Module):
         if self.like == "a slice backwards":
             return self.layers[::-1][::-1]
         if self.like == "a new list":
-            return nn.ModuleList([layer for layer in self.layers])
+            return nn.ModuleList(list(self.layers))
         return self.layers
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None, more: str | None = None) -> torch.Tensor:

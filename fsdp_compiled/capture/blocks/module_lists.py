@@ -35,8 +35,10 @@ def extended(call: Any, variable: Any, tx: Any, name: str, args: Sequence[Any], 
     """
     if name != "__iadd__" or not _is_new(variable) or len(args) != 1:
         return None
+    if every_module._global_module_registration_hooks or not _is_pytorchs():
+        return None
     modules = _items(args[0])
-    if len(modules) < fewest or not all(map(_is_module, modules)) or every_module._global_module_registration_hooks or not _is_pytorchs():
+    if len(modules) < fewest or not all(map(_is_module, modules)):
         return None
     inside = variable.var_getattr(tx, "_modules")
     if not isinstance(inside, ConstDictVariable) or inside.items:
