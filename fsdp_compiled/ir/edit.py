@@ -22,7 +22,7 @@ from fsdp_compiled.ir.kept import copied
 from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, fake_tensor, is_random, mutated, positions
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.repeated import Made, Of
-from fsdp_compiled.torch_private.fx_graph import names_of, new_call, new_placeholder, row_of
+from fsdp_compiled.torch_private.fx_graph import erase_unread, names_of, new_call, new_placeholder, row_of
 
 c10d = torch.ops._c10d_functional
 SET_ARGS, SET_KWARGS = (vars(fx.Node)[name].fset for name in ("args", "kwargs"))
@@ -132,8 +132,9 @@ class Edit:
         strides = (math.prod(max(size, 1) for size in shape[place + 1 :]) for place in range(len(shape)))
         return fake_tensor(self.mode, tuple(shape), tuple(strides), dtype, device)
 
-    def remove_input(self, port: Port) -> None:
-        self.graph.erase_node(self._inputs.pop(port))
+    def remove_inputs(self, ports: Iterable[Port]) -> None:
+        """Those that nothing reads any more."""
+        erase_unread(self.graph, [self._inputs.pop(port) for port in ports])
 
     def set_output(self, port: Port, node: fx.Node | None) -> None:
         self.set_outputs({port: node})

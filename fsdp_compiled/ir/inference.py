@@ -82,7 +82,9 @@ class Alike:
         """The same for tensors of one layout; None for what is no such tensor."""
         if (known := self._layouts.get(id(value))) is not None:
             return known[1]
-        return self._number(value) if _plain(value) else None
+        with suppress(_Odd):
+            return self._number(value)
+        return None
 
     def _number(self, value: torch.Tensor) -> int:
         if not _plain(value):

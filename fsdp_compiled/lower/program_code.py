@@ -56,7 +56,8 @@ class Code:
         self._known: dict[Hashable, str] = {}  # what is no literal, by identity
         self._values: dict[str, Any] = {}  # the same, by name
         self._prefix = "_"
-        while any(node.name.startswith(self._prefix) for node in graph.nodes):
+        names = "\n".join(["", *(node.name for node in graph.nodes)])
+        while f"\n{self._prefix}" in names:
             self._prefix += "_"
         self._lines: list[str] = []
         # By line: the place of the node, or of the first of the stretch; inside of one, from there.

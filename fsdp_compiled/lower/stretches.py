@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.nodes import is_collective, is_wait, may_be_random, owner
-from fsdp_compiled.torch_private.fx_graph import inputs_of
+from fsdp_compiled.torch_private.fx_graph import ARGS, KWARGS, inputs_of
 
 SHORT = 4  # operators; no more than these are compared with nothing
 LITERAL = (int, bool, str, type(None))
@@ -59,7 +59,8 @@ def last_uses(nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.
         found[node] = place
         for source in inputs_of(node):
             found[source] = place
-    return found | dict.fromkeys(returned, len(nodes))
+    found.update(dict.fromkeys(returned, len(nodes)))
+    return found
 
 
 def stretches(nodes: Sequence[fx.Node], ends: Mapping[fx.Node, int], call: Call) -> list[Stretch]:
@@ -95,19 +96,25 @@ def _cut(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
     """The nodes in order, cut where another block or phase begins, and around collectives."""
     found: list[fx.Node] = []
     before: object = None
-    apart: dict[int, bool] = {}  # by the operator's identity
+    known: object = None  # what the place is looked up by: the same for most nodes as for the one before
+    place: object = None
+    kinds: dict[int, tuple[bool, bool]] = {}  # by the operator's identity: whether it is a collective, or a wait, too
     for node in nodes:
-        target = node.target
-        if (alone := apart.get(id(target))) is None:
-            alone = apart[id(target)] = is_collective(node) or is_wait(node)
+        target, meta = node.target, node.meta
+        if (kind := kinds.get(id(target))) is None:
+            kind = kinds[id(target)] = is_collective(node), is_collective(node) or is_wait(node)
+        alone = kind[1]
         if target is getitem:
-            alone = is_collective(node.args[0])  # type: ignore[arg-type]
-        place = None if alone else (node.meta.get("phase"), owner(node))
-        if (place is None or place != before) and found:
+            source: fx.Node = node.args[0]  # type: ignore[assignment]
+            alone = kinds[id(source.target)][0] if id(source.target) in kinds else is_collective(source)
+        where = meta.get("phase"), meta.get("mark"), meta.get("path")
+        if where != known:
+            known, place = where, (where[0], owner(node))
+        if (alone or place != before) and found:
             yield found
             found = []
         found.append(node)
-        before = place
+        before = None if alone else place
     if found:
         yield found
 
@@ -120,7 +127,10 @@ class _Kind:
         self._nodes = nodes
         # What is called, of which arguments, and whether that is what the node says, whatever its arguments are.
         self._calls = [
-            (first, *call(first), first.kwargs, not (is_collective(first) or may_be_random(first))) for first in nodes
+            (target, [(one, type(one), type(one) in LITERAL, _is_ints(one)) for one in args], first.kwargs, target is first.target and plain)
+            for first in nodes
+            for target, args in (call(first),)
+            for plain in (not (is_collective(first) or may_be_random(first)),)
         ]
         self.values = self._same(nodes) or []
         self._lives = self._lives_of(self.values, start)
@@ -141,25 +151,43 @@ class _Kind:
 
     def _lives_of(self, values: Sequence[fx.Node], start: int) -> list[int]:
         """After which of its nodes the stretch lets go of each; their number, where that is later."""
-        ends, most = self._ends, len(self._nodes)
-        return [min(ends[value] - start, most) for value in values]
+        ends, end = self._ends, start + len(self._nodes)
+        return [at - start if (at := ends[value]) < end else end - start for value in values]
 
     def _same(self, nodes: Sequence[fx.Node]) -> list[fx.Node] | None:
         same = dict(zip(self._nodes, nodes, strict=True))
-        for node, (first, target, args, kwargs, plain) in zip(nodes, self._calls, strict=True):
-            own, given = (target, node.args) if plain and node.target is first.target else self._call(node)
-            if own is not target or len(given) != len(args):
+        find = same.setdefault
+        for node, given, others, (target, args, kwargs, plain) in zip(
+            nodes, map(ARGS, nodes), map(KWARGS, nodes), self._calls, strict=True
+        ):
+            if not plain or node.target is not target:
+                own, given = self._call(node)
+                if own is not target:
+                    return None
+            if len(given) != len(args):
                 return None
-            for one, other in zip(args, given):
-                if type(one) is type(other) is fx.Node:
-                    if same.setdefault(one, other) is not other:
+            for (one, kind, literal, ints), other in zip(args, given):
+                if kind is not type(other):
+                    return None
+                if kind is fx.Node:
+                    if find(one, other) is not other:
+                        return None
+                elif literal:
+                    if one != other:
+                        return None
+                elif ints:
+                    if not (INT.issuperset(map(type, other)) and one == other):
                         return None
                 elif not _alike(one, other, same):
                     return None
-            if ((others := node.kwargs) or kwargs) and not _alike(kwargs, others, same):
+            if (others or kwargs) and not _alike(kwargs, others, same):
                 return None
         values = list(same.values())
         return values if len(set(values)) == len(values) else None
+
+
+def _is_ints(value: Any) -> bool:
+    return isinstance(value, list | tuple) and INT.issuperset(map(type, value))
 
 
 def _alike(one: Any, other: Any, same: dict[fx.Node, fx.Node]) -> bool:
@@ -173,7 +201,7 @@ def _alike(one: Any, other: Any, same: dict[fx.Node, fx.Node]) -> bool:
         return one == other  # type: ignore[no-any-return]
     if isinstance(one, list | tuple):
         if INT.issuperset(map(type, one)):
-            return one == other and INT.issuperset(map(type, other))
+            return INT.issuperset(map(type, other)) and one == other  # type: ignore[no-any-return]
         return len(one) == len(other) and all(_alike(*pair, same) for pair in zip(one, other, strict=True))
     if isinstance(one, dict):
         return list(one) == list(other) and all(_alike(one[key], other[key], same) for key in one)

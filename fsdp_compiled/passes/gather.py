@@ -23,11 +23,12 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import Mark, Role, first, positions
+from fsdp_compiled.ir.nodes import Mark, Role
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.repeated import Of
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
+from fsdp_compiled.torch_private.fx_graph import read_instead
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -36,61 +37,53 @@ c10d = torch.ops._c10d_functional
 def gather(program: Program, plan: Plan) -> Program:
     """Replaces every full parameter by views of its gathered buffer; one all-gather a unit and dtype."""
     edit = Edit(program)
-    order = positions(edit.graph)  # of what there was: what is inserted stands among it, and is asked for its like
-    given = edit.inputs
+    given = {port.name: node for port, node in edit.inputs.items() if port is _port(port.name)}
     for unit in plan.units:
         shards = {buffer: _shard(edit, buffer, plan) for buffer in unit.buffers}
-        for dtype in dict.fromkeys(plan.compute_dtype(buffer) for buffer in unit.buffers):
+        for dtype in dict.fromkeys([plan.compute_dtype(buffer) for buffer in unit.buffers]):
             together = {
                 buffer: shard
                 for buffer, shard in shards.items()
-                if plan.compute_dtype(buffer) == dtype and any(_port(slot) in given for slot in buffer.slots)
+                if plan.compute_dtype(buffer) == dtype and any(slot.name in given for slot in buffer.slots)
             }
-            _gather_unit(edit, plan, together, given, order)
+            _gather_unit(edit, plan, together, given)
     return edit.done("gather")
 
 
-def _gather_unit(
-    edit: Edit,
-    plan: Plan,
-    shards: dict[Buffer, fx.Node],
-    given: Mapping[Port, fx.Node],
-    order: dict[fx.Node, int],
-) -> None:
+def _gather_unit(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node], given: Mapping[str, fx.Node]) -> None:
     """Gathers these buffers of one unit just before the first use of any of their parameters."""
-    ports = {slot: _port(slot) for buffer in shards for slot in buffer.slots}
-    used = {slot: given[port] for slot, port in ports.items() if port in given}
+    names = [slot.name for buffer in shards for slot in buffer.slots]
+    used = {name: given[name] for name in names if name in given}
     users = [user for node in used.values() for user in node.users]
     if users:
-        start = first(users, order)
+        start = min(users)
         with edit.at(start, start.meta["phase"]):
-            for slot, view in _parameters(edit, plan, shards, used, order):
-                view.meta["parameter"] = slot.name
-                used[slot].replace_all_uses_with(view)
-    for slot in used:
-        edit.remove_input(ports[slot])
+            for name, view in _parameters(edit, plan, shards, used):
+                view.meta["parameter"] = name
+                read_instead(used[name], view)
+    edit.remove_inputs([_port(name) for name in used])
 
 
 def _parameters(
-    edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node], used: Mapping[Slot, fx.Node], order: dict[fx.Node, int]
-) -> list[tuple[Slot, fx.Node]]:
-    """Each used parameter, of its gathered buffer; of units that are like an earlier one, as of that."""
+    edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node], used: Mapping[str, fx.Node]
+) -> list[tuple[str, fx.Node]]:
+    """Each used parameter, by name, of its gathered buffer; of units that are like an earlier one, as of that."""
     if plan.shard > 1 and any(buffer.by_rows for buffer in shards):  # which are copied out where they are used
         found = []
         for buffer, full in _full(edit, plan, shards):
             if buffer.by_rows:
-                found += _copies(edit, buffer, full, used, order, plan.shard)
+                found += _copies(edit, buffer, full, used, plan.shard)
             else:
                 found += _views(edit, buffer, full, used)
         return found
-    slots = [slot for buffer in shards for slot in buffer.slots]
+    reached = [slot.name in used for buffer in shards for slot in buffer.slots]
     lying = tuple([(buffer.lies, plan.compute_dtype(buffer)) for buffer in shards])
 
     def make() -> list[fx.Node]:
         return [view for buffer, full in _full(edit, plan, shards) for _, view in _views(edit, buffer, full, used)]
 
-    views = edit.again((lying, tuple([slot in used for slot in slots])), list(shards.values()), _of(shards), make)
-    return list(zip([slot for slot in slots if slot in used], views, strict=True))
+    views = edit.again((lying, *reached), list(shards.values()), _of(shards), make)
+    return list(zip(used, views, strict=True))
 
 
 def _of(buffers: Iterable[Buffer]) -> Of:
@@ -98,8 +91,8 @@ def _of(buffers: Iterable[Buffer]) -> Of:
     return Of(buffers[0].unit, tuple([buffer.key for buffer in buffers]))
 
 
-def _port(slot: Slot) -> Port:
-    return Port("in", "parameter", slot.name)
+def _port(name: str) -> Port:
+    return Port("in", "parameter", name)
 
 
 def _shard(edit: Edit, buffer: Buffer, plan: Plan) -> fx.Node:
@@ -135,7 +128,7 @@ def _full(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node]) -> list[tuple[B
     ]
 
 
-def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: Container[Slot]) -> list[tuple[Slot, fx.Node]]:
+def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: Container[str]) -> list[tuple[str, fx.Node]]:
     """Each wanted parameter as a view, in its own shape and strides.
 
     Where a unit holds several blocks, each is a slice first: equal blocks then look the same from inside, whatever
@@ -145,7 +138,7 @@ def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: Container[Slot]) -
     starts = [row[0].offset for row in rows] + [buffer.numel]
     found = []
     for row, start, stop in zip(rows, starts, starts[1:]):
-        if any(slot in wanted for slot in row):
+        if any(slot.name in wanted for slot in row):
             mark = Mark("block", buffer.unit, buffer.key)
             whole = edit.call(aten.slice.Tensor, full, 0, start, stop, mark=mark) if len(rows) > 1 else full
             found += _views_of_block(edit, buffer, whole, row, stop, wanted)
@@ -153,8 +146,8 @@ def _views(edit: Edit, buffer: Buffer, full: fx.Node, wanted: Container[Slot]) -
 
 
 def _copies(
-    edit: Edit, buffer: Buffer, full: fx.Node, used: Mapping[Slot, fx.Node], order: dict[fx.Node, int], world: int
-) -> list[tuple[Slot, fx.Node]]:
+    edit: Edit, buffer: Buffer, full: fx.Node, used: Mapping[str, fx.Node], world: int
+) -> list[tuple[str, fx.Node]]:
     """Each used parameter of a buffer that is laid out by rows, put together from its part of every rank's shard.
 
     Where a unit holds several blocks, each is copied out by itself, where it is used first: never more than that of a
@@ -166,10 +159,10 @@ def _copies(
     rows = [list(row) for _, row in groupby(sized, key=lambda one: one[0].leaf.block)]
     found = []
     for row in rows:
-        users = [user for slot, _ in row if slot in used for user in used[slot].users]
+        users = [user for slot, _ in row if slot.name in used for user in used[slot.name].users]
         if not users:
             continue
-        start = first(users, order)
+        start = min(users)
         with edit.at(start, start.meta["phase"]):
             block = parts
             if len(rows) > 1:
@@ -178,9 +171,9 @@ def _copies(
             sizes = [size for _, size in row]
             split = edit.call(aten.split_with_sizes_copy.default, block, sizes, 1, mark=mark)
             found += [
-                (slot, _whole(edit, slot, edit.call(getitem, split, index, mark=mark), mark))
+                (slot.name, _whole(edit, slot, edit.call(getitem, split, index, mark=mark), mark))
                 for index, (slot, _) in enumerate(row)
-                if slot in used
+                if slot.name in used
             ]
     return found
 
@@ -195,8 +188,8 @@ def _whole(edit: Edit, slot: Slot, rows: fx.Node, mark: Mark) -> fx.Node:
 
 
 def _views_of_block(
-    edit: Edit, buffer: Buffer, whole: fx.Node, slots: list[Slot], stop: int, wanted: Container[Slot]
-) -> list[tuple[Slot, fx.Node]]:
+    edit: Edit, buffer: Buffer, whole: fx.Node, slots: list[Slot], stop: int, wanted: Container[str]
+) -> list[tuple[str, fx.Node]]:
     """The same for one block's part of the buffer, which ends at ``stop``."""
     mark = Mark("view", buffer.unit, buffer.key)
     bounds = [slot.offset for slot in slots[1:]] + [stop]
@@ -204,7 +197,7 @@ def _views_of_block(
     split = edit.call(aten.split_with_sizes.default, whole, sizes, mark=mark) if len(sizes) > 1 else None
     found = []
     for index, slot in enumerate(slots):
-        if slot not in wanted:
+        if slot.name not in wanted:
             continue
         leaf = slot.leaf
         view = whole if split is None else edit.call(getitem, split, index, mark=mark)
@@ -215,5 +208,5 @@ def _views_of_block(
         if leaf.order != tuple(range(len(leaf.shape))):
             inverse = [leaf.order.index(dim) for dim in range(len(leaf.shape))]
             view = edit.call(aten.permute.default, view, inverse, mark=mark)
-        found.append((slot, view))
+        found.append((slot.name, view))
     return found

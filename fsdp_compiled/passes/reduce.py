@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import Mark, Role, last, positions
+from fsdp_compiled.ir.nodes import Mark, Role
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.reduction import Call, reduction
 from fsdp_compiled.ir.repeated import Of
@@ -46,7 +46,6 @@ def reduce_row(program: Program, plan: Plan) -> Program:
 
 def _reduce(program: Program, plan: Plan, all_of_them: bool) -> Program:
     edit = Edit(program)
-    order = positions(edit.graph)
     gradients = {port.name: node for port, node in edit.outputs.items() if port.kind == "parameter gradient"}
     sharded = [buffer for buffer in plan.buffers if buffer.trainable]
     names = [slot.name for buffer in sharded for slot in buffer.slots if slot.name in gradients]
@@ -57,8 +56,8 @@ def _reduce(program: Program, plan: Plan, all_of_them: bool) -> Program:
         edit.inputs[Port("in", "shard", buffer.key)].meta["idle"] = tuple(
             slot.name for slot in buffer.slots if slot.name not in found
         )
-        ready.append((last(found.values(), order) if found else None, buffer, found))
-    ready.sort(key=lambda item: len(order) if item[0] is None else order[item[0]])
+        ready.append((max(found.values()) if found else None, buffer, found))
+    ready.sort(key=lambda item: (item[0] is None, item[0]))
     # Looked up before anything is inserted: buffers that become whole with the same gradient follow one another.
     following = {node: node.next for node, _, _ in ready if node is not None}
     pending: list[tuple[Buffer, fx.Node, list[Call]]] = []  # with what is to come
@@ -88,7 +87,7 @@ def _reduce(program: Program, plan: Plan, all_of_them: bool) -> Program:
     with edit.at(edit.end, "backward"):
         reduced |= _finish(edit, pending)
     edit.set_outputs(reduced)
-    return edit.done("reduce")
+    return edit.done("reduce", keeps_readers=True)
 
 
 def _mark(buffer: Buffer, role: Role) -> Mark:

@@ -18,6 +18,9 @@ from torch import fx
 map_arg: Callable[[Any, Callable[[fx.Node], Any]], Any] = getattr(fx.node, "_fx_map_arg", fx.node.map_arg)
 # ``node.all_input_nodes``, not copied: not to be held on to, nor changed.
 inputs_of: Callable[[fx.Node], Collection[fx.Node]] = attrgetter("_input_nodes")
+# ``node.args`` and ``node.kwargs``, without a function of Python between.
+ARGS: Callable[[fx.Node], tuple[Any, ...]] = attrgetter("_args")
+KWARGS: Callable[[fx.Node], Mapping[str, Any]] = attrgetter("_kwargs")
 
 
 def new_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None) -> fx.Node:
@@ -72,6 +75,24 @@ def new_calls(graph: fx.Graph, rows: Iterable[Like], mapping: dict[fx.Node, fx.N
         table["call_function", target][node] = None
     graph._len += len(found)
     return found
+
+
+def erase_unread(graph: fx.Graph, places: Iterable[fx.Node]) -> None:
+    """``graph.erase_node`` for each of these placeholders, which nothing reads."""
+    table = graph._find_nodes_lookup_table
+    for node in places:
+        if node.users:
+            raise ValueError(f"{node} is read by {list(node.users)}.")
+        table.remove(node)
+        node._remove_from_list()
+        node._erased = True
+        graph._len -= 1
+
+
+def read_instead(node: fx.Node, other: fx.Node) -> None:
+    """``node.replace_all_uses_with(other)``."""
+    for user in list(node.users):
+        user._replace_input_with(node, other)
 
 
 def new_placeholder(graph: fx.Graph, name: str) -> fx.Node:
