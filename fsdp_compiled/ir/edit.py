@@ -45,14 +45,11 @@ class Edit:
         self._before = program
         given = Program(self.graph, program.ports, ())
         self._inputs, self._outputs = given.inputs, given.outputs
+        self.inputs: Mapping[Port, fx.Node] = MappingProxyType(self._inputs)  # as they are now
         self._phase: Phase = "forward"
         self._made: dict[Hashable, Made] = {}  # what was inserted for one unit, to be inserted again for others
         self._calls: list[fx.Node] = []
         self._left: list[fx.Node] = []  # what were outputs
-
-    @property
-    def inputs(self) -> Mapping[Port, fx.Node]:
-        return MappingProxyType(self._inputs)
 
     @property
     def outputs(self) -> dict[Port, fx.Node | None]:

@@ -12,7 +12,7 @@ that read of the given nodes, and of the calls before it, is its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 from torch.utils import _pytree as pytree
@@ -53,7 +53,7 @@ class Made:
         """The same of these nodes, for this unit, at the graph's point of insertion; and what was found there."""
         mapping = _Mapping(zip(self._given, given, strict=True))
         keys = dict(zip(self._of.buffers, of.buffers, strict=True)) | {"": ""}
-        marks = [replace(mark, unit=of.unit, buffer=keys[mark.buffer]) for mark in self._marks]
+        marks = [Mark(mark.role, of.unit, keys[mark.buffer], mark.purpose) for mark in self._marks]
         names = [name_of(mark) for mark in marks]
         rows = [(first, target, args, kwargs, names[one]) for first, target, args, kwargs, one, _, _ in self._calls]
         made = new_calls(graph, rows, mapping)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fsdp_compiled.ir.calls import calls
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels import host_copies
 from fsdp_compiled.kernels.operators import IMPLEMENTATIONS, KERNELS, RUNS
@@ -17,7 +18,7 @@ _failure, _copies_failure = cache(failure), cache(host_copies.failure)
 
 
 def calls_kernels(program: Program) -> bool:
-    return any(node.target in (*KERNELS, *host_copies.COPIES) for node in program.graph.nodes)
+    return bool(calls(program.graph, lambda node: node.target in (*KERNELS, *host_copies.COPIES)))
 
 
 def failures(program: Program, device: torch.device) -> dict[str, str]:

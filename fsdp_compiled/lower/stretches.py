@@ -125,13 +125,7 @@ class _Kind:
     def __init__(self, nodes: Sequence[fx.Node], start: int, ends: Mapping[fx.Node, int], call: Call) -> None:
         self._ends, self._call, self.count = ends, call, 0
         self._nodes = nodes
-        # What is called, of which arguments, and whether that is what the node says, whatever its arguments are.
-        self._calls = [
-            (target, [(one, type(one), type(one) in LITERAL, _is_ints(one)) for one in args], first.kwargs, target is first.target and plain)
-            for first in nodes
-            for target, args in (call(first),)
-            for plain in (not (is_collective(first) or may_be_random(first)),)
-        ]
+        self._calls = [self._asked(node) for node in nodes]
         self.values = self._same(nodes) or []
         self._lives = self._lives_of(self.values, start)
         own = len(nodes)  # come first among the values; what is read follows
@@ -139,6 +133,13 @@ class _Kind:
         lent = [place for place, life in enumerate(self._lives) if place >= own and life == own]
         returned = [place for place, life in enumerate(self._lives) if place < own and life == own]
         self._places = taken, lent, returned
+
+    def _asked(self, node: fx.Node) -> tuple[Any, list[tuple[Any, Any, bool, bool]], Mapping[str, Any], bool]:
+        """What is called, of which arguments, each with how it is compared: its kind, whether it is a literal, and
+        whether integers; and whether that is what the node says, whatever its arguments are."""
+        target, args = self._call(node)
+        plain = target is node.target and not (is_collective(node) or may_be_random(node))
+        return target, [(one, type(one), type(one) in LITERAL, _is_ints(one)) for one in args], node.kwargs, plain
 
     def values_of(self, nodes: Sequence[fx.Node], start: int) -> list[fx.Node] | None:
         """What the nodes compute and read, in the order of the first stretch; None where they are not alike."""
@@ -157,6 +158,7 @@ class _Kind:
     def _same(self, nodes: Sequence[fx.Node]) -> list[fx.Node] | None:
         same = dict(zip(self._nodes, nodes, strict=True))
         find = same.setdefault
+        given: Sequence[Any]
         for node, given, others, (target, args, kwargs, plain) in zip(
             nodes, map(ARGS, nodes), map(KWARGS, nodes), self._calls, strict=True
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -69,7 +70,7 @@ class Rule:
     whole: bool = False  # and then on whole parameters, each on the rank that owns it, not on pieces of all
     apart: bool = False  # and whether its step may be called on some of these, then on the others
 
-    @property
+    @cached_property
     def inputs(self) -> list[RuleInput]:
         return inputs_of(self.state, self.hypers)
 

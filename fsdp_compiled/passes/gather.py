@@ -37,7 +37,7 @@ c10d = torch.ops._c10d_functional
 def gather(program: Program, plan: Plan) -> Program:
     """Replaces every full parameter by views of its gathered buffer; one all-gather a unit and dtype."""
     edit = Edit(program)
-    given = {port.name: node for port, node in edit.inputs.items() if port is _port(port.name)}
+    given = {port.name: node for port, node in edit.inputs.items() if port.kind == "parameter"}
     for unit in plan.units:
         shards = {buffer: _shard(edit, buffer, plan) for buffer in unit.buffers}
         for dtype in dict.fromkeys([plan.compute_dtype(buffer) for buffer in unit.buffers]):

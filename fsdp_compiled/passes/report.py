@@ -46,6 +46,7 @@ from fsdp_compiled.ir.program import (
     Port,
     Program,
 )
+from fsdp_compiled.ir.repeated import Of
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
@@ -204,8 +205,12 @@ def _sum_of_squares(edit: Edit, gradients: list[fx.Node], mark: Mark, purpose: s
     """Float64; each gradient's norm is taken in float32, or in float64 where there are such gradients."""
     double = any(gradient.meta["val"].dtype == torch.float64 for gradient in gradients)
     dtype = torch.float64 if double else torch.float32
+
+    def norm_of(gradient: fx.Node) -> fx.Node:
+        return edit.call(aten.linalg_vector_norm.default, gradient, 2, None, False, dtype=dtype, mark=mark)
+
     norms = [
-        edit.call(aten.linalg_vector_norm.default, gradient, 2, None, False, dtype=dtype, mark=mark)
+        edit.again("norm", [gradient], Of("", ()), lambda one=gradient: [norm_of(one)])[0]  # type: ignore[misc]
         for gradient in gradients
     ]
     stacked = edit.call(aten.stack.default, norms, mark=mark)

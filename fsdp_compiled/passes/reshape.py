@@ -25,7 +25,7 @@ aten = torch.ops.aten
 def reshape(program: Program, plan: Plan) -> Program:
     """Leaves views that passes made: they are of gathered buffers, which lie as they were planned."""
     edit = Edit(program)
-    for node in edit.graph.find_nodes(op="call_function", target=aten.view.default):
-        if role_of(node) is None:
-            call_instead(node, aten.reshape.default)
+    views = edit.graph.find_nodes(op="call_function", target=aten.view.default)
+    captured = [node for node in views if role_of(node) is None]
+    call_instead(edit.graph, captured, aten.view.default, aten.reshape.default)
     return edit.done("reshape", keeps_readers=True)

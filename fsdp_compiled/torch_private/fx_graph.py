@@ -85,7 +85,7 @@ def erase_unread(graph: fx.Graph, places: Iterable[fx.Node]) -> None:
             raise ValueError(f"{node} is read by {list(node.users)}.")
         table.remove(node)
         node._remove_from_list()
-        node._erased = True
+        object.__setattr__(node, "_erased", True)  # `Node.__setattr__` looks the node up
         graph._len -= 1
 
 
@@ -164,12 +164,14 @@ def calls_by_operator(graph: fx.Graph) -> list[list[fx.Node]]:
     return [[*nodes] for (op, _), nodes in table.items() if op == "call_function" and nodes]
 
 
-def call_instead(node: fx.Node, target: Any) -> None:
-    """``node.target = target`` of a call, which looks the node up for each attribute that is set."""
-    table = node.graph._find_nodes_lookup_table
-    table.remove(node)
-    object.__setattr__(node, "target", target)
-    table.insert(node)
+def call_instead(graph: fx.Graph, nodes: Iterable[fx.Node], before: Any, target: Any) -> None:
+    """``node.target = target`` of these calls of ``before``, which looks a node up for each attribute that is set."""
+    table = graph._find_nodes_lookup_table.table
+    old, new = table["call_function", before], table["call_function", target]
+    for node in nodes:
+        del old[node]
+        object.__setattr__(node, "target", target)
+        new[node] = None
 
 
 def input_for(graph: fx.Graph, node: fx.Node) -> fx.Node:

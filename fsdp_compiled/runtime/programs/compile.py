@@ -250,9 +250,8 @@ def describe(
     halves = cut(program) if job.kind == "training" else None
     first = halves.forward if halves is not None else program
     inputs = tuple(port for port in first.ports if port.side == "in")
-    idle, added = (
-        tuple(name for node in program.inputs.values() for name in node.meta.get(key, ())) for key in ("idle", "added")
-    )
+    notes = [node.meta for node in program.inputs.values()]
+    idle, added = (tuple(name for meta in notes for name in meta.get(key, ())) for key in ("idle", "added"))
     drawn = [node for node in calls(program.graph, may_be_random) if is_random(node)]
     return Compiled(
         program,
