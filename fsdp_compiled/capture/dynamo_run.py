@@ -128,10 +128,11 @@ class Trace:
         found = Form(out.module, inputs, self._input_ports(out.module, inputs))
         found.left = [left_out(gap, self.module, out, self.ports) for gap in gaps]
         absent = {port: port for left in found.left for stretch in left.stretches for port in stretch.ports}
-        ranks = {self.ports[one]: rank for one, rank in self._ranks().items()}
+        ranks = {self.ports[one]: rank for one, rank in self._ranks.items()}
         found.every = sorted([*found.given, *absent], key=lambda port: ranks.get(port, len(ranks)))
         return found
 
+    @functools.cached_property
     def _ranks(self) -> dict[int, int]:
         """The tensors of the batch, and the model's as registered, by identity."""
         ranks: dict[int, int] = {}
@@ -141,7 +142,7 @@ class Trace:
 
     def _in_order(self, module: fx.GraphModule, inputs: list[Any]) -> list[Any]:
         """The inputs, and their placeholders: the batch's, the model's as registered, others as they are read."""
-        ranks = self._ranks()
+        ranks = self._ranks
         places = module.graph.find_nodes(op="placeholder")
         last = len(ranks)
         others = {node for node, value in zip(places, inputs, strict=True) if id(value) not in ranks}

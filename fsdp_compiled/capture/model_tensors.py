@@ -37,9 +37,10 @@ def named_parameters(model: nn.Module, remove_duplicate: bool = True) -> Iterato
 def places_of(model: nn.Module) -> Iterator[Place]:
     """Those of all parameters and buffers; a module that is in several places has them once."""
     for path, module in model.named_modules():
+        inside = f"{path}." if path else ""
         for table in (module._parameters, module._buffers):
             for key in table:
-                yield Place(f"{path}.{key}".lstrip("."), table, key)
+                yield Place(inside + key, table, key)
 
 
 @contextlib.contextmanager
@@ -71,9 +72,10 @@ def check_parameters(places: Sequence[Place], tensors: Mapping[str, torch.Tensor
 @contextlib.contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
     """Afterwards, the model holds the parameters and buffers that it held before."""
-    before = [(place, place.table[place.key]) for place in places_of(model)]
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers) if table]
+    before = [(table, dict(table)) for table in tables]
     try:
         yield
     finally:
-        for place, tensor in before:
-            place.table[place.key] = tensor
+        for table, tensors in before:
+            table.update(tensors)

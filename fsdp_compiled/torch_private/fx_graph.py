@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import lru_cache
-from operator import attrgetter
+from functools import cache, lru_cache
+from operator import attrgetter, getitem
 from typing import Any
 
 from torch import fx
@@ -28,51 +28,34 @@ def new_call(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[s
     return _new(graph, "call_function", target, args, kwargs, name or graph._target_to_str(target))
 
 
-def copier(graph: fx.Graph, stem: Callable[[str], str]) -> Callable[[fx.Node, Callable[[fx.Node], fx.Node]], fx.Node]:
-    """Copies calls to the end of this graph, each many times: ``copy(node, change)`` is `new_call` of its target, with
-    its arguments, in which nodes are changed, and the ``stem`` of its name; and what is noted of it."""
-    names, put = graph._graph_namespace, graph._insert
-    named, tables = names._obj_to_name, graph._find_nodes_lookup_table.table
-    known: dict[fx.Node, tuple[Any, ...]] = {}
-
-    def copy(node: fx.Node, change: Callable[[fx.Node], fx.Node]) -> fx.Node:
-        if (row := known.get(node)) is None:
-            name, target = stem(node.name), node.target
-            new_name = _free if _is_stem(name) else _numbered
-            row = known[node] = (
-                target, node.args, node.kwargs, node.meta, name, new_name, tables["call_function", target],
-            )  # fmt: skip
-        target, args, kwargs, meta, name, new_name, table = row
-        name = new_name(names, name)
-        args, kwargs = fx.node.map_arg(args, change), fx.node.map_arg(kwargs, change) if kwargs else {}
-        made = fx.Node(graph, name, "call_function", target, args, kwargs)
-        named[made] = name
-        put(made)
-        table[made] = None
-        graph._len += 1
-        made.meta.update(meta)
-        return made
-
-    return copy
-
-
 # The call that one is like, its operator and arguments, and the name that it would have.
 Like = tuple[fx.Node, Any, tuple[Any, ...], dict[str, Any], str]
 
 
 def new_calls(graph: fx.Graph, rows: Iterable[Like], mapping: dict[fx.Node, fx.Node]) -> list[fx.Node]:
     """`new_call` for each, in order, of what ``mapping`` has for the nodes among its arguments, which it joins."""
-    names, table, insert = graph._graph_namespace, graph._find_nodes_lookup_table.table, graph._insert
-    change, found = mapping.__getitem__, []
+    names, insert = graph._graph_namespace, graph._insert
+    tables, named = graph._find_nodes_lookup_table.table, names._obj_to_name
+    known: dict[int, Any] = {}  # of operators, by identity: their hashes are worked out in Python
+    change, begin, found = mapping.__getitem__, _beginning(), []
     for first, target, args, kwargs, stem in rows:
         name = _free(names, stem) if _is_stem(stem) else _numbered(names, stem)
         args = map_arg(args, change)
-        node = fx.Node(graph, name, "call_function", target, args, map_arg(kwargs, change) if kwargs else kwargs)
+        if kwargs:
+            kwargs = map_arg(kwargs, change)
+        if begin is None:
+            node = fx.Node(graph, name, "call_function", target, args, kwargs)
+        else:
+            node = fx.Node.__new__(fx.Node)
+            begin(node, graph, name, "call_function", target, None)
+            node._update_args_kwargs(args, kwargs)
         mapping[first] = node
-        names._obj_to_name[node] = name
+        named[node] = name
         found.append(node)
         insert(node)
-        table["call_function", target][node] = None
+        if (table := known.get(id(target))) is None:
+            table = known[id(target)] = tables["call_function", target]
+        table[node] = None
     graph._len += len(found)
     return found
 
@@ -93,6 +76,27 @@ def read_instead(node: fx.Node, other: fx.Node) -> None:
     """``node.replace_all_uses_with(other)``."""
     for user in list(node.users):
         user._replace_input_with(node, other)
+
+
+@cache
+def _beginning() -> Callable[..., None] | None:
+    """What ``fx.Node(...)`` does first, once it knows that it was given an operator; None where it does something else
+    than to set the arguments then."""
+    graph, begin = fx.Graph(), getattr(fx.Node.__base__, "__init__", None)
+    args, kwargs = (fx.Node(graph, "x", "placeholder", "x", (), {}), [1]), {"alpha": 2}
+    one, other = fx.Node(graph, "y", "call_function", getitem, args, kwargs), fx.Node.__new__(fx.Node)
+    try:
+        begin(other, graph, "y", "call_function", getitem, None)  # type: ignore[misc]
+        other._update_args_kwargs(args, kwargs)
+        states = [
+            {key: value for key, value in node.__getstate__().items() if key not in LINKS} for node in (one, other)
+        ]
+    except (AttributeError, TypeError):
+        return None
+    return begin if states[0] == states[1] else None
+
+
+LINKS = ("_prev", "_next")  # a node's own, until it is put into a graph
 
 
 def new_placeholder(graph: fx.Graph, name: str) -> fx.Node:

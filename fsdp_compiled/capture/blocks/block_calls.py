@@ -123,7 +123,7 @@ class BlockCall:
 
     def _found(self) -> Any:
         """What is where the block was found: among a module's, most often."""
-        place = _bare(self.source)
+        place = bare(self.source)
         if type(place) is DictGetItemSource and type(place.index) is str:
             table = self.value(place.base)
             if type(table) is dict:
@@ -163,8 +163,8 @@ def moved(source: Source, one: Source, other: Source, known: dict[int, Source]) 
 def _moved(source: Source, one: Source, other: Source, known: dict[int, Source]) -> Source:
     if source.name == one.name:
         if isinstance(source, NNModuleSource):
-            return dataclasses.replace(source, base=_bare(other))  # type: ignore[call-arg]
-        return dataclasses.replace(_bare(other))  # type: ignore[type-var]
+            return dataclasses.replace(source, base=bare(other))  # type: ignore[call-arg]
+        return dataclasses.replace(bare(other))  # type: ignore[type-var]
     if not isinstance(source, ChainedSource):
         return source
     base = moved(source.base, one, other, known)
@@ -173,7 +173,8 @@ def _moved(source: Source, one: Source, other: Source, known: dict[int, Source])
     return dataclasses.replace(source, base=base)  # type: ignore[type-var]
 
 
-def _bare(source: Source) -> Source:
+def bare(source: Source) -> Source:
+    """A place, without the notes of what is there, which has the same name."""
     while isinstance(source, NNModuleSource):
         source = source.base
     return source

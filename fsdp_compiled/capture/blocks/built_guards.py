@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall
+from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, bare
 from fsdp_compiled.capture.blocks.written_blocks import WrittenBlock
 from fsdp_compiled.torch_private.dynamo import Guard, GuardManager, LocalSource
 
@@ -97,7 +97,9 @@ class Plan:
     def repeat(self, builder: Any, call: BlockCall, values: Sequence[Any]) -> None:
         """The guards of another block."""
         mine, its = self.name, call.source.name
-        managers = [builder.get_guard_manager_from_source(call.source)]
+        place = bare(call.source)
+        builder.src_get_value_cache[place] = call.module  # else Dynamo evaluates an expression
+        managers = [builder.get_guard_manager_from_source(place)]
         for place, method, args, named, further in self._asked:
             ask = getattr(managers[place], method)
             if further is None:

@@ -61,12 +61,13 @@ def gaps_of(
     gaps = []
     values = [*(value for value in inputs if isinstance(value, torch.Tensor)), *tensors]
     storages = [value.untyped_storage()._cdata for value in values]
-    shared, of = Counter(storages), dict(zip(map(id, values), storages, strict=True))
+    shared = {storage for storage, count in Counter(storages).items() if count > 1}
+    sharing = {id(value) for value, storage in zip(values, storages, strict=True) if storage in shared}
 
     def kinds(stretch: Sequence[fx.Node]) -> list[Any]:
         return [
             # (and whether it is a parameter, as `isinstance` has it)
-            (ports[id(one)].kind, one.is_leaf, type(one), getattr(one, "_is_param", False), shared[of[id(one)]])
+            (ports[id(one)].kind, one.is_leaf, type(one), getattr(one, "_is_param", False), id(one) in sharing)
             for node in stretch
             if node in blocks
             for one in blocks[node].tensors
@@ -75,7 +76,7 @@ def gaps_of(
     for run in runs_of(module, inputs, given, starts):
         before, left = run.stretches[BEFORE - 1], run.stretches[BEFORE:-AFTER]
         wanted = kinds(before)
-        if not any(run.own) and left and all(one[-1] == 1 for one in wanted):
+        if not any(run.own) and left and not any(one[-1] for one in wanted):
             if all(kinds(stretch) == wanted for stretch in left):
                 gaps.append(Gap(before, left, run.stretches[-AFTER][0]))
     return gaps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ from fsdp_compiled.capture.blocks.equal_blocks import LATER, SECOND, THIRD, Run,
 from fsdp_compiled.capture.blocks.left_out import Absent
 from fsdp_compiled.ir.nodes import fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.torch_private.fx_graph import copier, new_placeholder
+from fsdp_compiled.torch_private.fx_graph import Like, new_calls, new_placeholder
 
 
 class Unequal(Exception):
@@ -124,19 +124,17 @@ class Lengthened:
         return Token(("same", node))
 
     def traced(self) -> Traced:
-        graph = fx.Graph()
+        self._graph = graph = fx.Graph()
         inputs = self._make_inputs(graph)
         self._copies: dict[fx.Node, fx.Node] = {node: inputs[port] for node, port in self._inputs.items()}
         self._made: dict[tuple[int, int, str], list[fx.Node]] = {}
         self._regions = _Regions()
-        self._copier = copier(graph, stem)
         self._texts: dict[tuple[int, int, int], dict[str, str]] = {}
-        self._rows = {key: group for key, group in self._groups if key is not None}
+        self._rows = {key: _Rows(group) for key, group in self._groups if key is not None}
         self._read: dict[tuple[int, int, str], list[tuple[fx.Node, str, int, int]]] = {}
         for key, group in self._groups:
             if key is None:
-                for node in group:
-                    self._copies[node] = self._copy(node, self._copies.__getitem__)
+                self._copy(_Rows(group), self._copies)
                 continue
             number, kept, phase = key
             run = self._runs[number]
@@ -186,9 +184,6 @@ class Lengthened:
 
     def _repeat(self, number: int, kept: int, stretch: int, phase: str, inputs: Mapping[Port, fx.Node]) -> None:
         """A stretch, in the place of another one that is like it."""
-        made = self._made[number, stretch, phase] = []
-        paths = self._paths(number, kept, stretch)
-        stays = self._runs[number].kept(stretch) is not None
         read: dict[fx.Node, fx.Node] = {}
         for source, of, later, place in self._sources(number, kept, phase):
             if of == "own":
@@ -197,18 +192,18 @@ class Lengthened:
                 read[source] = self._copies[source]
             else:
                 read[source] = self._made[number, stretch + later, of][place]
-        for node in self._rows[number, kept, phase]:
-            copy = read[node] = self._copy(node, read.__getitem__, paths, stretch)
-            made.append(copy)
-            if stays:
-                self._copies[node] = copy
+        rows = self._rows[number, kept, phase]
+        made = self._copy(rows, read, self._paths(number, kept, stretch), stretch)
+        self._made[number, stretch, phase] = made
+        if self._runs[number].kept(stretch) is not None:
+            self._copies.update(zip(rows.nodes, made, strict=True))
 
     def _sources(self, number: int, kept: int, phase: str) -> list[tuple[fx.Node, str, int, int]]:
         """What a stretch reads that it does not compute: of which kind or phase, how many stretches on, and where."""
         if (found := self._read.get((number, kept, phase))) is not None:
             return found
         found = self._read[number, kept, phase] = []
-        mine = self._rows[number, kept, phase]
+        mine = self._rows[number, kept, phase].nodes
         for source in dict.fromkeys(source for node in mine for source in node.all_input_nodes):
             place, port = self._places.get(source), self._inputs.get(source)
             if place is not None and place[0] == number:
@@ -224,21 +219,21 @@ class Lengthened:
         return found
 
     def _copy(
-        self,
-        node: fx.Node,
-        read: Callable[[fx.Node], fx.Node],
-        texts: Mapping[str, str] | None = None,
-        stretch: int = -1,
-    ) -> fx.Node:
-        copy = self._copier(node, read)
-        meta = copy.meta
-        if texts:
-            for name in ("path", "stack_trace"):
-                if (new := texts.get(meta.get(name, ""))) is not None:
-                    meta[name] = new
-        if "region" in meta:
-            meta["region"] = self._regions.number(meta["region"], stretch)
-        return copy
+        self, rows: _Rows, read: dict[fx.Node, fx.Node], texts: Mapping[str, str] | None = None, stretch: int = -1
+    ) -> list[fx.Node]:
+        """Of nodes, at the graph's end. ``read``: what stands there for those that they read; they join it."""
+        made = new_calls(self._graph, rows.calls, read)
+        for copy, (before, path, trace, region) in zip(made, rows.notes, strict=True):
+            meta = copy.meta
+            meta.update(before)
+            if texts:
+                if (new := texts.get(path)) is not None:
+                    meta["path"] = new
+                if (new := texts.get(trace)) is not None:
+                    meta["stack_trace"] = new
+            if region is not None:
+                meta["region"] = self._regions.number(region, stretch)
+        return made
 
     def _paths(self, number: int, kept: int, stretch: int) -> dict[str, str]:
         """The modules and lines of one stretch, by those of another."""
@@ -278,6 +273,16 @@ class Lengthened:
                     copy = self._made[number, stretch + of[1] - kept, of[2]][of[3]]
                     gradients[order[name]] = Port(port.side, port.kind, name, port.part, port.dim), copy
         return found | {port: node for _, (port, node) in sorted(gradients.items(), key=lambda item: item[0])}
+
+
+class _Rows:
+    """Nodes that are copied, most of them many times: what a copy is made of, and what is noted of it."""
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.nodes = nodes
+        self.calls: list[Like] = [(node, node.target, node.args, node.kwargs, stem(node.name)) for node in nodes]
+        notes = [node.meta for node in nodes]
+        self.notes = [(one, one.get("path", ""), one.get("stack_trace", ""), one.get("region")) for one in notes]
 
 
 class _Regions:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
+HOOKS_OF = itemgetter(*HOOKS)
 TABLES = ("_modules", "_parameters", "_buffers")
 TEXT = {str}
 
@@ -75,12 +77,11 @@ def structure_of(module: nn.Module) -> list[Any]:
 
 def _describe(module: nn.Module, found: list[Any]) -> None:
     held = vars(module)
-    if any(map(held.__getitem__, HOOKS)) or "forward" in held:
+    if any(HOOKS_OF(held)) or "forward" in held:
         raise Unlike("it has hooks")
     found += type(module), module.training, list(held)
     for kind in TABLES:
-        table = held[kind]
-        found += list(table), [key for key, one in table.items() if one is not None]
+        found.append([(key, one is None) for key, one in held[kind].items()] if held[kind] else None)
     for inner in held["_modules"].values():
         if inner is not None:
             _describe(inner, found)
