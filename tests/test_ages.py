@@ -13,7 +13,8 @@ from torch import nn, optim
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.runtime.ages import Ages
+from fsdp_compiled.optim.rules import make_rules
+from fsdp_compiled.runtime.ages import Ages, of_group, parted
 from tests.launch import launch
 from tests.simulate import stages
 from tests.two_tasks import KINDS, Heads, loss_of, optimizer_of
@@ -174,3 +175,12 @@ def test_plain_pytorch_goes_on_from_what_is_collected(kind: str) -> None:
 
 def test_two_ranks_train_as_one_process() -> None:
     assert launch(Path(__file__).parent / "workers" / "ages.py", 2)
+
+
+def test_whose_numbers_are_a_group_s() -> None:
+    """Theirs who have made steps, in which they must agree; everyone's where nobody has."""
+    (rule,) = make_rules(optim.AdamW([nn.Parameter(torch.ones(2, 2))]))
+    old, new = {"step": 3.0}, {"step": 0.0}
+    assert of_group(rule, {"a": old, "b": new, "c": {}}) == (frozenset("a"), {"a": old})
+    assert of_group(rule, {"a": new, "b": {}}) == (frozenset(), {"a": new, "b": {}})
+    assert parted([old, old, {}]) == {} and parted([old, {"step": 2.0}, old]) == {"step": [2.0, 3.0]}

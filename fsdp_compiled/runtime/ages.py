@@ -20,6 +20,7 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 
 Names = frozenset[str]
+Numbers = Mapping[str, float]  # of one parameter, by name
 SHOWN = 4
 
 
@@ -99,12 +100,28 @@ def fresh(rule: Rule) -> dict[str, float]:
     return {entry.name: 1.0 if entry.place == "ours" else entry.initial for entry in rule.numbers}
 
 
-def aged(rule: Rule, numbers: Mapping[str, Mapping[str, float]]) -> Names:
+def aged(rule: Rule, numbers: Mapping[str, Numbers]) -> Names:
     """Of parameters with numbers of their own, by name, those that have made steps."""
     begin = fresh(rule)
     return frozenset(
         name for name, own in numbers.items() if any(own[key] != begin[key] for key in begin.keys() & own.keys())
     )
+
+
+def of_group(rule: Rule, rows: Mapping[str, Numbers]) -> tuple[Names, dict[str, Numbers]]:
+    """Of a rule's parameters with numbers of their own, by name: who has made steps, and whose numbers are the group's,
+    in which they must agree (`parted`): theirs, or everyone's where nobody has."""
+    stepped = aged(rule, rows) if rule.counts else frozenset()
+    return stepped, {name: own for name, own in rows.items() if name in stepped} or dict(rows)
+
+
+def parted(rows: Iterable[Numbers]) -> dict[str, list[float]]:
+    """By name, the values of numbers that differ between these."""
+    values: dict[str, set[float]] = {}
+    for own in rows:
+        for name, value in own.items():
+            values.setdefault(name, set()).add(value)
+    return {name: sorted(found) for name, found in values.items() if len(found) > 1}
 
 
 def brought_by(optimizer: Optimizer | None, model: nn.Module, plan: Plan, rules: Iterable[Rule]) -> Ages:

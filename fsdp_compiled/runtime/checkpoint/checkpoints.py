@@ -33,7 +33,9 @@ from fsdp_compiled.runtime.checkpoint.extra import check_extra, load_extra
 from fsdp_compiled.runtime.checkpoint.image import Image
 from fsdp_compiled.runtime.checkpoint.loaded_values import chosen_values, write_values
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, write_groups
+from fsdp_compiled.runtime.checkpoint.match import Match, refusal
+from fsdp_compiled.runtime.checkpoint.matching import match
+from fsdp_compiled.runtime.checkpoint.matching_options import write_groups
 from fsdp_compiled.runtime.checkpoint.saving import Wish
 from fsdp_compiled.runtime.checkpoint.stretches import Place
 from fsdp_compiled.runtime.checkpoint.trained import Trained

@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.plan import contiguous_stride
-from fsdp_compiled.runtime.ages import Names, aged, fresh, names_of
+from fsdp_compiled.runtime.ages import Names, fresh, names_of, of_group, parted
 from fsdp_compiled.runtime.checkpoint.contents import options
 from fsdp_compiled.runtime.checkpoint.cuts import length_in_whole, part_offsets, part_shape
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
-from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
+from fsdp_compiled.runtime.checkpoint.match import refusal
+from fsdp_compiled.runtime.checkpoint.matching_options import write_groups
 from fsdp_compiled.runtime.checkpoint.rectangles import rectangles
 from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, per_element, tensors
 from fsdp_compiled.runtime.checkpoint.trained import Trained
@@ -262,19 +263,17 @@ def _scalars(
     found = []
     states = given.get("optim", {}).get("state", {})
     for rule in trained.rules if trained.optimizer is not None else ():
-        names = names_of(trained.plan, rule)
-        if rule.counts:
-            rows = {name: {key: states.get(name, {}).get(key) for key in fresh(rule)} for name in names}
-            numbers = {n: {k: float(v) for k, v in row.items() if v is not None} for n, row in rows.items()}
-            updated[rule.key] = aged(rule, numbers)
-            names = [name for name in names if name in updated[rule.key]] or names
-        for entry in rule.state:
-            if entry.scalar and names:
-                values = [states.get(name, {}).get(entry.name) for name in names]
-                if any(value is None for value in values):
-                    wrong.append(f"the optimizer's {entry.name} of {names[values.index(None)]} is not given")
-                elif len({float(value) for value in values}) > 1:
-                    wrong.append(f"the optimizer's {entry.name} differs between parameters of group {rule.group}")
-                else:
-                    found.append((trained.state.optimizer[f"{rule.key}.{entry.name}"], torch.as_tensor(values[0])))
+        scalars = [entry.name for entry in rule.state if entry.scalar]
+        given_of = {name: states.get(name, {}) for name in names_of(trained.plan, rule)}
+        rows = {n: {key: float(own[key]) for key in scalars if own.get(key) is not None} for n, own in given_of.items()}
+        updated[rule.key], numbers = of_group(rule, rows)
+        differ = parted(numbers.values())
+        for key in scalars if numbers else ():
+            if (lacking := next((name for name, own in numbers.items() if key not in own), None)) is not None:
+                wrong.append(f"the optimizer's {key} of {lacking} is not given")
+            elif key in differ:
+                wrong.append(f"the optimizer's {key} differs between parameters of group {rule.group}")
+            else:
+                value = given_of[next(iter(numbers))][key]
+                found.append((trained.state.optimizer[f"{rule.key}.{key}"], torch.as_tensor(value)))
     return found

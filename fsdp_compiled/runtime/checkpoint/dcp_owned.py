@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled.distributed.lockstep import Exchange, Work
-from fsdp_compiled.runtime.checkpoint.matching import refusal
+from fsdp_compiled.runtime.checkpoint.match import refusal
 from fsdp_compiled.runtime.checkpoint.owned_state import kept_by
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.whole_update import WholeUpdate

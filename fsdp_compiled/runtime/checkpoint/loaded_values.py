@@ -10,7 +10,9 @@ import torch
 from fsdp_compiled.runtime.checkpoint import loading
 from fsdp_compiled.runtime.checkpoint.contents import derive_generators, set_generators
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, write_groups
+from fsdp_compiled.runtime.checkpoint.match import Match
+from fsdp_compiled.runtime.checkpoint.matching import buffer_value
+from fsdp_compiled.runtime.checkpoint.matching_options import write_groups
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import decode, digest
 from fsdp_compiled.runtime.state import State

@@ -13,7 +13,7 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh, broadcast
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Buffer
-from fsdp_compiled.runtime.ages import Names, aged, names_of
+from fsdp_compiled.runtime.ages import Names, Numbers, names_of, of_group, parted
 from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.contents import options
 from fsdp_compiled.runtime.checkpoint.owned_state import Loaded
@@ -229,20 +229,18 @@ def _numbers(
     for rule in trained.rules:
         rows = {name: given["state"].get(indices[name], {}) for name in names_of(trained.plan, rule)}
         rows = {name: {key: value for key, value in own.items() if value is not None} for name, own in rows.items()}
-        if rule.counts:
-            updated[rule.key] = _stepped(rule, rows)
-        kept = [own for name, own in rows.items() if name in updated.get(rule.key, rows)] or list(rows.values())
-        begun = any(value is not None for one in kept for value in one.values())
+        updated[rule.key], numbers = of_group(rule, {name: _own_numbers(rule, own) for name, own in rows.items()})
+        begun = any(rows[name] for name in numbers)
+        differ = parted(numbers.values())
         for entry in (entry for entry in rule.state if entry.scalar):
             if entry.place == "parameter":
-                values = {float(one[entry.name]) for one in kept if one.get(entry.name) is not None}
-                if len(values) > 1:
+                if entry.name in differ:
                     raise ValueError(
                         f"{entry.name} differs between the parameters of group {rule.group}: "
-                        f"{' and '.join(map(str, sorted(values)[:2]))}. Put parameters of different age into groups "
-                        "of their own."
+                        f"{' and '.join(map(str, differ[entry.name][:2]))}. Put parameters of different age into "
+                        "groups of their own."
                     )
-                value = values.pop() if values else entry.initial
+                value = next((own[entry.name] for own in numbers.values() if entry.name in own), entry.initial)
             elif entry.place == "group":
                 if (value := given["param_groups"][rule.group].get(entry.name)) is None:
                     raise ValueError(f"param_groups[{rule.group}] has no {entry.name!r}, in which {rule.name} counts.")
@@ -261,9 +259,10 @@ def _numbers(
     return found, updated
 
 
-def _stepped(rule: Rule, rows: Mapping[str, Mapping[str, Any]]) -> Names:
-    """Whose state says that they have made steps; state alone may be what the constructor made."""
-    counted = [entry.name for entry in rule.state if entry.scalar and entry.place == "parameter"]
+def _own_numbers(rule: Rule, own: Mapping[str, Any]) -> Numbers:
+    """Of a parameter's state; where it counts nothing, whether the first step is still to come follows from whether
+    there is any. State alone may be what the constructor made."""
+    counted = [entry.name for entry in rule.numbers if entry.place == "parameter"]
     if not counted:
-        return frozenset(name for name, own in rows.items() if own)
-    return aged(rule, {name: {key: float(own[key]) for key in counted if key in own} for name, own in rows.items()})
+        return {entry.name: float(not own) for entry in rule.numbers}
+    return {key: float(own[key]) for key in counted if key in own}
