@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from fsdp_compiled.optim.rule import Rule, StateTensor
-from fsdp_compiled.plan.plan import Leaf, Plan
+from fsdp_compiled.plan.leaf import Leaf
+from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import data_file, writing
 from fsdp_compiled.runtime.checkpoint.image import Image, arrange, described, part
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest

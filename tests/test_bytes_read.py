@@ -12,8 +12,9 @@ import torch
 from fsdp_compiled import Policy
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.make_plan import make_plan
-from fsdp_compiled.plan.plan import Leaf, Plan
+from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import data_file, loading
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest

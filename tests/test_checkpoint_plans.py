@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from fsdp_compiled import Policy
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.plan.leaf import Leaf, TensorParallel, dense_stride
 from fsdp_compiled.plan.make_plan import make_plan
-from fsdp_compiled.plan.plan import Leaf, Plan, TensorParallel, dense_stride
+from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import loading
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.rectangles import rectangles

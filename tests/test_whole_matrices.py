@@ -18,9 +18,10 @@ from torch import nn, optim
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.whole import is_known
+from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.owners import dealt, laid_out, update_cost
-from fsdp_compiled.plan.plan import Leaf, Plan
+from fsdp_compiled.plan.plan import Plan
 from tests.launch import launch
 from tests.matrices import Matrices, batches, loss
 from tests.parts import parts

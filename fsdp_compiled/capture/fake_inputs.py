@@ -27,7 +27,8 @@ from fsdp_compiled.capture.sync_batchnorm import synchronised
 from fsdp_compiled.capture.tensor_parallel import parts_of
 from fsdp_compiled.capture.unknown_reads import check_attributes
 from fsdp_compiled.ir.nodes import fake_tensor
-from fsdp_compiled.plan.plan import Plan, contiguous_stride
+from fsdp_compiled.plan.leaf import contiguous_stride
+from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.torch_private.dynamo import maybe_mark_dynamic
 
 

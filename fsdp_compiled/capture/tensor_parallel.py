@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.plan.plan import Plan, TensorParallel, contiguous_stride
+from fsdp_compiled.plan.leaf import TensorParallel, contiguous_stride
+from fsdp_compiled.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import torch
 
 from fsdp_compiled.plan.buckets import MOST_BUCKETS, MOST_UNITS, apart_of, regroup, target
 from fsdp_compiled.plan.hardware import Machine, machine_of
+from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.owners import rows_of
-from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, Unit
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot, Unit
 from fsdp_compiled.policy import Policy
 
 ALIGNMENT = 128  # bytes: where a parameter may start, so that vector loads of any width are aligned

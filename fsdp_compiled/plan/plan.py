@@ -18,8 +18,7 @@ Terms, used with these meanings everywhere in the package:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -28,93 +27,12 @@ from typing import Literal
 import torch
 
 from fsdp_compiled.plan.hardware import CPU, Machine
+from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.owners import dealt, update_cost
 from fsdp_compiled.plan.text import describe
 from fsdp_compiled.policy import Placement, Policy
 
 Axis = Literal["shard", "replicate", "tp"]
-
-
-@dataclass(frozen=True)
-class TensorParallel:
-    """How a parameter that is a DTensor lies along the tp axis: ``dim`` is cut into ``parts``, or nothing is.
-
-    Cut as ``torch.chunk`` cuts: where ``parts`` do not divide the dim, the last parts are smaller, or empty. What each
-    rank lays into its buffers is as large as the first part, with zeros at its end.
-    """
-
-    dim: int | None
-    shape: tuple[int, ...]  # of the whole
-    parts: int = 1
-
-    @property
-    def uneven(self) -> bool:
-        return self.dim is not None and self.shape[self.dim] % self.parts != 0
-
-    @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Of the first part: what each rank lays into its buffers."""
-        return tuple(-(-size // self.parts) if dim == self.dim else size for dim, size in enumerate(self.shape))
-
-    def own(self, index: int) -> int:
-        """How much of the dim the rank at this place has."""
-        assert self.dim is not None
-        each = self.part_shape[self.dim]
-        return min(max(self.shape[self.dim] - index * each, 0), each)
-
-    def __str__(self) -> str:
-        return "whole" if self.dim is None else f"dim {self.dim} of {list(self.shape)} cut"
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """What the plan needs to know of one parameter; tied parameters are one leaf with several names."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    trainable: bool
-    group: int | None  # optimizer group; None: no optimizer updates it
-    block: str
-    variant: int = 0  # of the group's rules: parameters that are updated by different ones lie in different buffers
-    tp: TensorParallel | None = None  # shape and stride are of the first part; None: a plain tensor, which is whole
-    owned: bool = False  # one rank along the shard axis updates the whole of it (`owners`)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def split(self) -> bool:
-        """Whether ranks along the tp axis have parts of it."""
-        return self.tp is not None and self.tp.dim is not None
-
-    @property
-    def whole_shape(self) -> tuple[int, ...]:
-        return self.tp.shape if self.tp is not None else self.shape
-
-    @cached_property
-    def order(self) -> tuple[int, ...]:
-        """The dims from slowest to fastest in memory; ``(0, 1, ...)`` for a contiguous tensor."""
-        contiguous = tuple(range(len(self.shape)))
-        if self.stride == contiguous_stride(self.shape):
-            return contiguous
-        return tuple(sorted(contiguous, key=lambda dim: -self.stride[dim]))
-
-    def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
-        """``[numel]``, in the parameter's memory order -> the view in its shape."""
-        if (order := self.order) == tuple(range(len(order))):
-            return flat.view(self.shape)
-        return flat.view([self.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
-
-    def in_memory_order(self, value: torch.Tensor) -> torch.Tensor:
-        """The other way round."""
-        return value.permute(self.order).reshape(-1)
-
-    def at(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
-        """`in_shape` of what begins there in a flat tensor: one view, where its slice would be another."""
-        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + offset)
 
 
 @dataclass(frozen=True)
@@ -378,22 +296,3 @@ class Plan:
         return "\n".join(describe(self))
 
     __repr__ = __str__  # what a prompt shows
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """As `torch.empty(shape).stride()`: ``(2, 3)`` -> ``(3, 1)``."""
-    strides, size = [], 1
-    for length in reversed(shape):
-        strides.append(size)
-        size *= max(length, 1)
-    return tuple(reversed(strides))
-
-
-def dense_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """These strides where they are a permutation of contiguous ones without gaps, contiguous ones where not."""
-    size = 1
-    for dim in sorted(range(len(shape)), key=lambda dim: (stride[dim], shape[dim])):
-        if shape[dim] > 1 and stride[dim] != size:
-            return contiguous_stride(shape)
-        size *= max(shape[dim], 1)
-    return tuple(stride)

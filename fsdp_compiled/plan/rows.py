@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdp_compiled.plan.plan import Buffer, Leaf, Slot
+from fsdp_compiled.plan.leaf import Leaf
+from fsdp_compiled.plan.plan import Buffer, Slot
 
 
 def chunk(leaf: Leaf, world: int) -> int:

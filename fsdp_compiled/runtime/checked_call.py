@@ -20,7 +20,7 @@ from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.optim.rule import Rule, eager_rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
 from fsdp_compiled.optim.wrapped import check_own_step, check_step_hooks
-from fsdp_compiled.plan.plan import Leaf
+from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks

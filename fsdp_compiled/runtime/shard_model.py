@@ -20,7 +20,8 @@ from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.lockstep import Work
 from fsdp_compiled.distributed.mesh import Mesh, RankError, broadcast
 from fsdp_compiled.optim.nested import all_leaves
-from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot, contiguous_stride, dense_stride
+from fsdp_compiled.plan.leaf import Leaf, contiguous_stride, dense_stride
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import to_state_device
 from fsdp_compiled.runtime.parameters.shard_layout import Layout, ShardPlace, places_of

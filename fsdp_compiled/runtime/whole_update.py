@@ -39,8 +39,9 @@ from fsdp_compiled.distributed.owners import Owned
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.optim.twin import attributes_of
 from fsdp_compiled.optim.whole import OnItsOwn, is_known
+from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.owners import update_cost
-from fsdp_compiled.plan.plan import Buffer, Leaf, Slot
+from fsdp_compiled.plan.plan import Buffer, Slot
 from fsdp_compiled.plan.rounds import Update, rounds
 from fsdp_compiled.runtime.eager_update import INSTEAD, EagerUpdate
 from fsdp_compiled.runtime.owner_round import Round

@@ -22,7 +22,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.plan.plan import Leaf, Plan
+from fsdp_compiled.plan.leaf import Leaf
+from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint.cuts import Cut
 from fsdp_compiled.runtime.checkpoint.stretches import Place
 from tests.cut_models import VOCABULARY, Net, loss_fn

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.plan.plan import contiguous_stride
+from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.runtime.ages import Names, fresh, names_of, of_group, parted
 from fsdp_compiled.runtime.checkpoint.contents import options
 from fsdp_compiled.runtime.checkpoint.cuts import length_in_whole, part_offsets, part_shape

@@ -25,7 +25,7 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.optim.groups import options_of
 from fsdp_compiled.optim.nested import all_leaves
 from fsdp_compiled.optim.twin import attributes_of, plain_options, step_of, twin_of
-from fsdp_compiled.plan.plan import Leaf
+from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.runtime.checkpoint.contents import OWNED
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.trained import Trained

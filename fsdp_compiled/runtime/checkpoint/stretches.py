@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from fsdp_compiled.optim.rule import Rule, rule_for
-from fsdp_compiled.plan.plan import Buffer, Leaf, Plan, Slot
+from fsdp_compiled.plan.leaf import Leaf
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.runtime.checkpoint.cuts import Cut
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 

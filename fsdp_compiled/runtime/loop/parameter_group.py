@@ -25,7 +25,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compiled.distributed.device_mesh import beside
 from fsdp_compiled.distributed.mesh import Mesh, gather_shards
-from fsdp_compiled.plan.plan import Buffer, Division, Leaf, TensorParallel, contiguous_stride
+from fsdp_compiled.plan.leaf import Leaf, TensorParallel, contiguous_stride
+from fsdp_compiled.plan.plan import Buffer, Division
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, widths
 from fsdp_compiled.runtime.loop.loop_hooks import OURS, Mark, mark
 from fsdp_compiled.runtime.tensor_parallel.parts import local_part, tensor_parallel

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.model_tensors import named_parameters
-from fsdp_compiled.plan.plan import contiguous_stride
+from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.runtime.loop.gradients import reduced_mean
 from fsdp_compiled.runtime.parameters.shard_layout import Layout, ShardPlace
 from fsdp_compiled.runtime.parameters.sharded_operators import gradient_at, whole_of

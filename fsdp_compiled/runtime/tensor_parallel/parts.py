@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.plan.plan import Leaf, TensorParallel
+from fsdp_compiled.plan.leaf import Leaf, TensorParallel
 from fsdp_compiled.policy import Policy
 
 log = logging.getLogger("fsdp_compiled")
