@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp_compiled import LossScale, Policy, compile_sharded
 from fsdp_compiled.analysis.contained import attempt
-from fsdp_compiled.cli import clock
+from fsdp_compiled.cli import summary
 from fsdp_compiled.cli.clock import Attempts, Clock
 from fsdp_compiled.cli.data import IGNORED, held_out_windows, load_corpus, rank_batches, train_windows, unigram_loss
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, decay_groups
@@ -28,7 +28,7 @@ from fsdp_compiled.cli.pace import Pace
 from fsdp_compiled.cli.progress import Compiling, Progress, Silent, progress
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, Ranks, Stop, began
 from fsdp_compiled.cli.recipe import loss_of, rate
-from fsdp_compiled.cli.report import configuration, curve, printable, save, table
+from fsdp_compiled.cli.report import configuration, curve, save
 from fsdp_compiled.cli.sample import first_line, generate
 from fsdp_compiled.cli.toolchain import told_short
 
@@ -293,37 +293,10 @@ class Job:
         out, journal = self.options.out, self.journal
         assert out is not None and journal is not None
         if texts:
-            samples = [text.decode("utf-8", errors="replace") for text in texts]
-            rule = "\n\n" + "─" * 40 + "\n\n"
-            (out / "sample.txt").write_text(rule.join(samples) + "\n")
-            print(f"\na sample, which continues {self.prompt.decode('utf-8', errors='replace')!r}:\n")
-            print("\n".join("    " + line for line in printable(samples[0]).split("\n")))
-        result = {
-            "validation_loss": journal.val_loss,
-            "unigram_loss": self.unigram,
-            "train_loss": journal.train_loss,
-            "tokens_per_second": self.pace.tokens_per_second,
-            "first_step_seconds": self.pace.first,
-            "peak_memory_bytes": memory,
-            "skipped_steps": self.skipped,
-            "wall_seconds": time.time() - self.began,
-        }
-        (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-        rows = [
-            ("validation loss", _nats(journal.val_loss)),
-            ("byte-unigram model's validation loss", _nats(self.unigram)),
-            ("training loss, last steps", _nats(journal.train_loss)),
-            ("speed", f"{self.pace.tokens_per_second:,.0f} tokens/s"),
-            ("first step, with compilation", f"{self.pace.first:.1f} s"),
-            ("peak memory of a rank", f"{memory / 2**30:.2f} GiB"),
-            ("wall time", f"{result['wall_seconds']:.0f} s"),
-        ]
-        print(f"\n{table(rows)}\n")
+            print(summary.samples(texts, self.prompt, out))
+        print(summary.results(journal, self.pace, self.unigram, memory, self.skipped, time.time() - self.began, out))
         self.tell("complete" if texts else "stopped")
-        if (spent := clock.read(out)) is not None:
-            print(f"where the time went:\n{table(clock.rows(spent))}\n")
-        print("wrote", ", ".join(sorted(path.name + "/" * path.is_dir() for path in out.iterdir())), "in")
-        print(out, flush=True)
+        print(summary.written(out), flush=True)
 
     def _memory(self) -> int:
         """This process's peak, in bytes: of the GPU if it has one."""
@@ -348,7 +321,3 @@ def train(options: TrainOptions, here: RankInfo) -> int:
         with suppress(OSError):
             job.close()
     return STOPPED[signal.Signals(stopped)] if stopped else 0
-
-
-def _nats(loss: float | None) -> str:
-    return "not measured" if loss is None else f"{loss:.4f} nats/byte"

@@ -15,11 +15,12 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
+from fsdp_compiled.distributed.broken_calls import is_lost, nth, parting_of, why
 from fsdp_compiled.distributed.call_store import (
     ABSENT,
     CLOSED,
@@ -35,20 +36,12 @@ from fsdp_compiled.distributed.call_store import (
 )
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
 from fsdp_compiled.distributed.process_group import backends, close, timeout
-from fsdp_compiled.distributed.vanished import vanished
 from fsdp_compiled.distributed.watchdog import Watchdog
 
-DEVICE_ASSERT = "device-side assert"
-LOST_DEVICE = (
-    "Nothing was updated in that call or after it, but the GPU is lost to this process. Start all processes again from "
-    "the last checkpoint."
-)
 log = logging.getLogger("fsdp_compiled")
 NO_STORE = (
     "The store at which ranks meet is gone: torchrun's agent that holds it has ended, or, without torchrun, rank 0 has"
 )
-TIMEOUT = "Timed out"
-LOST = ("closed by peer", "reset by peer", "Broken pipe", TIMEOUT, "remote process has terminated")
 
 
 class Calls:
@@ -236,7 +229,7 @@ class Calls:
             label = self.board.read(self.mesh.rank, self.count).label
             self.board.tell(
                 self.count,
-                f"Rank {self.mesh.rank} failed in its {_th(self.count)} call, {label}, so nothing was updated, and "
+                f"Rank {self.mesh.rank} failed in its {nth(self.count)} call, {label}, so nothing was updated, and "
                 f"all ranks can go on with the next. It said:\n{error}",
             )
 
@@ -250,7 +243,7 @@ class Calls:
             self.closed = message
             return
         with suppress(RuntimeError, dist.DistError):  # the store went with the rank that holds it
-            message = f"Rank {self.mesh.rank} failed in its {_th(self.count)} call. {message}\n{CLOSED}"
+            message = f"Rank {self.mesh.rank} failed in its {nth(self.count)} call. {message}\n{CLOSED}"
             self.board.fail(message)
             if self.watchdog is not None:
                 self.watchdog.end()
@@ -278,21 +271,14 @@ class Calls:
         """Why this rank's collective failed with this error, if it is for what another rank did."""
         if self.board is None:
             return None
-        lost = any(text in str(error) for text in LOST)
         try:
-            message = self.board.error()
+            message = self.board.error() or why(self.board, self.count, str(error))
             if message is None:
-                late = TIMEOUT in str(error)
-                found = [self._now(self.board, rank, lost, late) for rank in range(self.mesh.world)]
-                if len(set(found)) > 1:
-                    message = f"{different(found)}\n{CLOSED}"
-                elif lost and (gone := vanished(self.board, str(error))):
-                    message = self._without(self.board, gone)
-                else:
-                    return None
-                self.board.fail(message)
+                return None
+            self.board.fail(message)
         except (RuntimeError, dist.DistError):  # the store went with the rank that held it
-            return f"Rank 0 is gone, while this rank makes its {_th(self.count)} call. {JOIN}" if lost else None
+            call = f"while this rank makes its {nth(self.count)} call"
+            return f"Rank 0 is gone, {call}. {JOIN}" if is_lost(str(error)) else None
         if self.watchdog is not None:
             self.watchdog.end()
         self.leave(message)
@@ -304,27 +290,9 @@ class Calls:
         Each call compares these on the device, where it costs nothing, and where all that can be done is to stop:
         before anything is updated, but for this process's use of the GPU, and without a word of why. The board has it.
         """
-        found = _parting(self.board, self.count, error)
+        found = parting_of(self.board, self.count, error)
         self.closed = found or self.closed  # without an end of the process group: NCCL would wait for the lost GPU
         return found
-
-    def _without(self, board: Board, gone: Sequence[int]) -> str:
-        """The sentence for ranks that ended in the same call."""
-        names = ", ".join(board.name(rank) for rank in gone)
-        verb = "is" if len(gone) == 1 else "are"
-        call = board.read(self.mesh.rank, self.count).label
-        where = f"in or after its {_th(self.count)} call, {call}" if self.count else "before its first call"
-        return f"{names} {verb} gone: the connection broke {where}, as rank {self.mesh.rank} sees it.\n{CLOSED}"
-
-    def _now(self, board: Board, rank: int, lost: bool, late: bool) -> str:
-        posted = board.read(rank, self.count)
-        if posted.number == self.count:
-            return posted.label
-        if not lost or posted.number > self.count:  # it may be slow, or ahead: that made no call fail
-            return board.read(self.mesh.rank, self.count).label
-        if late and board.ended(rank) is None:
-            return f"{ABSENT} after {times(board.newest(rank))}"
-        return f"gone after {times(board.newest(rank))}"
 
     def leave(self, reason: str) -> None:
         """Ends this rank's part in the process group, so that ranks that wait for it fail instead of hanging."""
@@ -338,21 +306,7 @@ def _finish(board: Board, made: list[int], watchdog: Watchdog | None = None) -> 
         watchdog.stop()
         watchdog.wait_until_stopped()
     # An error of the GPU that nobody caught, met outside of a call of ours: the reason is said here at the latest.
-    if (reason := _parting(board, made[0], getattr(sys, "last_value", None))) is not None:
+    if (reason := parting_of(board, made[0], getattr(sys, "last_value", None))) is not None:
         log.error("%s", reason)
     with suppress(RuntimeError, dist.DistError):  # the store goes with the rank that holds it
         board.end(made[0])
-
-
-def _parting(board: Board | None, made: int, error: BaseException | None) -> str | None:
-    if board is None or not isinstance(error, RuntimeError) or DEVICE_ASSERT not in str(error):
-        return None
-    try:
-        found = board.parting(made)
-    except (RuntimeError, dist.DistError):  # the store went with the rank that held it
-        return None
-    return f"{found}\n{LOST_DEVICE}" if found is not None else None
-
-
-def _th(count: int) -> str:
-    return f"{count}{'th' if 10 < count % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(count % 10, 'th')}"
