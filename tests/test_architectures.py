@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
 
 from fsdp_compiled import Policy, compile_sharded
 from tests.architectures import CASES, TORCH, forces, smooth
@@ -145,6 +146,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], torch.Tens
     "written parameter": (lambda: Written(8, 3), mse, None, "writes parameter weight.*changed copy"),
     "buffer that grows": (Grown, mse, None, r"buffer rows, torch.float32 \[1, 3\], by .*\[6, 3\]"),
     "branch": (lambda: Branching(8, 3), mse, None, r"torch.rand\(\[\]\)(.|\n)*Cure: .*layerdrop"),
+    "stretches": (
+        smooth,
+        lambda m, x, y: checkpoint_sequential(m, 2, x, use_reentrant=False).mean(),
+        None,
+        "Cure: call torch.utils.checkpoint.checkpoint on each",
+    ),
     "cumulative statistics": (cumulative, mse, None, "Cure: .*momentum=None"),
     "list of losses": (smooth, lambda *a: [mse(*a), mse(*a)], None, "returned a list in the place of a scalar"),
     "hidden aux": (smooth, lambda m, x, y: (mse(m, x, y), Answer(x)), None, "Answer was returned, which hides .*x"),

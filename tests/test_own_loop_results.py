@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled import Policy, fully_shard
+from fsdp_compiled import CaptureError, Policy, fully_shard
+from fsdp_compiled.capture.side_effects import SideEffects
 from tests.own_loops import X, full, loss_of, plain_gradients, same
 from tests.toys import net
 
@@ -114,3 +115,65 @@ def test_a_cache_and_many_lengths_run_without_gradients() -> None:
     assert sum(one.kind == "forward" for one in call.programs.cached) == 8
     with pytest.raises(ValueError, match=r"holds a .*Cache"):
         model(X, cache=Cache())
+
+
+class Leaves(nn.Module):
+    """Leaves the loss of a layer where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(4, 2), where
+        self.found: Any = 0.0
+        self.all: list[Any] = []
+
+    def forward(self, x: torch.Tensor, into: Any = None) -> torch.Tensor:
+        y = self.linear(x)
+        left = y.square().mean()
+        if self.where == "attribute":
+            self.found = left
+        elif self.where == "list":
+            self.all.append(left)
+        elif self.where == "argument":
+            into.append(left)
+        elif self.where == "dictionary":
+            into["loss"] = left
+        elif self.where == "place":
+            into[0] = (left, left)
+        elif self.where == "batch":
+            into["y"] = into.pop("x").double()
+        return y
+
+
+INTO: dict[str, Callable[[], Any]] = {"argument": list, "dictionary": dict, "place": lambda: [None, 1]}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "evaluates"])
+@pytest.mark.parametrize("where", ["attribute", "list", *INTO])
+def test_tensors_that_forward_leaves_elsewhere_are_refused(where: str, trains: bool) -> None:
+    """A loop would train without them."""
+    model, into = fully_shard(Leaves(where)), INTO.get(where, lambda: None)
+    with torch.set_grad_enabled(trains), pytest.raises(CaptureError, match=r"Forward leaves tensors in .*Return them"):
+        model(X, into())
+    given = into()
+    with torch.no_grad(), model.gathered():
+        model(X, given)
+    assert where not in ("argument", "dictionary") or len(given) == 1
+
+
+def test_control_where_it_is_not_asked_a_loop_goes_on_with_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SideEffects, "lost", lambda *_: [])
+    model = fully_shard(Leaves("attribute"))
+    model(X)
+    assert model.found == 0.0
+
+
+def test_what_forward_takes_out_of_the_batch_or_writes_there_for_itself_is_not_refused() -> None:
+    batch = {"x": X}
+    assert fully_shard(Leaves("batch"))(X, batch).shape == (3, 2) and list(batch) == ["x"]
+
+
+def test_a_slice_of_a_container_is_of_its_own_class() -> None:
+    model = net()
+    fully_shard(model[0])
+    fully_shard(model)
+    assert type(model[1:]) is nn.Sequential and type(model[:1][0]) is type(model[0])

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture import one_object, ordered_keys, random_calls, settings_once, unknown_reads, unread
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
-from fsdp_compiled.capture.batch_changes import changed, contents
+from fsdp_compiled.capture.batch_changes import changed, contents, given
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from fsdp_compiled.capture.captured import CURE, Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamo_run import Trace
@@ -34,7 +34,15 @@ from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, places_of, put_back
 from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
 from fsdp_compiled.capture.output_ports import closed, output_ports
-from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects, inside, speech, tell_batch, unwrapped
+from fsdp_compiled.capture.side_effects import (
+    WRAPPED,
+    SideEffects,
+    inside,
+    speech,
+    tell_batch,
+    unread_results,
+    unwrapped,
+)
 from fsdp_compiled.capture.source_lines import explanation, reason, user_line
 from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, name_axes, whole
 from fsdp_compiled.ir.program import LOSS, Port
@@ -77,7 +85,7 @@ def capture(
 
     def function(named: dict[str, torch.Tensor], args: Any, kwargs: Any, buffers: list[Any]) -> Any:
         args, kwargs = apart(args, kwargs)
-        given = contents(args, kwargs)
+        before_call = contents(args, kwargs)
         if parts.mesh is None:
             result = objective(*args, **kwargs)
         else:
@@ -87,7 +95,7 @@ def capture(
             if table[key] is not before:
                 replaced[name] = own(table[key])
                 table[key] = before
-        touched = changed(given)
+        touched = changed(before_call), given(before_call) if results else []
         said = [layout_of(leaf) for leaf in pytree.tree_leaves(result)] if results and parts.mesh is not None else []
         if not gradient:
             return own(apart_from_others(result) if results else result), None, False, replaced, said, touched
@@ -185,10 +193,13 @@ def capture(
                 _check_next(made, trace)
         finally:
             made.undo()
+        touched, kept = made.touched
+        if results and (kept := [*made.side_effects.lost(made.tables()), *(f"{path} of the batch" for path in kept)]):
+            raise CaptureError(unread_results(kept))
         if made.side_effects.rest:
             made.side_effects.tell(model, made.tables())
-        if made.touched:
-            tell_batch(model, made.touched)
+        if touched:
+            tell_batch(model, touched)
         program = made.program()
         made.guards.closed.numbers = made.numbers(made.guards.scope)
         name_axes(program, parts.mesh)

@@ -55,7 +55,7 @@ class Trace:
     mutations: Mutations
     guards: Guards
     side_effects: SideEffects
-    touched: list[str]  # containers of the batch that the code changes
+    touched: tuple[list[str], list[str]]  # containers of the batch that the code changes; with new tensors
     flat: list[Any]  # what the function returned, and its structure
     spec: pytree.TreeSpec
     outputs: dict[int, Port]  # what of it is which result, by identity

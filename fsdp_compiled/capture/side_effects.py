@@ -109,9 +109,13 @@ class SideEffects:
             "it in tensors, or pass it with the batch; what is kept for one forward alone, clear where forward begins."
         )
 
+    def lost(self, tables: Collection[int]) -> list[str]:
+        """The names of what holds tensors, but for tables that the program computes from nothing."""
+        return [entry.name for entry in self.rest if entry.keeps_tensors and not _all_in(entry, tables)]
+
     def tell(self, model: nn.Module, tables: Collection[int]) -> None:
         """Names what is not kept, once for each model, but for tables that the program computes from nothing."""
-        if lost := [entry.name for entry in self.rest if entry.keeps_tensors and not _all_in(entry, tables)]:
+        if lost := self.lost(tables):
             _say(
                 model,
                 f"forward keeps tensors in {', '.join(lost)}, which hold their old values again: return them as aux to "
@@ -131,6 +135,15 @@ def tell_batch(model: nn.Module, changed: Sequence[str]) -> None:
         model,
         f"forward changes {_some(changed)} of the batch, which a program does not: your own list or dictionary holds "
         "what it held. Change it before the call, or a copy of it in forward; return as aux what is to be seen",
+    )
+
+
+def unread_results(names: Sequence[str]) -> str:
+    """Why what a call of the model leaves there cannot be, where a loop of the user's goes on with it."""
+    return (
+        f"Forward leaves tensors in {_some(names)}, where your loop would find what was there before: a program gives "
+        "what forward returns. Return them, as (output, losses); or, without gradients, call the model inside of "
+        "`with model.gathered():`, where its own code runs."
     )
 
 

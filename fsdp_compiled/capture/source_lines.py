@@ -138,6 +138,12 @@ CURES = (
     ),
     ("torch.jit", "pass the original module: TorchScript cannot be read."),
     ("TracedModule", "pass the original module: TorchScript cannot be read."),
+    ("checkpoint_sequential", "call torch.utils.checkpoint.checkpoint on each stretch of the layers."),
+    (
+        "torch.distributed.nn.",
+        'along mesh["tp"] use what it names; a loss that reads all ranks\' results is computed outside of the program, '
+        "in a loop of your own, with fully_shard.",
+    ),
     ("compiler.disable", "remove torch.compiler.disable from what forward calls."),
     ("nn.Parameter", "build modules and parameters in __init__, where the optimizer finds them."),
 )

@@ -152,7 +152,8 @@ def name_axes(program: Program, mesh: DeviceMesh | None) -> None:
             raise CaptureError(
                 f"The model or the loss calls a collective ({node.target}) over a process group of its own. A program "
                 "knows the axes of the mesh alone: give it the tp axis of the mesh that was handed over, as experts do "
-                'that tokens are sent to, group=mesh["tp"].'
+                'that tokens are sent to, group=mesh["tp"]; or compute a loss that reads all ranks\' results outside '
+                "of the program, in a loop of your own with fully_shard."
             )
 
 

@@ -71,6 +71,11 @@ class _OwnGathered:
 class FSDPModule(TorchFSDPModule):
     """What `fully_shard` makes of a module, beside its own class."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module of the class that it was: ``model[1:]`` is a container of its own, as under FSDP2."""
+        own = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
+        return own(*args, **kwargs)
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Registers whole parameters with the module, in ``mp_policy.param_dtype``. Not recursive. Collective."""
         _state(self).group.unshard()
