@@ -82,7 +82,8 @@ class Port:
         known = _PORTS.get(key := (side, kind, name, part, dim))
         if known is None:
             made = object.__new__(cls)
-            vars(made).update(zip(("side", "kind", "name", "part", "dim"), key, strict=True))
+            held = vars(made)
+            held["side"], held["kind"], held["name"], held["part"], held["dim"] = key
             known = _PORTS.setdefault(key, made)
         return known
 

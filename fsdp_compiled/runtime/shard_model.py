@@ -133,18 +133,20 @@ def take_over(
     """
     holders = _holders(model)
     originals = {name: _get(places[0]) for name, places in holders.items()}
-    order = {module: index for index, module in enumerate(model.modules())}
+    meta = any(parameter.is_meta for parameter in originals.values())  # else none is to be filled
+    order = {module: index for index, module in enumerate(model.modules())} if meta else {}
     resumed = optimizer is not None and bool(optimizer.state)
     layout = Layout(plan, mesh)
     shards = layout.shards
     existing_state = read_scalars(optimizer)
     for unit in plan.units:
-        if plan.tp > 1:  # all of the unit, in the model's order: what is drawn does not depend on what is cut
+        if meta and plan.tp > 1:  # all of the unit, in the model's order: what is drawn does not depend on what is cut
             own = {holder for buffer in unit.buffers for slot in buffer.slots for holder in holders[slot.name]}
             _materialize(own, order, plan.device, init)
         for buffer in unit.buffers:
             owners = [holders[slot.name] for slot in buffer.slots]
-            _materialize([holder for owner in owners for holder in owner], order, plan.device, init)
+            if meta:
+                _materialize([holder for owner in owners for holder in owner], order, plan.device, init)
             parameters = [_get(owner[0]) for owner in owners]
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
             values: list[torch.Tensor] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import traceback
 import types
@@ -149,7 +150,12 @@ class BlockCall:
 
 def call_path(variable: Any) -> str:
     """As `nn_module_stack` has it."""
-    name = variable.get_nn_module_stack_source().name
+    outside, inner, last = variable.get_nn_module_stack_source().name.rpartition("._modules[")
+    return _path(outside) + _path(inner + last)
+
+
+@functools.lru_cache
+def _path(name: str) -> str:
     return re.sub(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]", r".\2", name)
 
 

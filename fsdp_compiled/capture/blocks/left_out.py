@@ -111,12 +111,14 @@ def left_out(gap: Gap, module: fx.GraphModule, out: WrittenOut, ports: Mapping[i
             pairs = zip(block.walked.template.lines, out.nodes[node], strict=True)
             lines[node] = [line for line, made in pairs if not made._erased]
 
+    traces: dict[tuple[int, str], list[str]] = {}
+
     def absent(stretch: Sequence[fx.Node]) -> Absent:
         own, texts = [], []
         for node, like in zip(stretch, gap.before, strict=True):
             if (block := node.meta.get(BLOCK)) is not None:
                 own += [ports[id(tensor)] for tensor in block.tensors]
-                texts += list(_texts(block, lines[like]))
+                texts += _texts(block, lines[like], traces)
             elif like in out.nodes:
                 texts += texts_of(module, node)
         return Absent(own, texts)
@@ -126,11 +128,16 @@ def left_out(gap: Gap, module: fx.GraphModule, out: WrittenOut, ports: Mapping[i
     return LeftOut(first, after, {port: place for place, port in enumerate(mine)}, list(map(absent, gap.left)))
 
 
-def _texts(block: WrittenBlock, lines: Sequence[Line]) -> Iterator[str]:
-    """Of these lines of a block, as `texts_of` has them of nodes."""
+def _texts(block: WrittenBlock, lines: Sequence[Line], traces: dict[tuple[int, str], list[str]]) -> list[str]:
+    """Of these lines of a block, as `texts_of` has them of nodes. ``traces``: the user's, by where blocks are called,
+    which is one place for most."""
     walked, call = block.walked, block.call
     one, other = path_in([walked.call.path]), path_in([call.path])
     paths = [other + path.removeprefix(one) if inside else path for path, inside in walked.paths]
-    for line in lines:
-        yield paths[line.stack] if line.stack is not None else ""
-        yield call.trace + line.user if line.stack is not None else ""
+    if (trace := traces.get((id(lines), call.trace))) is None:
+        trace = [call.trace + line.user if line.stack is not None else "" for line in lines]
+        traces[id(lines), call.trace] = trace
+    found = [""] * (2 * len(lines))
+    found[::2] = [paths[line.stack] if line.stack is not None else "" for line in lines]
+    found[1::2] = trace
+    return found
