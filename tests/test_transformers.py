@@ -11,8 +11,10 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_compiled import Policy
+from fsdp_compiled import CaptureError, Policy, compile_sharded, fully_shard
+from fsdp_compiled.capture import dynamo
 from tests import huggingface
 from tests.chosen import chosen
 from tests.huggingface import MODELS, Batch
@@ -37,6 +39,10 @@ def _eager(model: nn.Module, batches: list[list[Batch]], lr: float = 0.05) -> di
             (huggingface.loss(model, inputs, labels) / len(batch)).backward()
         optimizer.step()
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _furthest(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
@@ -65,3 +71,33 @@ def test_it_trains_on_two_ranks_as_unsharded(name: str) -> None:
     assert _furthest(simulation.parameters, expected) < 1e-5
     assert _furthest(_eager(wrong, batches, lr=0.0501), expected) > 1e-5  # control
     assert len(simulation.plan.units) >= 3 and simulation.program.marked("gather")
+
+
+@pytest.mark.parametrize("control", [False, True], ids=["it is", "control"])
+def test_losses_of_routers_are_trained(control: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers collects them by hooks, which it puts there when it is first asked for them."""
+    pytest.importorskip("transformers")
+    if control:
+        monkeypatch.setattr(dynamo, "put_hooks", lambda *_: False)
+    plain = huggingface.build("Mixtral")
+    plain.config.output_router_logits, plain.router_aux_loss_coef = True, 0.5
+    model, loop = copy.deepcopy(plain), fully_shard(copy.deepcopy(plain))
+    tokens = torch.arange(12).view(2, 6)
+
+    def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss  # type: ignore[no-any-return]
+
+    sharded = compile_sharded(model, _sgd(model), loss=loss_of, policy=Policy(lower="eager"))
+    if control:
+        with pytest.raises(CaptureError, match="capturing_hooks"):
+            sharded.step(tokens)
+        return
+    sharded.step(tokens)
+    for one in (plain, loop):
+        optimizer = _sgd(one)
+        loss_of(one, tokens).backward()
+        optimizer.step()
+    named = [{name: full_tensor(one) for name, one in each.named_parameters()} for each in (plain, loop, model)]
+    assert _furthest(named[1], named[0]) < 1e-6 and _furthest(named[2], named[0]) < 1e-6
+    plain.config.output_router_logits = False
+    assert loss_of(plain, tokens) < loss_of(loop, tokens) - 0.1

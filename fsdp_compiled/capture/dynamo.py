@@ -34,6 +34,7 @@ from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, places_of, put_back
 from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
 from fsdp_compiled.capture.output_ports import closed, output_ports
+from fsdp_compiled.capture.recorded_outputs import put_hooks
 from fsdp_compiled.capture.side_effects import (
     WRAPPED,
     SideEffects,
@@ -185,7 +186,12 @@ def capture(
         unwrapped(objective),
         put_back(objective.model),  # after all that is undone, which knows the tensors of the trace alone
     ):
-        made = trace()
+        try:
+            made = trace()
+        except Exception as error:
+            if not put_hooks(objective.model, error):
+                raise
+            made = trace()
         try:
             if not made.outputs:
                 raise CaptureError(f"{type(model).__name__} returned no tensor. {CURE}")
