@@ -116,12 +116,12 @@ def test_stages_are_there_for_who_looks(policy: dict[str, Any], monkeypatch: pyt
         assert [one.text() for one in compiled.stages] == [one.text() for one in stages]
 
 
-def test_a_program_that_is_kept_is_what_it_was() -> None:
-    """Its nodes, all that is noted of them, and the names that nodes have which are inserted."""
-    recipe = RECIPES[0]
+@pytest.mark.parametrize("recipe", RECIPES, ids=["checkpointed", "limited", "offloaded", "several buffers"])
+def test_a_program_that_is_kept_is_what_it_was(recipe: Recipe) -> None:
+    """Its nodes, all that is noted of them, which no pass changes, and the names that nodes have which are inserted."""
     model, optimizer = models.build(recipe)
     with simulate.ranks(recipe.shard) as places:
-        rank = simulate.enlist(model, optimizer, recipe.policy, places[0])
+        rank = simulate.enlist(model, optimizer, recipe.policy, places[0], models.units(recipe))
         captured = simulate.captured(rank, models.loss, models.batches(recipe, 1)[0][0])
         kept = Kept(captured)
         before = captured.text(), [(node.name, dict(node.meta)) for node in captured.graph.nodes]

@@ -154,7 +154,7 @@ class Edit:
 
         Draws of random numbers stay too: they move the generator. ``among``: those that may be unused; None: all.
         """
-        found = [node for node in list(self.graph.nodes if among is None else among) if not node.users]
+        found = [node for node in (self.graph.nodes if among is None else among) if not node.users]
         while found:
             node = found.pop()
             if node.users or node.op != "call_function":

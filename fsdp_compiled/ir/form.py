@@ -47,7 +47,8 @@ def ends(program: Program) -> Checked:
             None,
             f"{len(given)} + {len(results)} ports for {len(places)} inputs, {len(values)} outputs.",
         )  # type: ignore[arg-type]
-    if repeated := [str(port) for port, count in Counter(program.ports).items() if count > 1]:
+    if len(set(program.ports)) < len(program.ports):
+        repeated = [str(port) for port, count in Counter(program.ports).items() if count > 1]
         fail(program, None, f"ports appear twice: {', '.join(repeated)}.")
     return Checked(program, dict(zip(given, places, strict=True)), dict(zip(results, values, strict=True)))  # type: ignore[arg-type]
 

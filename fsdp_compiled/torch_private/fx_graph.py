@@ -140,13 +140,14 @@ def _is_stem(name: str) -> bool:
     return fx.Graph()._graph_namespace.create_name(name, None) == name and re.search(r"_\d+$", name) is None
 
 
-# What a node is: itself, and all of it that may be changed but its place.
+# What a node is: itself, and all of it that may be changed but its place. What is noted of it is not copied: a pass
+# notes things of nodes that it makes, and gives another one that it changes new notes.
 Row = tuple[fx.Node, Any, tuple[Any, ...], Mapping[str, Any], dict[str, Any]]
 Names = tuple[set[str], dict[str, int]]
 
 
 def row_of(node: fx.Node) -> Row:
-    return node, node.target, node.args, node.kwargs, dict(node.meta)
+    return node, node.target, node._args, node._kwargs, node.meta
 
 
 def copied_node(graph: fx.Graph, row: Row, change: Callable[[fx.Node], fx.Node]) -> fx.Node:
