@@ -24,6 +24,7 @@ ARGUMENTS: dict[Any, list[Any]] = {
     aten.bmm.default: [(2, 3, 4), (2, 4, 2)],
     aten.expand.default: [(2, 1, 3), [2, 4, 3]],
     aten.lerp_.Scalar: [(2, 3), (2, 3), 0.25],
+    aten.linalg_vector_norm.default: [(2, 3), 2, None, False],
     aten.mean.dim: [(2, 3), [0], True],
     aten.mm.default: [(3, 4), (4, 2)],
     aten.native_layer_norm.default: [(2, 3), [3], (3,), (3,), 1e-5],
@@ -39,6 +40,15 @@ ARGUMENTS: dict[Any, list[Any]] = {
     aten.view.default: [(2, 3, 4), [4, 6]],
     aten.where.self: [(2, 3), (2, 3), ()],
 }
+NAMED: dict[Any, list[dict[str, Any]]] = {
+    aten.addcmul_.default: [{"value": 0.5}, {"value": 2}],
+    aten.clone.default: [{"memory_format": torch.contiguous_format}, {"memory_format": torch.preserve_format}],
+    aten.gelu.default: [{"approximate": "tanh"}, {"approximate": "none"}],
+    aten.linalg_vector_norm.default: [{"dtype": torch.float32}, {"dtype": torch.float64}],
+}
+
+
+DEFAULTS = ({"memory_format": torch.preserve_format}, {"approximate": "none"})
 
 
 class Log(TorchDispatchMode):
@@ -58,10 +68,10 @@ class Log(TorchDispatchMode):
 
 def given(target: Any, dtype: torch.dtype, least: bool) -> list[Any]:
     """Arguments for this operator, without those that may be left out."""
-    forms = ARGUMENTS.get(target, [(2, 3)] * FORMS[target][1].count("value"))
+    forms = ARGUMENTS.get(target, [(2, 3)] * FORMS[target][1].partition(" ; ")[0].count("value"))
     if target is aten.cat.default:
         forms = [[(2, 3), (2, 3)], 1]
-    forms = forms[: len(FORMS[target][1].partition(" | ")[0].split())] if least else forms
+    forms = forms[: len(FORMS[target][1].partition(" ; ")[0].partition(" | ")[0].split())] if least else forms
     torch.manual_seed(0)
 
     def one(form: Any) -> Any:
@@ -79,12 +89,12 @@ def as_nodes(args: list[Any]) -> list[Any]:
     return [[put(entry) for entry in one] if isinstance(one, list) else put(one) for one in args]
 
 
-def run(function: Callable[..., Any], args: list[Any]) -> tuple[Any, Any]:
+def run(function: Callable[..., Any], args: list[Any], **kwargs: Any) -> tuple[Any, Any]:
     """What it returns, or that it fails; and what it called."""
     args = [one.clone() if isinstance(one, torch.Tensor) else one for one in args]
     with below_autograd(), Log() as log:
         try:
-            result = function(*args)
+            result = function(*args, **kwargs)
         except RuntimeError:  # a mean of integers, for one
             return None, log.calls
     found = list(result) if isinstance(result, list | tuple) else [result]
@@ -100,6 +110,9 @@ def test_a_function_calls_the_operator(target: Any) -> None:
         assert function is FORMS[target][0]
         mine, theirs = run(function, args), run(target, args)
         assert mine == theirs and (mine[0] is None or mine[1])
+        for named in NAMED.get(target, []):
+            assert function_for(target, as_nodes(args), named) is function
+            assert run(function, args, **named) == run(target, args, **named) != theirs or named in DEFAULTS
 
 
 def test_numbers_in_the_place_of_values_are_the_same_too() -> None:
@@ -123,6 +136,8 @@ def test_other_forms_are_called_as_they_are() -> None:
         (aten.transpose.int, [x, 0, True], {}),
         (aten.sum.default, [x], {}),
         (aten.view.dtype, [x, torch.int32], {}),
+        (aten.addcmul_.default, [x, x, x], {"value": x}),
+        (aten.linalg_vector_norm.default, [x, 2.5, [0], False], {}),
     ):
         assert function_for(target, args, kwargs) is target
 

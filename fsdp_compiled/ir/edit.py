@@ -159,8 +159,7 @@ class Edit:
             node = found.pop()
             if node.users or node.op != "call_function":
                 continue
-            effect = node.target is ASSERT or node.meta.get("effect") or is_random(node)
-            if not (effect or mutated(node)):
+            if not (mutated(node) or node.target is ASSERT or node.meta.get("effect") or is_random(node)):
                 sources = node.all_input_nodes
                 self.graph.erase_node(node)
                 found += sources

@@ -17,18 +17,23 @@ from torch import fx
 aten = torch.ops.aten
 
 # By operator, the function, and of each argument in its place whether it is a value, values, integers (or values that
-# are), one of these, a number or a flag. Those after the bar may be left out.
+# are), one of these, a number, a flag or nothing. Those after the bar may be left out, and those after the semicolon
+# are given by name, if at all.
 FORMS: Mapping[Any, tuple[Callable[..., Any], str]] = {
     aten.add.Tensor: (torch.add, "value value"),
     aten.add_.Tensor: (torch.Tensor.add_, "value value"),
+    aten.addcmul_.default: (torch.Tensor.addcmul_, "value value value ; value"),
     aten.addmm.default: (torch.addmm, "value value value"),
     aten.baddbmm.default: (torch.baddbmm, "value value value"),
     aten.bmm.default: (torch.bmm, "value value"),
     aten.cat.default: (torch.cat, "values | integer"),
+    aten.clone.default: (torch.clone, "value ; memory_format"),
     aten.div.Tensor: (torch.div, "value value"),
     aten.exp.default: (torch.exp, "value"),
     aten.expand.default: (torch.Tensor.expand, "value integers"),
+    aten.gelu.default: (torch.nn.functional.gelu, "value ; approximate"),
     aten.lerp_.Scalar: (torch.Tensor.lerp_, "value value number"),
+    aten.linalg_vector_norm.default: (torch.linalg.vector_norm, "value integer nothing flag ; dtype"),
     aten.mean.dim: (torch.mean, "value integers | flag"),
     aten.mm.default: (torch.mm, "value value"),
     aten.mul.Tensor: (torch.mul, "value value"),
@@ -58,9 +63,12 @@ FORMS: Mapping[Any, tuple[Callable[..., Any], str]] = {
 def function_for(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """The function to be called with these arguments of a node; the target itself, where none is sure to be it."""
     function, form = FORMS.get(target, (target, ""))
+    form, _, named = form.partition(" ; ")
     least, _, more = form.partition(" | ")
     kinds = f"{least} {more}".split()
-    if kwargs or not len(least.split()) <= len(args) <= len(kinds):
+    if not (kwargs.keys() <= {*named.split()} and len(least.split()) <= len(args) <= len(kinds)):
+        return target
+    if any(isinstance(value, fx.Node) for value in kwargs.values()):
         return target
     return function if all(_is(kind, value) for kind, value in zip(kinds, args)) else target
 
@@ -72,4 +80,4 @@ def _is(kind: str, value: Any) -> bool:
         return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, fx.Node) for one in value)
     if kind == "integers":
         return isinstance(value, list | tuple) and all(isinstance(one, fx.Node) or type(one) is int for one in value)
-    return type(value) is {"integer": int, "number": float, "flag": bool}[kind]
+    return type(value) is {"integer": int, "number": float, "flag": bool, "nothing": type(None)}[kind]
