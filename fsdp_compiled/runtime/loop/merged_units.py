@@ -30,7 +30,7 @@ from fsdp_compiled.runtime.loop.parameter_group import Entry, FlatShard, Paramet
 # backward as FSDP2 does: so that the peak is no higher, they have smaller units, and in the first half of the model
 # alone, since memory is at its highest where forward ends and backward begins. Inductor keeps less, which leaves room
 # for larger ones throughout. Gathers start one unit ahead here, whatever it takes: so units are smaller than in a plan.
-MOST_UNITS = {"eager": 12, "inductor": 8}
+MOST_UNITS = {"eager": 12, "inductor": 6}
 
 
 @dataclass(frozen=True)

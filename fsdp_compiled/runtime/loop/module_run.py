@@ -168,7 +168,7 @@ class Run:
         """Raises ``RuntimeError`` where autograd would call a hook for a gradient that there is not."""
         for entry, name in self.made.names.items():
             parameter = entry.parameter
-            if id(parameter) not in self.place or not parameter.requires_grad or (kind := hook_on(parameter)) is None:
+            if (kind := hook_on(parameter)) is None or id(parameter) not in self.place or not parameter.requires_grad:
                 continue
             if not synchronises:
                 raise RuntimeError(

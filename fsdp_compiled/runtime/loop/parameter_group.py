@@ -14,6 +14,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import starmap
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -33,6 +35,11 @@ from fsdp_compiled.runtime.tensor_parallel.parts import local_part, tensor_paral
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, TensorMeta
 
 Holder = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
+
+
+# In C, since each call asks it of all parameters.
+_versions_of = attrgetter("parameter._version", "local._version")
+_local_now_and_then = attrgetter("parameter._local_tensor", "local")
 
 
 @dataclass(eq=False)
@@ -73,10 +80,9 @@ class FlatShard:
     held_of: dict[Entry, None] = field(default_factory=dict)  # whose parts of it were reached
 
     @property
-    def written(self) -> tuple[int, ...]:
+    def written(self) -> list[Any]:
         """Another one after each write, to a parameter or past it to its local tensor."""
-        locals_of = (entry.local._version for entry in self.entries if entry.local is not None)
-        return (self.tensor._version, *(entry.parameter._version for entry in self.entries), *locals_of)
+        return [self.tensor._version, *map(_versions_of, self.entries)]
 
     def hold(self, gradient: torch.Tensor, entries: Iterable[Entry]) -> None:
         """Adds a whole flat gradient, of which these parameters' parts count, to what is held back."""
@@ -148,7 +154,7 @@ class ParameterGroup:
 
     def same(self) -> bool:
         """Whether all parameters are still the slices that they were; a table that changed is not seen here."""
-        return all(entry.parameter._local_tensor is entry.local for entry in self.entries)  # type: ignore[attr-defined]
+        return all(all(starmap(is_, map(_local_now_and_then, flat.entries))) for flat in self.flats)
 
     def follow(self) -> None:
         """Takes the parameters that hang in the modules now, and lays the flat shards out anew if there are others.
