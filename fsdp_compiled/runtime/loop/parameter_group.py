@@ -80,9 +80,9 @@ class FlatShard:
     held_of: dict[Entry, None] = field(default_factory=dict)  # whose parts of it were reached
 
     @property
-    def written(self) -> list[Any]:
+    def written(self) -> tuple[Any, ...]:
         """Another one after each write, to a parameter or past it to its local tensor."""
-        return [self.tensor._version, *map(_versions_of, self.entries)]
+        return self.tensor._version, *map(_versions_of, self.entries)
 
     def hold(self, gradient: torch.Tensor, entries: Iterable[Entry]) -> None:
         """Adds a whole flat gradient, of which these parameters' parts count, to what is held back."""
