@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fsdp_compiled.capture import cache_key
 from fsdp_compiled.kernels.products import product
 from fsdp_compiled.lower import inductor
-from fsdp_compiled.lower.partition import Piece
+from fsdp_compiled.lower.piece import Piece
 
 Compile = Callable[..., tuple[list[torch.Tensor], int]]
 

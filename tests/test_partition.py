@@ -19,7 +19,8 @@ from fsdp_compiled.cli.bench import host_time
 from fsdp_compiled.cli.gpt import GPT, GPTConfig
 from fsdp_compiled.ir.nodes import is_collective, is_view, mutated, role_of
 from fsdp_compiled.lower.inductor import divide
-from fsdp_compiled.lower.partition import FEW, Piece, segments
+from fsdp_compiled.lower.partition import segments
+from fsdp_compiled.lower.piece import FEW, Piece
 from fsdp_compiled.lower.program_code import Code
 from tests import models, recipes, simulate
 from tests.chosen import chosen, examples

@@ -17,7 +17,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compiled.lower import inductor, translation_units
-from fsdp_compiled.lower.partition import Piece
+from fsdp_compiled.lower.piece import Piece
 from fsdp_compiled.lower.translation_units import UNITS, Kernel, compile_together, dealt_out, fits, keys_of
 
 aten = torch.ops.aten

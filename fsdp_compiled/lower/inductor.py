@@ -30,7 +30,7 @@ from fsdp_compiled.ir.nodes import fake_mode
 from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.lower.compiled_piece import Call, CompiledPiece
 from fsdp_compiled.lower.isa_probes import remembered, without_headers
-from fsdp_compiled.lower.partition import Piece
+from fsdp_compiled.lower.piece import Piece
 from fsdp_compiled.lower.processor import instructions
 from fsdp_compiled.lower.translation_units import compile_together
 from fsdp_compiled.torch_private.inductor import (

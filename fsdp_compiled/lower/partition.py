@@ -18,65 +18,22 @@ optimizer adds up over steps would drift from what it is in eager PyTorch.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection
 from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
-from fsdp_compiled.ir.nodes import ASSERT, Bare, is_collective, is_random, is_view, is_wait, mutated, origin, role_of
+from fsdp_compiled.ir.nodes import ASSERT, is_collective, is_random, is_wait, mutated, origin, role_of
 from fsdp_compiled.kernels.operators import KERNELS
+from fsdp_compiled.lower.piece import FEW, Piece, is_borrowed, is_size, is_tensor, numel
 from fsdp_compiled.plan.units import innermost
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 EXACT = (aten.copy_.default, aten._to_copy.default, aten.clone.default, aten.zero_.default)  # or rounded once
-FEW = 64  # numbers; arithmetic on no more than these is not compiled
 SHORT = 2  # operators; a piece of no more than these is not compiled
-
-
-class Piece:
-    """Compute that is compiled as one: nodes of a program in order, with the views that they read."""
-
-    def __init__(self, nodes: list[fx.Node]) -> None:
-        own = set(nodes)
-        self.nodes = _with_borrowed(nodes, own)
-        body = set(self.nodes)
-        sources = (origin(source, body) for node in self.nodes for source in node.all_input_nodes)
-        inputs = dict.fromkeys(source for source in sources if source not in body)
-        self.inputs = list(dict.fromkeys([*_sizes_of(inputs), *inputs]))
-        self.outputs = [node for node in nodes if not mutated(node) and any(_outside(node, own))]
-
-    @property
-    def writes(self) -> bool:
-        return any(mutated(node) for node in self.nodes)
-
-    def graph_module(self, prepare: Callable[[fx.Node], None] = lambda node: None) -> fx.GraphModule:
-        """The piece as a module of its own; ``prepare`` may change its nodes."""
-        graph = fx.Graph()
-        mapping: dict[fx.Node, fx.Node] = {}
-        for index, node in enumerate(self.inputs):
-            mapping[node] = graph.placeholder(f"input_{index}")
-            mapping[node].meta["val"] = node.meta["val"]
-        for node in self.nodes:
-            copy = mapping[node] = graph.node_copy(node, lambda source: mapping[origin(source, mapping)])
-            copy.meta = {"val": node.meta["val"], "example_value": node.meta["val"]}
-            prepare(copy)
-        graph.output(tuple(mapping[node] for node in self.outputs))
-        return fx.GraphModule(nn.Module(), graph)
-
-    def key(self) -> str:
-        """Equal for pieces that compute the same from inputs of the same shapes, strides and dtypes."""
-        names: dict[fx.Node, str] = {node: f"i{index}" for index, node in enumerate(self.inputs)}
-        names |= {node: f"n{index}" for index, node in enumerate(self.nodes)}
-        lines = [_layout(node.meta["val"]) for node in self.inputs]
-        for node in self.nodes:
-            args = fx.node.map_arg((node.args, node.kwargs), lambda source: Bare(names[origin(source, names)]))
-            lines.append(f"{node.target} {args}")
-        lines.append(" ".join(names[node] for node in self.outputs))
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def segments(graph: fx.Graph, blocks: Collection[str] = ()) -> list[fx.Node | Piece]:
@@ -101,28 +58,10 @@ def segments(graph: fx.Graph, blocks: Collection[str] = ()) -> list[fx.Node | Pi
 def _rounds(run: list[fx.Node]) -> bool:
     """Whether the run adds gradients up, or updates from them, in half precision."""
     return any(
-        _is_tensor(value.meta["val"]) and value.meta["val"].dtype in HALF and _numel(value) > FEW
+        is_tensor(value.meta["val"]) and value.meta["val"].dtype in HALF and numel(value) > FEW
         for node in run
         if role_of(node) in ("update", "sum") and node.target not in EXACT
         for value in (node, *node.all_input_nodes)
-    )
-
-
-def is_borrowed(node: fx.Node) -> bool:
-    """Whether pieces repeat the node instead of passing its value on.
-
-    Views of all kinds, but for a block's slice of a gathered buffer, which is at another place in every block; and a
-    gradient's scaling by the clip factor, which is better done where the gradient is read.
-    """
-    return (is_view(node) and role_of(node) not in ("block", "part", "stored", "restored")) or (
-        role_of(node) == "norm" and node.target is aten.mul.Tensor and _numel(node) > FEW
-    )
-
-
-def is_size(node: fx.Node) -> bool:
-    """Whether the node is a number made of sizes of the batch alone, to be worked out by Python."""
-    return isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat) and all(
-        source.op == "placeholder" or is_size(source) for source in node.all_input_nodes
     )
 
 
@@ -131,69 +70,10 @@ def _is_room(node: fx.Node) -> bool:
     return node.target is aten.empty.memory_format and role_of(node) == "flatten"
 
 
-def _sizes_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The inputs of the program that hold the sizes which these nodes' shapes are made of, such as ``7 * rows``."""
-    wanted = {
-        symbol
-        for node in nodes
-        if isinstance(value := node.meta["val"], torch.Tensor)
-        for size in (*value.shape, *value.stride())
-        if isinstance(size, torch.SymInt)
-        for symbol in size.node.expr.free_symbols
-    }
-    if not wanted:
-        return []
-    places = next(iter(nodes)).graph.find_nodes(op="placeholder")
-    return [
-        node for node in places if isinstance(value := node.meta["val"], torch.SymInt) and value.node.expr in wanted
-    ]
-
-
-def _with_borrowed(nodes: list[fx.Node], own: Collection[fx.Node]) -> list[fx.Node]:
-    found: dict[fx.Node, None] = {}
-
-    def add(node: fx.Node) -> None:
-        for source in node.all_input_nodes:
-            if source not in found and source not in own and is_borrowed(source):
-                add(source)
-                found[source] = None
-
-    for node in nodes:
-        add(node)
-        found[node] = None
-    return list(found)
-
-
-def _outside(node: fx.Node, own: Collection[fx.Node]) -> Iterator[fx.Node]:
-    """Who reads the node, itself or through views, outside of these nodes."""
-    for user in node.users:
-        if user.op == "call_function" and is_borrowed(user):
-            yield from _outside(user, own)
-        elif user not in own:
-            yield user
-
-
-def _numel(node: fx.Node) -> int:
-    """The most elements that one result has; more than `FEW` where that is not known before the run."""
-    value = node.meta["val"]
-    sizes = [leaf.numel() for leaf in (value if isinstance(value, tuple | list) else [value]) if _is_tensor(leaf)]
-    return max((size if isinstance(size, int) else FEW + 1 for size in sizes), default=0)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _layout(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-    return repr(value)
-
-
 def _is_slight(nodes: list[fx.Node]) -> bool:
     """Whether compiling would gain nothing: arithmetic on a few numbers, or a lone operator or two."""
-    if all(_numel(node) <= FEW for node in nodes):
-        return all(_numel(source) <= FEW for node in nodes for source in node.all_input_nodes)
+    if all(numel(node) <= FEW for node in nodes):
+        return all(numel(source) <= FEW for node in nodes for source in node.all_input_nodes)
     fused = any(getattr(node.target, "namespace", "") == "fsdp_compiled" for node in nodes)
     return len(nodes) <= SHORT and not fused
 

@@ -31,8 +31,9 @@ from fsdp_compiled.optim.groups import hyper, options_of, scheduled
 from fsdp_compiled.optim.later_state import check_goes_on
 from fsdp_compiled.optim.outside import notes_read
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
+from fsdp_compiled.optim.rule_graph import for_size, text_of
 from fsdp_compiled.optim.together import numbered
-from fsdp_compiled.optim.tracing import Subject, for_size, text_of, trace
+from fsdp_compiled.optim.tracing import Subject, trace
 from fsdp_compiled.optim.twin import (
     Refused,
     Untraceable,

@@ -31,6 +31,7 @@ from fsdp_compiled.optim.elementwise import check_elementwise
 from fsdp_compiled.optim.groups import hyper_of, with_hyper
 from fsdp_compiled.optim.nested import Form, filled, form_of, leaves_of
 from fsdp_compiled.optim.rule import RuleInput, StateTensor, inputs_of
+from fsdp_compiled.optim.rule_graph import drop_predicates, inline_constants, read_gradient_from_a_copy
 from fsdp_compiled.optim.scalars import Numbers, functions_of_tensors
 from fsdp_compiled.optim.twin import Refused, Untraceable, attributes_of, named_state, state_of, step_of, twin_of
 
@@ -80,7 +81,7 @@ def trace(subject: Subject, shape: Sequence[int], dtype: torch.dtype, device: to
             if graph is None or other is None:
                 graph = graph or other
                 if graph is not None:
-                    _drop_predicates(graph, place)
+                    drop_predicates(graph, place)
             else:
                 graph = merge(other, graph, place) if not decided[place] else merge(graph, other, place)
         return graph
@@ -88,8 +89,8 @@ def trace(subject: Subject, shape: Sequence[int], dtype: torch.dtype, device: to
     graph = explore(())
     if graph is None:
         raise Refused("its step divides by zero whichever way it goes")
-    _drop_predicates(graph, 0)
-    _read_gradient_from_a_copy(graph)
+    drop_predicates(graph, 0)
+    read_gradient_from_a_copy(graph)
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or bool(mutated(node)))
     check_elementwise(graph, tuple(shape))
     return Traced(graph, asked, ways > 1)
@@ -135,7 +136,7 @@ def _one_way(
             mode = found["mode"]
             return None, tuple(mode.decided), mode.asked_shape
     graph = traced.graph
-    _inline_constants(traced)
+    inline_constants(traced)
     for node, one in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         node.target = str(one)
         node._rename(str(one))
@@ -296,57 +297,3 @@ def _compiling(on: bool) -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-
-
-def _drop_predicates(graph: fx.Graph, keep: int) -> None:
-    output = graph.output_node()
-    output.args = (tuple(output.args[0])[:keep],) if keep else (None,)  # type: ignore[arg-type]
-
-
-def _read_gradient_from_a_copy(graph: fx.Graph) -> None:
-    """A gradient that the code writes is copied first: it may be the sum over microbatches, or be read again."""
-    gradient = graph.find_nodes(op="placeholder")[1]
-    if any(gradient in mutated(node) for node in gradient.users):
-        last = graph.find_nodes(op="placeholder")[-1]
-        with graph.inserting_after(last):
-            copy = graph.call_function(aten.clone.default, (gradient,))
-        copy.meta["val"] = gradient.meta["val"]
-        gradient.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
-
-
-def _inline_constants(traced: fx.GraphModule) -> None:
-    """Numbers that the optimizer's code wrapped in 0-d tensors become operators that make them."""
-    for node in traced.graph.find_nodes(op="get_attr"):
-        value = getattr(traced, str(node.target))
-        if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            raise Untraceable(f"its step closes over {node.target}")
-        with traced.graph.inserting_before(node):
-            made = traced.graph.call_function(
-                aten.full.default, ([], value.item()), {"dtype": value.dtype, "device": value.device}
-            )
-        made.meta = dict(node.meta)
-        made.meta["val"] = torch.empty((), dtype=value.dtype, device="meta")
-        node.replace_all_uses_with(made)
-        traced.graph.erase_node(node)
-
-
-def for_size(graph: fx.Graph, shape: Sequence[int], numel: int) -> fx.Graph:
-    """The graph, where sizes that the code wrote out (``torch.zeros(p.shape)``) are those of a flat shard."""
-    whole = list(shape)
-
-    def flat(value: Any) -> Any:
-        return [numel] if isinstance(value, list | tuple) and whole and list(value) == whole else value
-
-    if not any(flat(argument) is not argument for node in graph.nodes for argument in node.args):
-        return graph
-    copy = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        mapping[node] = copy.node_copy(node, mapping.__getitem__)
-        mapping[node].args = tuple(map(flat, mapping[node].args))
-    return copy
-
-
-def text_of(graph: fx.Graph, shape: Sequence[int]) -> str:
-    """The graph as text, the same for all shapes that it is the same for."""
-    return "\n".join(f"{n.name} {n.target} {n.args} {n.kwargs}" for n in for_size(graph, shape, -1).nodes)

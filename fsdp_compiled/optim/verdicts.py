@@ -15,8 +15,9 @@ from fsdp_compiled.optim.groups import options_of, with_hyper
 from fsdp_compiled.optim.nested import Form
 from fsdp_compiled.optim.outside import Outside
 from fsdp_compiled.optim.rule import StateTensor
+from fsdp_compiled.optim.rule_graph import for_size
 from fsdp_compiled.optim.scalars import Forks
-from fsdp_compiled.optim.tracing import Subject, for_size, trace
+from fsdp_compiled.optim.tracing import Subject, trace
 from fsdp_compiled.optim.trial import FACTORS, SHAPES, Trial
 from fsdp_compiled.optim.twin import (
     Refused,

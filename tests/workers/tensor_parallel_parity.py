@@ -36,7 +36,8 @@ from tests.cut_models import (
 )
 from tests.toys import EAGER
 from tests.workers.tensor_parallel import Experts
-from tests.workers.tensor_parallel_models import ViT, transformer, words
+from tests.workers.tensor_parallel_models import transformer, words
+from tests.workers.tensor_parallel_vit import ViT
 
 warnings.filterwarnings("ignore")
 BLOCK: Mapping[str, Any] = dict.fromkeys(("attention.q", "attention.k", "attention.v", "up"), ColwiseParallel) | {
