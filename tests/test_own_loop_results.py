@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune, weight_norm
 
 from fsdp_compiled import CaptureError, Policy, fully_shard
 from fsdp_compiled.capture.side_effects import SideEffects
@@ -158,6 +159,19 @@ def test_tensors_that_forward_leaves_elsewhere_are_refused(where: str, trains: b
     with torch.no_grad(), model.gathered():
         model(X, given)
     assert where not in ("argument", "dictionary") or len(given) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("hook", [weight_norm, lambda layer: prune.l1_unstructured(layer, "weight", 0.5)])
+def test_a_weight_that_is_made_before_each_call_is_not(hook: Callable[[nn.Module], Any]) -> None:
+    plain, model = net(), net()
+    for one in (plain, model):
+        hook(one[0])
+    fully_shard(model)
+    for one in (plain, model):
+        loss_of(one).backward()
+    gradients = [one.grad for one in plain.parameters()]
+    assert all(map(torch.allclose, full(one.grad for one in model.parameters()), gradients))
 
 
 def test_control_where_it_is_not_asked_a_loop_goes_on_with_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ from fsdp_compiled.capture.side_effects import (
     WRAPPED,
     SideEffects,
     inside,
+    is_made_anew,
     speech,
     tell_batch,
     unread_results,
@@ -200,8 +201,10 @@ def capture(
         finally:
             made.undo()
         touched, kept = made.touched
-        if results and (kept := [*made.side_effects.lost(made.tables()), *(f"{path} of the batch" for path in kept)]):
-            raise CaptureError(unread_results(kept))
+        if results:  # a loop of the user's goes on with what it finds
+            left = [one.name for one in made.side_effects.lost(made.tables()) if not is_made_anew(one)]
+            if left := [*left, *(f"{path} of the batch" for path in kept)]:
+                raise CaptureError(unread_results(left))
         if made.side_effects.rest:
             made.side_effects.tell(model, made.tables())
         if touched:

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -109,13 +110,13 @@ class SideEffects:
             "it in tensors, or pass it with the batch; what is kept for one forward alone, clear where forward begins."
         )
 
-    def lost(self, tables: Collection[int]) -> list[str]:
-        """The names of what holds tensors, but for tables that the program computes from nothing."""
-        return [entry.name for entry in self.rest if entry.keeps_tensors and not _all_in(entry, tables)]
+    def lost(self, tables: Collection[int]) -> list[Entry]:
+        """What holds tensors, but for tables that the program computes from nothing."""
+        return [entry for entry in self.rest if entry.keeps_tensors and not _all_in(entry, tables)]
 
     def tell(self, model: nn.Module, tables: Collection[int]) -> None:
         """Names what is not kept, once for each model, but for tables that the program computes from nothing."""
-        if lost := self.lost(tables):
+        if lost := [entry.name for entry in self.lost(tables)]:
             _say(
                 model,
                 f"forward keeps tensors in {', '.join(lost)}, which hold their old values again: return them as aux to "
@@ -136,6 +137,14 @@ def tell_batch(model: nn.Module, changed: Sequence[str]) -> None:
         f"forward changes {_some(changed)} of the batch, which a program does not: your own list or dictionary holds "
         "what it held. Change it before the call, or a copy of it in forward; return as aux what is to be seen",
     )
+
+
+def is_made_anew(entry: Entry) -> bool:
+    """Whether a tensor took the place of one like it, as `weight_norm`'s and pruning's hooks put a layer's weight there
+    before each call: for forward itself. A scalar is somebody's loss."""
+    old, new = entry.old, entry.new
+    both = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
+    return both and old.dim() > 0 and old.shape == new.shape and old.dtype == new.dtype
 
 
 def unread_results(names: Sequence[str]) -> str:
