@@ -104,7 +104,7 @@ def parts_of(layers: int, lower: Literal["eager", "inductor"]) -> dict[str, floa
             ended.children_user + ended.children_system - compilers.children_user - compilers.children_system
         )
     found = {"layers": layers, "all": sum(spent.values())} | spent | {"a later step": later}
-    return {name: round(value, 2) for name, value in found.items()}
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 def _one(layers: int, lower: str, checkout: Path, folder: Path) -> dict[str, Any]:
