@@ -41,6 +41,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -60,6 +61,8 @@ ELSEWHERE = {
 }  # fmt: skip
 ONE_OBJECT = ("DUPLICATE_INPUT", "ID_MATCH")
 SIGNATURE = ("L['named']", "L['args']", "L['kwargs']", "L['buffers']")
+NOTHING = contextlib.nullcontext()
+READ = attrgetter("read")
 # How the hooks of a module are called; fixed when one is registered.
 WAYS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 LONG = 60  # characters of a value, as a message shows it
@@ -215,7 +218,7 @@ class Guards:
             self._check(self._locals)
             and self._hooks.same()
             and self._methods.same()
-            and not (any(one.read for one in self._asked) and self._unseen())
+            and not (any(map(READ, self._asked)) and self._unseen())
         )
 
     def _unseen(self) -> str | None:
@@ -223,9 +226,12 @@ class Guards:
         with self.as_traced():
             return next(filter(None, (one.changed(self.scope) for one in self._asked)), None)
 
-    @contextlib.contextmanager
-    def as_traced(self) -> Iterator[None]:
+    def as_traced(self) -> contextlib.AbstractContextManager[None]:
         """Inside, with what is put into the model's place while it is traced."""
+        return self._in_place() if self._around else NOTHING
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for around in self._around:
                 stack.enter_context(around(self._locals["objective"]))
