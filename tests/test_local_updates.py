@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from fsdp_compiled import fully_shard
 from fsdp_compiled.runtime.loop import local_updates
 from fsdp_compiled.torch_private.dtensor import handlers
+from tests.architectures import TORCH
 from tests.toys import net
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -82,6 +83,8 @@ def train(model: nn.Module, make: Make) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("name", MADE)
 def test_it_leaves_what_it_leaves_with_plain_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "adagrad" and TORCH < (2, 13):
+        pytest.skip("PyTorch's own Adagrad has no state for a group that comes later")
     ran = []
     usual = local_updates.LocalUpdates.__call__
 
