@@ -18,7 +18,7 @@ def choose_lower(*, cuda: bool) -> tuple[str, str | None]:
 
 # Tokens: on CPUs, about what a run must have left for compiled steps to make up for compiling, in processor time
 # (bench/results/start-up.json).
-SHORT = 700_000
+SHORT = 600_000
 
 
 def told_short(lower: str, device: str, tokens: int) -> str | None:
