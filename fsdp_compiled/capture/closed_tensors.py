@@ -47,6 +47,8 @@ class Closed:
 
     def moved(self) -> Mapping[str, torch.Tensor] | None:
         """Those that are other tensors now, by name; None where the program is not for them."""
+        if not self.tensors and not self._unread:
+            return {} if self.numbers.hold() else None
         try:
             with self._as_traced():
                 now = self._read()
