@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import prune, weight_norm
 
 from fsdp_compiled import CaptureError, Policy, fully_shard
+from fsdp_compiled.capture.dynamo_run import Trace
 from fsdp_compiled.capture.side_effects import SideEffects
 from tests.own_loops import X, full, loss_of, plain_gradients, same
 from tests.toys import net
@@ -184,6 +185,23 @@ def test_control_where_it_is_not_asked_a_loop_goes_on_with_what_was_there(monkey
 def test_what_forward_takes_out_of_the_batch_or_writes_there_for_itself_is_not_refused() -> None:
     batch = {"x": X}
     assert fully_shard(Leaves("batch"))(X, batch).shape == (3, 2) and list(batch) == ["x"]
+
+
+def test_where_nothing_is_left_nobody_works_out_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which writes out all blocks, and looks at each of their operators; the second is the control."""
+    asked: list[Trace] = []
+    tables = Trace.tables
+
+    def counting(self: Trace) -> dict[int, str]:
+        asked.append(self)
+        return tables(self)
+
+    monkeypatch.setattr(Trace, "tables", counting)
+    loss_of(fully_shard(net())).backward()
+    assert not asked
+    with pytest.raises(CaptureError):
+        fully_shard(Leaves("attribute"))(X)
+    assert asked
 
 
 def test_a_slice_of_a_container_is_of_its_own_class() -> None:

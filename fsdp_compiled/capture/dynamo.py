@@ -201,12 +201,13 @@ def capture(
         finally:
             made.undo()
         touched, kept = made.touched
+        tables = made.tables() if made.side_effects.rest else {}  # which writes out all blocks
         if results:  # a loop of the user's goes on with what it finds
-            left = [one.name for one in made.side_effects.lost(made.tables()) if not is_made_anew(one)]
+            left = [one.name for one in made.side_effects.lost(tables) if not is_made_anew(one)]
             if left := [*left, *(f"{path} of the batch" for path in kept)]:
                 raise CaptureError(unread_results(left))
         if made.side_effects.rest:
-            made.side_effects.tell(model, made.tables())
+            made.side_effects.tell(model, tables)
         if touched:
             tell_batch(model, touched)
         program = made.program()
