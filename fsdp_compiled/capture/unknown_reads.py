@@ -31,7 +31,9 @@ def _refuse(what: str) -> None:
 def refused(asked: set[str]) -> Iterator[None]:
     """Inside, Dynamo raises for such reads. ``asked`` takes in the names of attributes that are not PyTorch's."""
     known = {*dir(torch.Tensor), *dir(torch.nn.Parameter)}
-    read: Callable[..., Any] = tensor_variables.TensorVariable.var_getattr
+    # Renamed in torch 2.14.
+    own = "var_getattr" if hasattr(tensor_variables.TensorVariable, "var_getattr") else "tp_getattro_impl"
+    read: Callable[..., Any] = getattr(tensor_variables.TensorVariable, own)
     storage: Callable[..., Any] = tensor_variables.UntypedStorageVariable.call_method
 
     def var_getattr(self: Any, tx: Any, name: str) -> Any:
@@ -54,7 +56,7 @@ def refused(asked: set[str]) -> Iterator[None]:
         _refuse("a text with a number in it that is read out of a tensor is looked up in a dictionary or set.")
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(tensor_variables.TensorVariable, "var_getattr", var_getattr))
+        stack.enter_context(patch.object(tensor_variables.TensorVariable, own, var_getattr))
         stack.enter_context(patch.object(tensor_variables.UntypedStorageVariable, "call_method", call_method))
         if hasattr(misc.StringFormatVariable, "hash_impl"):  # torch 2.11 refuses by itself
             stack.enter_context(patch.object(misc.StringFormatVariable, "hash_impl", hash_impl))
