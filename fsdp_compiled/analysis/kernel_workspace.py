@@ -32,7 +32,6 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.communication import leaves_padding_out
 from fsdp_compiled.ir.nodes import as_traced
-from fsdp_compiled.torch_private.fx_graph import inputs_of
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -111,7 +110,7 @@ class Workspaces:
             kind = self._kinds[target] = _kind(node.target)
         if kind == "nothing":
             return 0
-        key: tuple[Hashable, ...] = target, id(node.meta["val"]), *[id(one.meta["val"]) for one in inputs_of(node)]
+        key: tuple[Hashable, ...] = target, id(node.meta["val"]), *[id(one.meta["val"]) for one in node.all_input_nodes]
         if kind == "arguments":  # where a tensor stands, and the numbers beside it
             key += tuple([id(one.meta["val"]) if isinstance(one, fx.Node) else repr(one) for one in node.args])
         if (found := self._known.get(key)) is None:

@@ -27,7 +27,6 @@ from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait, m
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.ir.text import where
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.torch_private.fx_graph import inputs_of
 
 aten = torch.ops.aten
 BLOCK = {"cuda": 512}  # what an allocator rounds up to, where it rounds
@@ -246,7 +245,7 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     found: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        for value in (*inputs_of(node), *([node] if not node.users else [])):
+        for value in (*node.all_input_nodes, *([node] if not node.users else [])):
             if value not in seen:
                 seen.add(value)
                 if value.op == "call_function":
@@ -266,7 +265,7 @@ def _flattened(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     stack = [node for node in nodes if node.target is aten.cat.default or is_view(node)]
     while stack:
         node = stack.pop()
-        for source in inputs_of(node):
+        for source in node.all_input_nodes:
             if source not in found and source.op == "call_function":
                 found.add(source)
                 if is_view(source) or source.target is operator.getitem or source.target is aten._unsafe_view.default:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture import one_object, ordered_keys, random_calls, settings_once, unknown_reads, unread
+from fsdp_compiled.capture import one_object, ordered_keys, random_calls, unknown_reads
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.batch_changes import changed, contents, given
@@ -29,7 +29,6 @@ from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from fsdp_compiled.capture.captured import CURE, Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamo_run import Trace
 from fsdp_compiled.capture.guards import Recorder
-from fsdp_compiled.capture.guards_once import built_once
 from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, places_of, put_back
 from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
@@ -268,9 +267,6 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
             config.patch(wanted),
             random_calls.refused(),
             unknown_reads.refused(asked),
-            settings_once.read_once(),
-            built_once(),
-            unread.left_out(),
             one_object.asked_again(),
             ordered_keys.asked_of_lists(),
         ):

@@ -19,10 +19,10 @@ from torch import fx
 
 from fsdp_compiled.ir.inference import Inference
 from fsdp_compiled.ir.kept import copied
+from fsdp_compiled.ir.node_copies import names_of, row_of
 from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, fake_tensor, is_random, mutated, positions
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.repeated import Made, Of
-from fsdp_compiled.torch_private.fx_graph import erase_unread, names_of, new_call, new_placeholder, row_of
 
 c10d = torch.ops._c10d_functional
 SET_ARGS, SET_KWARGS = (vars(fx.Node)[name].fset for name in ("args", "kwargs"))
@@ -72,7 +72,7 @@ class Edit:
 
     def call(self, target: Callable[..., Any], *args: Any, mark: Mark | None = None, **kwargs: Any) -> fx.Node:
         """Inserts a call and works out its ``val`` by running it on fake tensors."""
-        node = new_call(self.graph, target, args, kwargs, _name(mark) if mark is not None else None)
+        node = self.graph.create_node("call_function", target, args, kwargs, None if mark is None else _name(mark))
         node.meta["phase"] = self._phase
         if mark is not None:
             node.meta["mark"] = mark
@@ -109,7 +109,7 @@ class Edit:
     def clone(self, node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> fx.Node:
         """Repeats a node on other inputs at the point and in the phase that `at` set."""
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: mapping.get(source, source))
-        copy = new_call(self.graph, node.target, args, kwargs, node.name)
+        copy = self.graph.create_node(node.op, node.target, args, kwargs, node.name)
         copy.meta |= {**node.meta, "phase": self._phase}
         return copy
 
@@ -117,7 +117,7 @@ class Edit:
         """A new placeholder, after those there are; ``value`` is a fake tensor."""
         last = next(reversed(self._inputs.values()))
         with self.graph.inserting_after(last):
-            node = new_placeholder(self.graph, _identifier(str(port)))
+            node = self.graph.placeholder(_identifier(str(port)))
         node.meta["val"] = value
         self._inputs[port] = node
         return node
@@ -131,7 +131,8 @@ class Edit:
 
     def remove_inputs(self, ports: Iterable[Port]) -> None:
         """Those that nothing reads any more."""
-        erase_unread(self.graph, [self._inputs.pop(port) for port in ports])
+        for port in ports:
+            self.graph.erase_node(self._inputs.pop(port))
 
     def set_output(self, port: Port, node: fx.Node | None) -> None:
         self.set_outputs({port: node})

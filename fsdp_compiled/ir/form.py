@@ -10,7 +10,6 @@ from torch import fx
 
 from fsdp_compiled.ir.nodes import GATHERED, Role, call_text, describe, is_collective, mutated, writes
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.torch_private.fx_graph import inputs_of
 
 PHASES = ("forward", "backward", "update")
 
@@ -60,7 +59,7 @@ def form(program: Program) -> Checked:
     plain: set[int] = set()  # operators, by identity, that write nothing and are no collectives
     seen: set[fx.Node] = set()
     for node in program.graph.nodes:
-        if not seen.issuperset(inputs_of(node)):
+        if not seen.issuperset(node.all_input_nodes):
             source = next(source for source in node.all_input_nodes if source not in seen)
             fail(program, node, f"{node.name} reads {source.name}, which stands after it, or is not there.")
         seen.add(node)

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from torch import fx
 
+from fsdp_compiled.ir.node_copies import Names, Row, copied_node, give_names, names_of, row_of
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.torch_private.fx_graph import Names, Row, copied_node, give_names, names_of, row_of
 
 
 class Kept:

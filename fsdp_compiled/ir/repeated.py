@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.ir.node_copies import new_calls
 from fsdp_compiled.ir.nodes import Mark, Phase
-from fsdp_compiled.torch_private.fx_graph import new_calls
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from dataclasses import replace
 from torch import fx
 
 from fsdp_compiled.lower.stretches import Bundle, Stretch, Value
-from fsdp_compiled.torch_private.fx_graph import inputs_of
 
 Place = tuple[int, int]  # a stretch, or its kind, and the place among what it returns or takes
 
@@ -32,7 +31,7 @@ def bundled(parts: Sequence[Stretch], prefix: str) -> list[Stretch]:
             apart.update(part.lent)  # type: ignore[arg-type]
         else:
             for node in part.nodes:
-                apart.update(inputs_of(node))
+                apart.update(node.all_input_nodes)
     makers = _where([part.returned for part in parts], apart)
     takers = _where([part.taken for part in parts], apart)
     made: list[dict[int, Bundle]] = [{} for _ in parts]  # by the kind that takes it

@@ -23,9 +23,9 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.node_copies import copied_node, give_names, input_for, names_of, row_of
 from fsdp_compiled.ir.nodes import Mark, base_of, gathered, is_view, mutated, origin, role_of
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.torch_private.fx_graph import copied_node, give_names, input_for, names_of, new_call, row_of
 
 aten = torch.ops.aten
 LATE = ("gradient", "input gradient")
@@ -151,7 +151,7 @@ def _part(
     before: dict[fx.Node, fx.Node] = {}
     for node in changed:
         if saved and node in saved and node in mapping:
-            before[node] = new_call(graph, aten.clone.default, (mapping[node],), {}, None)
+            before[node] = graph.call_function(aten.clone.default, (mapping[node],))
             before[node].meta = {"val": node.meta["val"], "phase": "forward", "mark": Mark("update")}
     for node in members:
         mapping[node] = copied_node(graph, row_of(node), mapping.__getitem__)

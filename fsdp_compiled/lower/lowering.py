@@ -25,7 +25,6 @@ from fsdp_compiled.lower.partition import segments
 from fsdp_compiled.lower.piece import Piece
 from fsdp_compiled.lower.program_code import Code, as_it_says
 from fsdp_compiled.torch_private.core import C
-from fsdp_compiled.torch_private.fx_graph import calls_by_operator
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 Boxed = Callable[[list[Any]], Sequence[torch.Tensor]]  # takes its inputs out of the list, and frees each after its use
@@ -134,7 +133,7 @@ class Lowering:
     def text(self, compiled: Mapping[str, Call]) -> str:
         """What runs, call by call: as it stands, or as a piece, by its key and with what compiled it."""
         if self.segments is None:
-            count = sum(map(len, calls_by_operator(self.graph)))
+            count = sum(node.op == "call_function" for node in self.graph.nodes)
             return f"eager: {count} calls of PyTorch's and the package's own operators, as the program has them"
         parts = [part for part in self.segments if isinstance(part, Piece)]
         lines = [

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from fsdp_compiled.ir.nodes import is_collective, is_wait, may_be_random, owner
-from fsdp_compiled.torch_private.fx_graph import ARGS, KWARGS, inputs_of
 
 SHORT = 4  # operators; no more than these are compared with nothing
 LITERAL = (int, bool, str, type(None))
@@ -57,7 +56,7 @@ def last_uses(nodes: Sequence[fx.Node], returned: Sequence[fx.Node]) -> dict[fx.
     found: dict[fx.Node, int] = {}
     for place, node in enumerate(nodes):
         found[node] = place
-        for source in inputs_of(node):
+        for source in node.all_input_nodes:
             found[source] = place
     found.update(dict.fromkeys(returned, len(nodes)))
     return found
@@ -160,7 +159,7 @@ class _Kind:
         find = same.setdefault
         given: Sequence[Any]
         for node, given, others, (target, args, kwargs, plain) in zip(
-            nodes, map(ARGS, nodes), map(KWARGS, nodes), self._calls, strict=True
+            nodes, map(attrgetter("args"), nodes), map(attrgetter("kwargs"), nodes), self._calls, strict=True
         ):
             if not plain or node.target is not target:
                 own, given = self._call(node)

@@ -28,7 +28,6 @@ from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.repeated import Of
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
-from fsdp_compiled.torch_private.fx_graph import read_instead
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -60,7 +59,7 @@ def _gather_unit(edit: Edit, plan: Plan, shards: dict[Buffer, fx.Node], given: M
         with edit.at(start, start.meta["phase"]):
             for name, view in _parameters(edit, plan, shards, used):
                 view.meta["parameter"] = name
-                read_instead(used[name], view)
+                used[name].replace_all_uses_with(view)
     edit.remove_inputs([_port(name) for name in used])
 
 

@@ -17,7 +17,6 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.torch_private.fx_graph import call_instead
 
 aten = torch.ops.aten
 
@@ -26,6 +25,7 @@ def reshape(program: Program, plan: Plan) -> Program:
     """Leaves views that passes made: they are of gathered buffers, which lie as they were planned."""
     edit = Edit(program)
     views = edit.graph.find_nodes(op="call_function", target=aten.view.default)
-    captured = [node for node in views if role_of(node) is None]
-    call_instead(edit.graph, captured, aten.view.default, aten.reshape.default)
+    for node in views:
+        if role_of(node) is None:
+            node.target = aten.reshape.default
     return edit.done("reshape", keeps_readers=True)

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture.aot import Traced, stem
 from fsdp_compiled.capture.blocks.equal_blocks import LATER, SECOND, THIRD, Run, Token, layout_of, texts_of
 from fsdp_compiled.capture.blocks.left_out import Absent
+from fsdp_compiled.ir.node_copies import Like, new_calls
 from fsdp_compiled.ir.nodes import fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.torch_private.fx_graph import Like, new_calls, new_placeholder
 
 
 class Unequal(Exception):
@@ -169,7 +169,7 @@ class Lengthened:
             if template is None:
                 continue
             name = f"primals_{place + 1}" if template.name.startswith("primals") else f"arg{place}_1"
-            node = found[port] = new_placeholder(graph, name)
+            node = found[port] = graph.placeholder(name)
             node.meta.update(template.meta)
             if other is not None:
                 if (made_of := described.get(template)) is None:

@@ -30,7 +30,6 @@ from fsdp_compiled.torch_private.dynamo import (
     TupleVariable,
     wrap_fx_proxy,
 )
-from fsdp_compiled.torch_private.fx_graph import new_call
 
 
 class RepeatError(Exception):
@@ -95,10 +94,10 @@ class WrittenBlock:
             made = self.write_out(graph, given, timestamp)
             results = [made[node] for node in walked.results]
         else:
-            block = new_call(graph, template.call, tuple(given), {}, template.call.__name__)
+            block = graph.create_node("call_function", template.call, tuple(given), {}, template.call.__name__)
             block.meta |= {"creation_timestamp": timestamp, "stack_trace": call.trace, BLOCK: self}
             results = [
-                new_call(graph, result_of, (block, place), {}, result_of.__name__)
+                graph.create_node("call_function", result_of, (block, place), {}, result_of.__name__)
                 for place in range(len(walked.results))
             ]
             for one in results:
@@ -130,15 +129,12 @@ class WrittenBlock:
             return made
 
         for line, source, tensor in zip(template.inputs, walked.sources, self.tensors, strict=True):
-            made = written(line, new_call(graph, own_tensor, (), {}, own_tensor.__name__))
+            made = written(line, graph.create_node("call_function", own_tensor, (), {}, own_tensor.__name__))
             made.meta[OWN] = Own(self._there(source), tensor)
         for line in template.lines:
             args: Any = fx.node.map_arg(line.args, mine.__getitem__)
             kwargs: Any = fx.node.map_arg(line.kwargs, mine.__getitem__) if line.kwargs else {}
-            if line.op == "call_function":
-                made = written(line, new_call(graph, line.target, args, kwargs, line.name))
-            else:
-                made = written(line, graph.create_node(line.op, line.target, args, kwargs, line.name))
+            made = written(line, graph.create_node(line.op, line.target, args, kwargs, line.name))
             if line.function is not None:
                 made.meta["source_fn_stack"] = [(made.name, line.function)]
         return mine
