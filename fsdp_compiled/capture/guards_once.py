@@ -10,7 +10,7 @@ Dynamo reads by their sources. The guard on sizes is built both times, kept or n
 Dynamo then measures for its log how long the guards take, after it has emptied the processor's caches: 25 ms of a small
 model's 280.
 
-Written for torch 2.11 to 2.13, where the first building alone is not given the filter.
+Written for torch 2.11 to 2.14, where the first building alone is not given the filter.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     here               an entry of the module's own dictionary
 
 C++ asks Python for two of them at each place that a guard looks at, which are fifty of a block; the tracer for one at
-each step. Written for torch 2.11 to 2.13.
+each step. Written for torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

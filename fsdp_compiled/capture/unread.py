@@ -10,7 +10,7 @@
   once.
 
 Of a model of equal blocks, most of which are not walked through (`blocks`), this is a quarter of what is left of the
-trace. Written for torch 2.11 to 2.13.
+trace. Written for torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
