@@ -6,10 +6,10 @@
 RUN := .venv/bin/python -P -m
 
 .NOTPARALLEL:
-.PHONY: help train bench check test test-fast test-all fuzz kills lint format clean
+.PHONY: help train bench check test test-newest test-fast test-all test-versions fuzz kills lint format clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
 
 train: ## train a small GPT, sharded (ARGS="--steps 200 --nproc 2")
 	@sh .ci/setup train
@@ -27,11 +27,29 @@ check: ## try this machine: kernels, lowerings, graphs, collectives, a step agai
 # a process to start or for silence leave two processes a quarter of them. A thread for each, or they and the ranks that
 # they start contend for the cores.
 # Bytecode is written: what one process has compiled, the next ones find.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(RUN) pytest -q --numprocesses 3 \
-	--dist loadfile --no-loadscope-reorder --durations=10
+PARALLEL := pytest -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations=10
+ENVIRONMENT := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
+PYTEST := $(ENVIRONMENT) $(RUN) $(PARALLEL)
 
-test: lint ## lint, then run the tests (PYTEST_ARGS="-k plan -x")
+# What PYTEST_ARGS asks for runs on the default torch alone.
+test: lint ## lint, the tests, and a part of them on the newest torch (PYTEST_ARGS="-k plan -x": those alone)
 	$(PYTEST) $(PYTEST_ARGS)
+	$(if $(PYTEST_ARGS),,@$(MAKE) --no-print-directory test-newest)
+
+# The newest patch of each release that the package is for: pyproject.toml has the range.
+VERSIONS := 2.11.0 2.12.1 2.13.0 2.14.1
+NEWEST := $(lastword $(VERSIONS))
+# What of the tests shows most of what another torch may change.
+PART := $(addprefix tests/test_, $(addsuffix .py, parity own_loop own_loop_results guards repeated_calls families \
+	unknown_reads unseen_inputs inherited_names closed_layouts tensor_parallel tensor_parallel_loop checkpoints \
+	checkpoint_ranks fuzz examples readme cli_train kernels_compiled))
+test-newest: ## that part, on the newest torch, in an environment of its own
+	@TORCH=torch==$(NEWEST) sh .ci/setup test .venv-$(basename $(NEWEST))
+	$(ENVIRONMENT) .venv-$(basename $(NEWEST))/bin/python -P -m $(PARALLEL) $(PART) $(PYTEST_ARGS)
+
+test-versions: ## the tests on all releases of torch, and docs/versions.md, a quarter of an hour each
+	@sh .ci/setup test
+	PYTEST_ARGS='$(PYTEST_ARGS)' $(ENVIRONMENT) .venv/bin/python -m tests.versions $(VERSIONS) -- $(PARALLEL) $(PYTEST_ARGS)
 
 # Plan, programs, passes, the face on one process, and training beside FSDP2 and DDP under each placement; what would
 # begin after the two minutes is skipped, whatever these files have grown to.
@@ -68,5 +86,5 @@ format: ## put the code into the common format
 	$(RUN) ruff format .
 
 clean: ## remove the environment, caches and build products; runs/ stays
-	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-* build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

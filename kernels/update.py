@@ -14,7 +14,7 @@ the second moment, which divides each root in the formula, multiplies the rate a
 
 A launch works on eight tensors at most, in blocks of eight warps. Each address that a program may need is a register
 while it searches for its own; with 32 tensors in five lists that were 109 of them, and 16 warps on a multiprocessor
-(sm_90) in the place of 48.
+(sm_90) in the place of 48. No jit function returns None, which Triton 3.6 cannot compile.
 """
 
 from __future__ import annotations
@@ -58,12 +58,6 @@ def ratio(x, y, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def number(pointer):
-    """What a 0-d tensor holds; None of none."""
-    return tl.load(pointer) if pointer is not None else None
-
-
-@triton.jit
 def _gradient(values, factor, MAXIMIZE: tl.constexpr, COMPUTE: tl.constexpr):
     if factor is not None:
         values = values * factor.to(COMPUTE)
@@ -76,14 +70,11 @@ def _store(pointers, values, inside):
 
 
 @triton.jit
-def writable(inside, skipped):
+def unless(skipped, inside):
     """What of ``inside`` is written: all of it, unless the step is skipped. As a mask, since code behind a branch would
     take the loads with it, and they would wait for the branch."""
-    if skipped is None:
-        return inside
-    else:
-        made = (skipped > 0) == 0
-        return made if inside is None else inside & made
+    made = (skipped > 0) == 0
+    return made if inside is None else inside & made
 
 
 @triton.constexpr_function
@@ -118,7 +109,9 @@ def _adam(
         most = tl.load(largest, mask=inside).to(COMPUTE)
     rate = tl.load(lr).to(COMPUTE)
     count = tl.load(step).to(COMPUTE)
-    factor, scheduled, skipped = number(factor), number(scheduled), number(skipped)
+    factor = tl.load(factor) if factor is not None else None
+    scheduled = tl.load(scheduled) if scheduled is not None else None
+    skipped = tl.load(skipped) if skipped is not None else None
     fresh1 = tl.full((), get(OPTIONS, "fresh1"), COMPUTE)
     log_beta1 = tl.full((), get(OPTIONS, "log_beta1"), COMPUTE)
     log_beta2 = tl.full((), get(OPTIONS, "log_beta2"), COMPUTE)
@@ -133,7 +126,7 @@ def _adam(
             slope += DECAY * value
     mean += fresh1 * (slope - mean)
     energy = get(OPTIONS, "beta2") * energy + get(OPTIONS, "fresh2") * (slope * slope)
-    written = writable(inside, skipped)
+    written = inside if skipped is None else unless(skipped, inside)
     _store(average, mean, written)
     _store(square, energy, written)
     if largest is not None:
@@ -211,7 +204,10 @@ def _sgd(
     if buffer is not None:
         velocity = tl.load(buffer, mask=inside).to(COMPUTE)
     rate = tl.load(lr).to(COMPUTE)
-    undamped, factor, scheduled, skipped = number(undamped), number(factor), number(scheduled), number(skipped)
+    undamped = tl.load(undamped) if undamped is not None else None
+    factor = tl.load(factor) if factor is not None else None
+    scheduled = tl.load(scheduled) if scheduled is not None else None
+    skipped = tl.load(skipped) if skipped is not None else None
     slope = _gradient(slope, factor, get(OPTIONS, "maximize"), COMPUTE)
     if DECAY != 0:
         slope += DECAY * value
@@ -228,7 +224,7 @@ def _sgd(
         else:
             slope = velocity
     value -= rate * slope
-    written = writable(inside, skipped)
+    written = inside if skipped is None else unless(skipped, inside)
     if buffer is not None:
         _store(buffer, velocity, written)
     _store(parameter, value, written)

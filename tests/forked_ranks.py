@@ -117,6 +117,20 @@ def become(request: Request, rank: int) -> None:
     sys.path.insert(0, str(Path(request.script).parent))
 
 
+def forks_after_autograd() -> bool:
+    """Whether this process, which has made no fake tensor yet, can fork after it has run autograd.
+
+    Autograd begins a thread for each GPU the first time it runs, and refuses to run in a fork from then on. A CUDA
+    build on a machine without GPUs counts one, too, once there was a fake tensor; before, it counts none for good.
+    """
+    import torch
+
+    if torch.cuda.device_count():
+        return False
+    torch.ones((), requires_grad=True).backward()
+    return True
+
+
 def warm_up() -> None:
     """A step on one process, after which no more than caches are left: no thread, no counts, no numbers drawn."""
     import torch
@@ -143,7 +157,7 @@ def serve(warm: bool) -> Request | None:
     for name in IMPORTED:
         with suppress(ModuleNotFoundError):  # that this PyTorch does not have
             importlib.import_module(name)
-    if warm:
+    if warm and forks_after_autograd():
         warm_up()
     assert threading.active_count() == 1, "a fork copies one thread only"
     gc.collect()

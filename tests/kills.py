@@ -31,6 +31,7 @@ from fsdp_compiled import Sharded, cli
 from fsdp_compiled.cli import train
 from fsdp_compiled.distributed import rendezvous
 from fsdp_compiled.runtime.checkpoint import data_file, folder, loading, saving, writing
+from tests.forked_ranks import forks_after_autograd
 from tests.killable_ranks import Forked
 
 STEPS, SAVE_EVERY, KILLS_OF_A_RUN = 24, 3, 6
@@ -163,12 +164,14 @@ def warm() -> None:
     from fsdp_compiled import Policy, compile_sharded
     from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
 
+    train.SAMPLE_BYTES = 20
+    if not forks_after_autograd():
+        return
     model = GPT(GPTConfig(1, 8, 2, 8))
     sharded = compile_sharded(
         model, torch.optim.AdamW(model.parameters()), loss=next_byte_loss, policy=Policy(lower="eager")
     )
     sharded.step(*torch.zeros(2, 2, 8, dtype=torch.int64))
-    train.SAMPLE_BYTES = 20
 
 
 def run(trial: Trial, phases: list[str], draw: random.Random) -> list[str]:

@@ -1,4 +1,6 @@
-"""A slice of a module list, made anew at each forward, is filled at once while Dynamo looks."""
+"""A slice of a module list, made anew at each forward, is filled at once while Dynamo looks.
+
+To torch 2.13: later ones walk through the filling, which gives the same and takes longer."""
 
 from __future__ import annotations
 
@@ -36,6 +38,7 @@ def sharded_of(model: nn.Module) -> Any:
     return compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="Dynamo of torch 2.14 comes to += by another method: walked")
 @pytest.mark.parametrize("like", ["a slice", "a slice backwards", "a new list"])
 def test_a_list_is_filled_at_once(like: str, filled: list[bool]) -> None:
     sharded_of(Model(like)).step(TOKENS)

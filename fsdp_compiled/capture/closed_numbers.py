@@ -7,7 +7,7 @@ was asked is asked again at every call, of the values that the tensors have then
 is read by the program itself. It does so for whole numbers and doubles without dims on a CPU; numbers that are read out
 of other tensors are unknowns without a value, of which nothing can be asked.
 
-This is the only file that reads the guards of a `ShapeEnv` on such numbers. Written for torch 2.11 to 2.13.
+This is the only file that reads the guards of a `ShapeEnv` on such numbers. Written for torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ hooks of modules (`traced_functions`); an object that an argument and a global l
 `OrderedDict` (`ordered_keys`); which of two equal values it was, 0.0 or -0.0 (`equal_values`); and that an object whose
 class looks elsewhere for a name has none of its own (`forwarded_names`).
 
-Written for torch 2.11 to 2.13, where guards, the filter for them and the manager that checks them have the same form.
+Written for torch 2.11 to 2.14, where guards, the filter for them and the manager that checks them have the same form.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ keep open. So its handlers are there for the whole trace, and act where the clas
 one all-reduce of a number a row more.
 
 This is the only file that touches private surfaces of ``torch.distributed.tensor``: the table of handlers, and
-PyTorch's own for these operators. Written for torch 2.11 to 2.13, where both have the same form.
+PyTorch's own for these operators. Written for torch 2.11 to 2.14, where both have the same form.
 """
 
 from __future__ import annotations

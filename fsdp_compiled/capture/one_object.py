@@ -7,7 +7,7 @@ Dynamo knows the object when it comes to it again, and looks at nothing that the
 at arguments, or both at globals, it notes that they are one (DUPLICATE_INPUT); where one does and the other does not,
 it notes nothing, and of a closure's cell that it knows it never does: another object that is put there later is not
 seen. Here it notes it of all of them; what is there under either name may be another object, as long as it is one.
-Written for torch 2.11 to 2.13.
+Written for torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

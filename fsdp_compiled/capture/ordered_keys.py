@@ -2,7 +2,7 @@
 
 Dynamo asks a dictionary's keys in the order of the table below it. `OrderedDict.move_to_end` changes the order in which
 keys are read, and not that table: it is asked for here. And of ``list(table)`` and ``[*table]`` it asks no keys at all
-(in 2.13; 2.11 asks them). Written for torch 2.11 to 2.13.
+(since 2.13; 2.11 asks them). Written for torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

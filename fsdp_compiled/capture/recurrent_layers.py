@@ -1,6 +1,6 @@
 """Dropout between the layers of RNN, LSTM and GRU, which PyTorch's decomposition of them leaves out.
 
-``torch._decomp.decompositions._rnn_helper`` (torch 2.11 to 2.13) sets its ``dropout`` to 0 before the first layer: it
+``torch._decomp.decompositions._rnn_helper`` (torch 2.11 to 2.14) sets its ``dropout`` to 0 before the first layer: it
 asks whether ``num_layers < i - 1``, which no layer ``i`` is. While a step is traced, several layers with dropout are
 given to it one by one, with `torch.dropout` between them, as the kernels in eager PyTorch have it.
 """

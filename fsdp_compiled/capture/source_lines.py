@@ -123,7 +123,7 @@ CURES = (
     (
         "requires_grad",
         "set it on parameters before compile_sharded. To differentiate by inputs, use torch.func.grad or vjp; with "
-        "torch 2.13, x.requires_grad_() on the batch and torch.autograd.grad too.",
+        "torch 2.13 or later, x.requires_grad_() on the batch and torch.autograd.grad too.",
     ),
     ("backwards hooks", "put hooks on tensors (tensor.register_hook), or scale gradients with an autograd.Function."),
     ("fake impl", "register one with torch.library.register_fake: it says what shape the operator returns."),

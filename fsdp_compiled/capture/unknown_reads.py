@@ -3,7 +3,7 @@
 While it traces, Dynamo has stand-ins in the place of the tensors, and answers of them: no gradient, no version, no
 base, no attributes of the user's, and the name of an unknown in the place of a number that is part of a text. Most of
 it ends in an error of Dynamo's own; what would go through with another answer than the call's is refused here, by the
-user's line. Written for torch 2.11 to 2.13.
+user's line. Written for torch 2.11 to 2.14.
 """
 
 from __future__ import annotations

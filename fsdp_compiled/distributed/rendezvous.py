@@ -1,8 +1,8 @@
 """A store of this start's own, where the launcher's outlives restarts.
 
 torchrun's store serves every attempt that its ranks make, and a process group writes the same keys each time: a new
-rank may read where a dead one listened (torch 2.11 to 2.13; on gloo a restart then fails with a refused connection). So
-ranks first agree on a prefix that no attempt before had:
+rank may read where a dead one listened (seen on torch 2.11 and 2.13; on gloo a restart then fails with a refused
+connection). So ranks first agree on a prefix that no attempt before had:
 
     rank r   hello/r = a number of its own              rank 0   reads all hellos, again and again, and answers
              waits for an answer with its number in it           welcome = prefix and the numbers that it read

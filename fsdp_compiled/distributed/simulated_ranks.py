@@ -1,6 +1,6 @@
 """A process group of as many ranks as one likes, in one process, that sends nothing: to build a program for them.
 
-The one file that knows PyTorch's ``fake`` backend (torch 2.11 to 2.13: ``torch.testing._internal.distributed.fake_pg``,
+The one file that knows PyTorch's ``fake`` backend (torch 2.11 to 2.14: ``torch.testing._internal.distributed.fake_pg``,
 which registers it).
 """
 

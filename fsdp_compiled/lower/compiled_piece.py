@@ -5,7 +5,7 @@
 
 The wrappers are for aliases, subclasses and autograd, none of which a piece has, and cost more than a small kernel.
 Whether they pass everything through is seen in the first call: the compiled graph, which is found among what the
-artifact's functions close over (`torch._inductor.output_code.CompiledFxGraph`, on torch 2.11 to 2.13), notes for that
+artifact's functions close over (`torch._inductor.output_code.CompiledFxGraph`, on torch 2.11 to 2.14), notes for that
 one call what it is given and gives. Nothing else of the process is touched. Where no single graph is found, or the
 wrappers do change something, they stay.
 """

@@ -7,7 +7,7 @@ state alone; only then may it run on slices of flat buffers. That is not looked 
 of the graph must be pointwise or work on single numbers. Operators name no sizes, so that a graph traced on a matrix
 runs on a flat shard.
 
-Relies on ``torch.compiler._is_compiling_flag``, in torch 2.11 to 2.13, which optimizers ask for their branch-free form.
+Relies on ``torch.compiler._is_compiling_flag``, in torch 2.11 to 2.14, which optimizers ask for their branch-free form.
 """
 
 from __future__ import annotations

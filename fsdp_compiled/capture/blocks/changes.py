@@ -96,5 +96,5 @@ def _form(variable: Any) -> Any:
     if type(variable) is TupleVariable or (type(variable) is ListVariable and isinstance(variable.mutation_type, NEW)):
         return type(variable), *map(_form, variable.items)
     if type(variable) is ConstDictVariable and isinstance(variable.mutation_type, NEW):
-        return variable.user_cls, *((_form(key.vt), _form(value)) for key, value in variable.items.items())
+        return variable.python_type(), *((_form(key.vt), _form(value)) for key, value in variable.items.items())
     raise Changed

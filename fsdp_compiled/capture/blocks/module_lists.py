@@ -3,7 +3,7 @@
 Dynamo walks through `nn.ModuleList.extend`, which registers one module after the other, and asks the same six questions
 of each. Here it walks for the first module; the others are put beside that one. Nobody hears of it: a list of this very
 class, which the trace made, has no other attributes that their numbers could be the names of, and where registration
-has hooks, the walk is for all of them.
+has hooks, the walk is for all of them. Since torch 2.14 Dynamo comes to ``+=`` another way, and walks for each.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ walk would have written: an input for each of the block's own tensors, calls wit
 modules and lines they came from, and those guards of this block that are kept, which are asked again at each step. When
 Dynamo has built these, their texts are compared with the walked block's.
 
-Reaches into Dynamo, of torch 2.13 and such as are like it; `RepeatError`, and any other failure in here, is answered by
+Reaches into Dynamo, of torch 2.11 to 2.14; `RepeatError`, and any other failure in here, is answered by
 tracing again without (`dynamo.capture`).
 """
 

@@ -18,7 +18,7 @@ broadcast. Barriers and point-to-point messages are left alone.
 With `Inner`, ranks are in nodes, neighbours together: groups whose ranks are all in one node have a wire of their own,
 which is as fast as said, and all others the network's.
 
-Relies on ``torch.library._scoped_library``, in torch 2.11 to 2.13, to put the operators that wait in gloo's place.
+Relies on ``torch.library._scoped_library``, in torch 2.11 to 2.14, to put the operators that wait in gloo's place.
 """
 
 import threading

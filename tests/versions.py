@@ -1,0 +1,109 @@
+"""The suite on each release of PyTorch that the package is for, and docs/versions.md, which says how it went.
+
+python -m tests.versions RELEASE... -- COMMAND...      the module that runs the tests, and its arguments
+
+Each release has an environment of its own, `.venv-2.14` for one, made by `.ci/setup`. The page is written anew after
+each, so that a run that is broken off leaves what it had found.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from xml.etree import ElementTree
+
+from fsdp_compiled.cli.machine import hardware
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "versions.md"
+ASKED = "import platform, torch, triton; print(torch.__version__, triton.__version__, platform.python_version())"
+HEAD = """# Versions of PyTorch
+
+The package is for the releases in this table, each with the Triton that it was made for. `make test` runs the suite on
+2.13 and a part of it on the newest release; `make test-versions` runs the suite on all of them and writes this page.
+"""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """How the tests went on one release: by a test's name, why it did not pass."""
+
+    installed: tuple[str, ...]  # versions of torch, Triton and Python
+    counts: Counter[str]  # passed, skipped, failed
+    skipped: dict[str, str]
+    failed: tuple[str, ...]
+    seconds: float
+
+
+def read(report: Path) -> tuple[Counter[str], dict[str, str], tuple[str, ...]]:
+    """Of pytest's report in JUnit's form: the counts, reasons of skips, and what failed."""
+    counts: Counter[str] = Counter()
+    skipped, failed = {}, []
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            counts["failed"] += 1
+            failed.append(name)
+        elif (skip := case.find("skipped")) is not None:
+            counts["skipped"] += 1
+            skipped[name] = skip.get("message", "")
+        else:
+            counts["passed"] += 1
+    return counts, skipped, tuple(failed)
+
+
+def run(release: str, command: list[str]) -> Suite:
+    """Raises ``CalledProcessError`` where the release cannot be installed, `.ci/setup` having said why, or pytest made
+    no report."""
+    folder = f".venv-{release.rpartition('.')[0]}"
+    subprocess.run(
+        ["sh", ".ci/setup", "test", folder], cwd=ROOT, env=os.environ | {"TORCH": f"torch=={release}"}, check=True
+    )
+    python = [f"{folder}/bin/python", "-P"]
+    installed = subprocess.run([*python, "-c", ASKED], cwd=ROOT, capture_output=True, text=True, check=True)
+    with TemporaryDirectory() as place:
+        report, since = Path(place, "report.xml"), time.monotonic()
+        done = subprocess.run([*python, "-m", *command, f"--junitxml={report}"], cwd=ROOT)
+        if not report.exists():
+            raise subprocess.CalledProcessError(done.returncode, command)
+        return Suite(tuple(installed.stdout.split()), *read(report), time.monotonic() - since)
+
+
+def page(suites: Iterable[Suite], command: str) -> str:
+    suites = list(suites)
+    lines = [HEAD, "| torch | Triton | Python | passed | skipped | failed | minutes |", "|---|---|---|--:|--:|--:|--:|"]
+    for suite in suites:
+        counts = (suite.counts[kind] for kind in ("passed", "skipped", "failed"))
+        lines.append(f"| {' | '.join(map(str, (*suite.installed, *counts, f'{suite.seconds / 60:.1f}')))} |")
+    lines += ["", f"`{command}`, {hardware()}. Builds for CUDA (cu) ran on the processor, too.", ""]
+    often = Counter(name for suite in suites for name in suite.skipped)
+    for suite in suites:
+        torch, here = suite.installed[0], [name for name in suite.skipped if often[name] < len(suites)]
+        lines += [f"- On {torch} failed: `{name}`" for name in suite.failed]
+        lines += [f"- On {torch} left out: `{name}` ({suite.skipped[name]})" for name in here]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    split = arguments.index("--")
+    releases, command = arguments[:split], arguments[split + 1 :]
+    asked = shlex.quote(os.environ.get("PYTEST_ARGS", ""))
+    said = "make test-versions" + (f" PYTEST_ARGS={asked}" if os.environ.get("PYTEST_ARGS") else "")
+    suites: list[Suite] = []
+    for release in releases:
+        suites.append(run(release, command))
+        PAGE.write_text(page(suites, said))
+    print(PAGE.read_text())
+    return int(any(suite.failed for suite in suites))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
