@@ -9,12 +9,14 @@
 
 The formulas are those of `torch.optim`'s fused kernels, in float32 (float64 where the parameter is). Clipping's factor,
 rates, the step count, and whether the step is skipped (it overflowed), are read from 0-d tensors on the device, after
-the shards' elements are asked for: so the two waits are one. An element of Adam's is one division: the correction of
+the shards' elements are asked for: so the two waits are one. Whether to skip masks the stores: a branch would take the
+loads with it, and they would wait for it. No function here returns None: Triton 3.6 cannot compile one whose value is
+used. An element of Adam's is one division: the correction of
 the second moment, which divides each root in the formula, multiplies the rate and ``eps`` instead.
 
 A launch works on eight tensors at most, in blocks of eight warps. Each address that a program may need is a register
 while it searches for its own; with 32 tensors in five lists that were 109 of them, and 16 warps on a multiprocessor
-(sm_90) in the place of 48. No jit function returns None, which Triton 3.6 cannot compile.
+(sm_90) in the place of 48.
 """
 
 from __future__ import annotations
@@ -69,14 +71,6 @@ def _store(pointers, values, inside):
     tl.store(pointers, values.to(pointers.dtype.scalar.element_ty), mask=inside)
 
 
-@triton.jit
-def unless(skipped, inside):
-    """What of ``inside`` is written: all of it, unless the step is skipped. As a mask, since code behind a branch would
-    take the loads with it, and they would wait for the branch."""
-    made = (skipped > 0) == 0
-    return made if inside is None else inside & made
-
-
 @triton.constexpr_function
 def get(options, name):
     return dict(options)[name]
@@ -109,9 +103,13 @@ def _adam(
         most = tl.load(largest, mask=inside).to(COMPUTE)
     rate = tl.load(lr).to(COMPUTE)
     count = tl.load(step).to(COMPUTE)
-    factor = tl.load(factor) if factor is not None else None
-    scheduled = tl.load(scheduled) if scheduled is not None else None
-    skipped = tl.load(skipped) if skipped is not None else None
+    factor = None if factor is None else tl.load(factor)
+    scheduled = None if scheduled is None else tl.load(scheduled)
+    if skipped is not None:
+        made = (tl.load(skipped) > 0) == 0
+        written = made if inside is None else inside & made
+    else:
+        written = inside
     fresh1 = tl.full((), get(OPTIONS, "fresh1"), COMPUTE)
     log_beta1 = tl.full((), get(OPTIONS, "log_beta1"), COMPUTE)
     log_beta2 = tl.full((), get(OPTIONS, "log_beta2"), COMPUTE)
@@ -126,7 +124,6 @@ def _adam(
             slope += DECAY * value
     mean += fresh1 * (slope - mean)
     energy = get(OPTIONS, "beta2") * energy + get(OPTIONS, "fresh2") * (slope * slope)
-    written = inside if skipped is None else unless(skipped, inside)
     _store(average, mean, written)
     _store(square, energy, written)
     if largest is not None:
@@ -204,10 +201,14 @@ def _sgd(
     if buffer is not None:
         velocity = tl.load(buffer, mask=inside).to(COMPUTE)
     rate = tl.load(lr).to(COMPUTE)
-    undamped = tl.load(undamped) if undamped is not None else None
-    factor = tl.load(factor) if factor is not None else None
-    scheduled = tl.load(scheduled) if scheduled is not None else None
-    skipped = tl.load(skipped) if skipped is not None else None
+    undamped = None if undamped is None else tl.load(undamped)
+    factor = None if factor is None else tl.load(factor)
+    scheduled = None if scheduled is None else tl.load(scheduled)
+    if skipped is not None:
+        made = (tl.load(skipped) > 0) == 0
+        written = made if inside is None else inside & made
+    else:
+        written = inside
     slope = _gradient(slope, factor, get(OPTIONS, "maximize"), COMPUTE)
     if DECAY != 0:
         slope += DECAY * value
@@ -224,7 +225,6 @@ def _sgd(
         else:
             slope = velocity
     value -= rate * slope
-    written = inside if skipped is None else unless(skipped, inside)
     if buffer is not None:
         _store(buffer, velocity, written)
     _store(parameter, value, written)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled.lower import graph_trial
 from fsdp_compiled.lower.cuda_graph import WARM
@@ -127,3 +128,76 @@ def test_checksums_tell_a_moved_element_from_a_reordered_sum() -> None:
     assert graph_trial.difference(expected, {"shard": (float("nan"), float("nan"))})
     nan = {"shard": (float("nan"), float("nan"))}
     assert not graph_trial.difference(nan, nan)
+
+
+class Memory(TorchDispatchMode):
+    """A GPU's memory: no more than this for one tensor. A sum in another dtype copies what it adds (PyTorch's
+    ``ReduceOpsUtils.h``, ``make_reduction``: ``self.to(in_dtype)``)."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = (kwargs or {}).get("dtype")
+        if func is torch.ops.aten.sum.default and wide not in (None, args[0].dtype):
+            self.take(args[0].numel() * wide.itemsize)
+        result = func(*args, **(kwargs or {}))
+        known = {one.untyped_storage()._cdata for one in pytree.tree_leaves(args) if isinstance(one, torch.Tensor)}
+        for one in pytree.tree_leaves(result):
+            if one.untyped_storage()._cdata not in known:
+                self.take(one.nbytes)
+        return result
+
+    def take(self, size: int) -> None:
+        if size > self.most:
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
+
+
+def test_a_checksum_takes_little_memory_however_large_the_tensor() -> None:
+    tensor = torch.randn(3 * graph_trial.SLICE + 5)
+    expected = float(tensor.double().sum()), float(tensor.double().abs().sum())
+    with Memory(8 * graph_trial.SLICE):
+        assert graph_trial.checksum(tensor) == pytest.approx(expected, rel=1e-9)
+        with pytest.raises(torch.OutOfMemoryError):  # the control
+            tensor.sum(dtype=torch.float64)
+
+
+@pytest.mark.parametrize("good", [0, 1, 10])  # checksums before one fails, of the 14 of program and launch
+def test_a_trial_without_memory_is_undone_and_the_graph_is_launched_untried(
+    good: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sharded, plain = make(True, dropout=0.2), make(False, dropout=0.2)
+    checksum, count = graph_trial.checksum, 0
+
+    def once(tensor: torch.Tensor) -> graph_trial.Checksum:
+        nonlocal count
+        count += 1
+        if count > good:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return checksum(tensor)
+
+    monkeypatch.setattr(graph_trial, "checksum", once)
+    for batch in batches(WARM + 4):
+        state = torch.get_rng_state()
+        left = sharded.step(*batch)
+        torch.set_rng_state(state)
+        assert torch.equal(left, plain.step(*batch))
+    assert sharded.replays == 4 and same(sharded.state, plain.state)
+    said = [record.getMessage() for record in caplog.records if "not compared" in record.getMessage()]
+    assert len(said) == 1 and "(rank 0: OutOfMemoryError: CUDA out of memory)" in said[0]
+    assert count == good + 1, "a trial is made once"
+    assert stand_in(sharded).log[WARM + 1 : WARM + 3] == ["warm", "launch"]
+
+
+def test_copies_that_a_host_has_no_room_for_are_not_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert 2**20 < graph_trial.free_memory() < 2**60
+    sharded, plain = make(True), make(False)
+    monkeypatch.setattr(graph_trial, "free_memory", lambda: 1024.0)
+    for batch in batches(WARM + 4):
+        assert torch.equal(sharded.step(*batch), plain.step(*batch))
+    assert sharded.replays == 4 and same(sharded.state, plain.state)
+    assert stand_in(sharded).log.count("warm") == WARM, "the program did not run beside it"
+    assert "MemoryError: copies take" in caplog.text

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import socket
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import is_
@@ -46,7 +47,7 @@ from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.capturable import obstacles, sentence
 from fsdp_compiled.lower.cuda_device import CudaGraphs, environment
 from fsdp_compiled.lower.fixed_addresses import Held, Results
-from fsdp_compiled.lower.graph_trial import snapshot, tried
+from fsdp_compiled.lower.graph_trial import attempt, snapshot, tried
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 Wanted = bool | Literal["auto"]
@@ -233,32 +234,39 @@ class Replay:
         return self._results.copies()
 
     def _try(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """The first launch, beside the program itself; where they differ on any rank, the graph goes on all."""
+        """The first launch, beside the program itself; where they differ on any rank, the graph goes on all. Where one
+        cannot compare them, nobody does."""
         assert self._shared.device is not None
         self._tried = True
-        kept, reason = None, ""
-        try:
-            kept = snapshot(self._ports, given)
-        except (RuntimeError, MemoryError) as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        if (found := self._said(reason)) or kept is None:
-            log.warning("%s: its graph is not compared with the program, for want of host memory %s", self.label, found)
+        host = socket.gethostname()
+        ranks = self._everywhere(host).count(host)
+        kept, failed = attempt(lambda: snapshot(self._ports, given, ranks))
+        if (found := self._said(failed)) or kept is None:
+            self._warn_untried(found)
             return self._launch(given)
         # In the graphs' memory, which is free while none runs: elsewhere it would be held twice from here on.
         device, program = self._shared.device, lambda: self.runner(*given)
         trial = tried(lambda: device.warm(program), kept, device.random_state())
+        if found := self._said(trial.failed):
+            self._warn_untried(found)
+            return self._launch(given)
         results = self._launch(given)
-        odd = self._said(trial.difference(results))
-        if not odd:
-            return results
-        self._shared.launches -= 1
-        trial.undo()
-        self._release()
-        self._refuse(
-            f"its first launch gave other numbers than the program itself {odd}. Nothing of that launch is kept. "
-            f"Please report it, with the folder that sharded.dump writes, and: {environment()}"
-        )
-        return self.runner(*given)
+        odd, failed = attempt(lambda: trial.difference(results))
+        if found := self._said(odd or ""):
+            self._shared.launches -= 1
+            trial.undo()
+            self._release()
+            self._refuse(
+                f"its first launch gave other numbers than the program itself {found}. Nothing of that launch is kept. "
+                f"Please report it, with the folder that sharded.dump writes, and: {environment()}"
+            )
+            return self.runner(*given)
+        if found := self._said(failed):
+            self._warn_untried(found)
+        return results
+
+    def _warn_untried(self, reason: str) -> None:
+        log.warning("%s: its graph is not compared with the program, for want of memory %s", self.label, reason)
 
     def _said(self, reason: str) -> str:
         """What the first rank with a reason says, and which rank that is; empty where none has one. Collective."""

@@ -6,7 +6,11 @@
 A graph holds addresses, and nothing says at capture that they are the right ones: memory that was freed meanwhile, a
 batch that is not copied in, a collective that was left out all give numbers, only other ones. The checksums of a tensor
 are its sum and the sum of its magnitudes, in float64: numbers that come from elsewhere change them, atomics that add in
-another order from run to run hardly do. What is written meanwhile is kept in host memory, once a program.
+another order from run to run hardly do. What is written meanwhile is kept in host memory, once a program, as far as the
+ranks of a host have room there.
+
+A trial that fails (for want of memory, most likely, since the graphs' pool is held beside it) is no reason to stop: the
+program is undone, all ranks hear of it, and the graph is launched without a comparison.
 """
 
 from __future__ import annotations
@@ -14,7 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,8 +27,19 @@ from fsdp_compiled.ir.program import Port
 
 WRITTEN = ("shard", "copy", "buffer", "state", "constant", "sum", "scale", "step")  # kinds of ports a program writes
 BOUND = 1e-4  # of the sum of magnitudes; float32 sums in another order differ by 1e-6 of it, a wrong tensor by half
+SLICE = 2**20  # elements that are summed at a time
+ROOM = 0.5  # of the host memory that is free, for the copies of all ranks there
 
 Checksum = tuple[float, float]
+T = TypeVar("T")
+
+
+def attempt(make: Callable[[], T]) -> tuple[T | None, str]:
+    """What it makes; or, where that fails, why, in one line."""
+    try:
+        return make(), ""
+    except (RuntimeError, MemoryError) as error:
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @dataclass(frozen=True)
@@ -42,22 +58,47 @@ class Snapshot:
         return {name: checksum(tensor) for name, tensor in zip(self.names, self.tensors, strict=True)}
 
 
-def snapshot(ports: Sequence[Port], given: Sequence[Any]) -> Snapshot:
-    """What a call of a program with these inputs may write; copies of it in host memory."""
+def snapshot(ports: Sequence[Port], given: Sequence[Any], ranks: int) -> Snapshot:
+    """What a call of a program with these inputs may write; copies of it in host memory, which so many ranks share.
+    Raises ``MemoryError`` where there is no room: Linux gives out more than there is, and ends processes later."""
     found = {
         str(port): value
         for port, value in zip(ports, given, strict=True)
         if port.kind in WRITTEN and isinstance(value, torch.Tensor)
     }
+    needed, room = sum(tensor.nbytes for tensor in found.values()), free_memory() * ROOM / ranks
+    if needed > room:
+        raise MemoryError(f"copies take {needed / 2**30:.1f} GiB of host memory, and there are {room / 2**30:.1f}")
     before = tuple(tensor.detach().to("cpu", copy=True) for tensor in found.values())
     return Snapshot(tuple(found), tuple(found.values()), before)
 
 
+def free_memory() -> float:
+    """Bytes of this host, or this container, that can be had; infinite where Linux does not say."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = float(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return math.inf
+    try:
+        return min(free, float(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # ValueError: "max"
+        return free
+
+
 def checksum(tensor: torch.Tensor) -> Checksum:
-    """``(sum, sum of magnitudes)`` of the elements, in float64. Waits for the device."""
+    """``(sum, sum of magnitudes)`` of the elements, in float64. Waits for the device.
+
+    A slice at a time: a sum in another dtype first copies what it adds, 8 bytes an element.
+    """
     values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    magnitudes = values.abs() if values.dtype != torch.bool else values
-    return float(values.sum(dtype=torch.float64)), float(magnitudes.sum(dtype=torch.float64))
+    sums = torch.zeros(2, dtype=torch.float64, device=tensor.device)
+    for part in values.detach().reshape(-1).split(SLICE):
+        magnitudes = part.abs() if part.dtype != torch.bool else part
+        sums[0] += part.sum(dtype=torch.float64)
+        sums[1] += magnitudes.sum(dtype=torch.float64)
+    total, size = sums.tolist()
+    return total, size
 
 
 def of_results(results: Sequence[Any]) -> dict[str, Checksum]:
@@ -86,6 +127,7 @@ class Trial:
     kept: Snapshot
     rewind: Callable[[], None]  # puts random numbers back to where they were
     expected: dict[str, Checksum]
+    failed: str  # why there are none
 
     def undo(self) -> None:
         self.kept.put_back()
@@ -98,6 +140,8 @@ class Trial:
 
 def tried(program: Callable[[], Sequence[Any]], kept: Snapshot, rewind: Callable[[], None]) -> Trial:
     """Runs the program itself, and goes back to before it."""
-    trial = Trial(kept, rewind, of_results(program()) | kept.checksums())
+    results = program()
+    expected, failed = attempt(lambda: of_results(results) | kept.checksums())
+    trial = Trial(kept, rewind, expected or {}, failed)
     trial.undo()
     return trial
