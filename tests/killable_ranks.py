@@ -20,12 +20,24 @@ from fsdp_compiled.cli.forked import leave
 
 
 class Forked:
-    """``world`` ranks that run ``work(rank)``, with what they print in ``logs/rank<r>.txt``."""
+    """``world`` ranks that run ``work(rank)``, with what they print in ``logs/rank<r>.txt``.
+
+    The store at which they meet is in this process, as in torchrun's agent, until `end_store`; or ``on_rank_0``, as
+    where a script is started by srun or mpirun.
+    """
 
     def __init__(
-        self, world: int, work: Callable[[int], int | None], logs: Path, environment: Mapping[str, str] | None = None
+        self,
+        world: int,
+        work: Callable[[int], int | None],
+        logs: Path,
+        environment: Mapping[str, str] | None = None,
+        on_rank_0: bool = False,
     ) -> None:
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store: TCPStore | None = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self.store.port
+        if on_rank_0:
+            self.end_store()
         self.logs = logs
         self.codes: list[int | None] = [None] * world  # as subprocess has them; None: still running
         logs.mkdir(parents=True, exist_ok=True)
@@ -33,13 +45,16 @@ class Forked:
         sys.stderr.flush()
         shared = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self.store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_USE_AGENT_STORE": str(not on_rank_0),
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
             **(environment or {}),
         }
         self.pids = [self._fork(rank, shared, work) for rank in range(world)]
+
+    def end_store(self) -> None:
+        self.store = None
 
     def _fork(self, rank: int, environment: Mapping[str, str], work: Callable[[int], int | None]) -> int:
         if pid := os.fork():

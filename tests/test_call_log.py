@@ -247,6 +247,66 @@ def test_what_may_still_go_well_is_left_alone(watches: list[Told], number: int, 
     assert watches[0]._board.error() is None
 
 
+class Gone(dist.HashStore):
+    """A store whose process has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    def set(self, key: str, value: str) -> None:  # type: ignore[override]
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+class Ended(Watchdog):
+    """A watch that would have ended the process."""
+
+    reason: str | None = None
+
+    def _end_process(self, reason: str) -> None:
+        self.reason = reason
+        self.stop()
+
+
+@pytest.mark.parametrize(
+    ("call", "done", "ends"),
+    [
+        (Posted(5, "aa", "step (a)"), None, True),  # in it
+        (Posted(5, "aa", "step (a)"), False, True),  # it returned, and a GPU is still at it
+        (Posted(5, "aa", "step (a)"), True, False),  # the GPU has done it: a script may write what it has trained
+        (None, None, False),
+    ],
+)
+def test_without_a_store_a_call_has_the_grace_to_end(
+    call: Posted | None, done: bool | None, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "GRACE", 0.2)
+    one = Ended(Board(Gone(), 0, 2), cuts=False)
+    if call is not None:
+        one.begin(call)
+        if done is not None:
+            one.end(lambda: lambda: bool(done))
+    else:
+        one.start()
+    assert one._stop.wait(1.0) == ends
+    one.stop()
+    one.wait_until_stopped()
+    assert (one.reason is not None) == ends and (not ends or "The store at which ranks meet is gone" in str(one.reason))
+
+
+def test_without_a_store_each_way_to_ask_it_is_an_error_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, _), ended = boards(2), []
+    monkeypatch.setattr(call_log, "close", lambda: ended.append(True))
+    first.post("step (a)")
+    assert first.board is not None
+    first.board.store = Gone()
+    for ask in (lambda: first.meet("step (a)"), first.told, lambda: first.post("step (b)")):
+        with pytest.raises(RankError, match=r"(?s)The store at which ranks meet is gone.*Connection reset.*checkpoint"):
+            ask()
+    assert ended == [True] and first.reason(RuntimeError("sizes differ")) is None
+    with pytest.raises(RankError, match=r"An earlier call failed for good:\nThe store"):
+        first.post("step (c)")
+
+
 def test_only_connections_that_both_ends_know_are_cut() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as store:
         pairs = []

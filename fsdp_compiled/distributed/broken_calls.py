@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
-from fsdp_compiled.distributed.call_store import ABSENT, CLOSED, Board, different, times
+from fsdp_compiled.distributed.call_store import ABSENT, CLOSED, Board, StoreError, different, times
 from fsdp_compiled.distributed.vanished import vanished
 
 DEVICE_ASSERT = "device-side assert"
@@ -62,7 +60,7 @@ def parting_of(board: Board | None, made: int, error: BaseException | None) -> s
         return None
     try:
         found = board.parting(made)
-    except (RuntimeError, dist.DistError):  # the store went with the rank that held it
+    except StoreError:
         return None
     return f"{found}\n{LOST_DEVICE}" if found is not None else None
 

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import torch
 import torch.distributed as dist
 
 from fsdp_compiled.distributed.broken_calls import is_lost, nth, parting_of, why
@@ -25,12 +26,12 @@ from fsdp_compiled.distributed.call_store import (
     ABSENT,
     CLOSED,
     COMMUNICATING,
-    JOIN,
     MEETS,
     REFUSED,
     UNDECIDED,
     Board,
     Posted,
+    StoreError,
     different,
     times,
 )
@@ -39,9 +40,6 @@ from fsdp_compiled.distributed.process_group import backends, close, timeout
 from fsdp_compiled.distributed.watchdog import Watchdog
 
 log = logging.getLogger("fsdp_compiled")
-NO_STORE = (
-    "The store at which ranks meet is gone: torchrun's agent that holds it has ended, or, without torchrun, rank 0 has"
-)
 
 
 class Calls:
@@ -93,17 +91,21 @@ class Calls:
         if self.board is not None:
             try:
                 self.board.post(call)
-            except (RuntimeError, dist.DistError) as error:
-                message = f"{NO_STORE} ({error}).\n{CLOSED}"
-                self.leave(message)
-                raise RankError(message) from error
+            except StoreError as error:
+                self.leave(str(error))
+                raise
             if self.watchdog is not None:
                 self.watchdog.begin(call)
 
     def returned(self) -> None:
         """The call is over. A GPU may still be at it, and is watched until the next."""
         if self.watchdog is not None:
-            self.watchdog.end(self._waits)
+            self.watchdog.end(None if self._waits else self._device_is_done)
+
+    def _device_is_done(self) -> Callable[[], bool]:
+        """What says whether the GPU has done what it was given until now."""
+        event: torch.cuda.Event = torch.cuda.current_stream(self.mesh.device).record_event()
+        return event.query
 
     def meet(self, label: str, part: Callable[[str], str] | None = None) -> bool:
         """Returns when every rank has posted this call with this label; raises `RankError` where one has another.
@@ -203,8 +205,8 @@ class Calls:
     def meeting(self, label: str) -> Iterator[None]:
         """What is no program: all ranks do it, or none; where one is lost in it, the others say which."""
         self.post(label)
-        self.meet(label)
         try:
+            self.meet(label)
             with self.naming():
                 yield
         finally:
@@ -242,8 +244,8 @@ class Calls:
         if self.board is None:
             self.closed = message
             return
-        with suppress(RuntimeError, dist.DistError):  # the store went with the rank that holds it
-            message = f"Rank {self.mesh.rank} failed in its {nth(self.count)} call. {message}\n{CLOSED}"
+        message = f"Rank {self.mesh.rank} failed in its {nth(self.count)} call. {message}\n{CLOSED}"
+        with suppress(StoreError):
             self.board.fail(message)
             if self.watchdog is not None:
                 self.watchdog.end()
@@ -276,11 +278,12 @@ class Calls:
             if message is None:
                 return None
             self.board.fail(message)
-        except (RuntimeError, dist.DistError):  # the store went with the rank that held it
-            call = f"while this rank makes its {nth(self.count)} call"
-            return f"Rank 0 is gone, {call}. {JOIN}" if is_lost(str(error)) else None
-        if self.watchdog is not None:
-            self.watchdog.end()
+            if self.watchdog is not None:
+                self.watchdog.end()
+        except StoreError as gone:
+            if not is_lost(str(error)):
+                return None
+            message = f"{gone}\nIt is so in this rank's {nth(self.count)} call, whose connections broke."
         self.leave(message)
         return message
 
@@ -297,7 +300,9 @@ class Calls:
     def leave(self, reason: str) -> None:
         """Ends this rank's part in the process group, so that ranks that wait for it fail instead of hanging."""
         self.closed = reason
-        close()
+        close()  # which waits for what a GPU still does
+        if self.watchdog is not None:
+            self.watchdog.end()
 
 
 def _finish(board: Board, made: list[int], watchdog: Watchdog | None = None) -> None:
@@ -308,5 +313,5 @@ def _finish(board: Board, made: list[int], watchdog: Watchdog | None = None) -> 
     # An error of the GPU that nobody caught, met outside of a call of ours: the reason is said here at the latest.
     if (reason := parting_of(board, made[0], getattr(sys, "last_value", None))) is not None:
         log.error("%s", reason)
-    with suppress(RuntimeError, dist.DistError):  # the store goes with the rank that holds it
+    with suppress(StoreError):
         board.end(made[0])

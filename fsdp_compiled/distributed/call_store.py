@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.ir.program import SILENT
 
 MEETS = ""  # in the place of a wire
@@ -53,6 +54,22 @@ CLOSED = (
     "No rank goes on: the process group was ended (dist.destroy_process_group, whoever started it), and no more calls "
     "are taken. Start all processes again from the last checkpoint; torchrun --max-restarts does it."
 )
+NO_STORE = (
+    "The store at which ranks meet is gone: torchrun's agent that holds it has ended, or, without torchrun, rank 0 has"
+)
+
+
+class StoreError(RankError):
+    """The store is gone, and with it every way for ranks to tell each other anything."""
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """What a store that is gone raises is a `StoreError`."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        raise StoreError(f"{NO_STORE} ({str(error).splitlines()[0]}).\n{CLOSED}") from error
 
 
 class Posted(NamedTuple):
@@ -78,8 +95,7 @@ class Board:
         self.store, self.rank, self.world = store, rank, world
 
     def post(self, call: Posted) -> None:
-        text = f"{call.number}|{call.wire}|{call.hypers}|{call.label}"
-        self.store.set(f"{self.rank}/{call.number % self.SLOTS}", text)
+        self.set(f"{self.rank}/{call.number % self.SLOTS}", f"{call.number}|{call.wire}|{call.hypers}|{call.label}")
 
     def read(self, rank: int, number: int) -> Posted:
         """What stands in this call's slot; its number may be another, and is 0 where nothing stands there."""
@@ -151,10 +167,12 @@ class Board:
 
     def get(self, key: str) -> str | None:
         """What stands there now; waits for nobody."""
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        with asking():
+            return self.store.get(key).decode() if self.store.check([key]) else None
 
     def set(self, key: str, text: str) -> None:
-        self.store.set(key, text)
+        with asking():
+            self.store.set(key, text)
 
     def forget(self, key: str) -> None:
         """Nothing stands there any more."""

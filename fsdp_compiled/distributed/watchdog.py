@@ -16,7 +16,12 @@ life, and is waited for until the process group's timeout.
 
 The thread leaves the reason on the board and closes the connections to the other ranks (`connections`): what waits for
 them fails, on all of them, as if a rank had died, and the error that each raises is the reason. Where that does not end
-the call (NCCL's kernels wait on the device), it does what NCCL's watchdog does: says why, and ends the process.
+the call (NCCL's kernels wait on the device), it does what NCCL's watchdog does: says why, and ends the process. NCCL's
+own does not: it knows nothing of the collectives that a CUDA graph replays.
+
+The store itself may be gone, with rank 0 or with torchrun's agent. Then no rank can tell another anything, no call can
+begin, and one that does not end within `GRACE` waits for what will not come: the process ends there, too. A call that
+was given to a GPU is over when the GPU has done it.
 """
 
 from __future__ import annotations
@@ -27,12 +32,11 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
-from fsdp_compiled.distributed.call_store import CLOSED, MEETS, Board, Posted, different
+from fsdp_compiled.distributed.call_store import CLOSED, MEETS, Board, Posted, StoreError, different
 from fsdp_compiled.distributed.connections import Ends, connections, cut, read, store_port, written
 
 BEAT = 2.0  # seconds between two signs of life
@@ -50,6 +54,7 @@ class Running:
     since: float = field(default_factory=time.monotonic)
     looked: int = 0  # at how many ranks
     agree: set[int] = field(default_factory=set)  # ranks that made the same call
+    done: Callable[[], bool] | None = None  # on the device, once it has returned on the host
 
     @property
     def lasts(self) -> float:
@@ -77,15 +82,28 @@ class Watchdog:
         """From now on this rank gives signs of life."""
         if self._thread is None:
             if self._cuts:  # now, while they are there: a rank can end before its first sign of life
-                with suppress(RuntimeError, dist.DistError):
+                with suppress(StoreError):
                     self._tell_connections()
             self._thread = threading.Thread(target=self._run, name="fsdp_compiled watchdog", daemon=True)
             self._thread.start()
 
-    def end(self, waits: bool = True) -> None:
-        """The call is over; unless its collectives may still run on a device (not ``waits``)."""
-        if waits or (self._running is not None and not self._running.call.communicates):
+    def end(self, on_device: Callable[[], Callable[[], bool]] | None = None) -> None:
+        """The call is over; unless its collectives may still run on a device: what is returned then says when they
+        have."""
+        if self._running is not None and on_device is not None and self._running.call.communicates:
+            self._running.done = on_device()
+        else:
             self._running = None
+
+    @property
+    def _underway(self) -> Running | None:
+        """The call, until its end on the device."""
+        running = self._running
+        if running is not None and running.done is not None:
+            with suppress(RuntimeError):  # the GPU is lost, which its next use says
+                return None if running.done() else running
+            return None
+        return running
 
     def stop(self) -> None:
         self._stop.set()
@@ -111,30 +129,42 @@ class Watchdog:
             self._board.set(f"{self._board.rank}/connections", written(now))
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except StoreError as error:
+            self._watch_without_store(str(error))
+
+    def _watch(self) -> None:
         board, beats, last = self._board, 0, -math.inf
-        with suppress(RuntimeError, dist.DistError):  # the store went with the rank that holds it
-            board.introduce()
-            while True:
-                now = time.monotonic()
-                if now - last >= BEAT:
-                    beats += 1
-                    board.beat(beats)
-                    if self._cuts:
-                        self._tell_connections()
-                    if now - last > 2 * BEAT + 1:  # this process itself was stopped: others may have been, too
-                        self._pulse = (None, now)
-                    last = now
-                if self._stop.wait(min(1.0, PATIENCE / 4)):
-                    return
-                running = self._running
-                if running is None or running.lasts < min(HEARING, PATIENCE):
-                    self._pulse = (None, time.monotonic())
-                    continue
-                reason = board.error() or self._silent(running) or self._gone(running)
-                if reason is None and running.call.communicates and running.lasts >= PATIENCE:
-                    reason = self._reason(running)
-                if reason is not None:
-                    self._break(running, reason)
+        board.introduce()
+        while True:
+            now = time.monotonic()
+            if now - last >= BEAT:
+                beats += 1
+                board.beat(beats)
+                if self._cuts:
+                    self._tell_connections()
+                if now - last > 2 * BEAT + 1:  # this process itself was stopped: others may have been, too
+                    self._pulse = (None, now)
+                last = now
+            if self._stop.wait(min(1.0, PATIENCE / 4)):
+                return
+            running = self._underway
+            if running is None or running.lasts < min(HEARING, PATIENCE):
+                self._pulse = (None, time.monotonic())
+                continue
+            reason = board.error() or self._silent(running) or self._gone(running)
+            if reason is None and running.call.communicates and running.lasts >= PATIENCE:
+                reason = self._reason(running)
+            if reason is not None:
+                self._break(running, reason)
+
+    def _watch_without_store(self, reason: str) -> None:
+        since = time.monotonic()
+        while not self._stop.wait(min(1.0, GRACE / 4)):
+            running = self._underway
+            if running is not None and time.monotonic() - max(since, running.since) > GRACE:
+                self._end_process(reason)
 
     @property
     def _next(self) -> int:
@@ -209,10 +239,13 @@ class Watchdog:
                 offset = offset % (board.world - 1) + 1
                 theirs = board.get(f"{(board.rank + offset) % board.world}/connections")
                 cut(read(theirs or "[]"))
-            if self._stop.wait(0.02) or self._running is not running:
+            if self._stop.wait(0.02) or self._underway is not running:
                 return
         board.end(running.call.number)
+        self._end_process(reason)
+
+    def _end_process(self, reason: str) -> None:
         place = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(place)) if place is not None else ""
-        print(f"Rank {board.rank} waits here:\n{stack}RankError: {reason}", file=sys.stderr, flush=True)
+        print(f"Rank {self._board.rank} waits here:\n{stack}RankError: {reason}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -1,7 +1,9 @@
-"""Some ranks, the second of which dies, hangs or leaves in some phase; what the others say, and after how long.
+"""Some ranks, one of which dies, hangs or leaves in some phase; what the others say, and after how long.
 
-vanishing.py RESULT CASE [CASE ...] in a process of its own, a case being WAY/PHASE/WORLD: killed/step/3,
-stopped/compile/2, ...
+vanishing.py RESULT CASE [CASE ...] in a process of its own, a case being WAY/PHASE/WORLD or WAY/PHASE/WORLD/rank0:
+killed/step/3, stopped/compile/2, ... It is rank 1; or rank 0, where that holds the store at which they meet. In the
+phase ``device`` the others wait where nothing tells them of a closed connection, as for NCCL's kernels on a GPU; with
+the way ``agent`` nobody dies but the process that holds the store.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.distributed import watchdog
+from fsdp_compiled.distributed import call_log, watchdog
 from fsdp_compiled.runtime.checkpoint import data_file, saving
 from fsdp_compiled.runtime.programs import program_maker
 from tests.killable_ranks import Forked
 
-VICTIM, LIMIT = 1, 60.0
+LIMIT = 60.0
 TRIP = 1000.0  # a number in the batch at which `tripwire` strikes
 
 
@@ -39,9 +41,13 @@ def strike(way: str) -> None:
         sys.exit(0)
     elif way == "raised":
         raise KeyError("no such luck")
+    elif way == "waits":
+        print("waits", flush=True)
+        time.sleep(10 * LIMIT)
 
 
 way = ""
+victim = 1
 
 
 @torch.library.custom_op("vanishing::tripwire", mutates_args=())
@@ -72,14 +78,18 @@ def run(rank: int, phase: str) -> None:
     watchdog.BEAT, watchdog.SILENCE, watchdog.PATIENCE, watchdog.HEARING = 0.2, 4.0, 0.5, 0.3
     if phase == "first":
         watchdog.SILENCE = 2 * LIMIT
-        if rank == VICTIM:  # whose thread had no turn yet
+        if rank == victim:  # whose thread had no turn yet
             watchdog.Watchdog._run = lambda _: None  # type: ignore[method-assign]
+    global way
+    if phase == "device":
+        call_log.backends = lambda _: {"shard": "nccl"}  # type: ignore[assignment]
+        way = way if rank == victim else "waits"
     torch.manual_seed(0)
     model = Trapped()
     optimizer = torch.optim.AdamW(model.parameters())
     sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"), units=["first", "second"])
     good, trip = torch.ones(2, 4), torch.full((2, 4), TRIP)
-    mine = rank == VICTIM
+    mine = rank == victim
     if phase == "first" and mine:
         strike(way)
     if phase == "compile":
@@ -92,6 +102,10 @@ def run(rank: int, phase: str) -> None:
         sharded.step(good)
     if phase == "step":
         sharded.step(trip if mine else good)
+    elif phase == "device":
+        if rank == victim:
+            time.sleep(1.0)  # the others are there
+        sharded.step(trip)
     elif phase == "forward":
         sharded(good)
         for _ in range(3):  # the others may have all they need for the first
@@ -119,9 +133,9 @@ def save(sharded: Any, phase: str, mine: bool) -> None:
 
 
 def case(name: str) -> dict[str, Any]:
-    global way
-    way, phase, size = name.split("/")
-    world = int(size)
+    global way, victim
+    way, phase, size, *store = name.split("/")
+    world, victim = int(size), -1 if way == "agent" else 1 - len(store)
 
     def work(rank: int) -> int:
         since = time.monotonic()
@@ -135,8 +149,11 @@ def case(name: str) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         environment = {"FOLDER": str(Path(folder, "checkpoints"))}
-        ranks = Forked(world, work, Path(folder), environment)
-        others = [rank for rank in range(world) if rank != VICTIM]
+        ranks = Forked(world, work, Path(folder), environment, on_rank_0=bool(store))
+        others = [rank for rank in range(world) if rank != victim]
+        if way == "agent":
+            ranks.wait(LIMIT, lambda _: all("waits" in ranks.said(rank) for rank in others))
+            ranks.end_store()
         since = time.monotonic()
         ended = ranks.wait(LIMIT, lambda codes: all(codes[rank] is not None for rank in others))
         seconds = time.monotonic() - since
