@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from fsdp_compiled.policy import LossScale as LossScale
     from fsdp_compiled.policy import Policy as Policy
     from fsdp_compiled.runtime.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
-    from fsdp_compiled.runtime.loop.loop_optimizer import CompiledOptimizer as CompiledOptimizer
-    from fsdp_compiled.runtime.loop.loop_optimizer import compile_optimizer as compile_optimizer
     from fsdp_compiled.runtime.sharded import Sharded as Sharded
     from fsdp_compiled.runtime.simulate import Estimate as Estimate
     from fsdp_compiled.runtime.simulate import simulate as simulate
@@ -44,7 +42,6 @@ _MODULES = {  # where each is; what a type checker reads above says the same
     "BundleError": "lower.bundle",
     "CPUOffloadPolicy": "own_loop",
     "CaptureError": "capture.aot",
-    "CompiledOptimizer": "runtime.loop.loop_optimizer",
     "Estimate": "runtime.simulate",
     "FSDPModule": "own_loop",
     "LossScale": "policy",
@@ -61,7 +58,6 @@ _MODULES = {  # where each is; what a type checker reads above says the same
     "State": "runtime.state",
     "UnshardHandle": "own_loop",
     "chunked_cross_entropy": "runtime.chunked_loss",
-    "compile_optimizer": "runtime.loop.loop_optimizer",
     "compile_sharded": "api",
     "fully_shard": "own_loop",
     "load_bundle": "lower.bundle",
@@ -72,8 +68,15 @@ _MODULES = {  # where each is; what a type checker reads above says the same
 
 __all__ = list(_MODULES)
 
+_REMOVED = {  # what to do instead
+    "compile_optimizer": "Use the optimizer as it is, with fused=True where it has that; to clip, call "
+    "torch.nn.utils.clip_grad_norm_ before its step.",
+}
+
 
 def __getattr__(name: str) -> Any:
+    if name in _REMOVED:  # an AttributeError's text would not reach `from fsdp_compiled import name`
+        raise ImportError(f"{name} was removed from {__name__}. {_REMOVED[name]}", name=__name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for one, module in _MODULES.items():  # all of them: Dynamo, which may ask next, sees what is there and nothing else

@@ -227,3 +227,10 @@ def test_a_rank_that_skips_a_backward_is_an_error_on_every_rank() -> None:
     said = launch(ROOT / "tests" / "workers" / "skipped_backward.py", 2)
     assert len(said) == 2
     assert all(one.startswith("RankError: ") and "different calls" in one for one in said), said
+
+
+def test_a_name_that_was_removed_says_what_to_do_instead() -> None:
+    with pytest.raises(ImportError, match="Use the optimizer as it is"):
+        from fsdp_compiled import compile_optimizer  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name"):  # as any other that is not there
+        from fsdp_compiled import compile_everything  # type: ignore[attr-defined]  # noqa: F401

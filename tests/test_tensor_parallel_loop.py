@@ -30,13 +30,6 @@ def test_with_sequence_parallelism_and_clipping_it_is_fsdp2_to_the_bit(results: 
         assert found["unsharded"] == [True, "(Shard(dim=0),)"]
 
 
-def test_the_update_as_a_program_is_fsdp2s_and_the_optimizers() -> None:
-    for found in answers(launch(WORKER, 2), "update"):
-        assert found["odd"] == []
-        assert found["off"] < 1e-6 and found["norms"] < 1e-6
-        assert found["twice"] > 1e-3  # what ranks along tp have whole is counted once
-
-
 @pytest.mark.exhaustive
 def test_half_precision_on_replicas_with_microbatches_is_fsdp2_to_the_bit(more: dict[str, Any]) -> None:
     assert [found["odd"] for found in answers(more, "half")] == [[]] * 4

@@ -105,7 +105,6 @@ LOSS = Port("out", "loss")
 NORM = Port("out", "norm")
 OVERFLOW = Port("out", "overflow")
 FACTOR = Port("in", "scale", "factor")  # float32, by which the loss is scaled
-FOUND = Port("in", "scale", "found")  # float32, over zero where a GradScaler found a gradient that is not finite
 STEP = Port("in", "step")  # int64
 WEIGHT = Port("out", "rows")  # float64
 SAME = Port("out", "same")  # float64

@@ -34,7 +34,7 @@ import atexit
 import logging
 import socket
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any, Literal, Protocol
 
@@ -54,7 +54,6 @@ Wanted = bool | Literal["auto"]
 Everywhere = Callable[[str], list[str]]
 
 WARM = 2  # calls before the one that captures: the first compiles, the second finds everything in place
-FED = ("batch",)
 RESTARTS = 3  # other states in a row, none of which stayed long enough to be captured on
 log = logging.getLogger("fsdp_compiled")
 
@@ -119,12 +118,9 @@ class Replays:
             )
         return sentence(found) if found else ""
 
-    def wrap(
-        self, runner: Runner, inputs: Sequence[Port], label: str, everywhere: Everywhere, fed: Collection[str] = FED
-    ) -> Replay:
-        """The runner, launched as a graph from its third call on. ``everywhere`` exchanges a text among the ranks;
-        ``fed``: the kinds of inputs that are other tensors in each call, and copied in."""
-        replay = Replay(self, runner, inputs, label, everywhere, fed)
+    def wrap(self, runner: Runner, inputs: Sequence[Port], label: str, everywhere: Everywhere) -> Replay:
+        """The runner, launched as a graph from its third call on. ``everywhere`` exchanges a text among the ranks."""
+        replay = Replay(self, runner, inputs, label, everywhere)
         if not self._replays:
             # Before Python ends, and before process groups do: the end of one waits for the graphs that use it.
             close = _Weakly(self)
@@ -181,18 +177,12 @@ class Replay:
     """A runner that captures the one that it is given, and from then on launches what it captured."""
 
     def __init__(
-        self,
-        shared: Replays,
-        runner: Runner,
-        inputs: Sequence[Port],
-        label: str,
-        everywhere: Everywhere,
-        fed: Collection[str],
+        self, shared: Replays, runner: Runner, inputs: Sequence[Port], label: str, everywhere: Everywhere
     ) -> None:
         self.runner, self.label = runner, label
         self._shared, self._everywhere = shared, everywhere
-        self._fed = [index for index, port in enumerate(inputs) if port.kind in fed]
-        self._kept = [index for index, port in enumerate(inputs) if port.kind not in fed]
+        self._fed = [index for index, port in enumerate(inputs) if port.kind == "batch"]
+        self._kept = [index for index, port in enumerate(inputs) if port.kind != "batch"]
         self._tensors: list[torch.Tensor] | None = None  # that it was called with last, but for the batch
         self._calls = 0  # on these
         self._restarts = 0

@@ -20,13 +20,13 @@ from fsdp_compiled.passes.count_updates import count_updates
 from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.host_offload import offload
 from fsdp_compiled.passes.limit import limit
-from fsdp_compiled.passes.loss_scale import scale, skip, skip_found, unscale, unscale_found
+from fsdp_compiled.passes.loss_scale import scale, skip, unscale
 from fsdp_compiled.passes.overlap import overlap
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.recompute_saved import recompute_saved
 from fsdp_compiled.passes.reduce import reduce, reduce_row
 from fsdp_compiled.passes.rematerialize import rematerialize
-from fsdp_compiled.passes.report import compare_batches, norm, report
+from fsdp_compiled.passes.report import compare_batches, report
 from fsdp_compiled.passes.reshape import reshape
 from fsdp_compiled.passes.row_weights import unweigh, weigh
 from fsdp_compiled.passes.same_batches import same_batches
@@ -69,12 +69,6 @@ def step(rules: Sequence[Rule], added: Collection[str] | None = None) -> tuple[P
     means, cleared = ((average(added),), (clear,)) if added is not None else ((), ())
     begin = ROW if added is not None else DIFFERENTIATION
     return (*begin, *means, *REPORTING, *cleared, clip, update(rules), skip, count_updates, *CLOSING)
-
-
-def update_alone(rules: Sequence[Rule], scaled: bool = False) -> tuple[Pass, ...]:
-    """The passes of a program of gradients that are there already; ``scaled``: by a GradScaler."""
-    before, after = ((unscale_found,), (skip_found,)) if scaled else ((), ())
-    return (*before, norm, clip, update(rules), *after)
 
 
 def run(
@@ -149,5 +143,4 @@ __all__ = [
     "run",
     "step",
     "store_saved",
-    "update_alone",
 ]

@@ -15,8 +15,7 @@
 
 Whether a step overflowed is known when its gradients are reduced, for an infinity or a NaN in any term of a sum
 stays one. It is a number on the device, so nothing waits for it. The rule for the factor is that of
-`torch.amp.GradScaler`. Where one is outside of the program (`unscale_found`, `skip_found`), its scale and whether it
-found a gradient that is not finite are inputs, and it moves the factor on by itself.
+`torch.amp.GradScaler`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, first, last, positions, versions
-from fsdp_compiled.ir.program import FACTOR, FOUND, OVERFLOW, Port, Program
+from fsdp_compiled.ir.program import FACTOR, OVERFLOW, Port, Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import LossScale
 
@@ -55,20 +54,11 @@ def unscale(program: Program, plan: Plan) -> Program:
     factor = edit.inputs.get(FACTOR)
     if factor is not None:
         with edit.at(edit.end, "update"):
-            _divide(edit, plan, factor, counted=True)
+            _divide(edit, plan, factor)
     return edit.done("unscale")
 
 
-def unscale_found(program: Program, plan: Plan) -> Program:
-    """Gradients are divided by the factor."""
-    edit = Edit(program)
-    with edit.at(edit.end, "update"):
-        _divide(edit, plan, edit.inputs[FACTOR], counted=False)
-    return edit.done("unscale_found")
-
-
-def _divide(edit: Edit, plan: Plan, factor: fx.Node, counted: bool) -> None:
-    """``counted``: whether it is found here how many of this rank's gradients are not finite."""
+def _divide(edit: Edit, plan: Plan, factor: fx.Node) -> None:
     inverse = edit.call(aten._to_copy.default, factor, dtype=torch.float64, mark=MARK)
     inverse = edit.call(aten.reciprocal.default, inverse, mark=MARK)
     inverse = edit.call(aten._to_copy.default, inverse, dtype=torch.float32, mark=MARK)
@@ -76,7 +66,7 @@ def _divide(edit: Edit, plan: Plan, factor: fx.Node, counted: bool) -> None:
     for port, gradient in edit.outputs.items():
         if port.kind == "gradient" and gradient is not None:
             mark = Mark("scale", plan.buffer(port.name).unit, port.name, "factor")
-            if counted and plan.buffer(port.name).updated:
+            if plan.buffer(port.name).updated:
                 size = edit.call(aten.linalg_vector_norm.default, gradient, math.inf, mark=MARK)
                 largest.append(edit.call(aten._to_copy.default, size, dtype=torch.float64, mark=MARK))
             edit.set_output(port, edit.call(aten.mul.Tensor, gradient, inverse, mark=mark))
@@ -99,15 +89,6 @@ def skip(program: Program, plan: Plan) -> Program:
             _move_on(edit, scaling, overflow, plan)
         edit.set_output(OVERFLOW, overflow)
     return edit.done("skip")
-
-
-def skip_found(program: Program, plan: Plan) -> Program:
-    """What the update wrote is put back where a gradient is not finite."""
-    edit = Edit(program)
-    with edit.at(next(node for node in edit.graph.nodes if node.op != "placeholder"), "update"):
-        overflow = edit.call(aten.gt.Scalar, edit.inputs[FOUND], 0, mark=MARK)
-    _put_all_back(edit, overflow)
-    return edit.done("skip_found")
 
 
 def _put_all_back(edit: Edit, overflow: fx.Node) -> None:

@@ -102,28 +102,9 @@ def report(program: Program, plan: Plan) -> Program:
         if gradients:
             copies = plan.world // plan.shard if plan.placement.gradient else plan.world
             squares = edit.call(aten.select.int, packet, 0, 1, mark=mark)
-            _set_norm(edit, edit.call(aten.div.Tensor, squares, copies, mark=mark), mark)
+            root = edit.call(aten.sqrt.default, edit.call(aten.div.Tensor, squares, copies, mark=mark), mark=mark)
+            edit.set_output(NORM, edit.call(aten._to_copy.default, root, dtype=torch.float32, mark=mark))
     return edit.done("report", keeps_readers=True)
-
-
-def norm(program: Program, plan: Plan) -> Program:
-    """The gradient's norm alone, float32, where there is a norm to clip at, in a program that reports nothing else."""
-    if plan.policy.clip is None:
-        return program.after("norm")
-    edit, mark = Edit(program), Mark("norm")
-    gradients = {
-        buffer: node
-        for buffer in plan.buffers
-        if buffer.updated and (node := edit.outputs.get(Port("out", "gradient", buffer.key))) is not None
-    }
-    with edit.at(edit.end, "update"):
-        squares = _squares(edit, gradients, plan, mark)
-        for axis, size in (("tp", plan.tp), ("shard", plan.shard)):  # replicas have the same gradients
-            if size > 1:
-                squares = edit.call(c10d.all_reduce.default, squares, "sum", axis, mark=mark)
-                squares = edit.call(c10d.wait_tensor.default, squares, mark=mark)
-        _set_norm(edit, squares, mark)
-    return edit.done("norm")
 
 
 def compare_batches(program: Program, plan: Plan) -> Program:
@@ -178,12 +159,6 @@ def _assert_same(edit: Edit, packet: fx.Node, size: int, world: int, mark: Mark)
     same = edit.call(aten.eq.Tensor, left, edit.call(aten.mul.Tensor, call, call, mark=mark), mark=mark)
     same = edit.call(aten.all.default, same, mark=mark)
     edit.call(ASSERT, same, DISAGREE, mark=Mark("agree"))
-
-
-def _set_norm(edit: Edit, squares: fx.Node, mark: Mark) -> None:
-    """The output: the root of the squared norm over all ranks, float32."""
-    root = edit.call(aten.sqrt.default, squares, mark=mark)
-    edit.set_output(NORM, edit.call(aten._to_copy.default, root, dtype=torch.float32, mark=mark))
 
 
 def _squares(edit: Edit, gradients: dict[Buffer, fx.Node], plan: Plan, mark: Mark) -> fx.Node:

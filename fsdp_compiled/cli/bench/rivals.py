@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import fsdp_compiled
-from fsdp_compiled import Policy, compile_optimizer, compile_sharded
+from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.bench.presets import Preset
 from fsdp_compiled.cli.rank import RankInfo
 
@@ -53,11 +53,9 @@ class Rival:
     tp: bool = False  # ranks of a node have one batch, and parts of the model
 
 
-def _eager_step(setting: Setting, model: nn.Module, parameters: nn.Module, update: bool = False) -> Step:
+def _eager_step(setting: Setting, model: nn.Module, parameters: nn.Module) -> Step:
     """The loop that everybody writes, over a model that its wrapper has made parallel."""
-    optimizer: torch.optim.Optimizer = AdamW(parameters.parameters(), fused=True, **ADAMW)
-    if update:
-        optimizer = compile_optimizer(model, optimizer)
+    optimizer = AdamW(parameters.parameters(), fused=True, **ADAMW)
     loss_of = setting.preset.loss
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -91,11 +89,8 @@ def ddp(compiled: bool) -> Callable[[Setting], Step]:
     return build
 
 
-def by_units(
-    shard: Callable[..., Any], compiled: bool = False, update: bool = False, **root: Any
-) -> Callable[[Setting], Step]:
-    """The script that is written for FSDP2, with its `fully_shard` or ours; ``root``: what the last call is given;
-    ``update``: whether the update is compiled too (`compile_optimizer`)."""
+def by_units(shard: Callable[..., Any], compiled: bool = False, **root: Any) -> Callable[[Setting], Step]:
+    """The script that is written for FSDP2, with its `fully_shard` or ours; ``root``: what the last call is given."""
 
     def build(setting: Setting) -> Step:
         model = setting.model()
@@ -105,7 +100,7 @@ def by_units(
                 block.compile()
             shard(block, mesh=mesh)
         shard(model, mesh=mesh, **root)
-        return _eager_step(setting, model, model, update)
+        return _eager_step(setting, model, model)
 
     return build
 
@@ -173,13 +168,6 @@ RIVALS = {
             "ours-loop",
             "this package, the user's loop, inductor",
             by_units(fsdp_compiled.fully_shard, policy=Policy(lower="inductor")),
-            compiles=True,
-            ours=True,
-        ),
-        Rival(
-            "ours-loop-update",
-            "this package, the user's loop and compile_optimizer, inductor",
-            by_units(fsdp_compiled.fully_shard, update=True, policy=Policy(lower="inductor")),
             compiles=True,
             ours=True,
         ),

@@ -1,1 +1,1 @@
-"""Loops of the user's own: `fully_shard` and `compile_optimizer`."""
+"""Loops of the user's own: `fully_shard`."""

@@ -135,8 +135,8 @@ def _alike(first: ParameterGroup, second: ParameterGroup) -> bool:
     )
 
 
-def _kind(flat: FlatShard) -> tuple[torch.dtype, torch.device, bool, int | None, bool]:
-    return flat.tensor.dtype, flat.tensor.device, flat.buffer.split, flat.buffer.group, _trained(flat)
+def _kind(flat: FlatShard) -> tuple[torch.dtype, torch.device, bool, bool]:
+    return flat.tensor.dtype, flat.tensor.device, flat.buffer.split, _trained(flat)
 
 
 def merge(module: nn.Module, groups: Sequence[ParameterGroup], policy: Policy) -> str:

@@ -200,4 +200,4 @@ def _buffer(flat: FlatShard, path: str, names: Mapping[int, list[str]]) -> Buffe
         leaf = replace(slot.leaf, names=own, block=path, trainable=entry.parameter.requires_grad)
         slots.append(Slot(leaf, slot.offset))
     trainable = any(slot.leaf.trainable for slot in slots)
-    return replace(flat.buffer, slots=tuple(slots), trainable=trainable, group=None)
+    return replace(flat.buffer, slots=tuple(slots), trainable=trainable)

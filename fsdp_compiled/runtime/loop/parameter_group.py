@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import starmap
 from operator import attrgetter, is_
 from typing import Any
@@ -44,8 +44,7 @@ _local_now_and_then = attrgetter("parameter._local_tensor", "local")
 
 @dataclass(eq=False)
 class Entry:
-    """One parameter. ``first``, ``last``: its place in the flat shard; ``local``: the view of it; ``updated_in``: the
-    group of the optimizer that is compiled for it (`loop_optimizer`), None while there is none."""
+    """One parameter. ``first``, ``last``: its place in the flat shard; ``local``: the view of it."""
 
     parameter: nn.Parameter
     holders: list[Holder]
@@ -54,7 +53,6 @@ class Entry:
     first: int = 0
     last: int = 0
     local: torch.Tensor | None = None
-    updated_in: int | None = None
     mark: Mark = field(default_factory=mark)
 
     @property
@@ -193,15 +191,6 @@ class ParameterGroup:
         if changed:
             self._lay_out(list(self.entries))
 
-    def lay_out_by(self, updated_in: Mapping[int, int]) -> None:
-        """Flat shards that hold parameters of one group of an optimizer each. ``updated_in``: by parameters' ids."""
-        wanted = {entry: updated_in.get(id(entry.parameter)) for entry in self.entries}
-        if any(entry.updated_in != number for entry, number in wanted.items()):
-            self.reshard()
-            for entry, number in wanted.items():
-                entry.updated_in = number
-            self._lay_out(list(wanted))
-
     def _spec(self, parameter: torch.Tensor, tp: TensorParallel | None) -> DTensorSpec:
         """As FSDP2 says it, but that what no plan named is ``Replicate`` along tp, which it is; FSDP2 leaves the axis
         out, and norms and foreach updates of both kinds together fail there."""
@@ -250,19 +239,17 @@ class ParameterGroup:
                 "gradients are held back (set_requires_gradient_sync(False)). Run a backward that synchronises first, "
                 "or drop them: model.reset_iter_state()."
             )
-        kinds: dict[tuple[torch.dtype, bool, torch.device, bool, int | None], list[Entry]] = {}
+        kinds: dict[tuple[torch.dtype, bool, torch.device, bool], list[Entry]] = {}
         for entry in entries:
             local = entry.parameter._local_tensor  # type: ignore[attr-defined]
-            kind = (local.dtype, entry.parameter.requires_grad, local.device, entry.leaf.split,
-                    entry.updated_in)  # fmt: skip
+            kind = (local.dtype, entry.parameter.requires_grad, local.device, entry.leaf.split)
             kinds.setdefault(kind, []).append(entry)
         for flat in self.flats:
             flat.current = False
         self.flats = []
         self.version += 1
-        for (dtype, _, device, _, number), members in kinds.items():
+        for (dtype, _, device, _), members in kinds.items():
             buffer = lay_out_by_rows("", "", [entry.leaf for entry in members], self.mesh.shard)
-            buffer = replace(buffer, group=number)
             tensor = torch.zeros(buffer.numel // self.mesh.shard, dtype=dtype, device=device)
             for entry, slot in zip(members, buffer.slots, strict=True):
                 known = entry.spec.tensor_meta
