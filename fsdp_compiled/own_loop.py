@@ -28,6 +28,7 @@ from torch.nn.parameter import UninitializedParameter
 from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.distributed.device_mesh import device_mesh_of_all, place_in, tp_beside
 from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.plan.leaf import check_class
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.loop.module_class import FSDPModule, give_class, register_fsdp_forward_method
@@ -271,6 +272,7 @@ def _check_parameter(holders: Sequence[Holder]) -> None:
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"{where} has no shape yet: call the model once on an example batch, then fully_shard.")
     assert parameter is not None
+    check_class(where, parameter)
     if isinstance(parameter, DTensor) and parameter.dim():
         check_even(where, tensor_parallel(where, parameter))  # which refuses what is neither cut nor whole
     if parameter.dim() == 0:

@@ -8,6 +8,35 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+# What a class has that computes as `torch.Tensor` does.
+ORDINARY = (
+    vars(torch.Tensor)["__torch_function__"], vars(nn.Parameter)["__torch_function__"],
+    vars(torch.Tensor)["__torch_dispatch__"],
+)  # fmt: skip
+
+
+def check_class(where: str, parameter: torch.Tensor) -> None:
+    """Raises ``ValueError`` for a parameter whose class computes in its own way, or says what travels of it.
+
+    Quantized weights are such (torchao, bitsandbytes): a shard is an ordinary tensor, whose products are others.
+    """
+    kind = type(parameter)
+    if kind is nn.Parameter or isinstance(parameter, DTensor) or kind.__module__.startswith("fsdp_compiled."):
+        return
+    own = [name for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(kind, name)]
+    for name in ("__torch_function__", "__torch_dispatch__"):
+        base = next(base for base in kind.__mro__ if name in vars(base))
+        if vars(base)[name] not in ORDINARY:
+            own.append(name)
+    if own:
+        raise ValueError(
+            f"{where} is a {kind.__name__}, which has a {own[0]} of its own; expected an ordinary tensor. Its shards "
+            "would be ordinary tensors, and would compute something else. Make it one (for torchao: do not call "
+            "quantize_ before this), or train this model with torch.distributed.fsdp.fully_shard."
+        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.optim.rule import Rule, eager_rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
 from fsdp_compiled.optim.wrapped import check_own_step, check_step_hooks
-from fsdp_compiled.plan.leaf import Leaf
+from fsdp_compiled.plan.leaf import Leaf, check_class
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks
@@ -70,6 +70,8 @@ def checked_call(
         raise ValueError(f"The model's parameters are on several devices ({', '.join(devices)}); move them to one.")
     if odd := next((name for name, parameter in named if parameter.is_complex()), None):
         raise ValueError(f"{odd} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
+    for name, one in special:
+        check_class(name, one)
     check_names((policy or Policy()).without)
     modules = list(model.named_modules())
     check_norms(modules, policy or Policy())
