@@ -20,14 +20,14 @@ and state, as a parameter whose ``grad`` is None does in eager PyTorch: its plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.nodes import Mark
+from fsdp_compiled.ir.nodes import Mark, mutated, origin
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.repeated import Of
 from fsdp_compiled.optim.rule import Rule, RuleInput, rule_for
@@ -42,7 +42,7 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
     def transform(program: Program, plan: Plan) -> Program:
         edit = Edit(program)
         with edit.at(edit.end, "update"):
-            shared: dict[str, dict[int, fx.Node]] = {rule.key: {} for rule in rules}
+            shared = {rule.key: _Shared() for rule in rules}
             outputs = edit.outputs
             ports = {
                 port: buffer for buffer in plan.buffers if (port := Port("out", "gradient", buffer.key)) in outputs
@@ -92,35 +92,82 @@ def _shares(rule: Rule) -> bool:
     return bool(shared)
 
 
-def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Node, shared: dict[int, fx.Node]) -> None:
-    """Copies the rule's graph in, for this buffer; ``shared`` holds, by place in that graph, the group's scalars."""
+class _Shared:
+    """The 0-d tensors that a group has once, and what is computed of them alone.
+
+    A call is known by its operator, by what it reads (each value as it was after so many writes), and by how many like
+    it came before. Not by its place in a rule's graph: the graphs of two dtypes differ.
+    """
+
+    def __init__(self) -> None:
+        self.calls: dict[Hashable, fx.Node] = {}
+        self.writers: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # by value, what wrote it, in order
+        self.kept: dict[tuple[fx.Node, int], fx.Node] = {}  # what a value was before a write
+
+    def at(self, edit: Edit, node: fx.Node, written: int, mark: Mark) -> fx.Node:
+        """The value as it was after so many writes."""
+        value = origin(node)
+        if written == len(self.writers[value]):
+            return node
+        if (value, written) not in self.kept:
+            with edit.at(self.writers[value][written], "update"):
+                self.kept[value, written] = edit.call(aten.clone.default, value, mark=mark)
+        return self.kept[value, written]
+
+
+def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Node, shared: _Shared) -> None:
+    """Copies the rule's graph in, for this buffer, but for what the group has. Raises ``ValueError`` where this graph
+    writes what the group has otherwise than an earlier one did."""
     size = gradient.meta["val"].numel()
     graph = rule.trace(size, buffer.dtype, plan.device)
     bound = [_bind(edit, rule, buffer, plan, given, size, gradient) for given in rule.inputs]
+    first = not shared.calls
+    of_group = Mark("update", f"optimizer {rule.key}", purpose="rule")
 
     def make() -> Sequence[fx.Node]:
         mark = Mark("update", buffer.unit, buffer.key, "rule")
         places = graph.find_nodes(op="placeholder")
         mapping = {place: node for place, (node, _) in zip(places, bound, strict=True)}
         scalars = {place for place, (_, scalar) in zip(places, bound, strict=True) if scalar}
-        for place, node in enumerate(graph.nodes):
+        written: Counter[fx.Node] = Counter()  # by this graph, so far
+        seen: Counter[Hashable] = Counter()
+
+        def version(source: fx.Node) -> int:
+            return written[origin(mapping[source])]
+
+        def value(source: fx.Node) -> fx.Node:
+            return shared.at(edit, mapping[source], version(source), of_group) if source in scalars else mapping[source]
+
+        for node in graph.nodes:
             if node.op != "call_function":
                 continue
-            scalar = all(source in scalars for source in node.all_input_nodes) and _is_scalar(node)
-            if scalar:
-                scalars.add(node)
-            if scalar and place in shared:
-                mapping[node] = shared[place]
+            if not (_is_scalar(node) and scalars.issuperset(node.all_input_nodes)):
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+                mapping[node] = edit.call(node.target, *args, mark=mark, **kwargs)
                 continue
-            args, kwargs = _mapped(node, mapping)
-            used = Mark("update", f"optimizer {rule.key}", purpose="rule") if scalar else mark
-            mapping[node] = edit.call(node.target, *args, mark=used, **kwargs)  # type: ignore[arg-type]
-            if scalar:
-                shared[place] = mapping[node]
+            scalars.add(node)
+            read = fx.node.map_arg((node.args, node.kwargs), lambda one: (mapping[one], version(one)))
+            seen[node.target, repr(read)] += 1  # each is a value of its own, which may be written
+            call = node.target, repr(read), seen[node.target, repr(read)]
+            targets = [origin(mapping[one]) for one in mutated(node)]
+            if call not in shared.calls:
+                if not first and any(target.op == "placeholder" for target in targets):
+                    raise ValueError(
+                        f"{rule.name} counts otherwise for {str(buffer.dtype)[6:]} than for the other dtype of group "
+                        f"{rule.group} (its {node.target}), and a group has one count. Give the parameters of each "
+                        "dtype a group of their own."
+                    )
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+                shared.calls[call] = edit.call(node.target, *args, mark=of_group, **kwargs)
+                for target in targets:
+                    shared.writers[target].append(shared.calls[call])
+            mapping[node] = shared.calls[call]
+            written.update(targets)
         return ()
 
     own = [node for node, scalar in bound if not scalar]
-    edit.again((rule.key, size, buffer.dtype, frozenset(shared)), own, Of(buffer.unit, (buffer.key,)), make)
+    known = frozenset(shared.calls), frozenset(shared.kept)
+    edit.again((rule.key, size, buffer.dtype, known), own, Of(buffer.unit, (buffer.key,)), make)
 
 
 def _idle(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan) -> dict[fx.Node, fx.Node]:
@@ -162,11 +209,6 @@ def _put_back(edit: Edit, buffer: Buffer, plan: Plan, kept: dict[fx.Node, fx.Nod
 def _is_scalar(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return not isinstance(value, torch.Tensor) or value.dim() == 0
-
-
-def _mapped(node: fx.Node, mapping: dict[fx.Node, fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    mapped = fx.node.map_arg((node.args, node.kwargs), mapping.__getitem__)
-    return mapped[0], mapped[1]
 
 
 def _own_part(edit: Edit, buffer: Buffer, plan: Plan, gradient: fx.Node) -> fx.Node:
