@@ -9,13 +9,13 @@
     return result r, gradient    d_w
 
 So the loop around it is the user's: `loss.backward()` calls the second with what the first kept. An input that backward
-reads and forward writes (a buffer) is kept as it was. Of views, what they are of is kept: backward makes them again, in
-its pieces, where they cost nothing.
+reads and forward writes (a buffer) is kept as it was, and so is a view of one. Of other views, what they are of is
+kept: backward makes them again, in its pieces, where they cost nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import getitem
 
@@ -142,19 +142,25 @@ def _part(
     inputs: Sequence[tuple[fx.Node, Port]],
     outputs: Sequence[tuple[fx.Node, Port]],
     saved: dict[fx.Node, Port] | None = None,
-    changed: Iterable[fx.Node] = (),
+    changed: Collection[fx.Node] = (),
 ) -> Program:
-    """A program of these nodes. ``saved``: its other outputs; of inputs that it changes, copies from before."""
+    """A program of these nodes. ``saved``: its other outputs; of inputs that it changes, and of views of them, copies
+    from before."""
     graph = fx.Graph()
     give_names(graph, names_of(program.graph))
     mapping = {node: input_for(graph, node) for node, _ in inputs}
     before: dict[fx.Node, fx.Node] = {}
-    for node in changed:
-        if saved and node in saved and node in mapping:
+
+    def keep(node: fx.Node) -> None:
+        if saved and node in saved and base_of(node) in changed:
             before[node] = graph.call_function(aten.clone.default, (mapping[node],))
             before[node].meta = {"val": node.meta["val"], "phase": "forward", "mark": Mark("update")}
+
+    for node, _ in inputs:
+        keep(node)
     for node in members:
         mapping[node] = copied_node(graph, row_of(node), mapping.__getitem__)
+        keep(node)
     give_names(graph, names_of(graph))
     kept = [before.get(node) or mapping[node] for node in saved or ()]
     graph.output([*(mapping[node] for node, _ in outputs), *kept])
