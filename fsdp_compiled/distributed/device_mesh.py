@@ -81,6 +81,7 @@ def _place(mesh: DeviceMesh) -> Mesh:
             f"mesh holds {mesh.size()} ranks, but the world has {dist.get_world_size()}; every rank must be in the "
             "mesh."
         )
+    _check_order(mesh)
     place = mesh.get_coordinate()
     assert place is not None
     sizes = {axis: mesh.size(index) for axis, index in axes.items()}
@@ -102,6 +103,22 @@ def _place(mesh: DeviceMesh) -> Mesh:
         None if "tp" not in axes else mesh if mesh.ndim == 1 else mesh["tp"],
         given=mesh,
     )
+
+
+def _check_order(mesh: DeviceMesh) -> None:
+    """Raises ``ValueError`` where the ranks along an axis are not in the order of their process group.
+
+    A collective deals out by the order of the group, and ``DTensor`` by that of the mesh.
+    """
+    for dim in range(mesh.ndim):
+        there = dist.get_process_group_ranks(mesh.get_group(dim))
+        place = mesh.get_coordinate()
+        here = mesh.mesh[tuple(slice(None) if other == dim else place[other] for other in range(mesh.ndim))].tolist()  # type: ignore[index]
+        if here != there:
+            raise ValueError(
+                f"mesh has the ranks {here} along its axis {dim}, whose process group has them in the order {there}. "
+                "Give ranks in ascending order, as init_device_mesh does."
+            )
 
 
 def device_mesh_of_all() -> DeviceMesh:
@@ -163,6 +180,7 @@ def place_in(mesh: DeviceMesh, tp: DeviceMesh | None = None) -> Mesh:
             f"mesh holds ranks {mesh.mesh.flatten().tolist()} here and the tp axis {tp.mesh.tolist()}: expected two "
             'axes of one mesh, mesh["dp"] for fully_shard and mesh["tp"] for parallelize_module.'
         )
+    _check_order(mesh)
     without_registration()
     axes = {"shard": mesh.ndim - 1} | ({"replicate": 0} if mesh.ndim == 2 else {})
     sizes = {axis: mesh.size(dim) for axis, dim in axes.items()}

@@ -1,0 +1,44 @@
+"""Meshes whose ranks are in another order than in their process groups are refused under both faces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compiled import compile_sharded, fully_shard
+
+HSDP = ("replicate", "shard")
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(mesh: DeviceMesh, face: str) -> None:
+    net = nn.Linear(4, 4)
+    if face == "fully_shard":
+        fully_shard(net, mesh=mesh)
+    else:
+        compile_sharded(net, torch.optim.SGD(net.parameters(), 0.1), mesh=mesh)
+
+
+@pytest.mark.parametrize("face", ["fully_shard", "compile_sharded"])
+@pytest.mark.parametrize("ranks", [[3, 2, 1, 0], [0, 2, 1, 3], [[1, 0], [3, 2]], [[2, 3], [0, 1]]])
+def test_another_order_is_refused(four_ranks: None, ranks: list[int] | list[list[int]], face: str) -> None:
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=HSDP if isinstance(ranks[0], list) else None)
+    with pytest.raises(ValueError, match=r"along its axis \d, whose process group has them in the order .* ascending"):
+        sharded(mesh, face)
+
+
+@pytest.mark.parametrize("face", ["fully_shard", "compile_sharded"])
+@pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+def test_ascending_orders_are_not(four_ranks: None, ranks: list[int] | list[list[int]], face: str) -> None:
+    sharded(DeviceMesh("cpu", ranks, mesh_dim_names=HSDP if isinstance(ranks[0], list) else None), face)
