@@ -33,7 +33,7 @@ from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.loop.module_class import FSDPModule, give_class, register_fsdp_forward_method
 from fsdp_compiled.runtime.loop.module_state import ModuleState, lay_out, state_of
-from fsdp_compiled.runtime.loop.parameter_group import Holder, ParameterGroup
+from fsdp_compiled.runtime.loop.parameter_group import ENTRY, Entry, Holder, ParameterGroup
 from fsdp_compiled.runtime.tensor_parallel.parts import check_even, check_policy, check_ties, tensor_parallel
 
 # What a loop of the user's decides by itself, by field of `Policy`, with where.
@@ -94,6 +94,8 @@ def fully_shard(
     _check_precision(mp_policy)
     device_mesh = mesh if mesh is not None else device_mesh_of_all()
     holders = list(_holders(modules, ignored_params or set()))
+    tied = [(entry, places) for places in holders if (entry := _taken(places)) is not None]
+    holders = [places for places in holders if _taken(places) is None]
     for places in holders:
         _check_parameter(places)
     place = place_in(device_mesh, _tp_axis(device_mesh, holders))
@@ -102,6 +104,9 @@ def fully_shard(
     reshard = _reshard(reshard_after_forward, place.shard)
     _move_buffers(modules, place.device)
     group = ParameterGroup(modules, holders, device_mesh, place, mp_policy, reshard)
+    for entry, places in tied:
+        for holder in places:
+            entry.tie(holder)
     for one in modules:
         give_class(one, ModuleState(group, policy))
     for one in modules:
@@ -263,6 +268,13 @@ def _holders(modules: Sequence[nn.Module], ignored: Collection[nn.Parameter]) ->
             if parameter is not None and id(parameter) not in left_out and id(parameter) not in taken:
                 found.setdefault(id(parameter), []).append((module, name))
     yield from found.values()
+
+
+def _taken(places: Sequence[Holder]) -> Entry | None:
+    """What took this parameter's place in an earlier call, on a module that shares it with these."""
+    module, name = places[0]
+    found = vars(module._parameters[name]).get(ENTRY)
+    return found() if found is not None else None
 
 
 def _check_parameter(holders: Sequence[Holder]) -> None:

@@ -297,11 +297,21 @@ def _check_same(groups: Sequence[ParameterGroup], name: str) -> None:
 def _adopt_optimizers(groups: Sequence[ParameterGroup]) -> None:
     """An optimizer that was made before `fully_shard` holds the plain parameters: it gets those that took their places.
 
-    Raises ``ValueError``, with nothing changed, for one that holds state of theirs, which would be of other shapes.
+    Raises ``ValueError``, with nothing changed, for one that holds state of theirs, which would be of other shapes; and
+    for a module that shares a parameter with these, and was in no call of `fully_shard`: it would keep the plain one.
     """
     new = {id(old): made for group in groups for ref, made in group.replaced if (old := ref()) is not None}
     found = []
-    for optimizer in [one for one in gc.get_objects() if issubclass(type(one), Optimizer)] if new else []:
+    objects = gc.get_objects() if new else []
+    for module in [one for one in objects if issubclass(type(one), nn.Module)]:
+        for name, parameter in vars(module).get("_parameters", {}).items():
+            if id(parameter) in new:
+                raise ValueError(
+                    f"{type(module).__name__}.{name} is tied to a parameter that fully_shard has sharded, in a module "
+                    "that no call of fully_shard holds: it would be trained apart. Call fully_shard on a module that "
+                    "holds both."
+                )
+    for optimizer in [one for one in objects if issubclass(type(one), Optimizer)]:
         holding = [held for held in optimizer.param_groups if any(id(one) in new for one in held["params"])]
         if any(optimizer.state.get(one) for held in holding for one in held["params"] if id(one) in new):
             raise ValueError(

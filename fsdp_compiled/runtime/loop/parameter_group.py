@@ -35,6 +35,7 @@ from fsdp_compiled.runtime.tensor_parallel.parts import local_part, tensor_paral
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, TensorMeta
 
 Holder = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
+ENTRY = "_fsdp_compiled_entry"  # of a plain parameter, the entry that took its place
 
 
 # In C, since each call asks it of all parameters.
@@ -54,6 +55,12 @@ class Entry:
     last: int = 0
     local: torch.Tensor | None = None
     mark: Mark = field(default_factory=mark)
+
+    def tie(self, holder: Holder) -> None:
+        """It hangs there too, as the plain parameter did that it took the place of."""
+        (module, name), (first, known) = holder, self.holders[0]
+        module._parameters[name] = first._parameters[known]
+        self.holders.append(holder)
 
     @property
     def leaf(self) -> Leaf:
@@ -221,6 +228,7 @@ class ParameterGroup:
         made._local_tensor = local  # type: ignore[attr-defined]
         made.__dict__.update(plain.__dict__)
         made.__dict__[OURS] = True
+        plain.__dict__[ENTRY] = weakref.ref(entry)
         for module, name in holders:
             module._parameters[name] = made
         self.replaced.append((weakref.ref(plain), made))
