@@ -132,7 +132,11 @@ def test_transformers_reads_an_export_and_its_own_files_load(tmp_path: Path) -> 
     with torch.device("meta"):
         empty = LlamaForCausalLM(config)
     other = compile_sharded(
-        empty, policy=EAGER, init=lambda module: [p.zero_() for p in module.parameters(recurse=False)]
+        empty,
+        policy=EAGER,
+        init=lambda module: [
+            one.zero_() for one in (*module._parameters.values(), *module._buffers.values()) if one is not None
+        ],
     )
     other.import_weights(tmp_path / "theirs")
     for name, value in other.full_state_dict().items():

@@ -28,6 +28,7 @@ from fsdp_compiled.runtime.parameters.shard_layout import Layout, ShardPlace, pl
 from fsdp_compiled.runtime.parameters.sharded_parameter import replace
 from fsdp_compiled.runtime.taken_model import TakenModel
 from fsdp_compiled.runtime.tensor_parallel.parts import laid_part, local_part, part_of, tensor_parallel
+from fsdp_compiled.runtime.unwritten import unwritten, unwritten_like
 
 Initializer = Callable[[nn.Module], Any]
 HALF = (
@@ -134,7 +135,7 @@ def take_over(
     holders = _holders(model)
     originals = {name: _get(places[0]) for name, places in holders.items()}
     meta = any(parameter.is_meta for parameter in originals.values())  # else none is to be filled
-    order = {module: index for index, module in enumerate(model.modules())} if meta else {}
+    paths = {module: path for path, module in model.named_modules()} if meta else {}
     resumed = optimizer is not None and bool(optimizer.state)
     layout = Layout(plan, mesh)
     shards = layout.shards
@@ -142,11 +143,11 @@ def take_over(
     for unit in plan.units:
         if meta and plan.tp > 1:  # all of the unit, in the model's order: what is drawn does not depend on what is cut
             own = {holder for buffer in unit.buffers for slot in buffer.slots for holder in holders[slot.name]}
-            _materialize(own, order, plan.device, init)
+            _materialize(own, paths, plan.device, init)
         for buffer in unit.buffers:
             owners = [holders[slot.name] for slot in buffer.slots]
             if meta:
-                _materialize([holder for owner in owners for holder in owner], order, plan.device, init)
+                _materialize([holder for owner in owners for holder in owner], paths, plan.device, init)
             parameters = [_get(owner[0]) for owner in owners]
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
             values: list[torch.Tensor] = []
@@ -199,11 +200,15 @@ def _get(holder: Holder) -> nn.Parameter:
 
 
 def _materialize(
-    holders: Iterable[Holder], order: Mapping[nn.Module, int], device: torch.device, init: Initializer | None
+    holders: Iterable[Holder], paths: Mapping[nn.Module, str], device: torch.device, init: Initializer | None
 ) -> None:
-    """Fills the meta parameters that hang here, by the modules that own them, in order; tied ones stay tied."""
+    """Fills the meta parameters that hang here, by the modules that own them, in order; tied ones stay tied.
+
+    ``paths``: all modules of the model in order, with their names. Raises ``ValueError`` for what nothing wrote.
+    """
     modules = list(dict.fromkeys(module for module, name in holders if _get((module, name)).is_meta))
     replaced: dict[int, nn.Parameter] = {}
+    order = {module: index for index, module in enumerate(paths)}
     for module in sorted(modules, key=order.__getitem__):
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
@@ -211,31 +216,39 @@ def _materialize(
                     empty = local_part(parameter)
                     if empty.shape != parameter.shape:  # cut along the tp axis
                         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                    real = torch.empty_like(empty, device=device)
+                    real = unwritten_like(empty, device)
                     replaced[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
                 module._parameters[name] = replaced[id(parameter)]
         for name, tensor in module._buffers.items():
             if tensor is not None and tensor.is_meta:
-                module._buffers[name] = torch.empty_like(tensor, device=device)
-        _fill(module, init)
+                module._buffers[name] = unwritten_like(tensor, device)
+        _fill(module, paths[module], init)
 
 
 def _materialize_buffers(model: nn.Module, device: torch.device, init: Initializer | None) -> None:
     """Fills the meta buffers of modules that own no parameters, such as rotary tables."""
-    for module in model.modules():
+    for path, module in model.named_modules():
         meta = [name for name, tensor in module._buffers.items() if tensor is not None and tensor.is_meta]
         for name in meta:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)  # type: ignore[arg-type]
+            module._buffers[name] = unwritten_like(module._buffers[name], device)  # type: ignore[arg-type]
         if meta:
-            _fill(module, init)
+            _fill(module, path, init)
 
 
-def _fill(module: nn.Module, init: Initializer | None) -> None:
+def _fill(module: nn.Module, path: str, init: Initializer | None) -> None:
     with torch.no_grad():
         if init is not None:
             init(module)
         else:
             module.reset_parameters()  # type: ignore[operator]
+    for name, tensor in {**module._parameters, **module._buffers}.items():
+        if tensor is not None and (found := unwritten(tensor)):
+            by = "init=" if init is not None else f"{type(module).__name__}.reset_parameters()"
+            raise ValueError(
+                f"{path}{path and '.'}{name} was on the meta device, and {by} did not fill it: {found} of its "
+                f"{tensor.numel()} elements were not written. Write all of them there; or build this module with its "
+                "values, not on the meta device."
+            )
 
 
 def write_slot(flat: torch.Tensor, slot: Slot, value: torch.Tensor) -> None:
