@@ -79,9 +79,12 @@ def __getattr__(name: str) -> Any:
         raise ImportError(f"{name} was removed from {__name__}. {_REMOVED[name]}", name=__name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for one, module in _MODULES.items():  # all of them: Dynamo, which may ask next, sees what is there and nothing else
-        globals()[one] = getattr(importlib.import_module(f"{__name__}.{module}"), one)
-    return globals()[name]
+    from fsdp_compiled.torch_private import names
+
+    with names.supported():
+        found = {one: getattr(importlib.import_module(f"{__name__}.{module}"), one) for one, module in _MODULES.items()}
+    globals().update(found)  # all of them: Dynamo, which may ask next, sees what is there and nothing else
+    return found[name]
 
 
 def __dir__() -> list[str]:

@@ -28,6 +28,7 @@ from torch.nn.parameter import UninitializedParameter
 from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.distributed.device_mesh import device_mesh_of_all, place_in, tp_beside
 from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.lower.inductor import lowered
 from fsdp_compiled.plan.leaf import check_class
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import hook_on
@@ -91,6 +92,7 @@ def fully_shard(
     modules = [inside(one) if isinstance(one, nn.Module) else one for one in modules]
     _check_modules(modules)
     _check_options(shard_placement_fn, dp_mesh_dims, policy)
+    policy = lowered(policy) if policy is not None else None
     _check_precision(mp_policy)
     device_mesh = mesh if mesh is not None else device_mesh_of_all()
     holders = list(_holders(modules, ignored_params or set()))

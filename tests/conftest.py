@@ -63,6 +63,14 @@ def no_process_group_is_left() -> Iterator[None]:
         distributed.destroy_process_group()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def the_way_of_captures_is_known() -> None:
+    """It is found out once on a machine, by captures that tests would count."""
+    from fsdp_compiled.capture.plain_way import trial
+
+    assert trial() == ""
+
+
 @pytest.fixture
 def writers(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Those that write a checkpoint's files wait until it is set."""

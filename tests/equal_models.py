@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled.capture.captured import Capture, Tensors
-from fsdp_compiled.capture.dynamo import capture
+from fsdp_compiled.capture.dynamo import trace_whole
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.ir.program import Program
 
@@ -151,4 +151,4 @@ def captured(model: nn.Module, function: Any = loss, gradient: bool = True) -> C
     parameters = {name: fake(value) for name, value in model.named_parameters(remove_duplicate=False)}
     buffers = {name: fake(value) for name, value in model.named_buffers()}
     batch = (fake(torch.zeros(2, 3, dtype=torch.long)),)
-    return capture(model, function, Tensors(parameters, buffers), batch, {}, gradient=gradient)
+    return trace_whole(model, function, Tensors(parameters, buffers), batch, {}, gradient=gradient)

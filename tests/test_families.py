@@ -18,6 +18,7 @@ from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.capture import aot_cache, dynamo
 from fsdp_compiled.capture.blocks import equal_blocks, repeated_calls, repeats
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
+from fsdp_compiled.torch_private.names import plainly
 from tests import huggingface
 from tests.chosen import chosen
 
@@ -72,7 +73,7 @@ def test_the_program_is_that_of_all_blocks(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(dynamo, "Repeats", watching)
     monkeypatch.setattr(repeats, "runs_of", finding)
     model = built(name, layers, monkeypatch)
-    full, eager = copy.deepcopy(model), copy.deepcopy(model)
+    full, slow, eager = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model)
     torch.manual_seed(0)
     batch = huggingface.MODELS[name].batch()
     sharded, value = stepped(model, batch)
@@ -83,6 +84,9 @@ def test_the_program_is_that_of_all_blocks(name: str, monkeypatch: pytest.Monkey
         other, _ = stepped(full, batch)
     assert str(sharded.program) == str(other.program) and len(watched[-1].written) == 0
     assert sharded.program.text() == other.program.text()
+    with plainly():
+        plain, _ = stepped(slow, batch)
+    assert plain.program.text() == sharded.program.text()
     optimizer = torch.optim.SGD(eager.parameters(), 0.1)
     torch.manual_seed(1)
     for _ in range(2):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -13,37 +15,21 @@ import pytest
 import torch
 
 import fsdp_compiled
+from fsdp_compiled.torch_private import names
 
 ROOT = Path(fsdp_compiled.__file__).parent
 PACKAGE = ROOT.name
 
-# Surfaces of PyTorch, and of what is adapted, that move from release to release, and the one file that reaches each:
-# of those that several files need, a module of torch_private/, which says what is relied on, and in which versions.
+# Surfaces that move from release to release and are not in the table of private names, and the one file that reaches
+# each. What is in the table is looked up by `names.find`.
 PRIVATE = {
     "accelerate": "integrations.accelerate",
+    "torch._C.DispatchKey": "cli.bench.network",  # for operators that wait in gloo's place
+    "torch._C.DispatchKeySet": "cli.bench.network",
+    "torch._C._ExcludeDispatchKeyGuard": "cli.bench.network",
     "torch._C._distributed_c10d._register_work": "distributed.gloo_pairs",
-    "torch._C": "torch_private.core",
-    "torch._decomp": "capture.recurrent_layers",
-    "torch._dynamo": "torch_private.dynamo",
-    "torch._functorch": "torch_private.functorch",
-    "torch._guards": "torch_private.dynamo",
-    "torch._inductor": "torch_private.inductor",
-    "torch.Tensor._make_subclass": "torch_private.parameters",
-    "torch.amp.autocast_mode._enter_autocast": "torch_private.modes",
-    "torch.amp.autocast_mode._exit_autocast": "torch_private.modes",
-    "torch.compiler._is_compiling_flag": "optim.tracing",
-    "torch.cuda.graph_pool_handle": "lower.cuda_device",
-    "torch.distributed.checkpoint.filesystem._StorageInfo": "runtime.checkpoint.dcp_files",
-    "torch.distributed.tensor._dtensor_spec": "torch_private.dtensor",
-    "torch.distributed.tensor._shards_wrapper": "torch_private.dtensor",
-    "torch.distributed.tensor.parallel.loss": "capture.loss_parallel",
-    "torch.distributed.tensor.placement_types._StridedShard": "torch_private.dtensor",
+    "torch.compiler._is_compiling_flag": "optim.tracing",  # in the table, and set
     "torch.library._scoped_library": "cli.bench.network",
-    "torch.overrides._get_current_function_mode_stack": "torch_private.modes",
-    "torch.testing._internal": "distributed.simulated_ranks",
-    "torch.utils._device": "torch_private.modes",
-    "torch.utils._mode_utils": "torch_private.modes",
-    "torch.utils._python_dispatch": "torch_private.modes",
 }
 # Graphs are made in one file; of the rivals, and of kernels by themselves, the benchmarks make some of their own.
 GRAPHS = ("torch.cuda.CUDAGraph", "torch.cuda.graph")
@@ -155,7 +141,7 @@ def problems(name: str, tree: ast.Module) -> list[str]:
     used = everything | dotted(tree)
     for use in sorted(used):
         owner = owner_of(use)
-        if owner not in (None, name) or (within(use, GRAPHS) and name not in MAKE_GRAPHS):
+        if owner not in (None, name, room) or (within(use, GRAPHS) and name not in MAKE_GRAPHS):
             found.append(f"{name} uses {use}")
     return found
 
@@ -165,12 +151,14 @@ def within(use: str, surfaces: Iterable[str]) -> bool:
 
 
 def owner_of(use: str) -> str | None:
-    """The one file that may reach this, None where all may; nobody may reach what is private and not in the table."""
+    """The one file or room that may reach this, None where all may; what is private and not in a table, nobody may."""
     if within(use, WORDS) or hasattr(torch._C._VariableFunctions, use.removeprefix("torch.")):  # `torch._foreach_add_`
         return None
     for surface, owner in PRIVATE.items():
         if within(use, [surface]):
             return owner
+    if use in names.NAMES or (use.startswith("torch._") and any(one.startswith(f"{use}.") for one in names.NAMES)):
+        return "torch_private"
     private = any(part.startswith("_") and part[1:2] != "_" for part in use.split("."))
     return "nobody" if private and use.startswith("torch.") else None
 
@@ -189,10 +177,30 @@ def test_every_private_surface_is_used_where_it_is_allowed() -> None:
         assert any(within(use, [surface]) for found in uses.values() for use in found), f"nobody uses {surface}"
 
 
-def test_what_is_reached_says_in_which_versions_it_is_there() -> None:
-    for name, tree in sources():
-        if name in {*PRIVATE.values()} - {"integrations.accelerate"}:
-            assert "2.11" in (ast.get_docstring(tree) or ""), name
+def test_every_name_in_the_table_is_used_and_the_core_is_small() -> None:
+    """A file says the last part of it, as an attribute or in a text, or takes all of a row."""
+    said = " ".join(path.read_text() for path in ROOT.rglob("*.py") if path.name != "names.py")
+    words = set(re.findall(r"\w+", said))
+    for use, (_, found, _) in names.TABLE.items():
+        taken = f'TABLE["{use}"]' in said
+        unused = [name for name in found if not taken and not {*re.split(r"[.|?]", name)[-1:]} & words]
+        assert not [name for name in unused if not name.endswith("?")], use
+    core = [name for use in names.TABLE.values() if use.kind == "core" for name in use.names]
+    assert len(core) == len(set(core)) <= 20
+    assert all(use in names.TABLE for use in names.FAST)
+
+
+def test_what_is_not_in_the_table_cannot_be_looked_up() -> None:
+    with pytest.raises(KeyError, match="not in the table"):
+        names.find("torch._dynamo.reset")
+
+
+def test_the_releases_in_the_table_are_those_that_are_promised() -> None:
+    said = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    first, last = names.TESTED[0], names.TESTED[-1]
+    major, minor = map(int, last.split("."))
+    assert f"torch>={first},<{major}.{minor + 1}" in said
+    assert list(names.TESTED) == [f"2.{number}" for number in range(int(first.split(".")[1]), minor + 1)]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +245,7 @@ def test_a_forbidden_import_is_noticed(name: str, code: str) -> None:
         ("ir.program", "def late():\n    from fsdp_compiled.ir.text import summary"),
         ("passes.update", "from fsdp_compiled.optim.rule import Rule"),
         ("passes.__init__", "from fsdp_compiled.passes.gather import gather"),
-        ("torch_private.dynamo", "from torch._dynamo import reset"),
+        ("torch_private.dynamo", "from torch._dynamo.variables import LazyVariableTracker"),
         ("torch_private.inductor", "import torch\ntorch._inductor.standalone_compile"),
         ("lower.inductor", "from fsdp_compiled.torch_private.inductor import config"),
         ("ir.nodes", "import torch\ntorch._ops.OpOverload"),

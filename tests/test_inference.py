@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -18,7 +18,6 @@ from fsdp_compiled.ir import inference
 from fsdp_compiled.ir.inference import Inference, propagate
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.torch_private.fake_tensors import fake_of
 from tests.parts import parts
 
 aten = torch.ops.aten
@@ -89,23 +88,6 @@ MODE, CPU = FakeTensorMode(shape_env=ShapeEnv()), torch.device("cpu")
 def fake(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     stride = torch.empty(shape, device="meta").stride()
     return fake_tensor(MODE, shape, stride, dtype, torch.device("cpu"))
-
-
-def test_a_fake_tensor_is_as_its_constructor_makes_it() -> None:
-    def seen(tensor: FakeTensor) -> list[object]:
-        keys = torch._C._dispatch_keys(tensor)
-        return [type(tensor), keys, vars(tensor), tensor.layout, tensor.requires_grad, tensor._is_view()]
-
-    for device in map(torch.device, ("cpu", "cpu", "cuda:0", "cuda:1", "cuda:0")):
-        made, wanted = (make(MODE, torch.empty(3, device="meta"), device) for make in (fake_of, FakeTensor))
-        assert seen(made) == seen(wanted) and made.device == device
-    first, second = (fake_of(MODE, torch.empty(3, device="meta"), torch.device("cpu")) for _ in range(2))
-    first.item_memo = 3.0
-    assert second.item_memo is None and seen(first) != seen(second)
-    other = FakeTensorMode()
-    assert (fake(3) + fake(3)).fake_mode is MODE and fake_of(
-        other, torch.empty(3, device="meta"), CPU
-    ).fake_mode is other
 
 
 @pytest.mark.parametrize(

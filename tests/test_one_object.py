@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture import one_object
 from fsdp_compiled.capture.blocks import written_out
-from fsdp_compiled.torch_private.dynamo import variable_builder
+from fsdp_compiled.torch_private.names import attribute
 
 
 class Options:
@@ -125,10 +125,11 @@ def test_control_without_the_question_it_is_not_seen(name: str, monkeypatch: pyt
 
 
 def test_dynamo_is_left_as_it_was() -> None:
-    before = variable_builder.make_dupe_guard
+    builder, _ = attribute("torch._dynamo.variables.builder.make_dupe_guard")
+    before = builder.make_dupe_guard
     with one_object.asked_again():
-        assert variable_builder.make_dupe_guard is not before
-    assert variable_builder.make_dupe_guard is before
+        assert builder.make_dupe_guard is not before
+    assert builder.make_dupe_guard is before
 
 
 class Masked(nn.Module):

@@ -30,37 +30,57 @@ from torch.nn import functional
 from torch.nn.modules import module
 from torch.utils.module_tracker import ModuleTracker
 
-from fsdp_compiled.torch_private.core import C as _C
-from fsdp_compiled.torch_private.modes import DeviceContext, dispatch_modes, function_modes, without_modes
-from fsdp_compiled.torch_private.modes import device as _device
-
-# What chooses among operators, kernels and roundings, with what it is unless it was set. Read at every call: C alone.
-SETTINGS = (
-    ("deterministic algorithms", _C._get_deterministic_algorithms, False),
-    ("deterministic warn_only", _C._get_deterministic_algorithms_warn_only, False),
-    ("deterministic fill", _C._get_deterministic_fill_uninitialized_memory, True),
-    ("flash attention", _C._get_flash_sdp_enabled, True),
-    ("memory-efficient attention", _C._get_mem_efficient_sdp_enabled, True),
-    ("math attention", _C._get_math_sdp_enabled, True),
-    ("cuDNN attention", _C._get_cudnn_sdp_enabled, True),
-    ("attention reduced in half", _C._get_math_sdp_allow_fp16_bf16_reduction, False),
-    ("attention order", lambda: tuple(_C._get_sdp_priority_order()), tuple(_C._get_sdp_priority_order())),
-    ("attention fast path", mha.get_fastpath_enabled, True),
-    ("cuBLAS fp16 reduction", _C._get_cublas_allow_fp16_reduced_precision_reduction, True),
-    ("cuBLAS bf16 reduction", _C._get_cublas_allow_bf16_reduced_precision_reduction, True),
-    ("cuBLAS fp16 accumulation", _C._get_cublas_allow_fp16_accumulation, False),
-    ("cuDNN", _C._get_cudnn_enabled, True),
-    ("cuDNN deterministic", _C._get_cudnn_deterministic, False),
-    ("cuDNN benchmark", _C._get_cudnn_benchmark, False),
-    ("mkldnn", _C._get_mkldnn_enabled, True),
-    ("mkldnn deterministic", _C._get_mkldnn_deterministic, False),
-    ("fp32 products on cuda", partial(_C._get_fp32_precision_getter, "cuda", "matmul"), "none"),
-    ("fp32 convolutions on cuda", partial(_C._get_fp32_precision_getter, "cuda", "conv"), "tf32"),
-    ("fp32 products on mkldnn", partial(_C._get_fp32_precision_getter, "mkldnn", "matmul"), "none"),
-    ("fp32 convolutions on mkldnn", partial(_C._get_fp32_precision_getter, "mkldnn", "conv"), "none"),
+from fsdp_compiled.torch_private.modes import (
+    DEVICES,
+    DeviceContext,
+    any_autocast,
+    count_dispatch_modes,
+    count_function_modes,
+    dispatch_modes,
+    function_modes,
+    pop_function_mode,
+    push_function_mode,
+    saved_tensors_hooks,
+    tracing_state,
+    transform,
+    without_modes,
 )
+from fsdp_compiled.torch_private.modes import device as _device
+from fsdp_compiled.torch_private.names import find, has
+
+# What chooses among operators, kernels and roundings: its name in ``torch._C``, what that is given, and what it is
+# unless it was set. Read at every call: C alone. One that this PyTorch does not have is left out (`names.TABLE`).
+SETTINGS: list[tuple[str, Callable[[], Any], Any]] = [
+    (label, partial(find(f"torch._C.{name}"), *given) if given else find(f"torch._C.{name}"), usual)
+    for label, name, given, usual in (
+        ("deterministic algorithms", "_get_deterministic_algorithms", (), False),
+        ("deterministic warn_only", "_get_deterministic_algorithms_warn_only", (), False),
+        ("deterministic fill", "_get_deterministic_fill_uninitialized_memory", (), True),
+        ("flash attention", "_get_flash_sdp_enabled", (), True),
+        ("memory-efficient attention", "_get_mem_efficient_sdp_enabled", (), True),
+        ("math attention", "_get_math_sdp_enabled", (), True),
+        ("cuDNN attention", "_get_cudnn_sdp_enabled", (), True),
+        ("attention reduced in half", "_get_math_sdp_allow_fp16_bf16_reduction", (), False),
+        ("cuBLAS fp16 reduction", "_get_cublas_allow_fp16_reduced_precision_reduction", (), True),
+        ("cuBLAS bf16 reduction", "_get_cublas_allow_bf16_reduced_precision_reduction", (), True),
+        ("cuBLAS fp16 accumulation", "_get_cublas_allow_fp16_accumulation", (), False),
+        ("cuDNN", "_get_cudnn_enabled", (), True),
+        ("cuDNN deterministic", "_get_cudnn_deterministic", (), False),
+        ("cuDNN benchmark", "_get_cudnn_benchmark", (), False),
+        ("mkldnn", "_get_mkldnn_enabled", (), True),
+        ("mkldnn deterministic", "_get_mkldnn_deterministic", (), False),
+        ("fp32 products on cuda", "_get_fp32_precision_getter", ("cuda", "matmul"), "none"),
+        ("fp32 convolutions on cuda", "_get_fp32_precision_getter", ("cuda", "conv"), "tf32"),
+        ("fp32 products on mkldnn", "_get_fp32_precision_getter", ("mkldnn", "matmul"), "none"),
+        ("fp32 convolutions on mkldnn", "_get_fp32_precision_getter", ("mkldnn", "conv"), "none"),
+    )
+    if has(f"torch._C.{name}")
+]
+SETTINGS.append(("attention fast path", mha.get_fastpath_enabled, True))
+if has("torch._C._get_sdp_priority_order"):
+    order: Any = find("torch._C._get_sdp_priority_order")
+    SETTINGS.append(("attention order", lambda: tuple(order()), tuple(order())))
 READ = tuple(read for _, read, _ in SETTINGS)
-DEVICES = tuple(_C._autocast_supported_devices())
 F = TypeVar("F", bound=Callable[..., Any])
 NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -103,17 +123,17 @@ class Ambient(NamedTuple):
 def now() -> Ambient:
     """The modes as they are here and now; takes 3 µs, at every call."""
     return Ambient(
-        tuple(_autocast()) if _C._is_any_autocast_enabled() else (),
+        tuple(_autocast()) if any_autocast() else (),
         torch.get_default_dtype(),
-        torch.get_default_device() if _C._len_torch_function_stack() else None,
+        torch.get_default_device() if count_function_modes() else None,
         tuple([read() for read in READ]),
     )
 
 
 def outside_modes(watched: bool = False) -> AbstractContextManager[None]:
     """Inside, none of the caller's modes is on; ``watched``: but for dispatch modes, which go on seeing operators."""
-    modes = _C._len_torch_dispatch_stack() if not watched else 0
-    if modes or _C._is_any_autocast_enabled() or _C._len_torch_function_stack() or torch.is_inference_mode_enabled():
+    modes = count_dispatch_modes() if not watched else 0
+    if modes or any_autocast() or count_function_modes() or torch.is_inference_mode_enabled():
         return _outside_modes(bool(modes))
     return NOTHING
 
@@ -122,7 +142,7 @@ def outside_modes(watched: bool = False) -> AbstractContextManager[None]:
 def _outside_modes(dispatch: bool) -> Iterator[None]:
     autocast = list(_autocast())
     hooks = _without_trackers() if dispatch else []
-    functions = [_C._pop_torch_function_stack() for _ in range(_C._len_torch_function_stack())]
+    functions = [pop_function_mode() for _ in range(count_function_modes())]
     device, _device.CURRENT_DEVICE = _device.CURRENT_DEVICE, None
     _set_autocast(autocast, False)
     inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
@@ -133,7 +153,7 @@ def _outside_modes(dispatch: bool) -> Iterator[None]:
         _set_autocast(autocast, True)
         _device.CURRENT_DEVICE = device
         for mode in reversed(functions):
-            _C._push_on_torch_function_stack(mode)
+            push_function_mode(mode)
         for place, all_of_them in hooks:
             place.clear()
             place.update(all_of_them)
@@ -177,7 +197,7 @@ def check(call: str, trains: bool, seen: bool, saves: bool = False) -> None:
             f"{call} inside torch.inference_mode(), which forbids gradients. Call it outside the block. For forward "
             "alone, call the Sharded object, sharded(*inputs): that works inside."
         )
-    if _C._len_torch_function_stack():
+    if count_function_modes():
         for mode in function_modes():
             if not isinstance(mode, DeviceContext):
                 raise ValueError(
@@ -185,9 +205,9 @@ def check(call: str, trains: bool, seen: bool, saves: bool = False) -> None:
                     "would not see the calls of later steps. Enter it inside the loss, where it is traced with it, or "
                     "leave it around the call."
                 )
-    if _C._len_torch_dispatch_stack():
+    if count_dispatch_modes():
         _check_dispatch(call, seen)
-    if trains and not saves and _C._autograd._top_saved_tensors_default_hooks(True) is not None:  # type: ignore[attr-defined]
+    if trains and not saves and saved_tensors_hooks(True) is not None:
         raise ValueError(
             f"{call} inside hooks for saved tensors (torch.autograd.graph.saved_tensors_hooks, save_on_cpu): a "
             "compiled step keeps its activations without autograd, so the hooks would not run. Call it outside; to "
@@ -206,13 +226,13 @@ def check(call: str, trains: bool, seen: bool, saves: bool = False) -> None:
             "attend with fsdp_compiled.SequenceAttention (docs/context_parallel.md)."
         )
     check_transforms(call)
-    if _C._get_tracing_state() is not None:
+    if tracing_state() is not None:
         raise ValueError(f"{call} inside torch.jit.trace, which would keep the numbers of this call. Call it outside.")
 
 
 def check_transforms(call: str) -> None:
     """Raises ``ValueError`` inside a transform of functions, which would have to see each operator."""
-    if _C._functorch.peek_interpreter_stack() is not None:
+    if transform() is not None:
         raise ValueError(
             f"{call} inside a torch.func transform (grad, vmap, jvp): it has collectives and state, and cannot be "
             "transformed. Use the transform inside the loss, where it is traced, or call value_and_grad."

@@ -17,23 +17,14 @@ import torch
 from torch import fx
 
 from fsdp_compiled.capture.folded_views import DETACH, fold_views
-from fsdp_compiled.capture.recurrent_layers import dropout_between_layers
+from fsdp_compiled.capture.recurrent_layers import dropout_between_layers, lost_dropout
 from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of, user_line
 from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.torch_private.dynamo import TensorifyScalarRestartAnalysis, TensorifyState
-from fsdp_compiled.torch_private.functorch import (
-    BackwardTokenAOTInput,
-    BackwardTokenAOTOutput,
-    ForwardTokenAOTInput,
-    ForwardTokenAOTOutput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    PlainAOTOutput,
-    aot_module_simplified,
-    config,
-)
+from fsdp_compiled.torch_private.functorch import aot_module_simplified, config, descriptors
 from fsdp_compiled.torch_private.inductor import config as inductor_config
+from fsdp_compiled.torch_private.names import there, uses
 
 aten = torch.ops.aten
 
@@ -79,6 +70,8 @@ class _Captured(Exception):
 
 def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """AOTAutograd's joint graph of what Dynamo traced; its forward graph where nothing requires a gradient."""
+    if (why := lost_dropout(module.graph)) is not None:
+        raise CaptureError(why)
     taken: list[fx.GraphModule] = []
 
     def take(graph_module: fx.GraphModule, _inputs: Any, **_options: Any) -> Any:
@@ -91,7 +84,7 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         keep_inference_input_mutations=False,
     )  # fmt: skip
     # The setting keeps draws of random numbers that nothing uses: eager PyTorch makes them, and so moves its generator.
-    draws = inductor_config.patch(fallback_random=True)
+    draws = inductor_config.patch(fallback_random=True) if there("unused draws") else contextlib.nullcontext()
     # Backward as `loss.backward()` after an autocast block, as PyTorch recommends: in the dtypes that forward chose.
     backward = config.patch(backward_pass_autocast="off")
     try:
@@ -101,10 +94,12 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
             restart = contextlib.suppress(_Captured, TensorifyScalarRestartAnalysis)
             with restart, draws, backward, dropout_between_layers():
                 compiler(module, list(inputs))
+                raise AssertionError("AOTAutograd handed over no graph")
     except KeyError as error:
         raise CaptureError(_not_a_number(module, error)) from error
     finally:
-        TensorifyState.clear()
+        if uses("numbers of tensors"):
+            TensorifyState.clear()
     return taken[0]
 
 
@@ -150,11 +145,12 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     The tangent of a loss is a constant; that of a ``result`` is an input, ``tangent`` of the same name.
     """
     graph = fx.Graph()
+    of_no_use = descriptors.GradAOTOutput | descriptors.ForwardTokenAOTOutput | descriptors.BackwardTokenAOTOutput
     mapping: dict[fx.Node, fx.Node] = {}
     placeholders = [
         node
         for node in joint.find_nodes(op="placeholder")
-        if not isinstance(node.meta.get("desc"), ForwardTokenAOTInput | BackwardTokenAOTInput)
+        if not isinstance(node.meta.get("desc"), descriptors.ForwardTokenAOTInput | descriptors.BackwardTokenAOTInput)
     ]
     forward_inputs = placeholders[: len(inputs)]
     by_port: dict[Port, fx.Node] = {}
@@ -167,7 +163,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     tangents = placeholders[len(inputs) :]
     for tangent in tangents:
         output = tangent.meta["desc"].output
-        if isinstance(output, PlainAOTOutput) and results[output.idx].kind == "result":
+        if isinstance(output, descriptors.PlainAOTOutput) and results[output.idx].kind == "result":
             port = Port("in", "tangent", results[output.idx].name, results[output.idx].part)
             mapping[tangent] = by_port[port] = graph.node_copy(tangent)
             mapping[tangent].meta = {"val": tangent.meta["val"]}
@@ -194,14 +190,14 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
     descriptions = end.meta["desc"]
     outputs: dict[Port, fx.Node] = {}
     for value, description in zip(values, descriptions, strict=True):  # type: ignore[arg-type]
-        if isinstance(description, PlainAOTOutput):
+        if isinstance(description, descriptors.PlainAOTOutput):
             outputs[results[description.idx]] = mapping[value]  # after a mutation of the same buffer, its last value
-        elif isinstance(description, InputMutationAOTOutput):
+        elif isinstance(description, descriptors.InputMutationAOTOutput):
             port = inputs[description.mutated_input.idx]  # type: ignore[attr-defined]
             if port.kind not in ("buffer", "constant"):
                 raise CaptureError(unwritable(port))
             outputs.setdefault(Port("out", port.kind, port.name), mapping[value])
-        elif isinstance(description, GradAOTOutput) and value is not None:
+        elif isinstance(description, descriptors.GradAOTOutput) and value is not None:
             port = inputs[description.grad_of.idx]  # type: ignore[attr-defined]
             if port.kind == "constant":
                 raise CaptureError(
@@ -217,9 +213,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
                 outputs[Port("out", "parameter gradient", port.name)] = mapping[value]
             elif port.kind in ("batch", "plain"):
                 outputs[Port("out", "input gradient", port.name)] = mapping[value]
-        elif value is not None and not isinstance(
-            description, GradAOTOutput | ForwardTokenAOTOutput | BackwardTokenAOTOutput
-        ):
+        elif value is not None and not isinstance(description, of_no_use):
             raise CaptureError(f"The model returns something that cannot be traced yet: {description}.")
     graph.output(list(outputs.values()))
     kept = []
@@ -266,7 +260,7 @@ def _is_token(node: fx.Node) -> bool:
 def _seed(graph: fx.Graph, tangent: fx.Node) -> fx.Node:
     """The derivative of the loss by one of the results: 1 for itself, 0 for buffers that forward updated."""
     value = tangent.meta["val"]
-    seed = 1.0 if isinstance(tangent.meta["desc"].output, PlainAOTOutput) else 0.0
+    seed = 1.0 if isinstance(tangent.meta["desc"].output, descriptors.PlainAOTOutput) else 0.0
     node = graph.call_function(
         torch.ops.aten.full.default, (list(value.shape), seed), {"dtype": value.dtype, "device": value.device}
     )

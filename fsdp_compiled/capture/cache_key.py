@@ -16,9 +16,8 @@ import torch
 from torch import backends
 
 from fsdp_compiled.capture.ambient import now
-from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.functorch import config
-from fsdp_compiled.torch_private.modes import is_in_torch_dispatch_mode
+from fsdp_compiled.torch_private.modes import is_in_torch_dispatch_mode, saved_tensors_hooks
 
 
 def settings() -> str:
@@ -29,7 +28,7 @@ def settings() -> str:
 
 def others() -> bool:
     """Whether code of the user's takes part in what is traced here: a dispatch mode, or hooks for saved tensors."""
-    return is_in_torch_dispatch_mode() or C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return is_in_torch_dispatch_mode() or saved_tensors_hooks(True) is not None
 
 
 @functools.cache

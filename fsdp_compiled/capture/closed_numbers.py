@@ -17,15 +17,13 @@ from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fsdp_compiled.torch_private.dynamo import CallMethodItemSource
-
 
 class Numbers:
     """What one program relies on; ``scope``: where Dynamo's names of things are looked up."""
 
     def __init__(self, env: ShapeEnv | None = None, scope: Mapping[str, Any] | None = None) -> None:
         sources = {} if env is None else env.var_to_sources
-        read = {symbol: first for symbol, (first, *_) in sources.items() if isinstance(first, CallMethodItemSource)}
+        read = {symbol: first for symbol, (first, *_) in sources.items() if _name(first).endswith(".item()")}
         self._asked = [] if env is None else [one.expr for one in env.guards if one.expr.free_symbols & read.keys()]
         used = set().union(*(one.free_symbols for one in self._asked)) & read.keys()
         self._names = {symbol: _name(read[symbol]) for symbol in sorted(used, key=str)}

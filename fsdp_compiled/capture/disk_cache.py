@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from fsdp_compiled.capture.cache_folder import make_writable
 from fsdp_compiled.torch_private.inductor import cache_dir, config
+from fsdp_compiled.torch_private.names import there
 
 T = TypeVar("T")
 # Namespaces of operators that are PyTorch's or ours.
@@ -34,6 +35,8 @@ def folder() -> Path | None:
     Inductor writes code to its cache folder in any case; one that cannot be written is replaced.
     """
     make_writable()
+    if not there("Inductor"):
+        return None
     if config.force_disable_caches or not config.fx_graph_cache:
         return None
     return Path(cache_dir()) / "fsdp_compiled"

@@ -47,7 +47,6 @@ from fsdp_compiled.capture.side_effects import (
 from fsdp_compiled.capture.source_lines import explanation, reason, user_line
 from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, name_axes, whole
 from fsdp_compiled.ir.program import LOSS, Port
-from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
     BackendCompilerFailed,
     TorchDynamoException,
@@ -55,11 +54,12 @@ from fsdp_compiled.torch_private.dynamo import (
     UserError,
     config,
 )
+from fsdp_compiled.torch_private.names import uses
 
 log = logging.getLogger("fsdp_compiled")
 
 
-def capture(
+def trace_whole(
     model: nn.Module,
     loss: Callable[..., Any] | None,
     tensors: Tensors,
@@ -110,6 +110,8 @@ def capture(
 
     def trace(symbolic: Collection[str] = ()) -> Trace:
         """One run of Dynamo, with these sources of integers as unknowns. What it changed is not undone yet."""
+        if not uses("equal blocks"):
+            return walk(symbolic)
         repeats = Repeats(objective.model)
         try:
             with repeats.watched():
@@ -253,8 +255,8 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
     or setting of the user's that turns `torch.compile` off is for the user's own functions. What PyTorch logs of an
     operator that fails on fake tensors, twenty lines, is in the error that follows.
     """
-    before = C._get_mkldnn_enabled()
-    C._set_mkldnn_enabled(False)
+    onednn: Any = torch.backends.mkldnn
+    before, onednn.enabled = onednn.enabled, False
     loud = logging.getLogger("torch._subclasses.fake_tensor")
     disabled, loud.disabled = loud.disabled, loud.disabled or not loud.isEnabledFor(logging.INFO)
     wanted = {"allow_rnn": True, "trace_autograd_ops": True, "ignore_logging_functions": speech(), "disable": False}
@@ -272,7 +274,7 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
         ):
             yield
     finally:
-        C._set_mkldnn_enabled(before)
+        onednn.enabled = before
         loud.disabled = disabled
 
 

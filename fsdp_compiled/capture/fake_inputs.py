@@ -19,8 +19,8 @@ from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.captured import Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
-from fsdp_compiled.capture.dynamo import capture
 from fsdp_compiled.capture.model_tensors import named_parameters, notes_on
+from fsdp_compiled.capture.plain_way import capture
 from fsdp_compiled.capture.sequence_attention import along_sequences
 from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.capture.sync_batchnorm import synchronised
@@ -29,7 +29,7 @@ from fsdp_compiled.capture.unknown_reads import check_attributes
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.torch_private.dynamo import maybe_mark_dynamic
+from fsdp_compiled.torch_private.names import find, uses
 
 
 def capture_on(
@@ -127,7 +127,8 @@ def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Si
     stride = contiguous_stride(shape) if dims and tensor.is_contiguous() else tensor.stride()
     fake = fake_tensor(mode, shape, stride, tensor.dtype, tensor.device)
     for dim in dims:
-        maybe_mark_dynamic(fake, dim)
+        if uses("moving sizes"):
+            find("torch._dynamo.maybe_mark_dynamic")(fake, dim)
     return fake.requires_grad_(tensor.requires_grad)
 
 

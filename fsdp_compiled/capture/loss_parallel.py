@@ -10,8 +10,8 @@ keep open. So its handlers are there for the whole trace, and act where the clas
 ``nll_loss`` and nowhere else, and is wrong in silence where it does not. Here both derivatives are the true ones, for
 one all-reduce of a number a row more.
 
-This is the only file that touches private surfaces of ``torch.distributed.tensor``: the table of handlers, and
-PyTorch's own for these operators. Written for torch 2.11 to 2.14, where both have the same form.
+The table of handlers, and PyTorch's own for these operators, are private. Without them logits are gathered for the
+loss, as DTensor does by itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import loss as pytorch
+
+from fsdp_compiled.torch_private.dtensor import handlers, losses
+from fsdp_compiled.torch_private.names import uses
 
 aten = torch.ops.aten
 Handler = Callable[[Any, Any, Any], Any]
@@ -31,15 +33,18 @@ Handler = Callable[[Any, Any, Any], Any]
 @contextlib.contextmanager
 def loss_parallel() -> Iterator[None]:
     """Inside, cross-entropy and log-softmax work on parts where their class dim is cut."""
-    table: dict[Any, Handler] = DTensor._op_dispatcher._custom_op_handlers
+    if not uses("loss on parts of the logits"):
+        yield
+        return
+    table: dict[Any, Handler] = handlers()
     before = dict(table)
-    switches = pytorch._enable_custom_loss_ops, pytorch._disable_custom_loss_ops
-    pytorch._enable_custom_loss_ops = pytorch._disable_custom_loss_ops = _nothing
+    switches = losses._enable_custom_loss_ops, losses._disable_custom_loss_ops
+    losses._enable_custom_loss_ops = losses._disable_custom_loss_ops = _nothing
     table.update({operator: _where_cut(operator, handler, table) for operator, handler in _handlers().items()})
     try:
         yield
     finally:
-        pytorch._enable_custom_loss_ops, pytorch._disable_custom_loss_ops = switches
+        losses._enable_custom_loss_ops, losses._disable_custom_loss_ops = switches
         table.clear()
         table.update(before)
 
@@ -49,7 +54,7 @@ def _nothing() -> None:
 
 
 def _handlers() -> dict[Any, Handler]:
-    found = dict(pytorch.customized_loss_ops)
+    found = dict(losses.customized_loss_ops)
     found[aten._log_softmax_backward_data.default] = _log_softmax_backward
     for operator in (aten.nll_loss_backward.default, aten.nll_loss2d_backward.default):
         found[operator] = _nll_loss_backward
@@ -92,4 +97,4 @@ def _log_softmax_backward(_call: Any, args: Any, _kwargs: Any) -> Any:
 def _nll_loss_backward(call: Any, args: Any, kwargs: Any) -> Any:
     """PyTorch's own is ``(one_hot * -1 + exp(y)) * d_loss``; with minus infinity for ``y``, it is that of nll_loss."""
     gradient, output, *rest = args
-    return pytorch._nll_loss_backward_handler(call, (gradient, torch.full_like(output, -torch.inf), *rest), kwargs)
+    return losses._nll_loss_backward_handler(call, (gradient, torch.full_like(output, -torch.inf), *rest), kwargs)

@@ -25,14 +25,18 @@ from fsdp_compiled.torch_private.dynamo import (
     Source,
     UserFunctionVariable,
     install_guard,
-    variable_builder,
 )
+from fsdp_compiled.torch_private.names import attribute, uses
 
 
 @contextlib.contextmanager
 def asked_again() -> Iterator[None]:
     """Inside, what this thread's trace reaches by two names is asked of the second as well."""
-    dupe, bind, thread = variable_builder.make_dupe_guard, UserFunctionVariable.bind_args, threading.get_ident()
+    if not uses("one object"):
+        yield
+        return
+    builder, name = attribute("torch._dynamo.variables.builder.make_dupe_guard")
+    dupe, bind, thread = getattr(builder, name), UserFunctionVariable.bind_args, threading.get_ident()
 
     def make_dupe_guard(source: Source, known: Source | None) -> Any:
         guard = dupe(source, known)
@@ -50,10 +54,10 @@ def asked_again() -> Iterator[None]:
                     install_guard(of_cell.make_guard(guard))
         return bind(self, parent, *given)
 
-    variable_builder.make_dupe_guard = make_dupe_guard
-    UserFunctionVariable.bind_args = bind_args  # type: ignore[method-assign]
+    setattr(builder, name, make_dupe_guard)
+    UserFunctionVariable.bind_args = bind_args
     try:
         yield
     finally:
-        UserFunctionVariable.bind_args = bind  # type: ignore[method-assign]
-        variable_builder.make_dupe_guard = dupe
+        UserFunctionVariable.bind_args = bind
+        setattr(builder, name, dupe)

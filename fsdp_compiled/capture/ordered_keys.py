@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fsdp_compiled.torch_private.dynamo import CommonListMethodsVariable, ConstDictVariable
+from fsdp_compiled.torch_private.names import uses
 
 
 def has_order(value: Any, guard_type: str) -> bool:
@@ -24,6 +25,9 @@ def has_order(value: Any, guard_type: str) -> bool:
 @contextlib.contextmanager
 def asked_of_lists() -> Iterator[None]:
     """Inside, of a dictionary that this thread's trace makes a list of, the keys are guarded."""
+    if not uses("keys of lists"):
+        yield
+        return
     call, thread = CommonListMethodsVariable.call_method, threading.get_ident()
 
     def call_method(self: Any, parent: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -33,11 +37,11 @@ def asked_of_lists() -> Iterator[None]:
                 parent.output.guard_on_key_order.add(one.source)
         return call(self, parent, name, args, kwargs)
 
-    CommonListMethodsVariable.call_method = call_method  # type: ignore[method-assign]
+    CommonListMethodsVariable.call_method = call_method
     try:
         yield
     finally:
-        CommonListMethodsVariable.call_method = call  # type: ignore[method-assign]
+        CommonListMethodsVariable.call_method = call
 
 
 class KeyOrders:

@@ -14,7 +14,8 @@ from unittest.mock import patch
 
 from torch import fx
 
-from fsdp_compiled.torch_private.dynamo import UserError, UserErrorType, config, misc, user_defined
+from fsdp_compiled.torch_private.dynamo import UserError, UserErrorType, config
+from fsdp_compiled.torch_private.names import TABLE, attribute, has, uses
 
 SEEDING = ("torch.random", "torch.cuda.random")
 
@@ -23,10 +24,10 @@ SEEDING = ("torch.random", "torch.cuda.random")
 def refused() -> Iterator[None]:
     """Inside, Dynamo raises for a call of `random`'s functions, a ``random.Random``'s or NumPy's."""
     with ExitStack() as stack:
-        for place in (misc, user_defined):
-            if hasattr(place, "call_random_fn"):
-                stack.enter_context(patch.object(place, "call_random_fn", _refuse))
         stack.enter_context(config.patch(use_numpy_random_stream=True))
+        if uses("random calls"):
+            for name in filter(has, TABLE["random calls"].names[0].split("|")):
+                stack.enter_context(patch.object(*attribute(name), _refuse))
         yield
 
 

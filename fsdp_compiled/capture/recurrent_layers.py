@@ -13,15 +13,39 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._decomp import decompositions
+from torch import fx
 
-_PYTORCHS = decompositions._rnn_helper
+from fsdp_compiled.capture.source_lines import user_line
+from fsdp_compiled.torch_private.names import attribute, find, uses
+
+NAME = "torch._decomp.decompositions._rnn_helper"
+_PYTORCHS = find(NAME)
+
+
+def lost_dropout(graph: fx.Graph) -> str | None:
+    """Why a trace of this graph would leave out dropout that eager PyTorch has; None where it would not."""
+    if uses("dropout of recurrent layers"):
+        return None
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+            biases_layers_dropout_train = [one for one in node.args if isinstance(one, bool | int | float)]
+            _, layers, dropout, train = biases_layers_dropout_train[:4]
+            if layers > 1 and dropout and train:
+                return (
+                    f"{node.target.__name__} has dropout between its {layers} layers, which a trace of PyTorch "
+                    f"{torch.__version__} leaves out.\n{user_line(RuntimeError(node.stack_trace))}\n"
+                    "  Cure: make each layer a module of its own, with nn.Dropout between them."
+                )
+    return None
 
 
 @contextmanager
 def dropout_between_layers() -> Iterator[None]:
     """Inside, the decompositions of recurrent layers have their dropout."""
-    with mock.patch.object(decompositions, "_rnn_helper", _layers):
+    if not uses("dropout of recurrent layers"):
+        yield
+        return
+    with mock.patch.object(*attribute(NAME), _layers):
         yield
 
 

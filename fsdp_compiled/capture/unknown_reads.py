@@ -15,7 +15,8 @@ from unittest.mock import patch
 
 import torch
 
-from fsdp_compiled.torch_private.dynamo import ConstantVariable, UserError, UserErrorType, misc, tensor_variables
+from fsdp_compiled.torch_private.dynamo import ConstantVariable, UserError, UserErrorType
+from fsdp_compiled.torch_private.names import TABLE, attribute, find, has, uses
 
 NEVER = {
     "_version": "how often a tensor was written",
@@ -31,10 +32,12 @@ def _refuse(what: str) -> None:
 def refused(asked: set[str]) -> Iterator[None]:
     """Inside, Dynamo raises for such reads. ``asked`` takes in the names of attributes that are not PyTorch's."""
     known = {*dir(torch.Tensor), *dir(torch.nn.Parameter)}
-    # Renamed in torch 2.14.
-    own = "var_getattr" if hasattr(tensor_variables.TensorVariable, "var_getattr") else "tp_getattro_impl"
-    read: Callable[..., Any] = getattr(tensor_variables.TensorVariable, own)
-    storage: Callable[..., Any] = tensor_variables.UntypedStorageVariable.call_method
+    if not uses("unknown reads"):
+        yield
+        return
+    of_tensors, of_storages, _, of_texts, *_ = TABLE["unknown reads"].names
+    read: Callable[..., Any] = find(of_tensors)
+    storage: Callable[..., Any] = find(of_storages)
 
     def var_getattr(self: Any, tx: Any, name: str) -> Any:
         if name in NEVER:
@@ -56,10 +59,10 @@ def refused(asked: set[str]) -> Iterator[None]:
         _refuse("a text with a number in it that is read out of a tensor is looked up in a dictionary or set.")
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(tensor_variables.TensorVariable, own, var_getattr))
-        stack.enter_context(patch.object(tensor_variables.UntypedStorageVariable, "call_method", call_method))
-        if hasattr(misc.StringFormatVariable, "hash_impl"):  # torch 2.11 refuses by itself
-            stack.enter_context(patch.object(misc.StringFormatVariable, "hash_impl", hash_impl))
+        stack.enter_context(patch.object(*attribute(of_tensors), var_getattr))
+        stack.enter_context(patch.object(*attribute(of_storages), call_method))
+        if has(of_texts):  # torch 2.11 refuses by itself
+            stack.enter_context(patch.object(*attribute(of_texts), hash_impl))
         yield
 
 

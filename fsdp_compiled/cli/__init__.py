@@ -107,52 +107,68 @@ def parser(command: str | None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = parser(arguments[0] if arguments else None).parse_args(arguments)
-    # Each command's imports wait for it, so that a listing does not load what only training needs.
     try:
-        if chosen.command == "train":
-            from fsdp_compiled.cli import forked
-            from fsdp_compiled.cli.options import train_options
+        if chosen.command in ("show", "diff", "convert"):  # which need no model
+            return _run(chosen, arguments)
+        from fsdp_compiled.torch_private.names import supported
 
-            options = train_options(chosen)
-            if "RANK" not in os.environ:
-                forked.prepare(options.nproc or 2, options.lower)
-            from fsdp_compiled.cli.launch import start
-
-            return start(options, arguments)
-        if chosen.command == "bench":
-            from fsdp_compiled.cli.bench import start as bench
-            from fsdp_compiled.cli.bench.options import bench_options
-
-            return bench.start(bench_options(chosen), arguments)
-        if chosen.command == "check":
-            from fsdp_compiled.cli.check import start as check
-            from fsdp_compiled.cli.check.options import CheckOptions
-
-            return check.start(CheckOptions(chosen.nproc, chosen.out), arguments)
-        if chosen.command == "convert":
-            from fsdp_compiled.cli import convert
-
-            print(convert.convert(chosen.a, chosen.b, chosen.to))
-            return 0
-        if chosen.command == "compile":
-            from fsdp_compiled.cli import compile as compiling
-
-            return compiling.run(compiling.compile_options(chosen))
-        if chosen.command == "simulate":
-            from fsdp_compiled.cli import simulate
-
-            print(simulate.run(simulate.simulate_options(chosen)))
-            return 0
-        from fsdp_compiled.cli import show
-
-        if chosen.command == "show":
-            print(show.show(chosen.run, chosen.stage))
-        else:
-            print(show.diff(chosen.a, chosen.b))
-        return 0
+        with supported():
+            return _run(chosen, arguments)
     except ValueError as error:
+        print(f"fsdp-compiled {chosen.command}: error: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        from fsdp_compiled.torch_private.names import UnsupportedTorch
+
+        if not isinstance(error, UnsupportedTorch):
+            raise
         print(f"fsdp-compiled {chosen.command}: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, `head` for one, has seen enough
         sys.stderr.close()  # or the interpreter complains of the same pipe while it exits
         return 0
+
+
+def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
+    """What the command exits with. Each command's imports wait for it: a listing loads nothing that training needs."""
+    if chosen.command == "train":
+        from fsdp_compiled.cli import forked
+        from fsdp_compiled.cli.options import train_options
+
+        options = train_options(chosen)
+        if "RANK" not in os.environ:
+            forked.prepare(options.nproc or 2, options.lower)
+        from fsdp_compiled.cli.launch import start
+
+        return start(options, arguments)
+    if chosen.command == "bench":
+        from fsdp_compiled.cli.bench import start as bench
+        from fsdp_compiled.cli.bench.options import bench_options
+
+        return bench.start(bench_options(chosen), arguments)
+    if chosen.command == "check":
+        from fsdp_compiled.cli.check import start as check
+        from fsdp_compiled.cli.check.options import CheckOptions
+
+        return check.start(CheckOptions(chosen.nproc, chosen.out), arguments)
+    if chosen.command == "convert":
+        from fsdp_compiled.cli import convert
+
+        print(convert.convert(chosen.a, chosen.b, chosen.to))
+        return 0
+    if chosen.command == "compile":
+        from fsdp_compiled.cli import compile as compiling
+
+        return compiling.run(compiling.compile_options(chosen))
+    if chosen.command == "simulate":
+        from fsdp_compiled.cli import simulate
+
+        print(simulate.run(simulate.simulate_options(chosen)))
+        return 0
+    from fsdp_compiled.cli import show
+
+    if chosen.command == "show":
+        print(show.show(chosen.run, chosen.stage))
+    else:
+        print(show.diff(chosen.a, chosen.b))
+    return 0

@@ -25,9 +25,7 @@ def simulated_ranks(shape: Mapping[str, int]) -> Iterator[DeviceMesh]:
             "A process group is running in this process, and simulated ranks need one of their own. Simulate in a "
             "process that was not started by torchrun, or before init_process_group."
         )
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=math.prod(shape.values()), store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=math.prod(shape.values()))
     try:
         yield init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     finally:

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import fx
 
+from fsdp_compiled.torch_private.names import there
+
 map_arg = fx.node.map_arg
 Row = tuple[fx.Node, Any, tuple[Any, ...], Mapping[str, Any], dict[str, Any]]
 Names = tuple[set[str], dict[str, int]]
@@ -52,11 +54,15 @@ def input_for(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def names_of(graph: fx.Graph) -> Names:
     """The names that nodes of the graph have or had, which no other gets."""
+    if not there("nodes' names"):
+        return set(), {}
     names = graph._graph_namespace
     return set(names._used_names), dict(names._base_count)
 
 
 def give_names(graph: fx.Graph, names: Names) -> None:
     """What is inserted into this graph, a copy, has the same name as in that of which these are."""
+    if not there("nodes' names"):
+        return
     taken = graph._graph_namespace
     taken._used_names, taken._base_count = set(names[0]), dict(names[1])

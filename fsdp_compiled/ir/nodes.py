@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.communication import UNPADDED
-from fsdp_compiled.torch_private.fake_tensors import new_fake
+from fsdp_compiled.torch_private.modes import no_dispatch
 
 c10d = torch.ops._c10d_functional
 Phase = Literal["forward", "backward", "update"]
@@ -293,7 +293,9 @@ def fake_tensor(
 ) -> torch.Tensor:
     """A fake tensor of this description; no memory is taken."""
     if {*map(type, shape), *map(type, stride)} <= INT:
-        return new_fake(mode, shape, stride, dtype, device)
+        with no_dispatch():  # whatever modes are active: what they would have to find out is given
+            empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(mode, empty, device)
     with mode:
         return torch.empty_strided(shape, stride, dtype=dtype, device=device)
 

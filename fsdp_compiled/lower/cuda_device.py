@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from fsdp_compiled.torch_private.core import C
+from fsdp_compiled.torch_private.names import missing
 
 STREAMS = 32  # that torch has to give out, by turns
 log = logging.getLogger("fsdp_compiled")
@@ -68,6 +69,8 @@ class CudaGraphs:
     def obstacle(self, collectives: bool) -> str:
         if self._lost:
             return self._lost
+        if gone := missing("graphs' pools"):
+            return f"this PyTorch has no {gone[0]}."
         backend = torch.cuda.get_allocator_backend()
         if backend != "native":
             return (

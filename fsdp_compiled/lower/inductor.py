@@ -13,6 +13,7 @@ import hashlib
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from fsdp_compiled.lower.isa_probes import remembered, without_headers
 from fsdp_compiled.lower.piece import Piece
 from fsdp_compiled.lower.processor import instructions
 from fsdp_compiled.lower.translation_units import compile_together
+from fsdp_compiled.policy import Policy
 from fsdp_compiled.torch_private.inductor import (
     CacheBase,
     CacheCompiledArtifact,
@@ -43,6 +45,7 @@ from fsdp_compiled.torch_private.inductor import (
     custom_backend_passes,
     torch_key,
 )
+from fsdp_compiled.torch_private.names import there
 
 log = logging.getLogger("fsdp_compiled")
 COMPILED = "compiled by Inductor"
@@ -58,8 +61,10 @@ def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
 
     What is compiled is said before it is, at level INFO: ``compiling 7 of 12 pieces``.
     """
+    if not pieces:
+        return {}
     found: dict[str, Call] = {}
-    around = _around() if pieces else ""
+    around = _around()
 
     def compiled_now(piece: Piece) -> Callable[..., Any]:
         log.info("compiling %d of %d pieces (%d operators)", len(found) + 1, len(pieces), len(piece.nodes))
@@ -82,9 +87,14 @@ def compile_all(pieces: Mapping[str, Piece]) -> dict[str, Call]:
     return found
 
 
+def lowered(policy: Policy) -> Policy:
+    """The policy, under the eager lowering where this PyTorch's Inductor is not one that is known."""
+    return policy if policy.lower != "inductor" or there("Inductor") else replace(policy, lower="eager")
+
+
 def chooses_products() -> bool:
     """Whether Inductor is told to try several kernels for each matrix product."""
-    return bool(config.max_autotune or config.max_autotune_gemm)
+    return there("Inductor") and bool(config.max_autotune or config.max_autotune_gemm)
 
 
 def cache_place(device: torch.device) -> tuple[str, str, str]:

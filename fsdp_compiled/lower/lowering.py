@@ -9,6 +9,7 @@ that compile time does not grow with depth and the order that the passes chose i
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from operator import getitem
@@ -25,10 +26,14 @@ from fsdp_compiled.lower.partition import segments
 from fsdp_compiled.lower.piece import Piece
 from fsdp_compiled.lower.program_code import Code, as_it_says
 from fsdp_compiled.torch_private.core import C
+from fsdp_compiled.torch_private.names import there
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 Boxed = Callable[[list[Any]], Sequence[torch.Tensor]]  # takes its inputs out of the list, and frees each after its use
 Bind = Callable[[Callable[..., Any], bool], Callable[..., Any]]
+set_grad_enabled, Guard = torch.set_grad_enabled, contextlib.nullcontext
+if there("calls below autograd"):
+    set_grad_enabled, Guard = C._set_grad_enabled, C._AutoDispatchBelowAutograd
 
 
 class below_autograd:
@@ -39,13 +44,13 @@ class below_autograd:
 
     def __enter__(self) -> None:
         self._before = torch.is_grad_enabled()
-        C._set_grad_enabled(False)
-        self._guard = C._AutoDispatchBelowAutograd()
+        set_grad_enabled(False)
+        self._guard = Guard()
         self._guard.__enter__()
 
     def __exit__(self, *error: object) -> None:
         self._guard.__exit__(*error)
-        C._set_grad_enabled(self._before)
+        set_grad_enabled(self._before)
 
 
 def lower(program: Program, groups: Mapping[str, str], how: str, blocks: Collection[str] = ()) -> Runner:

@@ -7,7 +7,7 @@ state alone; only then may it run on slices of flat buffers. That is not looked 
 of the graph must be pointwise or work on single numbers. Operators name no sizes, so that a graph traced on a matrix
 runs on a flat shard.
 
-Relies on ``torch.compiler._is_compiling_flag``, in torch 2.11 to 2.14, which optimizers ask for their branch-free form.
+Sets ``torch.compiler._is_compiling_flag``, which optimizers ask for their branch-free form.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from fsdp_compiled.optim.rule import RuleInput, StateTensor, inputs_of
 from fsdp_compiled.optim.rule_graph import drop_predicates, inline_constants, read_gradient_from_a_copy
 from fsdp_compiled.optim.scalars import Numbers, functions_of_tensors
 from fsdp_compiled.optim.twin import Refused, Untraceable, attributes_of, named_state, state_of, step_of, twin_of
+from fsdp_compiled.torch_private.names import there
 
 aten = torch.ops.aten
 WORDS = {"group": "its group entry", "optimizer": "its attribute", "state": "its state"}
@@ -291,9 +292,11 @@ def _quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def _compiling(on: bool) -> Iterator[None]:
     """Lets optimizers take their branch-free form, which they keep for compilers, on any device."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = on or before
+    before = torch.compiler.is_compiling()
+    if there("optimizers' traced form"):
+        torch.compiler._is_compiling_flag = on or before
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        if there("optimizers' traced form"):
+            torch.compiler._is_compiling_flag = before

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
+from fsdp_compiled.torch_private.names import there
+
 ON_PARAMETER = (
     "A program calls no hooks on parameters. To change a gradient, register a parametrization of the module "
     "(torch.nn.utils.parametrize) whose torch.autograd.Function does so in backward: that is traced. To look at "
@@ -33,7 +35,8 @@ def hook_on(parameter: torch.Tensor) -> str | None:
     """What registered a hook of autograd on this parameter; None where there is none."""
     if parameter._backward_hooks:
         return "register_hook"
-    return "register_post_accumulate_grad_hook" if parameter._post_accumulate_grad_hooks else None
+    after = parameter._post_accumulate_grad_hooks if there("hooks of parameters") else None
+    return "register_post_accumulate_grad_hook" if after else None
 
 
 def check_hooks(model: nn.Module, named: Iterable[tuple[str, nn.Parameter]]) -> None:

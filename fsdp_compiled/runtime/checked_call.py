@@ -17,6 +17,7 @@ from fsdp_compiled.capture.sync_batchnorm import check_norms
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.kernels.products import widening
 from fsdp_compiled.lower.fusions import check_names
+from fsdp_compiled.lower.inductor import lowered
 from fsdp_compiled.optim.rule import Rule, eager_rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
 from fsdp_compiled.optim.wrapped import check_own_step, check_step_hooks
@@ -94,7 +95,7 @@ def checked_call(
         owned = leaf.trainable and leaf.group in whole
         return replace(leaf, variant=variant, owned=owned) if variant or owned else leaf
 
-    return list(map(ruled, leaves)), rules, policy or Policy()
+    return list(map(ruled, leaves)), rules, lowered(policy or Policy())
 
 
 def device_refusal(policy: Policy, device: torch.device) -> ValueError | None:

@@ -1,15 +1,39 @@
-"""``torch._C``, in torch 2.11 to 2.13: switches of the process and the thread without a Python function of their own.
+"""``torch._C``, in torch 2.11 to 2.14: switches of the process and the thread without a Python function of their own.
 
 Relied on: what is asked of the caller's modes at every call, in the names that ``torch.backends``, ``torch.autocast``
-and ``torch.overrides`` are written in (`capture.ambient`); whether oneDNN is on; hooks for saved tensors; whether a
-node of backward will run; dispatch below autograd; keys that a dispatch leaves out; and a CUDA allocator's pools
-(`lower.cuda_device`).
+and ``torch.overrides`` are written in (`capture.ambient`); hooks for saved tensors; whether a node of backward will
+run; dispatch below autograd; and a CUDA allocator's pools (`lower.cuda_device`). Each is in the table of `names`.
 """
 
 from typing import Any
 
 import torch
 
-C: Any = torch._C
+from fsdp_compiled.torch_private.names import broken, find, has, there
 
-__all__ = ["C"]
+
+class _Names:
+    """``torch._C``, with a placeholder for what it does not have."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(torch._C, name) if has(f"torch._C.{name}") else find(f"torch._C.{name}")
+
+
+C: Any = _Names()
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that runs now reaches this node of autograd; False where nobody can tell."""
+    name = "torch._C._will_engine_execute_node"
+    if not there("backward by parts"):
+        return False
+    try:
+        return bool(find(name)(node))
+    except TypeError as error:
+        broken("backward by parts", name, error)
+        return False
+
+
+__all__ = ["C", "will_run"]

@@ -1,14 +1,28 @@
-"""What DTensors are made of without communication, in torch 2.11 to 2.13, as FSDP2 and torchrec make them; and the
+"""What DTensors are made of without communication, in torch 2.11 to 2.14, as FSDP2 and torchrec make them; and the
 operators that DTensor has handlers for, as ``torch.distributed.tensor.parallel.loss_parallel`` gives it some."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
-from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+from fsdp_compiled.torch_private.names import find, has
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+    from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+else:
+    DTensorSpec = find("torch.distributed.tensor._dtensor_spec.DTensorSpec")
+    TensorMeta = find("torch.distributed.tensor._dtensor_spec.TensorMeta")
+    LocalShardsWrapper = find("torch.distributed.tensor._shards_wrapper.LocalShardsWrapper")
+    StridedShard = find("torch.distributed.tensor.placement_types._StridedShard")
+
+
+DISPATCHER = "torch.distributed.tensor.DTensor._op_dispatcher"
+_dispatcher: Any = find(DISPATCHER)
+losses: Any = find("torch.distributed.tensor.parallel.loss")
 
 
 def handlers() -> dict[Any, Any]:
@@ -16,7 +30,7 @@ def handlers() -> dict[Any, Any]:
 
     In a version that has none, an empty one that nobody reads.
     """
-    return getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
+    return getattr(_dispatcher, "_custom_op_handlers", {}) if has(DISPATCHER) else {}
 
 
 def over_slices(locals_of: Iterable[tuple[torch.Tensor, DTensorSpec]]) -> Iterator[DTensor]:
@@ -35,4 +49,4 @@ def over_slices(locals_of: Iterable[tuple[torch.Tensor, DTensorSpec]]) -> Iterat
         yield made
 
 
-__all__ = ["DTensorSpec", "LocalShardsWrapper", "StridedShard", "TensorMeta", "handlers", "over_slices"]
+__all__ = ["DTensorSpec", "LocalShardsWrapper", "StridedShard", "TensorMeta", "handlers", "losses", "over_slices"]

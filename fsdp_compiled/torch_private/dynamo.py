@@ -1,114 +1,64 @@
-"""``torch._dynamo``, and the tracing context of ``torch._guards``: torch 2.11 to 2.13 have all of this in one form.
+"""``torch._dynamo``, and the tracing context of ``torch._guards``, in torch 2.11 to 2.14.
 
-Capturing relies on: the settings (``config``), the errors of what cannot be traced, the tracer itself with its record
-of mutated Python objects, the table of compiled code with its guards, who builds guards (``CheckFunctionManager``),
-times them (``guard_building.profile_guard_manager``), notes that two names are of one object and wraps modules
-(``variable_builder``), who makes the graph (``OutputGraph``), the source of a number that is read out of a tensor, the
-record of those that cannot stay unknown, and on ``variables.misc`` or ``variables.user_defined`` for the function that
-calls Python's random numbers, ``misc`` and ``variables.tensor`` for what texts, tensors and their storages answer.
-
-Repeated blocks rely on what stands for modules, tensors, numbers and tuples while Dynamo traces, on sources and guards.
+What each name is for, and what happens without it, is in the table of `names`. Where one is missing, a placeholder
+stands here; who uses it asks `names.uses` first.
 """
 
-from torch._dynamo import config, maybe_mark_dynamic
-from torch._dynamo import guards as guard_building
-from torch._dynamo.eval_frame import _debug_get_cache_entry_list as cache_entries
-from torch._dynamo.exc import (
-    BackendCompilerFailed,
-    TensorifyScalarRestartAnalysis,
-    TorchDynamoException,
-    Unsupported,
-    UserError,
-    UserErrorType,
-)
-from torch._dynamo.guards import CheckFunctionManager, GuardBuilder, GuardManager, install_guard, uninteresting_files
-from torch._dynamo.guards import _get_closure_vars as closure_vars
-from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.source import (
-    CallMethodItemSource,
-    ClosureSource,
-    DictGetItemSource,
-    GetItemSource,
-    LocalSource,
-    NNModuleSource,
-    is_from_global_source,
-)
-from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase, TensorifyState
-from torch._dynamo.variables import (
-    ConstantVariable,
-    ConstDictVariable,
-    LazyVariableTracker,
-    ListVariable,
-    TensorVariable,
-    TupleVariable,
-    UserDefinedObjectVariable,
-    misc,
-    user_defined,
-)
-from torch._dynamo.variables import builder as variable_builder
-from torch._dynamo.variables import tensor as tensor_variables
-from torch._dynamo.variables.base import (
-    AttributeMutationExisting,
-    AttributeMutationNew,
-    ValueMutationExisting,
-    ValueMutationNew,
-)
-from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.functions import UserFunctionVariable
-from torch._dynamo.variables.lists import CommonListMethodsVariable
-from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
-from torch._guards import ChainedSource, Guard, Source, TracingContext, tracing
+from __future__ import annotations
 
-__all__ = [
-    "AttributeMutationExisting",
-    "AttributeMutationNew",
-    "BackendCompilerFailed",
-    "CallMethodItemSource",
-    "ChainedSource",
-    "CheckFunctionManager",
-    "ClosureSource",
-    "CommonListMethodsVariable",
-    "ConstDictVariable",
-    "ConstantVariable",
-    "DictGetItemSource",
-    "GetItemSource",
-    "Guard",
-    "GuardBuilder",
-    "GuardManager",
-    "InstructionTranslator",
-    "InstructionTranslatorBase",
-    "LazyVariableTracker",
-    "ListVariable",
-    "LocalSource",
-    "NNModuleSource",
-    "OutputGraph",
-    "Source",
-    "TensorVariable",
-    "TensorifyScalarRestartAnalysis",
-    "TensorifyState",
-    "TorchDynamoException",
-    "TracingContext",
-    "TupleVariable",
-    "UnspecializedNNModuleVariable",
-    "Unsupported",
-    "UserDefinedObjectVariable",
-    "UserError",
-    "UserErrorType",
-    "UserFunctionVariable",
-    "ValueMutationExisting",
-    "ValueMutationNew",
-    "cache_entries",
-    "closure_vars",
-    "config",
-    "guard_building",
-    "install_guard",
-    "is_from_global_source",
-    "maybe_mark_dynamic",
-    "misc",
-    "tensor_variables",
-    "tracing",
-    "uninteresting_files",
-    "user_defined",
-    "variable_builder",
-    "wrap_fx_proxy",
-]
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from fsdp_compiled.torch_private.names import find
+
+D, V = "torch._dynamo", "torch._dynamo.variables"
+if TYPE_CHECKING:
+    from torch._dynamo.variables import LazyVariableTracker as LazyVariableTracker
+    from torch._guards import Guard as Guard
+    from torch._guards import Source as Source
+else:
+    Guard, Source = find("torch._guards.Guard"), find("torch._guards.Source")
+    LazyVariableTracker = find(f"{V}.LazyVariableTracker")
+
+config: Any = find(f"{D}.config")
+cache_entries = find(f"{D}.eval_frame._debug_get_cache_entry_list")
+BackendCompilerFailed = find(f"{D}.exc.BackendCompilerFailed")
+TensorifyScalarRestartAnalysis = find(f"{D}.exc.TensorifyScalarRestartAnalysis")
+TorchDynamoException = find(f"{D}.exc.TorchDynamoException")
+Unsupported, UserError = find(f"{D}.exc.Unsupported"), find(f"{D}.exc.UserError")
+UserErrorType = find(f"{D}.exc.UserErrorType")
+CheckFunctionManager = find(f"{D}.guards.CheckFunctionManager")
+GuardBuilder, GuardManager = find(f"{D}.guards.GuardBuilder"), find(f"{D}.guards.GuardManager")
+install_guard = find(f"{D}.guards.install_guard")
+uninteresting_files = find(f"{D}.guards.uninteresting_files")
+CallMethodItemSource = find(f"{D}.source.CallMethodItemSource")
+ClosureSource, GetItemSource = find(f"{D}.source.ClosureSource"), find(f"{D}.source.GetItemSource")
+DictGetItemSource, LocalSource = find(f"{D}.source.DictGetItemSource"), find(f"{D}.source.LocalSource")
+NNModuleSource = find(f"{D}.source.NNModuleSource")
+is_from_global_source = find(f"{D}.source.is_from_global_source")
+InstructionTranslator = find(f"{D}.symbolic_convert.InstructionTranslator")
+InstructionTranslatorBase = find(f"{D}.symbolic_convert.InstructionTranslatorBase")
+TensorifyState = find(f"{D}.symbolic_convert.TensorifyState")
+ConstantVariable, ConstDictVariable = find(f"{V}.ConstantVariable"), find(f"{V}.ConstDictVariable")
+ListVariable, TensorVariable = find(f"{V}.ListVariable"), find(f"{V}.TensorVariable")
+TupleVariable = find(f"{V}.TupleVariable")
+UserDefinedObjectVariable = find(f"{V}.UserDefinedObjectVariable")
+AttributeMutationExisting = find(f"{V}.base.AttributeMutationExisting")
+AttributeMutationNew = find(f"{V}.base.AttributeMutationNew")
+ValueMutationExisting = find(f"{V}.base.ValueMutationExisting")
+ValueMutationNew = find(f"{V}.base.ValueMutationNew")
+VariableBuilder = find(f"{V}.builder.VariableBuilder")
+wrap_fx_proxy = find(f"{V}.builder.wrap_fx_proxy")
+UserFunctionVariable = find(f"{V}.functions.UserFunctionVariable")
+CommonListMethodsVariable = find(f"{V}.lists.CommonListMethodsVariable")
+UnspecializedNNModuleVariable = find(f"{V}.nn_module.UnspecializedNNModuleVariable")
+ChainedSource = find("torch._guards.ChainedSource")
+TracingContext, tracing = find("torch._guards.TracingContext"), find("torch._guards.tracing")
+_closure_vars: Callable[[], dict[str, Any]] = find(f"{D}.guards._get_closure_vars")
+
+
+def closure_vars() -> dict[str, Any]:
+    """What the texts of guards call."""
+    from fsdp_compiled.torch_private.names import uses
+
+    return _closure_vars() if uses("names in guards") else {}

@@ -1,28 +1,12 @@
 """``torch._functorch``: AOTAutograd, its settings, and what it says of each input and output of a joint graph.
 
-The descriptors are there since torch 2.9, and are the same in 2.11 to 2.13.
+The descriptors are there since torch 2.9, and are the same in 2.11 to 2.14. Each name is in the table of `names`.
 """
 
-from torch._functorch import config
-from torch._functorch._aot_autograd.descriptors import (
-    BackwardTokenAOTInput,
-    BackwardTokenAOTOutput,
-    ForwardTokenAOTInput,
-    ForwardTokenAOTOutput,
-    GradAOTOutput,
-    InputMutationAOTOutput,
-    PlainAOTOutput,
-)
-from torch._functorch.aot_autograd import aot_module_simplified
+from typing import Any
 
-__all__ = [
-    "BackwardTokenAOTInput",
-    "BackwardTokenAOTOutput",
-    "ForwardTokenAOTInput",
-    "ForwardTokenAOTOutput",
-    "GradAOTOutput",
-    "InputMutationAOTOutput",
-    "PlainAOTOutput",
-    "aot_module_simplified",
-    "config",
-]
+from fsdp_compiled.torch_private.names import find
+
+aot_module_simplified = find("torch._functorch.aot_autograd.aot_module_simplified")
+config: Any = find("torch._functorch.config")
+descriptors: Any = find("torch._functorch._aot_autograd.descriptors")

@@ -1,37 +1,36 @@
-"""``torch._inductor``, in torch 2.11 to 2.13: what compiles a piece, what it gives, and where that is kept.
+"""``torch._inductor``, in torch 2.11 to 2.14: what compiles a piece, what it gives, and where that is kept.
 
 Relied on: the settings, `standalone_compile` and its artifacts (one of which, `CompiledFxGraph`, holds the generated
 code), the cache folder, the key of PyTorch's own sources and of custom passes, and what asks for the processor's
-vector instructions, and compiles C++ code and its headers.
+vector instructions, and compiles C++ code and its headers. Each name is in the table of `names`; where one is missing,
+programs run under the eager lowering.
 """
 
-import torch._inductor
-from torch._inductor import codecache, config
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import CacheBase, cache_dir, torch_key
-from torch._inductor.codegen.common import custom_backend_passes
-from torch._inductor.cpu_vec_isa import VecAVX2, VecAVX512, VecISA, pick_vec_isa
-from torch._inductor.cpu_vec_isa import _get_isa_dry_compile_fingerprint as isa_fingerprint
-from torch._inductor.output_code import CompiledFxGraph
-from torch._inductor.standalone_compile import CacheCompiledArtifact, CompiledArtifact
+from __future__ import annotations
 
-compile_alone = torch._inductor.standalone_compile  # whose name a module of the same name takes
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "AsyncCompile",
-    "CacheBase",
-    "CacheCompiledArtifact",
-    "CompiledArtifact",
-    "CompiledFxGraph",
-    "VecAVX2",
-    "VecAVX512",
-    "VecISA",
-    "cache_dir",
-    "codecache",
-    "compile_alone",
-    "config",
-    "custom_backend_passes",
-    "isa_fingerprint",
-    "pick_vec_isa",
-    "torch_key",
-]
+from fsdp_compiled.torch_private.names import find
+
+I = "torch._inductor"  # noqa: E741
+if TYPE_CHECKING:
+    from torch._inductor.cpu_vec_isa import VecISA as VecISA
+    from torch._inductor.output_code import CompiledFxGraph as CompiledFxGraph
+    from torch._inductor.standalone_compile import CompiledArtifact as CompiledArtifact
+else:
+    CompiledArtifact = find(f"{I}.standalone_compile.CompiledArtifact")
+    CompiledFxGraph = find(f"{I}.output_code.CompiledFxGraph")
+    VecISA = find(f"{I}.cpu_vec_isa.VecISA")
+
+compile_alone = find(f"{I}.standalone_compile")  # the function, whose name a module of the same name takes
+AsyncCompile = find(f"{I}.async_compile.AsyncCompile")
+CacheBase = find(f"{I}.codecache.CacheBase")
+CacheCompiledArtifact = find(f"{I}.standalone_compile.CacheCompiledArtifact")
+VecAVX2, VecAVX512 = find(f"{I}.cpu_vec_isa.VecAVX2"), find(f"{I}.cpu_vec_isa.VecAVX512")
+cache_dir = find(f"{I}.codecache.cache_dir")
+codecache: Any = find(f"{I}.codecache")
+config: Any = find(f"{I}.config")
+custom_backend_passes = find(f"{I}.codegen.common.custom_backend_passes")
+isa_fingerprint = find(f"{I}.cpu_vec_isa._get_isa_dry_compile_fingerprint")
+pick_vec_isa = find(f"{I}.cpu_vec_isa.pick_vec_isa")
+torch_key = find(f"{I}.codecache.torch_key")

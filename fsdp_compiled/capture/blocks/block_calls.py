@@ -17,7 +17,6 @@ from torch.autograd import forward_ad
 from torch.fx.traceback import get_current_meta
 
 from fsdp_compiled.capture.blocks.changes import Changed, Objects
-from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
     ChainedSource,
     ConstantVariable,
@@ -31,6 +30,7 @@ from fsdp_compiled.torch_private.dynamo import (
     closure_vars,
     uninteresting_files,
 )
+from fsdp_compiled.torch_private.modes import transform
 
 PLAIN = (FakeTensor, torch.Tensor, nn.Parameter)
 INT = {int}
@@ -62,7 +62,7 @@ class BlockCall:
         self._scope = {"L": tx.output.local_scope, "G": tx.output.global_scope}
         if self.source is None or tx.output.current_tracer.parent is not None:
             raise Unlike("it is inside of a region of its own")
-        if C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        if transform() is not None or forward_ad._current_level >= 0:
             raise Unlike("it is called inside of a derivative")
         if self._found() is not self.module:
             raise Unlike("it is not where it was found")

@@ -16,7 +16,7 @@ modules and lines they came from, and those guards of this block that are kept, 
 Dynamo has built these, their texts are compared with the walked block's.
 
 Reaches into Dynamo, of torch 2.11 to 2.14; `RepeatError`, and any other failure in here, is answered by
-tracing again without (`dynamo.capture`).
+tracing again without (`dynamo.trace_whole`).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from fsdp_compiled.torch_private.dynamo import (
     NNModuleSource,
     Source,
     UnspecializedNNModuleVariable,
+    VariableBuilder,
     config,
-    variable_builder,
 )
 
 log = logging.getLogger("fsdp_compiled")
@@ -125,7 +125,7 @@ class Repeats:
             made = extended(method, variable, tx, name, args, FEWEST) if threading.get_ident() == thread else None
             return method(variable, tx, name, args, kwargs) if made is None else made
 
-        wrap = variable_builder.VariableBuilder.wrap_module
+        wrap = VariableBuilder.wrap_module
 
         def wrap_module(builder: Any, value: nn.Module) -> Any:
             unseen = self._unseen.pop(id(value), None) if threading.get_ident() == thread else None
@@ -148,7 +148,7 @@ class Repeats:
             (kind, "call_function", call_function),
             (kind, "call_method", call_method),
             (InstructionTranslatorBase, "call_function", call_unseen),
-            (variable_builder.VariableBuilder, "wrap_module", wrap_module),
+            (VariableBuilder, "wrap_module", wrap_module),
             (CheckFunctionManager, "build_guards", build_guards),
         ]
         with contextlib.ExitStack() as stack:

@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.distributed import gloo_pairs
-from fsdp_compiled.torch_private.core import C
 
 # By operator: which of its arguments holds the whole buffers, and how often a ring sends (W - 1) / W of them.
 RING: Mapping[str, tuple[int, int]] = {
@@ -49,7 +49,7 @@ RING: Mapping[str, tuple[int, int]] = {
     "allreduce_": (0, 2),
     "allreduce_coalesced_": (0, 2),
 }
-BEFORE = C.DispatchKey.ADInplaceOrView  # where operators pass on their way to a device's kernel
+BEFORE = DispatchKey.ADInplaceOrView  # where operators pass on their way to a device's kernel
 KEPT = 4096  # transfers whose Python side is kept alive, because C++ may wait for one again
 
 
@@ -190,7 +190,7 @@ def _wrap(name: str, network: Network, exempt: str | None) -> Callable[..., Any]
 
     @torch.compiler.disable
     def slow(*arguments: Any, **named: Any) -> Any:
-        with C._ExcludeDispatchKeyGuard(C.DispatchKeySet(BEFORE)):
+        with _ExcludeDispatchKeyGuard(DispatchKeySet(BEFORE)):
             result = operator(*arguments, **named)
         group = dist.ProcessGroup.unbox(next(value for value in arguments if isinstance(value, torch.ScriptObject)))
         if group.group_name == exempt:

@@ -138,7 +138,18 @@ def graph(device: torch.device) -> str:
     return f"{graphed.replays} launches, {said} as without"
 
 
+def private_names(_device: torch.device) -> str:
+    """Which of PyTorch's private names are there, and which way models are captured here."""
+    from fsdp_compiled.capture.plain_way import trial
+    from fsdp_compiled.torch_private.names import NAMES, TABLE, missing, plain
+
+    gone = [f"{use} is left out (no {missing(use)[0]})" for use in TABLE if missing(use)]
+    way = "the plain way" if plain() else f"the plain way, since {why}" if (why := trial()) else "the fast way"
+    return "; ".join([f"models are captured {way}, with {len(NAMES)} names of PyTorch", *gone])
+
+
 ALONE = (
+    Test("private names of PyTorch", private_names),
     *map(kernel, KERNELS),
     lowering("eager"),
     lowering("inductor"),

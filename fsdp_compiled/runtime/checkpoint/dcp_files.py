@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,7 +27,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from fsdp_compiled.torch_private.names import find
+
 NAME = ".metadata"
+StorageInfo = find("torch.distributed.checkpoint.filesystem._StorageInfo")
 FILE = 4 << 30  # bytes: a file is closed when it has as many
 ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
@@ -136,7 +138,7 @@ def write(folder: Path, items: Iterable[tuple[tuple[str, ...], Any]]) -> None:
             else:
                 described[key] = BytesStorageMetadata()
                 index = MetadataIndex(key)
-            places[index] = _StorageInfo(name, start, file.tell() - start)
+            places[index] = StorageInfo(name, start, file.tell() - start)
     finally:
         if file is not None:
             _close(file)

@@ -29,7 +29,7 @@ from fsdp_compiled.runtime.loop.module_state import ModuleState
 from fsdp_compiled.runtime.loop.parameter_group import Entry, FlatShard
 from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.failed_calls import SAME_BATCHES
-from fsdp_compiled.torch_private.core import C
+from fsdp_compiled.torch_private.core import will_run
 
 
 def run_program(run: Callable[[], Sequence[torch.Tensor]], calls: Calls) -> Sequence[torch.Tensor]:
@@ -241,7 +241,7 @@ class _Function(torch.autograd.Function):
         tangents.clear()
         # A plain backward() reaches the token. One that asks for some gradients alone, as torch.autograd.grad does, is
         # answered by autograd, and so are hooks.
-        everything = C._will_engine_execute_node(ctx.next_functions[0][0])
+        everything = will_run(ctx.next_functions[0][0])
         with outside_modes(watched=True):
             found, others = run.backward(kept, reached, everything)
         gradients: list[torch.Tensor | None] = [None] * run.count

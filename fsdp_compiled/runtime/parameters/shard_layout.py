@@ -52,7 +52,7 @@ class Layout:
             if (layout := own()) is not None:
                 layout.gradients_left = True
 
-        self.hooks = {0: left}  # of all parameters: what autograd calls when it has added to a gradient
+        self.noticed = left  # what autograd calls when it has added to the gradient of a parameter
 
     @cached_property
     def whole(self) -> bool:

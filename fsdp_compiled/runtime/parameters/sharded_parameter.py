@@ -22,7 +22,6 @@ from torch import nn
 from fsdp_compiled.runtime.autograd_hooks import ON_PARAMETER
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.runtime.parameters.sharded_tensor import READ, ShardedTensor, Values, refusing, sharded
-from fsdp_compiled.torch_private.parameters import add_hooks, parameter_of, swap_plain
 
 WRITE = "Write into it in place, parameter.copy_(...) under torch.no_grad()."
 SWAP = "Call torch.__future__.set_swap_module_params_on_conversion(False) first: then values are copied into it."
@@ -117,7 +116,7 @@ def replace(parameter: nn.Parameter, place: ShardPlace) -> nn.Parameter:
     shard = place.layout.shards[place.buffer.key]
     made: Any
     if place.layout.whole:
-        made = parameter_of(WholeParameter, place.leaf.at(shard, place.first), parameter.requires_grad)
+        made = nn.Parameter.__new__(WholeParameter, place.leaf.at(shard, place.first), parameter.requires_grad)
         found = _swapped(parameter, made, notes)
         _register(found, place)
         return found
@@ -135,14 +134,14 @@ def _register(parameter: nn.Parameter, place: ShardPlace) -> None:
     layout = place.layout
     layout.references[place.name] = weakref.ref(parameter)
     if parameter.is_floating_point():
-        add_hooks(parameter, layout.hooks)
+        wanted = parameter.requires_grad
+        torch.Tensor.requires_grad_(parameter)  # which a hook asks for
+        torch.Tensor.register_post_accumulate_grad_hook(parameter, layout.noticed)
+        torch.Tensor.requires_grad_(parameter, wanted)
 
 
 def _swapped(parameter: nn.Parameter, made: Any, notes: Mapping[str, Any]) -> nn.Parameter:
     """What was made, in the very object; it has what the user noted there, and these notes."""
-    if swap_plain(parameter, made):
-        parameter.__dict__.update(notes)
-        return parameter
     made.__dict__.update(parameter.__dict__, **notes)
     try:
         torch.utils.swap_tensors(parameter, made)

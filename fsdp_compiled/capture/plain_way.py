@@ -1,0 +1,206 @@
+"""Which way a model is captured: the fast one, or the plain one, which replaces no function of PyTorch.
+
+The fast way stands on private names (`torch_private.names`), each of which may be something else in another build of
+PyTorch. So it is tried first, on a model of three equal blocks, against the plain way: once for each PyTorch and
+version of this package, since the answer is kept on disk. And where a capture ends in an error that is nobody's
+refusal, the plain way is tried before the model is blamed for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fsdp_compiled.capture import disk_cache
+from fsdp_compiled.capture.ambient import Ambient, outside_modes
+from fsdp_compiled.capture.aot import CaptureError
+from fsdp_compiled.capture.cache_key import versions
+from fsdp_compiled.capture.captured import Capture, Tensors
+from fsdp_compiled.capture.dynamo import trace_whole
+from fsdp_compiled.capture.source_lines import OURS
+from fsdp_compiled.capture.tensor_parallel import Parts
+from fsdp_compiled.ir.nodes import fake_tensor
+from fsdp_compiled.torch_private.names import (
+    TABLE,
+    UnsupportedTorch,
+    find,
+    has,
+    plain,
+    plainly,
+    stay_plain,
+    unsupported,
+)
+
+log = logging.getLogger("fsdp_compiled")
+# Errors that may be ours, or of a name of PyTorch's that is not what it was.
+INTERNAL = (
+    AttributeError, TypeError, LookupError, NameError, AssertionError, ImportError, NotImplementedError,
+    UnsupportedTorch,
+)  # fmt: skip
+
+
+def capture(
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    tensors: Tensors,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    gradient: bool,
+    results: bool = False,
+    ambient: Ambient | None = None,
+    parts: Parts | None = None,
+) -> Capture:
+    """`dynamo.trace_whole`, which says what is given, the fast way or the plain one.
+
+    Raises `CaptureError` with the user's line and the cure; `UnsupportedTorch` where this PyTorch captures no model.
+    """
+    trace = functools.partial(
+        trace_whole, model, loss, tensors, args, kwargs, gradient=gradient, results=results, ambient=ambient,
+        parts=parts,
+    )  # fmt: skip
+    if not plain() and (why := trial()):
+        stay_plain(why)
+    try:
+        return trace()
+    except Exception as error:
+        if not _is_internal(error):
+            raise
+        if not plain():
+            with plainly():
+                try:
+                    made = trace()
+                except Exception:
+                    _blame(error)
+                    raise error from None
+            log.warning(
+                "%s was captured the plain way: the fast way ended in %s. Please report it.",
+                type(model).__name__, _text(error),
+            )  # fmt: skip
+            return made
+        _blame(error)
+        raise
+
+
+def _root(error: BaseException) -> BaseException:
+    """The error that the others were raised for."""
+    while (before := error.__cause__ or getattr(error, "inner_exception", None)) is not None:
+        error = before
+    return error
+
+
+def _text(error: BaseException) -> str:
+    root = _root(error)
+    return f"{type(root).__name__}: {str(root).partition(chr(10))[0]}"
+
+
+def _is_internal(error: Exception) -> bool:
+    """Whether it may be an error of ours, or of PyTorch's names: no refusal, and raised by our code or just below."""
+    root = _root(error)
+    if isinstance(root, UnsupportedTorch):
+        return True
+    if isinstance(root, CaptureError) or not isinstance(root, INTERNAL):
+        return False
+    files, entry = [], root.__traceback__
+    while entry is not None:
+        files.append(entry.tb_frame.f_code.co_filename)
+        entry = entry.tb_next
+    ours = [place for place, file in enumerate(files) if file.startswith(OURS)]
+    return bool(ours) and ours[-1] >= len(files) - 4
+
+
+def _blame(error: Exception) -> None:
+    """Raises `UnsupportedTorch` if not even a model that is known to work can be captured the plain way."""
+    try:
+        with plainly():
+            _try()
+    except Exception as again:
+        raise unsupported(f"a model of three layers cannot be captured ({_text(again)})") from error
+
+
+@functools.cache
+def trial() -> str:
+    """Why the fast way is not to be trusted here; empty where it gives what the plain way gives. Kept on disk."""
+    folder = disk_cache.folder()
+    place = None if folder is None else folder / "ways" / _key()
+    if place is not None and (known := disk_cache.read(place, bytes.decode)) is not None:
+        return known
+    try:
+        with plainly():
+            wanted = _try()
+    except Exception as error:
+        raise unsupported(f"a model of three layers cannot be captured ({_text(error)})") from error
+    try:
+        why = "" if _try() == wanted else "on a small model the fast way gives another program"
+    except Exception as error:
+        why = f"on a small model the fast way ends in {_text(error)}"
+    if place is not None:
+        disk_cache.write(place, why.encode())
+    return why
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+        self.rate = 0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1)
+        return x + nn.functional.dropout(self.linear(self.norm(x)).tanh(), self.rate, self.training) * self.seen
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def _try() -> str:
+    """The program of a small model, as text."""
+    with outside_modes(), torch.device("meta"):
+        model = _Model()
+    mode = FakeTensorMode()
+
+    def fake(value: torch.Tensor) -> torch.Tensor:
+        made = fake_tensor(mode, tuple(value.shape), value.stride(), value.dtype, torch.device("cpu"))
+        made._is_param = isinstance(value, nn.Parameter)  # type: ignore[attr-defined]
+        return made.requires_grad_(value.requires_grad)
+
+    parameters = {name: fake(value) for name, value in model.named_parameters()}
+    buffers = {name: fake(value) for name, value in model.named_buffers()}
+    batch = fake_tensor(mode, (2, 4), (4, 1), torch.float32, torch.device("cpu"))
+    return trace_whole(model, None, Tensors(parameters, buffers), (batch,), {}, gradient=True).program.text()
+
+
+def _key() -> str:
+    """Another one where a function or class of the table is another one."""
+    found = hashlib.sha256(repr(sorted(versions().items())).encode())
+    for use in TABLE.values():
+        for name in use.names:
+            found.update(f"{name} {_code(find(name)) if has(name) else None}\n".encode())
+    return found.hexdigest()
+
+
+def _code(thing: Any) -> Any:
+    """What a function does, or what the functions of a class do; the type of anything else."""
+    thing = getattr(thing, "__func__", thing)
+    if isinstance(code := getattr(thing, "__code__", None), CodeType):
+        return code.co_code, code.co_varnames, code.co_names, str(code.co_consts).split(" at 0x")[0]
+    if isinstance(thing, type):
+        return [(name, _code(value)) for name, value in sorted(vars(thing).items()) if hasattr(value, "__code__")]
+    return type(thing).__qualname__

@@ -1,0 +1,132 @@
+"""Steps of a small model where names of PyTorch's are gone, or not what they were: ``private_names.py USE HOW``.
+
+Each in a fork of this process, which has imported nothing of the package but the table. A line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compiled.torch_private import names
+from tests.chosen import examples
+
+FEW = 6
+HOW = ("gone", "other signature", "other result")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)]
+    return nn.Sequential(*blocks, nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def loss(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return net(x).square().mean()
+
+
+def losses() -> list[float]:
+    """Of three steps under either face."""
+    from fsdp_compiled import Policy, compile_sharded, fully_shard
+
+    x, net = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), model()
+    updates = torch.optim.AdamW(net.parameters(), lr=0.01)
+    sharded = compile_sharded(net, updates, loss=loss, policy=Policy(lower="eager", clip=1.0))
+    found = [float(sharded.step(x)) for _ in range(3)]
+    net = model()
+    for block in net:
+        fully_shard(block)
+    fully_shard(net)
+    updates = torch.optim.AdamW(net.parameters(), lr=0.01)
+    for _ in range(3):
+        value = loss(net, x)
+        value.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        updates.step()
+        updates.zero_grad()
+        found.append(value.item())
+    return found
+
+
+def eager() -> list[float]:
+    x, net = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), model()
+    updates, found = torch.optim.AdamW(net.parameters(), lr=0.01), []
+    for _ in range(3):
+        value = loss(net, x)
+        value.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        updates.step()
+        updates.zero_grad()
+        found.append(value.item())
+    return found * 2
+
+
+def _other_signature(*, _asked_for: Any) -> None:
+    raise AssertionError("nobody can have called this")
+
+
+def take(name: str, how: str) -> None:
+    """Makes a name something else to the package; PyTorch itself goes on with what it has."""
+    if how == "gone":
+        names.ABSENT.update((name, *name.rstrip("?").split("|")))
+    else:
+        names._found[name] = _other_signature if how == "other signature" else lambda *_, **__: None
+
+
+def called(name: str) -> bool:
+    return inspect.isroutine(found := names.find(name)) and not inspect.isclass(found)
+
+
+def told(name: str, how: str) -> dict[str, Any]:
+    if name:
+        take(name, how)
+    logged: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            logged.append(record.getMessage())
+
+    logging.getLogger("fsdp_compiled").addHandler(Lines())
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+    try:
+        return {"losses": losses() if name else eager(), "logged": logged}
+    except Exception as error:
+        return {"error": type(error).__name__, "text": str(error), "logged": logged}
+
+
+def asked(use: str) -> tuple[str, ...]:
+    """The names of this use; of many, some, if not all tests are run."""
+    every = names.TABLE[use].names
+    return every[:: 1 if names.TABLE[use].kind == "core" else examples(-(-len(every) // FEW), 1)]
+
+
+def main(use: str, how: str) -> None:
+    warnings.simplefilter("ignore")
+    for row in names.TABLE.values():  # imports what all of them need once
+        list(map(names.has, row.names))
+    cases = ["", *(name for name in asked(use) if how == "gone" or called(name))]
+    names._found.clear()
+    for name in cases:
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            with os.fdopen(write, "w") as out:
+                out.write(json.dumps({"name": name, "how": how, **told(name, how)}))
+            os._exit(0)
+        os.close(write)
+        with os.fdopen(read) as found:
+            print(found.read(), flush=True)
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
