@@ -10,12 +10,13 @@ thread reads it meanwhile (`watchdog`).
 from __future__ import annotations
 
 import atexit
+import hashlib
 import logging
 import sys
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -80,11 +81,33 @@ class Calls:
         if self.mesh.world == 1:
             self.closed = None
 
-    def post(self, label: str, wire: str = MEETS) -> None:
-        """This rank's next call, which goes on with this wire, or first meets the others."""
+    def post(self, label: str, wire: str = MEETS, missed: Sequence[str] = ()) -> None:
+        """This rank's next call, which goes on with this wire, or first meets the others. ``missed``: see `reached`."""
         self.check_open()
         self._made[0] += 1
-        self._put(Posted(self.count, wire, label, self.hypers))
+        self._put(Posted(self.count, wire, label, self.hypers, _digest(missed)))
+
+    def reached(self, missed: Sequence[str]) -> None:
+        """Raises `RankError` on all ranks where a backward left these parameters without a gradient here, and others on
+        another rank; after it ran.
+
+        A rank asks the next one, and only if it missed something: somebody asks, wherever two differ.
+        """
+        if self.board is None or not missed:
+            return
+        other = (self.mesh.rank + 1) % self.mesh.world
+        posted = self._wait_for(self.board, other)
+        if posted.number == self.count and posted.missed != _digest(missed):
+            more = f" (and {len(missed) - 1} more)" if len(missed) > 1 else ""
+            message = (
+                f"Its batch reached no {missed[0]}{more}, and that of rank {other} reached other parameters: some "
+                "ranks would update what others do not. Call model.set_reduce_scatter_unused_params(True): then what a "
+                "rank does not reach has a gradient of zeros there, and of the mean everywhere; or use all parameters "
+                "in each batch, times zero."
+            )
+            self.abandon(message)
+            assert self.closed is not None
+            raise RankError(self.closed)
 
     def _put(self, call: Posted) -> None:
         """On the board, as what this rank does now."""
@@ -260,11 +283,11 @@ class Calls:
             posted = board.read(rank, self.count)
             if posted.number >= self.count and not (decided and posted.label.startswith(UNDECIDED)):
                 return posted
-            if (ended := board.ended(rank)) is not None and ended < self.count:
-                return Posted(self.count, MEETS, f"gone after {times(ended)}")
             if (message := board.error()) is not None:  # from a call before this one, which that rank will not survive
                 self.leave(message)
                 raise RankError(message)
+            if (ended := board.ended(rank)) is not None and ended < self.count:
+                return Posted(self.count, MEETS, f"gone after {times(ended)}")
             if time.monotonic() > until:
                 return Posted(self.count, MEETS, f"{ABSENT} after {times(board.newest(rank))}")
             time.sleep(0.005)
@@ -303,6 +326,10 @@ class Calls:
         close()  # which waits for what a GPU still does
         if self.watchdog is not None:
             self.watchdog.end()
+
+
+def _digest(names: Sequence[str]) -> str:
+    return hashlib.sha256(repr(sorted(names)).encode()).hexdigest()[:8] if names else ""
 
 
 def _finish(board: Board, made: list[int], watchdog: Watchdog | None = None) -> None:

@@ -1,7 +1,7 @@
 """The board: what each rank calls, on the store that all ranks can read without a collective.
 
-    rank 0: 7|5c1d09aa|d2|step (float32[2, 4])         the number of its call, its wire, its rates, its label
-    rank 1: 7|77e0b3f2|d2|forward (float32[2, 4])      the same number: so these two meet, and have different labels
+    rank 0: 7|5c1d09aa|d2||step (float32[2, 4])        the number of its call, its wire, its rates, its label
+    rank 1: 7|77e0b3f2|d2||forward (float32[2, 4])     the same number: so these two meet, and have different labels
 
 The *label* says what a rank calls with which shapes. The *wire* stands for the collectives that the call makes, in
 order; it is `SILENT` for a call that makes none, and `MEETS` for one that first meets the others. Calls with other
@@ -73,12 +73,13 @@ def asking() -> Iterator[None]:
 
 
 class Posted(NamedTuple):
-    """One call of a rank."""
+    """One call of a rank. ``missed``: of a backward, stands for the parameters that it leaves without a gradient."""
 
     number: int
     wire: str
     label: str
     hypers: str = ""
+    missed: str = ""
 
     @property
     def communicates(self) -> bool:
@@ -95,22 +96,26 @@ class Board:
         self.store, self.rank, self.world = store, rank, world
 
     def post(self, call: Posted) -> None:
-        self.set(f"{self.rank}/{call.number % self.SLOTS}", f"{call.number}|{call.wire}|{call.hypers}|{call.label}")
+        said = (str(call.number), call.wire, call.hypers, call.missed, call.label)
+        self.set(f"{self.rank}/{call.number % self.SLOTS}", "|".join(said))
 
     def read(self, rank: int, number: int) -> Posted:
         """What stands in this call's slot; its number may be another, and is 0 where nothing stands there."""
         text = self.get(f"{rank}/{number % self.SLOTS}")
         if text is None:
             return Posted(0, MEETS, "")
-        found, wire, hypers, label = text.split("|", 3)
-        return Posted(int(found), wire, label, hypers)
+        found, wire, hypers, missed, label = text.split("|", 4)
+        return Posted(int(found), wire, label, hypers, missed)
 
     def parting(self, made: int) -> str | None:
         """The first of the last calls in which ranks called other programs, or with other rates; None if none did."""
         ranks = range(self.world) if self.world <= self.SLOTS else sorted({0, self.rank, (self.rank + 1) % self.world})
         for number in range(max(1, made - self.SLOTS + 1), made + 1):
             posted = [self.read(rank, number) for rank in ranks]
-            if any(call.number != number for call in posted) or len({call[1:] for call in posted}) == 1:
+            if (
+                any(call.number != number for call in posted)
+                or len({(call.wire, call.label, call.hypers) for call in posted}) == 1
+            ):
                 continue
             hypers = len({call.hypers for call in posted}) > 1
             calls = [f"{call.label}{f', rates {call.hypers[:8]}' if hypers else ''}" for call in posted]

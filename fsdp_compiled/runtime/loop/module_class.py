@@ -160,6 +160,13 @@ class FSDPModule(TorchFSDPModule):
         """Whether this module's gradients are summed on the wire, and divided after it."""
         _divide(_state(self).group, replace(_state(self).group.division, sums=bool(enable)))
 
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters that forward gathers and backward does not reach get a gradient of zeros, which counts in
+        the mean over ranks: batches of different ranks may then reach different ones of a module. Without, that is a
+        `RankError` on all ranks."""
+        for state in _states(self, recurse):
+            state.group.pads = bool(reduce_scatter_unused_params)
+
     def reset_iter_state(self) -> None:
         """Drops gradients that were held back; a forward that failed leaves nothing else."""
         for state in states_in(self):
@@ -172,9 +179,6 @@ class FSDPModule(TorchFSDPModule):
     )
     set_all_reduce_hook = _refusing(
         "set_all_reduce_hook", "Change gradients after backward, in parameter.grad, or with parameter.register_hook."
-    )
-    set_reduce_scatter_unused_params = _refusing(
-        "set_reduce_scatter_unused_params", "Leave it out: ranks run one program, with one set of gradients."
     )
 
     def _get_fsdp_state(self) -> Any:

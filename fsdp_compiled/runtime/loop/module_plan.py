@@ -7,7 +7,7 @@ them. It holds as long as the parameters are these ones and the same of them are
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -79,6 +79,8 @@ class Made:
     gathers: str
     trained: str
     random: LoopRandom | None  # where there is a tp axis
+    # By what a backward reduces and which parameters it reaches, those that it misses.
+    missed: dict[tuple[tuple[str, ...], Collection[str]], list[tuple[FlatShard, Entry]]] = field(default_factory=dict)
 
     def drawing(self, compiled: Compiled) -> AbstractContextManager[None]:
         """Around the run of a program that draws random numbers."""

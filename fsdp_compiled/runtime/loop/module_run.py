@@ -10,8 +10,8 @@ A run goes by what was there when it was made: parameters may be frozen, thawed 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -118,12 +118,15 @@ class Run:
         )
         if synchronises and not waiting:
             backward = training.backward
-            self.calls.post(label, backward.wire)
+            missed = self._missed(backward.gradients, reached)
+            self.calls.post(label, backward.wire, missed)
             outputs = run_program(partial(backward.runner, kept), self.calls)
+            self.calls.reached(missed)
             found: dict[Entry, DTensor] = {}
             for key, place in backward.gradients.items():
                 for flat, start in made.rows[key].starts:
                     found |= parts(outputs[place], self._wanted(flat, reached), start)
+            found |= self._zeros(backward.gradients)
             return found, {name: outputs[place] for name, place in backward.others.items()}
         with self.calls.refusing():
             whole = made.programs.whole(compiled)
@@ -134,7 +137,9 @@ class Run:
             if buffer.key in whole.gradients or made.rows[buffer.key].held
         ]
         sent = [buffer.key for buffer in buffers]
-        self.calls.post(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8])
+        held = {made.names[entry] for key in sent for flat in made.rows[key].flats for entry in flat.held_of}
+        missed = self._missed(sent, frozenset({*reached, *held}))
+        self.calls.post(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8], missed)
         outputs = run_program(partial(whole.runner, kept), self.calls)
         for key, place in whole.gradients.items():
             gradient = outputs[place].view(made.plan.shard, -1)
@@ -143,16 +148,45 @@ class Run:
                 flat.hold(own, self._wanted(flat, reached))
         found = {}
         for buffer in buffers:
-            held, entries = made.rows[buffer.key].release(made.plan.shard)
-            shard = reduced_mean(held, buffer, made.plan, made.mesh)
+            gradients, entries = made.rows[buffer.key].release(made.plan.shard)
+            shard = reduced_mean(gradients, buffer, made.plan, made.mesh)
             for start, members in entries:
                 found |= parts(shard, [entry for entry in members if entry.parameter.requires_grad], start)
+        self.calls.reached(missed)
+        found |= self._zeros(sent) if synchronises else {}
         return found, {name: outputs[place] for name, place in whole.others.items()}
 
     def _wanted(self, flat: FlatShard, reached: Collection[str]) -> list[Entry]:
         """The parameters of a flat shard that have gradients, and are trained still."""
-        names = self.made.names
-        return [entry for entry in flat.entries if names[entry] in reached and entry.parameter.requires_grad]
+        names, every = self.made.names, flat in self._padded
+        return [entry for entry in flat.entries if (every or names[entry] in reached) and entry.parameter.requires_grad]
+
+    def _missed(self, reduced: Iterable[str], reached: Collection[str]) -> list[str]:
+        """The trained parameters, beside others that are reduced, that get no gradient."""
+        made, of = self.made, (tuple(reduced), reached)
+        if (found := made.missed.get(of)) is None:
+            flats = [flat for key in of[0] for flat in made.rows[key].flats]
+            found = [(flat, entry) for flat in flats for entry in flat.entries if made.names[entry] not in reached]
+            made.missed[of] = found
+        return [
+            made.names[entry] for flat, entry in found if entry.parameter.requires_grad and flat not in self._padded
+        ]
+
+    @cached_property
+    def _padded(self) -> set[FlatShard]:
+        """Those of which what no result depends on gets zeros (`set_reduce_scatter_unused_params`)."""
+        return {flat for state in self.states if state.group.pads for flat in state.group.flats}
+
+    def _zeros(self, reduced: Collection[str]) -> dict[Entry, DTensor]:
+        """The same of what forward gathered, and no rank reduces."""
+        found: dict[Entry, DTensor] = {}
+        ports = self.compiled.inputs if self._padded else ()
+        for key in [port.name for port in ports if port.kind == "shard" and port.name not in reduced]:
+            for flat in self.made.rows[key].flats:
+                if flat in self._padded:
+                    trained = [entry for entry in flat.entries if entry.parameter.requires_grad]
+                    found |= parts(torch.zeros_like(flat.tensor), trained, 0)
+        return found
 
     def _synchronises(self) -> bool:
         """Whether this backward reduces. Raises ``ValueError`` where parts of the model say different things."""
@@ -176,7 +210,9 @@ class Run:
                     "forward and its backward. Call it before forward: then the hook is called when gradients are "
                     "reduced."
                 )
-            if name not in reached and not any(entry in flat.held_of for flat in self.made.flats.values()):
+            if name in reached or any(entry in flat.entries for flat in self._padded):
+                continue
+            if not any(entry in flat.held_of for flat in self.made.flats.values()):
                 raise RuntimeError(
                     f"{name} has a hook ({kind}), and none of the results that this backward begins at depends on it: "
                     "autograd would call the hook all the same. Remove it for this backward; or let it begin at the "

@@ -135,6 +135,7 @@ class ParameterGroup:
         self.modules, self.device_mesh, self.mesh = tuple(modules), device_mesh, mesh
         self.all_axes = beside(device_mesh, mesh.tp_mesh) if mesh.tp_mesh is not None else device_mesh
         self.precision, self.reshard_after_forward = precision, reshard
+        self.pads = False  # whether a gradient of zeros is left with what a backward does not reach
         self.division = Division()
         self.version = 0  # of the flat shards
         self.flats: list[FlatShard] = []
