@@ -263,6 +263,7 @@ def test_another_model_is_refused_by_name_or_loaded_where_it_fits(tmp_path: Path
         "2.weight is not in the checkpoint",
         "the buffer 3.running_mean is not in the checkpoint",
         "the optimizer's state of group 0 is of other parameters (1.weight is new)",
+        "so the optimizer's state of group 0 is not loaded, that of these parameters too: 0.weight, 0.bias",
         "strict=False",
     ):
         assert text in str(refused.value)

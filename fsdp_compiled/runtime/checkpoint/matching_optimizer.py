@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.plan.plan import Buffer, Slot
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.runtime.ages import Numbers, of_group, parted
 from fsdp_compiled.runtime.checkpoint import eager_state, owned_state
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, class_name
@@ -66,6 +66,7 @@ def _eagerly(manifest: Manifest, trained: Trained, place: Place, places: Mapping
         found.wanted, found.put = wanted, put
     else:
         found.options = None
+        found.differences += _left("all groups", [name for name in map(first_of, _updated(trained.plan)) if name])
     found.differences += _not_updated(idle, manifest.values["eager"]["same"]["states"], manifest)
 
 
@@ -115,7 +116,7 @@ def _by_rules(manifest: Manifest, trained: Trained, optimizer: Optimizer, places
         stepped, numbers = of_group(rule, {name: _decoded(one) for name, one in records.items()})
         problems += _scalars(rule, numbers.values())
         if problems:
-            found.differences += problems
+            found.differences += [*problems, *_left(f"group {rule.group}", records)]
         elif records:
             places |= fits
             found.owned |= {
@@ -124,6 +125,18 @@ def _by_rules(manifest: Manifest, trained: Trained, optimizer: Optimizer, places
                 if rule.whole
             }
             found.scalars[rule.key], found.updated[rule.key] = records[next(iter(numbers))], stepped
+
+
+def _updated(plan: Plan) -> list[Slot]:
+    return [slot for buffer in plan.buffers if buffer.updated for slot in buffer.slots]
+
+
+def _left(group: str, names: Iterable[str]) -> list[str]:
+    """What follows for parameters whose own state would fit: a group has one count of steps."""
+    every = ", ".join(names)
+    return (
+        [f"so the optimizer's state of {group} is not loaded, that of these parameters too: {every}"] if every else []
+    )
 
 
 def _not_updated(slots: Iterable[Slot], saved: Container[str], manifest: Manifest) -> list[str]:
