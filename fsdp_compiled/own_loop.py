@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from fsdp_compiled.capture.side_effects import inside
@@ -91,7 +91,7 @@ def fully_shard(
     # Of a module under `torch.compile`, the one inside: it is what is traced, as it is.
     modules = [inside(one) if isinstance(one, nn.Module) else one for one in modules]
     _check_modules(modules)
-    _check_options(shard_placement_fn, dp_mesh_dims, policy)
+    _check_options(dp_mesh_dims, policy)
     policy = lowered(policy) if policy is not None else None
     _check_precision(mp_policy)
     device_mesh = mesh if mesh is not None else device_mesh_of_all()
@@ -100,6 +100,7 @@ def fully_shard(
     holders = [places for places in holders if _taken(places) is None]
     for places in holders:
         _check_parameter(places)
+        _check_placement(places, shard_placement_fn)
     place = place_in(device_mesh, _tp_axis(device_mesh, holders))
     _check_tp(place, policy, modules)
     _check_offload(offload_policy, place.device)
@@ -143,12 +144,7 @@ def _is_method_of(module: nn.Module, function: Any) -> bool:
     return isinstance(function, MethodType) and function.__self__ is module
 
 
-def _check_options(placement: Any, dims: Any, policy: Policy | None) -> None:
-    if placement is not None:
-        raise NotImplementedError(
-            "shard_placement_fn is not supported by fsdp_compiled.fully_shard: parameters are sharded by rows, "
-            "Shard(0). Leave it out."
-        )
+def _check_options(dims: Any, policy: Policy | None) -> None:
     if dims is not None:
         raise NotImplementedError(
             "dp_mesh_dims is not supported by fsdp_compiled.fully_shard. Pass the data-parallel mesh as mesh=."
@@ -302,6 +298,18 @@ def _check_parameter(holders: Sequence[Holder]) -> None:
         raise ValueError(
             f"{where} has a hook ({kind}), which the sharded parameter that takes its place would not have. "
             "Register it after fully_shard."
+        )
+
+
+def _check_placement(holders: Sequence[Holder], wanted: Callable[[nn.Parameter], Any] | None) -> None:
+    """Raises ``NotImplementedError`` for a parameter that is to be sharded otherwise than by rows."""
+    module, name = holders[0]
+    parameter = module._parameters[name]
+    assert parameter is not None
+    if wanted is not None and (placement := wanted(parameter)) not in (None, Shard(0), Shard(-parameter.dim())):
+        raise NotImplementedError(
+            f"shard_placement_fn gives {placement} for {type(module).__name__}.{name}, which fsdp_compiled.fully_shard "
+            "does not support: parameters are sharded by rows. Return None or Shard(0)."
         )
 
 

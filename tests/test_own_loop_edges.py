@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
-from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard, own_loop
+from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard, own_loop, register_fsdp_forward_method
 from tests.launch import ROOT, launch
 from tests.own_loops import X, full, loss_of, plain_gradients, same
 from tests.toys import net
@@ -204,7 +206,7 @@ def dual(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        (lambda: fully_shard(net(), shard_placement_fn=lambda one: None), "shard_placement_fn"),
+        (lambda: fully_shard(net(), shard_placement_fn=lambda one: Shard(1)), r"gives S\(1\) for \w+\.weight"),
         (lambda: fully_shard(net(), reshard_after_forward=3), "reshard_after_forward=3"),
         (lambda: fully_shard(net(), policy=Policy(clip=1.0)), "clip_grad_norm_"),
         (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), "do not implement forward"),
@@ -221,6 +223,54 @@ def dual(model: nn.Module) -> Any:
 def test_what_is_not_supported_is_refused_by_name(what: Callable[[], Any], named: str) -> None:
     with pytest.raises((ValueError, NotImplementedError, TypeError), match=named):
         what()
+
+
+class How(enum.Enum):
+    SUM = 1
+    DIFFERENCE = 2
+
+    def __repr__(self) -> str:
+        return "how"
+
+
+class Chooses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, how: How = How.SUM) -> torch.Tensor:
+        return self.one(x) + self.two(y) if how is How.SUM else self.one(x) - self.two(y)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x)
+
+
+def test_a_method_is_checked_by_its_own_arguments() -> None:
+    model, x = Chooses(), torch.randn(2, 6)
+    expected = model.encode(x)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "encode")
+    assert torch.equal(model.encode(x), expected)
+    with pytest.raises(ValueError, match=r"Chooses.encode does not take this batch.*\n  Expected: \(x\)"):
+        model.encode(x, x)
+
+
+def test_each_member_of_an_enum_is_a_program_of_its_own() -> None:
+    model, x = Chooses(), torch.randn(2, 6)
+    expected = [model(x, x, how) for how in How]
+    fully_shard(model)
+    assert all(torch.equal(model(x, x, how), one) for how, one in zip(How, expected, strict=True))
+    assert not torch.equal(*expected)
+
+
+@pytest.mark.parametrize("placement", [None, Shard(0)])
+def test_a_placement_by_rows_is_what_there_is(placement: Shard | None) -> None:
+    plain, asked = net(), []
+    model = copy.deepcopy(plain)
+    fully_shard(model, shard_placement_fn=lambda one: asked.append(one.shape) or placement)
+    assert asked == [one.shape for one in plain.parameters()]
+    x = torch.randn(2, 4)
+    assert torch.equal(model(x), plain(x))
 
 
 def test_a_rank_that_skips_a_backward_is_an_error_on_every_rank() -> None:

@@ -12,18 +12,22 @@ from torch.utils import _pytree as pytree
 
 
 def check_arguments(
-    model: nn.Module, loss: Callable[..., Any] | None, batch: tuple[Any, ...], named: Mapping[str, Any]
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    batch: tuple[Any, ...],
+    named: Mapping[str, Any],
+    method: str = "forward",
 ) -> None:
-    """Raises ``ValueError`` that says what is expected and what was given.
+    """Raises ``ValueError`` that says what is expected and what was given. ``method``: of the model, what is called.
 
     A model whose hooks may change its arguments, and a function without a signature, are not checked.
     """
     called: Any = model if loss is None else loss
-    name = f"{type(model).__name__}.forward" if loss is None else f"the loss, {getattr(loss, '__name__', 'loss')}"
+    name = f"{type(model).__name__}.{method}" if loss is None else f"the loss, {getattr(loss, '__name__', 'loss')}"
     if isinstance(called, nn.Module):
-        if called._forward_pre_hooks:
+        if called._forward_pre_hooks and method == "forward":
             return
-        called = called.forward
+        called = getattr(called, method)
     try:
         signature = inspect.signature(called)
     except (TypeError, ValueError):

@@ -278,6 +278,7 @@ def _calling(name: str) -> Callable[..., Any]:
     def call(model: Any, *args: Any, **named: Any) -> Any:
         return getattr(model, name)(*args, **named)
 
+    call.method = name  # type: ignore[attr-defined]  # whose arguments are checked
     return call
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cache, cached_property, partial
 from typing import Any, Literal, Protocol
 
@@ -48,7 +49,7 @@ Kind = Literal["step", "last", "accumulate", "gradient", "training", "forward"]
 
 
 # What a program depends on by its value; other leaves of a batch are objects that it cannot take.
-PLAIN = bool | int | float | complex | str | torch.dtype | torch.device | None
+PLAIN = bool | int | float | complex | str | Enum | torch.dtype | torch.device | None
 Predict = Callable[[Program], Memory]
 Later = Callable[[Program], Callable[[], Memory]]
 
@@ -181,7 +182,7 @@ class Job:
 def capture(model: nn.Module, job: Job) -> Capture:
     """The call as a program, before any pass."""
     loss = None if job.kind == "forward" else job.loss
-    check_arguments(model, loss, job.batch, job.named)
+    check_arguments(model, loss, job.batch, job.named, getattr(job.called, "method", "forward"))
     captured = capture_on(
         model, job.called or loss, job.plan, job.buffers, job.batch, job.named, gradient=job.kind != "forward",
         results=job.called is not None, plain=job.plain, sizes=job.sizes, hints=job.hints, ambient=job.ambient,
@@ -303,6 +304,8 @@ def _check_written(captured: Capture, buffers: Mapping[str, torch.Tensor]) -> No
 
 def plain(value: Any) -> tuple[type, str]:
     """What a program depends on of an entry of the batch that is not a tensor; 1, 1.0 and True are three programs."""
+    if isinstance(value, Enum):
+        return type(value), value.name
     if isinstance(value, PLAIN):
         return type(value), repr(value)
     raise ValueError(
