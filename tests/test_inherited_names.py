@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.capture.forwarded_names import ForwardedNames, looks_elsewhere
+from fsdp_compiled.capture.absent_names import AbsentNames, looks_elsewhere
 from fsdp_compiled.capture.traced_functions import Methods
 
 
@@ -148,7 +148,7 @@ def test_a_name_that_was_found_elsewhere_is_seen(change: str) -> None:
 
 
 def test_control_where_names_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ForwardedNames, "changed", lambda *_: None)
+    monkeypatch.setattr(AbsentNames, "changed", lambda *_: None)
     eager, ours, captures = forwarded(FORWARDED["number"])
     assert ours[0] == pytest.approx(eager[0]) and ours[1] == ours[0] != eager[1] and captures == 1
 

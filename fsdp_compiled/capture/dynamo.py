@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture import one_object, ordered_keys, random_calls, unknown_reads
+from fsdp_compiled.capture.absent_names import failed_lookups
 from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.batch_changes import changed, contents, given
@@ -128,7 +129,7 @@ def trace_whole(
         fresh = types.FunctionType(
             function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
         )
-        recorder = Recorder(objective.model, wrapped, taken=not results)
+        recorder = Recorder(objective.model, wrapped, taken=not results, failed=failed)
         options = {"guard_filter_fn": recorder.select}
         backend = [made.backend]  # until it is traced: Dynamo holds for good what it was given, which holds the model
         compiled = torch.compile(
@@ -145,6 +146,11 @@ def trace_whole(
         try:
             with torch.compiler.config.patch(unbacked_sources=",".join(symbolic)), in_place(places, made.tensors):
                 value, aux, pair, replaced, said, made.touched = compiled(named, args, dict(kwargs), buffers)
+                if any("mkldnn.enabled" in guard.name for guard in recorder.kept):  # which `_dynamo` sets
+                    raise CaptureError(
+                        "Forward or the loss reads torch.backends.mkldnn.enabled, which is False while a model is "
+                        "traced.\n  Cure: read it outside, and pass a flag."
+                    )
                 made.complete()
                 if repeats is not None:
                     repeats.tell(recorder)
@@ -177,6 +183,7 @@ def trace_whole(
         return made
 
     asked: set[str] = set()
+    failed: set[str] = set()
     around = ambient.entered() if ambient is not None else contextlib.nullcontext()
     classes = loss_parallel() if parts.mesh is not None else contextlib.nullcontext()
     with (
@@ -185,6 +192,7 @@ def trace_whole(
         classes,
         torch.set_grad_enabled(gradient),
         _dynamo(asked),
+        failed_lookups(failed),
         unwrapped(objective),
         put_back(objective.model),  # after all that is undone, which knows the tensors of the trace alone
     ):

@@ -28,7 +28,7 @@ are kept, less those that this package answers for in another way:
 What Dynamo does not note is noted here: the methods of classes that the trace went through, and global
 hooks of modules (`traced_functions`); an object that an argument and a global lead to (`one_object`); the order of an
 `OrderedDict` (`ordered_keys`); which of two equal values it was, 0.0 or -0.0 (`equal_values`); and that an object whose
-class looks elsewhere for a name has none of its own (`forwarded_names`).
+class looks elsewhere for a name has none of its own, and what a trace did not find is not there (`absent_names`).
 
 Written for torch 2.11 to 2.14, where guards, the filter for them and the manager that checks them have the same form.
 """
@@ -46,9 +46,9 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_compiled.capture.absent_names import AbsentNames
 from fsdp_compiled.capture.closed_tensors import Closed, name_of
 from fsdp_compiled.capture.equal_values import EqualValues, has_equals
-from fsdp_compiled.capture.forwarded_names import ForwardedNames
 from fsdp_compiled.capture.ordered_keys import KeyOrders, has_order
 from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
@@ -80,8 +80,12 @@ class Recorder:
     table of parameters changes.
     """
 
-    def __init__(self, root: nn.Module, wrapped: bool = False, taken: bool = False) -> None:
+    def __init__(
+        self, root: nn.Module, wrapped: bool = False, taken: bool = False, failed: set[str] | None = None
+    ) -> None:
         self.root, self.wrapped, self.taken = root, wrapped, taken
+        self.failed = failed if failed is not None else set()  # what was looked up in vain
+        self._met: dict[str, Any] = {}  # of blocks that were not walked through, what else guards look at
         self.values: dict[str, Any] = {}  # what guards look at, by Dynamo's name
         self.empty: list[dict[Any, Any]] = []
         self.kept: list[Any] = []  # Dynamo's own, which have texts when they are built
@@ -100,6 +104,8 @@ class Recorder:
                     self.empty.append(value)
                 continue
             self._alive.append(_identity(value, kind))
+            if self.failed:
+                self._met[name(place)] = value
             if has_order(value, kind):
                 self._orders.note(name(place), value)
             if has_equals(value, kind):
@@ -157,7 +163,11 @@ class Recorder:
         """What the trace of this code took for granted; ``closed``: tensors by our name, each with its source."""
         (entry,) = cache_entries(code)
         hooks, methods = Hooks(self.root, self.empty), Methods(self.values.values(), self.code)
-        unseen = self._orders, self._equals, ForwardedNames(self.values, self.root)
+        unseen = (
+            self._orders,
+            self._equals,
+            AbsentNames({**self._met, **self.values}, self.root, self.failed, self.code),
+        )
         found = Guards(entry, scope, hooks, methods, unseen, self._alive, self.wrapped)
         answered = {name_of(source) for _, source in closed.values()}
         unread = [name for name in self._tensors if name not in answered and not is_own(name)]
@@ -196,7 +206,7 @@ class Guards:
         scope: dict[str, Any],
         hooks: Hooks,
         methods: Methods,
-        unseen: tuple[KeyOrders, EqualValues, ForwardedNames],
+        unseen: tuple[KeyOrders, EqualValues, AbsentNames],
         alive: list[Any],
         wrapped: bool,
     ) -> None:
@@ -204,7 +214,7 @@ class Guards:
         self._check = self._manager.root.check
         self._locals = scope
         self._hooks, self._methods, self._alive = hooks, methods, alive
-        self._asked: list[KeyOrders | EqualValues | ForwardedNames] = [one for one in unseen if one.read]
+        self._asked: list[KeyOrders | EqualValues | AbsentNames] = [one for one in unseen if one.read]
         # Dynamo names modules in the globals of what it traces, for as long as the code that it made is there.
         self._code = entry.code
         self.scope = {"L": scope, "G": self._manager.global_scope["G"], **closure_vars()}

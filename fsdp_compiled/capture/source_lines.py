@@ -187,7 +187,7 @@ def explanation(model: str, error: BaseException) -> str:
     return f"{model} {what}.\n{user_line(error)}\n  Why: {why}" + f"\n  Cure: {how}" * bool(how)
 
 
-def _is_users(path: str) -> bool:
+def is_users(path: str) -> bool:
     """Whether a file is neither of PyTorch, of this package, nor of Python itself."""
     if "site-packages" not in path and path.startswith(sysconfig.get_path("stdlib")):
         return False
@@ -198,10 +198,10 @@ def user_line(error: BaseException) -> str:
     """The innermost line of the user's code that Dynamo was reading: ``File "model.py", line 3, in forward``."""
     stack = getattr(error, "real_stack", None)
     if stack:
-        own = [frame for frame in stack if _is_users(frame.filename)]
+        own = [frame for frame in stack if is_users(frame.filename)]
         frame = (own or stack)[-1]
         line = f"\n    {frame.line}" if frame.line else ""
         return f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}{line}'
     match = re.findall(r'File "[^"]+", line \d+, in [^\n]+\n[^\n]+', str(error))
-    match = [text for text in match if _is_users(text.split('"')[1])] or match
+    match = [text for text in match if is_users(text.split('"')[1])] or match
     return "  " + match[-1] if match else "  " + "".join(traceback.format_exception_only(error)).splitlines()[0]

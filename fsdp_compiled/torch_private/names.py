@@ -77,6 +77,9 @@ TABLE: dict[str, Use] = {
         f"{DYNAMO}.source.ClosureSource", f"{DYNAMO}.source.GetItemSource",
         f"{DYNAMO}.guards.GuardBuilder.DUPLICATE_INPUT", f"{DYNAMO}.guards.install_guard",
     ), "an object that forward reaches by two names may be replaced under one of them unseen"),
+    "failed lookups": Use("defence", (
+        f"{DYNAMO}.exc.ObservedException", f"{DYNAMO}.exc.ObservedKeyError", f"{DYNAMO}.exc.ObservedAttributeError",
+    ), "a key or an attribute that forward looks up in vain, and catches that, may appear unseen"),
     "keys of lists": Use("defence", (
         f"{VARIABLES}.lists.CommonListMethodsVariable.call_method", f"{VARIABLES}.ConstDictVariable",
     ), "keys of a dictionary that forward makes a list of may change unseen"),
@@ -163,7 +166,8 @@ TABLE: dict[str, Use] = {
 
 # What is done by the fast way alone.
 FAST = (
-    "names in guards", "unknown reads", "one object", "keys of lists", "random calls", "dropout of recurrent layers",
+    "names in guards", "unknown reads", "one object", "failed lookups", "keys of lists", "random calls",
+    "dropout of recurrent layers",
     "numbers of tensors", "loss on parts of the logits", "moving sizes", "equal blocks",
 )  # fmt: skip
 NAMES = {one for use in TABLE.values() for name in use.names for one in (name, *name.rstrip("?").split("|"))}

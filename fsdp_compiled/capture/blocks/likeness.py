@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compiled.capture.absent_names import looks_elsewhere
 from fsdp_compiled.capture.blocks.block_calls import Unlike, plain
 from fsdp_compiled.capture.blocks.equal_blocks import layout_of
-from fsdp_compiled.capture.forwarded_names import looks_elsewhere
 
 HOOKS = (
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",

@@ -1,0 +1,110 @@
+"""Names that a trace did not find, and keys: a program stands on their being absent.
+
+    try: scale = table["scale"]                    Dynamo takes the way of the handler, and guards nothing
+    except KeyError: scale = 1.0
+
+    wrapped = checkpoint_wrapper(block)            wrapped.scale is block.scale: `__getattr__` looks there
+    wrapped.scale = 3.0                            from here on it is the wrapper's own
+
+Where a lookup failed in a trace, and was caught, none of the tables (for a key) or objects (for an attribute) that the
+trace looked at may get another name. Of objects whose class looks elsewhere that holds in any case. The variables of
+the environment are read past all guards: where a trace read one, all of them stay.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import os
+import sys
+import threading
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+from torch import nn
+
+from fsdp_compiled.capture.source_lines import is_users
+from fsdp_compiled.torch_private.names import TABLE, find, uses
+
+BUILTINS = frozenset(vars(builtins))
+OBSERVED, KEY, ATTRIBUTE = TABLE["failed lookups"].names
+
+
+@contextlib.contextmanager
+def failed_lookups(found: set[str]) -> Iterator[None]:
+    """Inside, what this thread's trace looked up in vain is noted: "key", "attribute"."""
+    if not uses("failed lookups"):
+        yield
+        return
+    kinds = {"key": find(KEY), "attribute": find(ATTRIBUTE)}
+    make, thread = find(OBSERVED).__init__, threading.get_ident()
+
+    def noted(self: Any, *args: Any, **named: Any) -> None:
+        if threading.get_ident() == thread:
+            found.update(kind for kind, error in kinds.items() if isinstance(self, error))
+        make(self, *args, **named)
+
+    with mock.patch.object(find(OBSERVED), "__init__", noted):
+        yield
+
+
+def looks_elsewhere(kind: type) -> bool:
+    """Whether a class has a `__getattr__` of its own, and its objects names of theirs."""
+    found = getattr(kind, "__getattr__", None)
+    if not isinstance(found, types.FunctionType) or found is nn.Module.__getattr__:
+        return False
+    return _has_names(kind)
+
+
+def _has_names(kind: type) -> bool:
+    """Whether its objects have names of their own. PyTorch's tables of operators gain names as they are used, and so do
+    modules of Python."""
+    known = issubclass(kind, types.ModuleType | types.FunctionType | type) or kind.__module__.startswith("torch")
+    return hasattr(kind, "__dict__") and (issubclass(kind, nn.Module) or not known)
+
+
+class AbsentNames:
+    """``values``: what the trace came to, by Dynamo's name. ``failed``: see `failed_lookups`. ``code``: what it traced.
+
+    All modules of the model of these classes count, too: those of a block which was not walked through are among them.
+    """
+
+    def __init__(self, values: Mapping[str, Any], root: nn.Module, failed: set[str], code: set[types.CodeType]) -> None:
+        wanted = _has_names if "attribute" in failed else looks_elsewhere
+        found = {id(one): (name, one) for name, one in values.items() if wanted(type(one))}
+        if kinds := tuple({type(one) for _, one in found.values()}):
+            inside = {f"model.{path}": one for path, one in root.named_modules() if isinstance(one, kinds)}
+            found = {id(one): (name, one) for name, one in inside.items()} | found
+        held = [(name, vars(one)) for name, one in found.values() if hasattr(one, "__dict__")]
+        if "key" in failed:
+            held += [(name, one) for name, one in values.items() if isinstance(one, dict)]
+        self.read = [(name, own, frozenset(own)) for name, own in held]
+        environment = getattr(os.environ, "_data", None)
+        reads = any(one.co_filename == os.__file__ or "getenv" in one.co_names for one in code)
+        self._environment = dict(environment) if reads and environment is not None else None
+        if self._environment is not None:
+            self.read.append(("os.environ", {}, frozenset()))
+        self._builtins = _builtins(code)
+        self.read += [(f"the globals of {name}", {}, frozenset()) for name, _, _ in self._builtins]
+
+    def changed(self, _scope: object = None) -> str | None:
+        """Which has another name now, by Dynamo's name."""
+        if self._environment is not None and self._environment != os.environ._data:  # type: ignore[attr-defined]
+            return "os.environ"
+        for name, own, used in self._builtins:
+            if not used.isdisjoint(own):
+                return f"{name}.{min(used & own.keys())}"
+        return next((name for name, own, names in self.read if not own.keys() <= names), None)
+
+
+def _builtins(code: set[types.CodeType]) -> list[tuple[str, dict[str, Any], frozenset[str]]]:
+    """By module of the user's, its globals, and the builtins that this code reads there, which one may come to hide."""
+    by_file: dict[str, set[str]] = {}
+    for one in code:
+        if is_users(one.co_filename):
+            by_file.setdefault(one.co_filename, set()).update(BUILTINS.intersection(one.co_names))
+    modules = {getattr(one, "__file__", None): one for one in list(sys.modules.values())} if by_file else {}
+    found = [(modules[file], used) for file, used in by_file.items() if file in modules]
+    return [(one.__name__, vars(one), frozenset(used - vars(one).keys())) for one, used in found]
