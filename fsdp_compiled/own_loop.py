@@ -29,7 +29,7 @@ from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.distributed.device_mesh import device_mesh_of_all, place_in, tp_beside
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.lower.inductor import lowered
-from fsdp_compiled.plan.leaf import check_class
+from fsdp_compiled.plan.leaf import check_class, check_gradient, check_modules
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.loop.module_class import FSDPModule, give_class, register_fsdp_forward_method
@@ -123,6 +123,7 @@ def _check_modules(modules: Sequence[Any]) -> None:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise ValueError(f"fully_shard expects nn.Module or list[nn.Module] but got {type(module)}")
+        check_modules(module)
         if state_of(module) is not None:
             raise ValueError(f"fully_shard was called on this {type(module).__name__} before. Call it once a module.")
         if isinstance(module, TorchFSDPModule):
@@ -283,6 +284,7 @@ def _check_parameter(holders: Sequence[Holder]) -> None:
         raise ValueError(f"{where} has no shape yet: call the model once on an example batch, then fully_shard.")
     assert parameter is not None
     check_class(where, parameter)
+    check_gradient(where, parameter)
     if isinstance(parameter, DTensor) and parameter.dim():
         check_even(where, tensor_parallel(where, parameter))  # which refuses what is neither cut nor whole
     if parameter.dim() == 0:

@@ -110,3 +110,22 @@ def test_a_class_that_adds_none_trains_as_in_eager_pytorch(kind: type) -> None:
         loss.backward()
         optimizer.step()
         assert torch.equal(sharded.step(x), loss.detach())
+
+
+def of_both(model: nn.Module, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        fully_shard(model)
+    with pytest.raises(ValueError, match=text):
+        compile_sharded(model, sgd(model), loss=square, policy=EAGER)
+
+
+def test_another_dtype_for_gradients_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16))
+    model[0].weight.grad_dtype = torch.float32
+    of_both(model, r"weight is bfloat16 and has grad_dtype float32; expected its own dtype")
+    model[0].weight.grad_dtype = None
+    fully_shard(model)
+
+
+def test_a_part_that_is_torchscript_is_refused() -> None:
+    of_both(nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))), r"1 is TorchScript \(Linear\), which")

@@ -18,6 +18,27 @@ ORDINARY = (
 )  # fmt: skip
 
 
+def check_modules(model: nn.Module) -> None:
+    """Raises ``ValueError`` for a part that is TorchScript, whose parameters cannot be replaced."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{path or 'The model'} is TorchScript ({module.original_name}), which cannot be read. Pass the "
+                "original module."
+            )
+
+
+def check_gradient(where: str, parameter: torch.Tensor) -> None:
+    """Raises ``ValueError`` for a parameter whose gradients are to be kept in another dtype than its own."""
+    wanted = getattr(parameter, "grad_dtype", None)
+    if wanted not in (None, parameter.dtype):
+        raise ValueError(
+            f"{where} is {str(parameter.dtype)[6:]} and has grad_dtype {str(wanted)[6:]}; expected its own dtype. Make "
+            "it float32, and compute in half precision: MixedPrecisionPolicy(param_dtype=torch.bfloat16), "
+            "in Policy(precision=...) or fully_shard(mp_policy=...)."
+        )
+
+
 def check_class(where: str, parameter: torch.Tensor) -> None:
     """Raises ``ValueError`` for a parameter whose class computes in its own way, or says what travels of it.
 

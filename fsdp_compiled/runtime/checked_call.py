@@ -21,7 +21,7 @@ from fsdp_compiled.lower.inductor import lowered
 from fsdp_compiled.optim.rule import Rule, eager_rule
 from fsdp_compiled.optim.rules import make_rules, variant_of
 from fsdp_compiled.optim.wrapped import check_own_step, check_step_hooks
-from fsdp_compiled.plan.leaf import Leaf, check_class
+from fsdp_compiled.plan.leaf import Leaf, check_class, check_gradient, check_modules
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks
@@ -71,8 +71,11 @@ def checked_call(
         raise ValueError(f"The model's parameters are on several devices ({', '.join(devices)}); move them to one.")
     if odd := next((name for name, parameter in named if parameter.is_complex()), None):
         raise ValueError(f"{odd} is complex; store it as real numbers (torch.view_as_real), which can be sharded.")
+    for name, one in named:
+        check_gradient(name, one)
     for name, one in special:
         check_class(name, one)
+    check_modules(model)
     check_names((policy or Policy()).without)
     modules = list(model.named_modules())
     check_norms(modules, policy or Policy())
