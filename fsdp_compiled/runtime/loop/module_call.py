@@ -39,6 +39,7 @@ from fsdp_compiled.runtime.programs import compile_only
 from fsdp_compiled.runtime.programs.compile import PLAIN
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.request import Request
+from fsdp_compiled.runtime.programs.result_aliases import shared
 
 # Eager kernels, as FSDP2 runs them, bit for bit, unless the user asks for more.
 DEFAULT = Policy(lower="eager", cuda_graph=False)
@@ -110,10 +111,12 @@ class ModuleCall:
             if not trains:
                 with made.drawing(compiled):
                     outputs = run_program(partial(compiled.runner, *inputs), self._calls)
-                return compiled.capture.rebuild(dict(zip(compiled.outputs, outputs, strict=True)))
+                values = dict(zip(compiled.outputs, outputs, strict=True))
+                return compiled.capture.rebuild(shared(values, inputs, compiled.aliases))
             run = Run(made, compiled, self._calls, self._states, inputs)
             outputs = run.apply()
-            return compiled.capture.rebuild(dict(zip(run.training.results, outputs, strict=True)))
+            values = dict(zip(run.training.results, outputs, strict=True))
+            return compiled.capture.rebuild(shared(values, inputs, compiled.aliases))
 
     @untraced
     def eagerly(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

@@ -39,6 +39,7 @@ from fsdp_compiled.runtime.ages import Names, reached_by
 from fsdp_compiled.runtime.host_memory import Rooms
 from fsdp_compiled.runtime.programs import memory_budget, stages
 from fsdp_compiled.runtime.programs.input_binding import InputBinding
+from fsdp_compiled.runtime.programs.result_aliases import Alias, aliases_of
 from fsdp_compiled.runtime.programs.stages import Stages, Transformed
 from fsdp_compiled.runtime.programs.training import Backward, Training, training_of
 from fsdp_compiled.runtime.shared_memory import shared
@@ -100,6 +101,11 @@ class Compiled:
         """Of a program that is lowered."""
         assert self.halves is not None
         return training_of(self.halves, self.inputs, self.outputs, self.reached, self.backward)
+
+    @cached_property
+    def aliases(self) -> tuple[Alias, ...]:
+        """Of its results, those that share memory with others in eager PyTorch."""
+        return aliases_of(self.program, self.inputs, 1 if self.kind == "training" else 2)
 
     @property
     def stages(self) -> tuple[Program, ...]:

@@ -1,0 +1,77 @@
+"""Results of forward that in eager PyTorch are, or are views of, what it was given, a buffer, or another result.
+
+    return y, self.bank, x.view(4, 2), y.t()    1: buffer bank    2: view(batch 0)    3: t(result 0)
+
+A program returns new tensors. Whoever writes to such a result writes to the other in eager PyTorch: so the others are
+returned, and views of them are made again by the operators that forward called. Not of what forward wrote in place, nor
+of views whose sizes move or of which no result is the whole: these are copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fsdp_compiled.ir.nodes import is_view, mutated, origin
+from fsdp_compiled.ir.program import Port, Program
+
+aten = torch.ops.aten
+GIVEN = ("batch", "buffer", "plain")
+
+
+class Alias(NamedTuple):
+    """A result, what it is or is a view of (the place of an input, or another result), and the views in between."""
+
+    result: Port
+    of: int | Port
+    views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+
+
+def aliases_of(program: Program, inputs: Sequence[Port], copies: int) -> tuple[Alias, ...]:
+    """``copies``: how many clones of each result the trace made (`capture.objective`)."""
+    nodes = program.inputs
+    written = {origin(target) for node in program.graph.nodes for target in mutated(node)}
+    places = {nodes[port]: place for place, port in enumerate(inputs) if port in nodes and port.kind in GIVEN}
+    whole: dict[fx.Node, Port] = {}
+    found: list[Alias] = []
+    results = {port: node for port, node in program.outputs.items() if port.kind == "result" and node is not None}
+    bases = {port: base for port, node in results.items() if (base := _without(node, copies)) is not None}
+    for port, base in bases.items():
+        if not is_view(base):
+            whole.setdefault(base, port)
+    for port, base in bases.items():
+        views: list[Callable[[torch.Tensor], torch.Tensor]] = []
+        while is_view(base) and len(base.all_input_nodes) == 1 and not base.kwargs:
+            views.append(_again(base))
+            base = base.all_input_nodes[0]
+        of = places.get(base, whole.get(base))
+        if of is not None and of != port and base not in written:
+            found.append(Alias(port, of, tuple(reversed(views))))
+    return tuple(found)
+
+
+def shared(values: dict[Port, Any], inputs: Sequence[Any], aliases: Sequence[Alias]) -> Mapping[Port, Any]:
+    """The results, with those that share memory with others in their places."""
+    for alias in sorted(aliases, key=lambda one: bool(one.views)):
+        tensor = inputs[alias.of] if isinstance(alias.of, int) else values[alias.of]
+        for view in alias.views:
+            tensor = view(tensor)
+        values[alias.result] = tensor
+    return values
+
+
+def _without(node: fx.Node, copies: int) -> fx.Node | None:
+    """What was cloned so many times; None where it was not."""
+    for _ in range(copies):
+        if node.target is not aten.clone.default or node.kwargs:
+            return None
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _again(node: fx.Node) -> Callable[[torch.Tensor], torch.Tensor]:
+    target, source, args = node.target, node.all_input_nodes[0], node.args
+    return lambda tensor: target(*(tensor if one is source else one for one in args))  # type: ignore[operator, no-any-return]

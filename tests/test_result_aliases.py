@@ -1,0 +1,87 @@
+"""Results of a forward of `fully_shard` that are what was given, a buffer or one another, as in eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import fully_shard
+from fsdp_compiled.runtime.loop import module_call
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("bank", torch.ones(3, 4))
+        self.register_buffer("count", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.count.add_(1)
+        y = self.linear(x) + self.bank.sum(0)
+        return (
+            y, y.t(), y, y.clone(), self.bank, self.bank[1:], self.bank.clone(), self.bank.t()[0], x, x.view(4, 2),
+            x.detach(), x + 0,
+        )  # fmt: skip
+
+
+def relations(results: tuple[torch.Tensor, ...], *others: torch.Tensor) -> list[list[bool]]:
+    """Which of them share memory."""
+    every = [one.untyped_storage().data_ptr() for one in (*results, *others)]
+    return [[one == other for other in every] for one in every]
+
+
+@pytest.fixture
+def both() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    eager = Net()
+    return eager, fully_shard(copy.deepcopy(eager))
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_who_shares_memory_with_whom(both: tuple[Any, Any], gradient: bool) -> None:
+    x = torch.randn(2, 4)
+    with torch.set_grad_enabled(gradient):
+        found = [relations(net(x), x, net.bank) for net in both]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("gradient", [True, False])
+def test_a_write_to_a_result_is_one_to_the_other(both: tuple[Any, Any], gradient: bool) -> None:
+    seen = []
+    for net in both:
+        x, values = torch.ones(2, 4), []
+        for _ in range(2):
+            with torch.set_grad_enabled(gradient):
+                y, _, _, _, bank, rows, *_, same, view, _, _ = net(x)
+            bank.mul_(0.9)
+            rows.add_(1)
+            view.mul_(2)
+            values += [y.sum().item(), same.sum().item(), net.bank.sum().item(), net.count.sum().item()]
+        seen.append(values)
+    assert seen[0] == pytest.approx(seen[1], rel=1e-6)
+    assert same is x
+
+
+def test_gradients_pass_through_each_of_them(both: tuple[Any, Any]) -> None:
+    found = []
+    for net in both:
+        x = torch.ones(2, 4).requires_grad_()
+        y, turned, again, clone, *_, same, view, _, more = net(x * 1)
+        loss = y.sum() + 2 * turned[0].sum() + 3 * again[1].sum() + 5 * clone.mean()
+        (loss + 7 * same[0].sum() + 11 * view[1].sum() + 13 * more.sum()).backward()
+        weight = net.linear.weight.grad
+        found.append((x.grad, weight.full_tensor() if hasattr(weight, "full_tensor") else weight))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_control_all_are_copies(both: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_call, "shared", lambda values, *_: values)
+    x = torch.randn(2, 4)
+    found = [relations(net(x), x, net.bank) for net in both]
+    assert found[0] != found[1]
