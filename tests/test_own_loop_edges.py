@@ -277,6 +277,15 @@ def test_a_rank_that_skips_a_backward_is_an_error_on_every_rank() -> None:
     said = launch(ROOT / "tests" / "workers" / "skipped_backward.py", 2)
     assert len(said) == 2
     assert all(one.startswith("RankError: ") and "different calls" in one for one in said), said
+    assert all("then RankError: An earlier call failed for good:" in one for one in said), said
+
+
+def test_a_call_without_a_process_group_says_so() -> None:
+    model = fully_shard(net())
+    model(torch.randn(2, 4))
+    torch.distributed.destroy_process_group()
+    with pytest.raises(RuntimeError, match="There is no process group any more"):
+        model(torch.randn(2, 4))
 
 
 def test_a_name_that_was_removed_says_what_to_do_instead() -> None:

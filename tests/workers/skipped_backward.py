@@ -31,6 +31,10 @@ try:
     model(torch.ones(3, 4))
 except RuntimeError as error:
     said = f"{type(error).__name__}: {error}"
+try:
+    model(torch.ones(3, 4))
+except Exception as error:
+    said = f"{said}\nthen {type(error).__name__}: {error}"
 
 result = Path(sys.argv[1])
 mine, other = (result.with_suffix(f".{one}") for one in (rank, 1 - rank))  # the group may be of no more use

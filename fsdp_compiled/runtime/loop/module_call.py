@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture.ambient import check_transforms, outside_modes, untraced
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.distributed.mesh import Mesh, RankError
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_module_hooks
@@ -53,6 +53,13 @@ def shared_calls(mesh: Mesh) -> Calls:
     for known, calls in _calls:
         if known() is world:
             return calls
+    if world is None:
+        for _, calls in _calls:
+            calls.check_open()  # which says why it was ended
+        raise RankError(
+            "There is no process group any more: it was ended (dist.destroy_process_group) after fully_shard. Call the "
+            "model before; or start a process group, and build and shard the model again."
+        )
     check_transforms("forward")  # in which ranks could not even meet
     _calls.clear()
     _calls.append((weakref.ref(world), Calls(mesh)))
