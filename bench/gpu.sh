@@ -70,11 +70,11 @@ tried() {
 }
 
 tried "$PYTHON" ""
-run step-thin 60 "time of a step, many small operators" "$PYTHON" -P -m fsdp_compiled.cli.bench.gpu_step "$out" --preset thin
-run kernels 60 "the kernels' share of a copy's bandwidth" "$PYTHON" -P -m fsdp_compiled.cli.bench.gpu_kernels "$out/kernels.json"
-run step-gpt2 70 "time of a step, GPT-2 124M" "$PYTHON" -P -m fsdp_compiled.cli.bench.gpu_step "$out" --preset gpt2 --rounds 5
+run step-thin 60 "time of a step, many small operators" "$PYTHON" -m bench.gpu_step "$out" --preset thin
+run kernels 60 "the kernels' share of a copy's bandwidth" "$PYTHON" -m bench.gpu_kernels "$out/kernels.json"
+run step-gpt2 70 "time of a step, GPT-2 124M" "$PYTHON" -m bench.gpu_step "$out" --preset gpt2 --rounds 5
 run step-llama 70 "time of a step, Llama 1B" \
-    "$PYTHON" -P -m fsdp_compiled.cli.bench.gpu_step "$out" --preset llama --rounds 3 --steps 5
+    "$PYTHON" -m bench.gpu_step "$out" --preset llama --rounds 3 --steps 5
 number=1
 for other in $OTHERS; do
     number=$((number + 1))

@@ -1,7 +1,7 @@
 """The table of `bench --measure checkpoint`: medians, and medians of each round's ratios."""
 
-from fsdp_compiled.cli.bench.checkpoint import TITLES, describe
-from fsdp_compiled.cli.bench.options import MEASURES
+from bench.checkpoint import TITLES, describe
+from bench.options import MEASURES
 
 
 def test_ratios_are_of_one_round() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.cli.bench import gpu_kernels, gpu_models, gpu_rivals, gpu_step
+from bench import gpu_kernels, gpu_models, gpu_rivals, gpu_step
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "bench" / "gpu.sh"
@@ -38,7 +38,7 @@ def test_the_plan_fits_into_nine_minutes_and_its_files_exist() -> None:
     assert answer.returncode == 0 and not answer.stderr
     assert [line.split(",")[0] for line in parts] == PARTS
     assert int(total.split()[0]) <= 540
-    named = {word for line in parts for word in line.split() if word.startswith("fsdp_compiled.cli.bench.")}
+    named = {word for line in parts for word in line.split() if word.startswith("bench.")}
     assert named == {gpu_step.__name__, gpu_kernels.__name__}
     assert run("--wrong").returncode == 2
 
@@ -109,7 +109,7 @@ def test_a_tiny_run_checks_losses_and_writes_what_it_has(tmp_path: Path) -> None
         sys.executable,
         "-P",
         "-m",
-        "fsdp_compiled.cli.bench.gpu_step",
+        "bench.gpu_step",
         str(tmp_path),
         "--preset",
         "thin",

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_compiled.cli.bench import run_all, tables
-from fsdp_compiled.cli.bench.muon import describe, ratio
-from fsdp_compiled.cli.bench.options import MEASURES
+from bench import run_all, tables
+from bench.muon import describe, ratio
+from bench.options import MEASURES
 
 
 def measured(ours: float) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_compiled.cli.bench import run_all, tables
-from fsdp_compiled.cli.bench.presets import PRESETS
-from fsdp_compiled.cli.bench.rivals import RIVALS
+from bench import run_all, tables
+from bench.rivals import RIVALS
+from fsdp_compiled.cli.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,7 +55,7 @@ def first_step(layers: int, cold: float, warm: float) -> dict[str, Any]:
 @pytest.mark.parametrize("document", tables.DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_documents_hold_what_the_committed_results_make(document: Path) -> None:
     text = document.read_text()
-    assert tables.fill(text, tables.load()) == text, "run: python -m fsdp_compiled.cli.bench.tables"
+    assert tables.fill(text, tables.load()) == text, "run: python -m bench.tables"
 
 
 def test_the_benchmarks_own_document_has_every_table() -> None:

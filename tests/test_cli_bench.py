@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import nn
 
+from bench import report, start
+from bench.measure import BOUND, CHECKED, Contest, WrongLoss, compare, wire
+from bench.network import Transfer
+from bench.observe import MARK, Event, Observer, read
+from bench.options import BenchOptions, bench_options
+from bench.plot import plot
+from bench.rivals import ADAMW, REFERENCE, RIVALS, Rival, Setting, Step, plain
+from bench.screen import Silent
+from bench.summary import BASELINE, Spread, ratio, rows
 from fsdp_compiled.cli import main, parser
-from fsdp_compiled.cli.bench import report, start
-from fsdp_compiled.cli.bench.measure import BOUND, CHECKED, Contest, WrongLoss, compare, wire
-from fsdp_compiled.cli.bench.network import Transfer
-from fsdp_compiled.cli.bench.observe import MARK, Event, Observer, read
-from fsdp_compiled.cli.bench.options import BenchOptions, bench_options
-from fsdp_compiled.cli.bench.plot import plot
-from fsdp_compiled.cli.bench.presets import PRESETS, rows_of_rank, sized
-from fsdp_compiled.cli.bench.rivals import ADAMW, REFERENCE, RIVALS, Rival, Setting, Step, plain
-from fsdp_compiled.cli.bench.screen import Silent
-from fsdp_compiled.cli.bench.summary import BASELINE, Spread, ratio, rows
+from fsdp_compiled.cli.presets import PRESETS, rows_of_rank, sized
 from fsdp_compiled.cli.rank import RankInfo, Ranks
 from tests.launch import launch
 

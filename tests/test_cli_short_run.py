@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compiled.cli.bench import RESULTS
-from fsdp_compiled.cli.bench.start_up import paid
+from bench import RESULTS
+from bench.start_up import paid
 from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.toolchain import SHORT, told_short
 from fsdp_compiled.cli.train import Job

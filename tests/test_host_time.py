@@ -1,6 +1,6 @@
 """What the host does in a step beside the program: the same for any number of layers, but for what C compares.
 
-Times are measured by `fsdp_compiled/cli/bench/host_time.py`; what a test can hold on to is how many calls there are.
+Times are measured by `bench/host_time.py`; what a test can hold on to is how many calls there are.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from bench.host_time import batch, unlaunched
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.cli.bench.host_time import batch, unlaunched
 from tests.parts import parts
 from tests.standin import Seen
 from tests.toys import build, mse, sgd

@@ -24,16 +24,12 @@ PACKAGE = ROOT.name
 # each. What is in the table is looked up by `names.find`.
 PRIVATE = {
     "accelerate": "integrations.accelerate",
-    "torch._C.DispatchKey": "cli.bench.network",  # for operators that wait in gloo's place
-    "torch._C.DispatchKeySet": "cli.bench.network",
-    "torch._C._ExcludeDispatchKeyGuard": "cli.bench.network",
     "torch._C._distributed_c10d._register_work": "distributed.gloo_pairs",
     "torch.compiler._is_compiling_flag": "optim.tracing",  # in the table, and set
-    "torch.library._scoped_library": "cli.bench.network",
 }
-# Graphs are made in one file; of the rivals, and of kernels by themselves, the benchmarks make some of their own.
+# Graphs are made in one file.
 GRAPHS = ("torch.cuda.CUDAGraph", "torch.cuda.graph")
-MAKE_GRAPHS = ("lower.cuda_device", "cli.bench.gpu_rivals", "cli.bench.gpu_kernels")
+MAKE_GRAPHS = ("lower.cuda_device",)
 # Underscores that are no surface of their own: the words that graphs are written in, and functions that PyTorch's own
 # documents, or the message of an error, name to users.
 WORDS = (
@@ -278,8 +274,6 @@ def test_an_import_from_another_test_is_noticed(code: str) -> None:
 # A new pass, or a new fusion, is one file, its test, and one entry. What another part would have to know of it is in
 # the program: ports, marks, history.
 TABLES = {"passes": "passes.__init__", "lower.fusions": "lower.fusions.__init__"}
-# Modules of a room of passes that others may know: what carries out an exchange.
-SHARED = {"lower.fusions.exchange": {"cli.bench.library_choices"}}
 
 
 def known_by() -> dict[str, set[str]]:
@@ -300,7 +294,7 @@ def test_one_table_knows_each_pass_and_each_fusion() -> None:
     assert len(found) > 20
     for module, who in found.items():
         room = next(room for room in TABLES if module.startswith(f"{room}."))
-        assert who - SHARED.get(module, set()) == {TABLES[room]}, module
+        assert who == {TABLES[room]}, module
 
 
 # Names that modules once had, and that only their author could place.

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import fx
 
+from bench import host_time
 from fsdp_compiled import Policy, Program, compile_sharded
-from fsdp_compiled.cli.bench import host_time
 from fsdp_compiled.cli.gpt import GPT, GPTConfig
 from fsdp_compiled.ir.nodes import is_collective, is_view, mutated, role_of
 from fsdp_compiled.lower.inductor import divide

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from bench import tables
+from bench.estimates import add_estimates, machine
+from bench.network import Inner, Network
+from bench.options import BenchOptions, bench_options
+from bench.start import selection
+from bench.summary import ratio
 from fsdp_compiled.cli import parser
-from fsdp_compiled.cli.bench import tables
-from fsdp_compiled.cli.bench.estimates import add_estimates, machine
-from fsdp_compiled.cli.bench.network import Inner, Network
-from fsdp_compiled.cli.bench.options import BenchOptions, bench_options
-from fsdp_compiled.cli.bench.presets import PRESETS, sized
-from fsdp_compiled.cli.bench.start import selection
-from fsdp_compiled.cli.bench.summary import ratio
+from fsdp_compiled.cli.presets import PRESETS, sized
 
 
 class Done(dist._Work):
@@ -69,7 +69,7 @@ def test_where_nodes_are_far_apart_simulate_says_that_tensor_parallelism_wins() 
 def test_the_committed_results_say_where_it_wins_and_simulate_says_the_same() -> None:
     results = {name: found for name, found in tables.load().items() if name in tables.NODES}
     if not results:
-        pytest.skip("not measured yet: python -m fsdp_compiled.cli.bench.run_all far-nodes near-nodes")
+        pytest.skip("not measured yet: python -m bench.run_all far-nodes near-nodes")
     far, near = (results[name]["rivals"] for name in tables.NODES)
     for pure in ("fsdp2", "ours-eager"):
         assert ratio(results["far-nodes"], "ours-tp-eager", pure, "wall") < 0.8

@@ -80,14 +80,12 @@ class AbsentNames:
         held = [(name, vars(one)) for name, one in found.values() if hasattr(one, "__dict__")]
         if "key" in failed:
             held += [(name, one) for name, one in values.items() if isinstance(one, dict)]
-        self.read = [(name, own, frozenset(own)) for name, own in held]
+        self._names = [(name, own, frozenset(own)) for name, own in held]
         environment = getattr(os.environ, "_data", None)
         reads = any(one.co_filename == os.__file__ or "getenv" in one.co_names for one in code)
         self._environment = dict(environment) if reads and environment is not None else None
-        if self._environment is not None:
-            self.read.append(("os.environ", {}, frozenset()))
-        self._builtins = _builtins(code)
-        self.read += [(f"the globals of {name}", {}, frozenset()) for name, _, _ in self._builtins]
+        self._builtins = [one for one in _builtins(code) if one[2]]
+        self.read = [*self._names, *self._builtins, *[self._environment] * (self._environment is not None)]
 
     def changed(self, _scope: object = None) -> str | None:
         """Which has another name now, by Dynamo's name."""
@@ -96,7 +94,10 @@ class AbsentNames:
         for name, own, used in self._builtins:
             if not used.isdisjoint(own):
                 return f"{name}.{min(used & own.keys())}"
-        return next((name for name, own, names in self.read if not own.keys() <= names), None)
+        for name, own, names in self._names:
+            if not own.keys() <= names:
+                return name
+        return None
 
 
 def _builtins(code: set[types.CodeType]) -> list[tuple[str, dict[str, Any], frozenset[str]]]:

@@ -233,8 +233,13 @@ class Guards:
 
     def _unseen(self) -> str | None:
         """What Dynamo's guards let through, by Dynamo's name."""
-        with self.as_traced():
-            return next(filter(None, (one.changed(self.scope) for one in self._asked)), None)
+        if self._around:
+            with self._in_place():
+                return next(filter(None, (one.changed(self.scope) for one in self._asked)), None)
+        for one in self._asked:  # at every call
+            if (name := one.changed(self.scope)) is not None:
+                return name
+        return None
 
     def as_traced(self) -> contextlib.AbstractContextManager[None]:
         """Inside, with what is put into the model's place while it is traced."""

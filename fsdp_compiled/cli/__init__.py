@@ -36,8 +36,8 @@ def parser(command: str | None) -> argparse.ArgumentParser:
         "and collectives of a step. Every rival's losses are compared with this package's eager lowering first; a "
         "wrong one ends the run. The last line printed is the folder with the result, the table and the plot.",
     )
-    if command == "bench":
-        from fsdp_compiled.cli.bench.options import add_bench_options
+    if command == "bench" and _benchmarks():
+        from bench.options import add_bench_options
 
         add_bench_options(bench)
 
@@ -129,6 +129,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _benchmarks() -> bool:
+    """Whether there are any: ``bench/`` of a clone, which can be imported from here on."""
+    root = Path(__file__).parents[2]
+    if not (root / "bench" / "start.py").is_file():
+        return False
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return True
+
+
 def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
     """What the command exits with. Each command's imports wait for it: a listing loads nothing that training needs."""
     if chosen.command == "train":
@@ -142,8 +152,10 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
 
         return start(options, arguments)
     if chosen.command == "bench":
-        from fsdp_compiled.cli.bench import start as bench
-        from fsdp_compiled.cli.bench.options import bench_options
+        if not _benchmarks():
+            raise ValueError("the benchmarks are no part of an installed package: run `make bench` in a clone.")
+        from bench import start as bench
+        from bench.options import bench_options
 
         return bench.start(bench_options(chosen), arguments)
     if chosen.command == "check":

@@ -15,8 +15,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Policy
-from fsdp_compiled.cli.bench.presets import PRESETS, sized
 from fsdp_compiled.cli.options import positive, whole
+from fsdp_compiled.cli.presets import PRESETS, sized
 from fsdp_compiled.runtime.simulate import HARDWARE, Estimate, simulate
 
 SIZES = ("layers", "width", "heads", "context", "batch", "vocabulary")  # of a preset

@@ -14,7 +14,7 @@ import torch.distributed.fsdp as theirs
 from torch.profiler import profile
 
 import fsdp_compiled as ours
-from fsdp_compiled.cli.bench.observe import NOT_DATA
+from bench.observe import NOT_DATA
 from tests.launch import told, write_for_all
 from tests.loops import batch, full, gpt, loss_of
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as theirs
 from torch.profiler import profile
 
+from bench.observe import NOT_DATA
 from fsdp_compiled import Policy, fully_shard
-from fsdp_compiled.cli.bench.observe import NOT_DATA
 from fsdp_compiled.runtime.loop.merged_units import rows
 from fsdp_compiled.runtime.loop.module_state import states_in
 from tests.launch import told, write_for_all

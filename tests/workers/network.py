@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.network import Network, slow_network
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.cli.bench.network import Network, slow_network
 from fsdp_compiled.distributed.process_group import close
 
 GIGABITS, LATENCY = 0.08, 0.2  # 10 MB/s: 20 ms for what is sent below; the latency is what a busy machine may lose

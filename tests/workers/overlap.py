@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from bench.network import Network, slow_network
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.analysis.timeline import Span, Timeline
-from fsdp_compiled.cli.bench.network import Network, slow_network
 from fsdp_compiled.distributed.process_group import close
 
 WIDTH, ROWS, STEPS = 256, 512, 3

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.cli.bench.observe import Observer
-from fsdp_compiled.cli.bench.presets import PRESETS, rows_of_rank, sized
-from fsdp_compiled.cli.bench.rivals import RIVALS, Setting, Step, ours
+from bench.observe import Observer
+from bench.rivals import RIVALS, Setting, Step, ours
+from fsdp_compiled.cli.presets import PRESETS, rows_of_rank, sized
 from fsdp_compiled.cli.rank import RankInfo
 from tests.chosen import examples
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from bench.options import BenchOptions
+from bench.rivals import RIVALS
 from fsdp_compiled import Policy, simulate
-from fsdp_compiled.cli.bench.options import BenchOptions
-from fsdp_compiled.cli.bench.presets import Preset
-from fsdp_compiled.cli.bench.rivals import RIVALS
+from fsdp_compiled.cli.presets import Preset
 from fsdp_compiled.plan.hardware import CPU, Machine
 
 PURE, CUT = ("ours-eager", "ours"), ("ours-tp-eager", "ours-tp")

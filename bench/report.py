@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fsdp_compiled.cli.bench.summary import BASELINE, Result, Row, Spread, rows
+from bench.summary import BASELINE, Result, Row, Spread, rows
 
 MISSING = "–"
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.cli.bench.network import Inner, Network, Transfer, slow_network
-from fsdp_compiled.cli.bench.observe import Observer, Seen
-from fsdp_compiled.cli.bench.options import BenchOptions
-from fsdp_compiled.cli.bench.presets import Preset, on_device, rows_of_rank
-from fsdp_compiled.cli.bench.rivals import REFERENCE, RIVALS, Rival, Setting, Step
-from fsdp_compiled.cli.bench.screen import Screen
+from bench.network import Inner, Network, Transfer, slow_network
+from bench.observe import Observer, Seen
+from bench.options import BenchOptions
+from bench.rivals import REFERENCE, RIVALS, Rival, Setting, Step
+from bench.screen import Screen
+from fsdp_compiled.cli.presets import Preset, on_device, rows_of_rank
 from fsdp_compiled.cli.rank import RankInfo, Ranks, Stop
 
 BATCHES = 2  # that are trained on by turns, so that the first and the last checked step see the same one

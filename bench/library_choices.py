@@ -1,6 +1,6 @@
 """What two choices for CPUs rest on: who multiplies matrices faster, and what a reduce-scatter over gloo costs.
 
-    torchrun --standalone --nproc-per-node 2 -m fsdp_compiled.cli.bench.library_choices bench/results/choices.json
+    torchrun --standalone --nproc-per-node 2 -m bench.library_choices bench/results/choices.json
 
 Each way takes turns with the other; the medians are written. On a machine with nothing else to do.
 """

@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 import fsdp_compiled
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.cli.bench.presets import Preset
+from fsdp_compiled.cli.presets import Preset
 from fsdp_compiled.cli.rank import RankInfo
 
 Step = Callable[[Tensor, Tensor], Tensor]

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from fsdp_compiled.cli.bench import checkpoint, muon, report
-from fsdp_compiled.cli.bench.estimates import add_estimates
-from fsdp_compiled.cli.bench.measure import measure_first_step, measure_steps
-from fsdp_compiled.cli.bench.options import SIZES, BenchOptions
-from fsdp_compiled.cli.bench.plot import plot
-from fsdp_compiled.cli.bench.presets import PRESETS, Preset, sized
-from fsdp_compiled.cli.bench.rivals import RIVALS, Rival
-from fsdp_compiled.cli.bench.screen import screen
+from bench import checkpoint, muon, report
+from bench.estimates import add_estimates
+from bench.measure import measure_first_step, measure_steps
+from bench.options import SIZES, BenchOptions
+from bench.plot import plot
+from bench.rivals import RIVALS, Rival
+from bench.screen import screen
 from fsdp_compiled.cli.launch import launch, refuse_used
 from fsdp_compiled.cli.machine import hardware, versions
+from fsdp_compiled.cli.presets import PRESETS, Preset, sized
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, own_launcher, place, tell_failure, under_launcher
 from fsdp_compiled.cli.toolchain import choose_lower
 from fsdp_compiled.distributed.device_mesh import connect

@@ -4,9 +4,9 @@ import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from fsdp_compiled.cli.bench.presets import PRESETS
-from fsdp_compiled.cli.bench.rivals import RIVALS
+from bench.rivals import RIVALS
 from fsdp_compiled.cli.options import fraction, not_negative, positive, whole
+from fsdp_compiled.cli.presets import PRESETS
 
 MEASURES = ("steps", "first-step", "checkpoint", "muon")
 SIZES = ("layers", "width", "heads", "context", "batch", "rounds", "steps")  # of a preset

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
+from bench.rivals import ADAMW, Setting
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.cli.bench.presets import Preset, on_device, rows_of_rank
-from fsdp_compiled.cli.bench.rivals import ADAMW, Setting
+from fsdp_compiled.cli.presets import Preset, on_device, rows_of_rank
 from fsdp_compiled.cli.rank import RankInfo
 
 Seconds = list[float]  # on the wall, and of the processor

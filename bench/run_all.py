@@ -1,6 +1,6 @@
 """Measures everything that bench/results holds of `fsdp-compiled bench`, and makes the tables anew.
 
-    python -m fsdp_compiled.cli.bench.run_all [NAME ...]
+    python -m bench.run_all [NAME ...]
 
 Every result if none is named (--help lists them). On a machine with nothing else to do: the
 load average is written beside the figures. A result takes the place of an older one once it is complete.
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fsdp_compiled.cli.bench import RESULTS
+from bench import RESULTS
 
 NODES = "--inner-gbps 10 --node 2 --nproc 4 --preset llama --rounds 6 --steps 1 --lower eager"
 NODES += " --rivals fsdp2 ours-eager ours-tp-eager"
@@ -59,4 +59,4 @@ if __name__ == "__main__":
         parser.error(f"unknown: {', '.join(unknown)}; there is {', '.join(COMMANDS)}")
     for name in names:
         measure(name)
-    subprocess.run([sys.executable, "-m", "fsdp_compiled.cli.bench.tables"], check=True)
+    subprocess.run([sys.executable, "-m", "bench.tables"], check=True)

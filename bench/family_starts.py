@@ -1,6 +1,6 @@
 """How long a first step of models of transformers takes, by family and depth, and which of their blocks are traced.
 
-    python -m fsdp_compiled.cli.bench.family_starts bench/results/family-starts.json --beside ../before
+    python -m bench.family_starts bench/results/family-starts.json --beside ../before
 
 In seconds of processor time of one process, which a shared machine hardly moves, with the eager lowering and nothing on
 disk: models of width 32 with random weights, as their own classes make them, that train with dropout, each in a process
@@ -161,7 +161,7 @@ def main() -> None:
         for name, row in best.items():
             found.setdefault(name, []).append(row)
     record = {
-        "command": f"python -m fsdp_compiled.cli.bench.family_starts {arguments.out} --rounds {arguments.rounds}"
+        "command": f"python -m bench.family_starts {arguments.out} --rounds {arguments.rounds}"
         + f" --layers {' '.join(map(str, arguments.layers))} --families {' '.join(map(repr, arguments.families))}"
         + " --cache" * arguments.cache
         + f" --beside {arguments.beside}" * bool(arguments.beside),

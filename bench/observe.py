@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from fsdp_compiled.cli.bench.network import slow_network
+from bench.network import slow_network
 
 MARK = "fsdp-compiled bench step"
 CPU = [ProfilerActivity.CPU]

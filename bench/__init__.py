@@ -15,4 +15,4 @@ from __future__ import annotations
 
 from pathlib import Path
 
-RESULTS = Path(__file__).parents[3] / "bench" / "results"  # of a clone; no part of an installed package
+RESULTS = Path(__file__).parent / "results"  # of a clone; no part of an installed package

@@ -1,6 +1,6 @@
 """Rewrites the tables of README.md, docs/ and bench/README.md from bench/results, and draws bench/results/bench.png.
 
-    python -m fsdp_compiled.cli.bench.tables
+    python -m bench.tables
 
 `run_all` does this after it has measured. A table stands between `<!-- bench: NAME -->` and `<!-- end -->`, where
 NAME is `headline`, `summary`, `memory`, `goals`, `first-step`, `train`, `start-up`, `checkpoint`, or a result's. What
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_compiled.cli.bench import RESULTS, checkpoint, muon, report, start_up
-from fsdp_compiled.cli.bench.plot import plot
-from fsdp_compiled.cli.bench.rivals import RIVALS
-from fsdp_compiled.cli.bench.summary import Row, ratio, rows
+from bench import RESULTS, checkpoint, muon, report, start_up
+from bench.plot import plot
+from bench.rivals import RIVALS
+from bench.summary import Row, ratio, rows
 
 ROOT = RESULTS.parents[1]
 DOCUMENTS = (

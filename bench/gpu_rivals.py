@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
+from bench.gpu_models import Setting, loss_of
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.cli.bench.gpu_models import Setting, loss_of
 
 Step = Callable[[Tensor], Tensor]
 OURS, REFERENCE, CASTS = "ours", "fsdp2", "ours-casts"

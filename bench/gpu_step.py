@@ -1,6 +1,6 @@
 """One training step on one GPU: this package's CUDA graph against PyTorch's own means, as JSON and a plot.
 
-    python -m fsdp_compiled.cli.bench.gpu_step bench/results/gpu --preset thin
+    python -m bench.gpu_step bench/results/gpu --preset thin
 
 Losses first: every rival's first steps are compared with FSDP2's, and one that trains something else is reported as
 wrong, without figures. Then each takes turns with this package's graph, a few steps each, in one process; a ratio is
@@ -34,8 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.cli.bench.gpu_models import PRESETS, Setting
-from fsdp_compiled.cli.bench.gpu_rivals import CASTS, OURS, REFERENCE, RIVALS, Step
+from bench.gpu_models import PRESETS, Setting
+from bench.gpu_rivals import CASTS, OURS, REFERENCE, RIVALS, Step
 from fsdp_compiled.cli.machine import hardware, versions
 
 CHECKED = 6  # steps whose losses are compared; ours captures on the third
@@ -246,14 +246,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a few thousand parameters, on any machine")
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available() and not given.tiny:
-        print("fsdp_compiled.cli.bench.gpu_step needs a GPU: torch finds none. --tiny runs without.", file=sys.stderr)
+        print("bench.gpu_step needs a GPU: torch finds none. --tiny runs without.", file=sys.stderr)
         return 2
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     setting = Setting(PRESETS[given.preset], device, given.tiny)
     given.out.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {
-        "command": f"python -m fsdp_compiled.cli.bench.gpu_step {given.out} --preset {given.preset}"
-        + " --tiny" * given.tiny,
+        "command": f"python -m bench.gpu_step {given.out} --preset {given.preset}" + " --tiny" * given.tiny,
         "preset": given.preset,
         "batch": list(setting.batches(1)[0].shape),
         "dtype": str(setting.preset.dtype).removeprefix("torch."),

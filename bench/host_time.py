@@ -1,6 +1,6 @@
 """What the host does in a step beside launching the program: finding it, its guards, rates, inputs and results.
 
-    python -m fsdp_compiled.cli.bench.host_time bench/results/host-time.json
+    python -m bench.host_time bench/results/host-time.json
 
 No GPU is needed: the program's runner is replaced by one that returns what it returned before, so that what is left is
 what a step costs where the program is one launch of a CUDA graph. Figures are the least of many calls, since a shared
@@ -116,7 +116,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     record = {
-        "command": f"python -m fsdp_compiled.cli.bench.host_time {arguments.out}",
+        "command": f"python -m bench.host_time {arguments.out}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "microseconds": [measured(layers, arguments.repeats) for layers in (4, 24)],
     }

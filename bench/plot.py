@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_compiled.cli.bench.summary import BASELINE, Result, Row, rows
+from bench.summary import BASELINE, Result, Row, rows
 
 OURS, SHARDS, WHOLE = "#d94801", "#2171b5", "#9e9e9e"
 

@@ -1,6 +1,6 @@
 """How near the kernels come to the memory's bandwidth, against PyTorch's own, as JSON.
 
-    python -m fsdp_compiled.cli.bench.gpu_kernels bench/results/kernels.json
+    python -m bench.gpu_kernels bench/results/kernels.json
 
 Needs a GPU with Triton. Every candidate moves the same gradients or shards, those of GPT-2 124M's blocks and of a
 wide layer. A figure is bytes that must be read and written, over the time by CUDA events, as a share of what a
@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20, help="runs in a turn (default: %(default)s)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("fsdp_compiled.cli.bench.gpu_kernels needs a GPU: torch finds none.")
+        raise SystemExit("bench.gpu_kernels needs a GPU: torch finds none.")
     import triton
 
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -323,7 +323,7 @@ def main() -> None:
         print(f"{results[-1]['work']:<60} {shares}", flush=True)
         torch.cuda.empty_cache()
     record = {
-        "command": "python -m fsdp_compiled.cli.bench.gpu_kernels " + str(arguments.out),
+        "command": "python -m bench.gpu_kernels " + str(arguments.out),
         "hardware": torch.cuda.get_device_name(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "rounds": arguments.rounds,

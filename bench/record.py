@@ -1,6 +1,6 @@
 """Writes what a training run reached, with its conditions, as one JSON file: what the README's figures are read from.
 
-    python -m fsdp_compiled.cli.bench.record RUN bench/results/train.json
+    python -m bench.record RUN bench/results/train.json
 
 RUN is a folder that `fsdp-compiled train` left. A run that has not reached its last step, or whose validation loss is
 not below the byte-unigram model's, is refused.

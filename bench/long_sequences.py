@@ -1,6 +1,6 @@
 """What `simulate` says of long sequences, and of experts, on eight GPUs of a node; nothing is run, and none is needed.
 
-    python -m fsdp_compiled.cli.bench.long_sequences
+    python -m bench.long_sequences
 
 *A row a rank*: each rank has sequences of its own. *A stretch a rank*: eight sequences one after the other, of which
 each rank has an eighth (`SequenceAttention`); one of them is simulated. Both are for the same tokens. Experts: all
@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from bench import RESULTS
 from fsdp_compiled import Estimate, Policy, SequenceAttention, simulate
-from fsdp_compiled.cli.bench import RESULTS
 from fsdp_compiled.cli.machine import versions
 from fsdp_compiled.plan.hardware import GPU
 
@@ -125,7 +125,7 @@ def main() -> None:
         "GiB of tokens that would go to experts and back": round(tokens / 2**30, 3),
     }  # fmt: skip
     result = {
-        "command": "python -m fsdp_compiled.cli.bench.long_sequences",
+        "command": "python -m bench.long_sequences",
         "versions": versions(),
         "model": {"ranks": RANKS, "layers": LAYERS, "width": WIDTH, "heads": HEADS, "vocabulary": VOCABULARY},
         "times": times,

@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW, Muon
 
+from bench.checkpoint import Seconds, of_ranks
+from bench.network import slow_network
+from bench.rivals import ADAMW, Setting
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.cli.bench.checkpoint import Seconds, of_ranks
-from fsdp_compiled.cli.bench.network import slow_network
-from fsdp_compiled.cli.bench.presets import Batch, Preset, on_device, rows_of_rank
-from fsdp_compiled.cli.bench.rivals import ADAMW, Setting
+from fsdp_compiled.cli.presets import Batch, Preset, on_device, rows_of_rank
 from fsdp_compiled.cli.rank import RankInfo
 
 GOAL = 1.2  # of the share, by processor time

@@ -1,6 +1,6 @@
 """A loss over a vocabulary of 128k, whole and in slices of rows: a step's peak memory, and its processor time.
 
-python -m fsdp_compiled.cli.bench.loss_rows bench/results/loss-rows.json
+python -m bench.loss_rows bench/results/loss-rows.json
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.observe import Observer
 from fsdp_compiled import Policy, chunked_cross_entropy, compile_sharded
-from fsdp_compiled.cli.bench.observe import Observer
 from fsdp_compiled.cli.machine import hardware, versions
 
 CLASSES, WIDTH, ROWS, SLICE = 131_072, 64, 512, 64

@@ -1,6 +1,6 @@
 """What `fsdp-compiled train` takes until step 2 on a machine just set up, by part, and when compiling has paid.
 
-    python -m fsdp_compiled.cli.bench.start_up bench/results/start-up.json --beside ../before
+    python -m bench.start_up bench/results/start-up.json --beside ../before
 
 Each lowering is started, in turns, with caches that hold no more than what `.ci/setup train` leaves (bytecode, answers
 of the compiler, a compiled header: `lower/warm_up.py`), and ended after forty steps. Parts are in wall time, so on a
@@ -169,7 +169,7 @@ def main() -> None:
             print(name, lower, parts, flush=True)
             found[name][lower] = min(parts, found[name].get(lower, parts), key=lambda one: one["processor time"])
     record = {
-        "command": f"python -m fsdp_compiled.cli.bench.start_up {arguments.out}"
+        "command": f"python -m bench.start_up {arguments.out}"
         + f" --beside {arguments.beside}" * bool(arguments.beside),
         "hardware": hardware(),
         "versions": versions(),

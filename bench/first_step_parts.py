@@ -1,6 +1,6 @@
 """Where the time of a first step goes, by part and by depth, with the eager lowering and nothing on disk.
 
-    python -m fsdp_compiled.cli.bench.first_step_parts bench/results/first-step-parts.json --beside ../before
+    python -m bench.first_step_parts bench/results/first-step-parts.json --beside ../before
 
 ``--lower inductor`` compiles, twice: with nothing on disk, and with what the first has left there.
 
@@ -35,11 +35,11 @@ LAYERS = (4, 24, 96)
 def parts_of(layers: int, lower: Literal["eager", "inductor"]) -> dict[str, float]:
     import torch
 
+    from bench.host_time import GPT, batch, loss
     from fsdp_compiled import Policy
     from fsdp_compiled import api as taken_over
     from fsdp_compiled.capture import aot_cache, dynamo_run
     from fsdp_compiled.capture.blocks import repeats
-    from fsdp_compiled.cli.bench.host_time import GPT, batch, loss
     from fsdp_compiled.lower import lowering
     from fsdp_compiled.runtime.programs import program_maker
 
@@ -111,7 +111,7 @@ def _one(layers: int, lower: str, checkout: Path, folder: Path) -> dict[str, Any
     """In a process of its own, which keeps what it compiles in the folder."""
     place = folder / "parts.json"
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "fsdp_compiled.cli.bench.first_step_parts", str(place), "--one", str(layers)]
+    command = [sys.executable, "-m", "bench.first_step_parts", str(place), "--one", str(layers)]
     command += ["--lower", lower] * (lower != "eager")  # which an older checkout does not know
     subprocess.run(command, env=environment, check=True, cwd=checkout)
     return json.loads(place.read_text())  # type: ignore[no-any-return]
@@ -146,7 +146,7 @@ def main() -> None:
                     parts = min(before, parts, key=lambda one: one["all"])
                 rows.append(parts)
     record = {
-        "command": f"python -m fsdp_compiled.cli.bench.first_step_parts {arguments.out}"
+        "command": f"python -m bench.first_step_parts {arguments.out}"
         + f" --lower {arguments.lower}" * (arguments.lower != "eager")
         + f" --beside {arguments.beside}" * bool(arguments.beside),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
