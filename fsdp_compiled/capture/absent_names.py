@@ -79,7 +79,8 @@ class AbsentNames:
             found = {id(one): (name, one) for name, one in inside.items()} | found
         held = [(name, vars(one)) for name, one in found.values() if hasattr(one, "__dict__")]
         if "key" in failed:
-            held += [(name, one) for name, one in values.items() if isinstance(one, dict)]
+            # Hooks come and go, and have guards of their own.
+            held += [(name, one) for name, one in values.items() if isinstance(one, dict) and "_hooks" not in name]
         self._names = [(name, own, frozenset(own)) for name, own in held]
         environment = getattr(os.environ, "_data", None)
         reads = any(one.co_filename == os.__file__ or "getenv" in one.co_names for one in code)
