@@ -377,3 +377,11 @@ def test_it_starts_its_ranks_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     assert process.returncode == 0, process.stderr
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"logs", "plot.png", "result.json", "table.md"}
+
+
+def test_an_installed_package_says_where_the_benchmarks_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("fsdp_compiled.cli._benchmarks", lambda: False)
+    assert main(["bench", "--preset", "thin"]) == 2
+    assert "run `make bench` in a clone" in capsys.readouterr().err

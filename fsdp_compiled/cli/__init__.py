@@ -36,7 +36,7 @@ def parser(command: str | None) -> argparse.ArgumentParser:
         "and collectives of a step. Every rival's losses are compared with this package's eager lowering first; a "
         "wrong one ends the run. The last line printed is the folder with the result, the table and the plot.",
     )
-    if command == "bench" and _benchmarks():
+    if command == "bench":
         from bench.options import add_bench_options
 
         add_bench_options(bench)
@@ -106,6 +106,10 @@ def parser(command: str | None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["bench"] and not _benchmarks():
+        cure = "run `make bench` in a clone"
+        print(f"fsdp-compiled bench: error: benchmarks are no part of an installed package: {cure}.", file=sys.stderr)
+        return 2
     chosen = parser(arguments[0] if arguments else None).parse_args(arguments)
     try:
         if chosen.command in ("show", "diff", "convert"):  # which need no model
@@ -152,8 +156,6 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
 
         return start(options, arguments)
     if chosen.command == "bench":
-        if not _benchmarks():
-            raise ValueError("the benchmarks are no part of an installed package: run `make bench` in a clone.")
         from bench import start as bench
         from bench.options import bench_options
 
