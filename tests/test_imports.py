@@ -26,6 +26,7 @@ PRIVATE = {
     "accelerate": "integrations.accelerate",
     "torch._C._distributed_c10d._register_work": "distributed.gloo_pairs",
     "torch.compiler._is_compiling_flag": "optim.tracing",  # in the table, and set
+    "torch.testing._internal": "distributed.simulated_ranks",  # or without it
 }
 # Graphs are made in one file.
 GRAPHS = ("torch.cuda.CUDAGraph", "torch.cuda.graph")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,7 +25,12 @@ def simulated_ranks(shape: Mapping[str, int]) -> Iterator[DeviceMesh]:
             "A process group is running in this process, and simulated ranks need one of their own. Simulate in a "
             "process that was not started by torchrun, or before init_process_group."
         )
-    dist.init_process_group("fake", rank=0, world_size=math.prod(shape.values()))
+    store = None
+    with suppress(ImportError):  # where it is gone, `torch.distributed` knows the backend by itself
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+        store = dist.HashStore()
+    dist.init_process_group("fake", rank=0, world_size=math.prod(shape.values()), store=store)
     try:
         yield init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     finally:
