@@ -201,8 +201,10 @@ class Watchdog:
         return self._lost(f"{self._board.name(self._next)} is gone: its connections are closed")
 
     def _lost(self, what: str) -> str:
-        """Leaves the reason on the board."""
+        """Leaves the reason on the board, unless there is one: a rank says why before it cuts connections."""
         running, board = self._running, self._board
+        if (known := board.error()) is not None:
+            return known
         call = f", while rank {board.rank} waits in {running.call.label}" if running is not None else ""
         message = f"{what}{call}.\n{CLOSED}"
         board.fail(message)
