@@ -107,14 +107,17 @@ class Scaled(nn.Module):
         return (self.linear(x) * self.factor()).square().mean()
 
 
+def forget() -> None:
+    for table in (TABLE, OWN.inside, vars(HOLDER)):
+        table.clear()
+    os.environ.pop(NAME, None)
+    globals().pop("divmod", None)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_there() -> Iterator[None]:
     yield
-    TABLE.clear()
-    OWN.inside.clear()
-    vars(HOLDER).clear()
-    os.environ.pop(NAME, None)
-    globals().pop("divmod", None)
+    forget()
 
 
 def values(factor: Callable[[], float], face: str, change: Callable[[], Any]) -> list[float]:
@@ -135,10 +138,7 @@ def values(factor: Callable[[], float], face: str, change: Callable[[], Any]) ->
 @pytest.mark.parametrize("factor", WAYS, ids=lambda one: one.__name__)
 def test_it_is_seen(factor: Callable[[], float], face: str) -> None:
     expected = values(factor, "eager", WAYS[factor])
-    for clear in (TABLE, OWN.inside, vars(HOLDER)):
-        clear.clear()
-    os.environ.pop(NAME, None)
-    globals().pop("divmod", None)
+    forget()
     assert expected[1] != expected[2] and divmod is builtins.divmod
     assert values(factor, face, WAYS[factor]) == pytest.approx(expected, rel=1e-6)
 

@@ -107,6 +107,8 @@ def _builtins(code: set[types.CodeType]) -> list[tuple[str, dict[str, Any], froz
     for one in code:
         if is_users(one.co_filename):
             by_file.setdefault(one.co_filename, set()).update(BUILTINS.intersection(one.co_names))
-    modules = {getattr(one, "__file__", None): one for one in list(sys.modules.values())} if by_file else {}
+    modules = (
+        {getattr(one, "__dict__", {}).get("__file__"): one for one in list(sys.modules.values())} if by_file else {}
+    )
     found = [(modules[file], used) for file, used in by_file.items() if file in modules]
     return [(one.__name__, vars(one), frozenset(used - vars(one).keys())) for one, used in found]

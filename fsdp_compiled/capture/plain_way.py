@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
@@ -20,13 +19,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compiled.capture import disk_cache
-from fsdp_compiled.capture.ambient import Ambient, outside_modes
+from fsdp_compiled.capture.ambient import outside_modes
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.cache_key import versions
 from fsdp_compiled.capture.captured import Capture, Tensors
 from fsdp_compiled.capture.dynamo import trace_whole
 from fsdp_compiled.capture.source_lines import OURS
-from fsdp_compiled.capture.tensor_parallel import Parts
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.names import (
     TABLE,
@@ -47,26 +45,12 @@ INTERNAL = (
 )  # fmt: skip
 
 
-def capture(
-    model: nn.Module,
-    loss: Callable[..., Any] | None,
-    tensors: Tensors,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    gradient: bool,
-    results: bool = False,
-    ambient: Ambient | None = None,
-    parts: Parts | None = None,
-) -> Capture:
-    """`dynamo.trace_whole`, which says what is given, the fast way or the plain one.
+def capture(model: nn.Module, *given: Any, **named: Any) -> Capture:
+    """`dynamo.trace_whole` of these, the fast way or the plain one.
 
     Raises `CaptureError` with the user's line and the cure; `UnsupportedTorch` where this PyTorch captures no model.
     """
-    trace = functools.partial(
-        trace_whole, model, loss, tensors, args, kwargs, gradient=gradient, results=results, ambient=ambient,
-        parts=parts,
-    )  # fmt: skip
+    trace = functools.partial(trace_whole, model, *given, **named)
     if not plain() and (why := trial()):
         stay_plain(why)
     try:
@@ -120,10 +104,17 @@ def _is_internal(error: Exception) -> bool:
 def _blame(error: Exception) -> None:
     """Raises `UnsupportedTorch` if not even a model that is known to work can be captured the plain way."""
     try:
+        _try_plainly()
+    except UnsupportedTorch as again:
+        raise again from error
+
+
+def _try_plainly() -> str:
+    try:
         with plainly():
-            _try()
-    except Exception as again:
-        raise unsupported(f"a model of three layers cannot be captured ({_text(again)})") from error
+            return _try()
+    except Exception as error:
+        raise unsupported(f"a model of three layers cannot be captured ({_text(error)})") from error
 
 
 @functools.cache
@@ -133,11 +124,7 @@ def trial() -> str:
     place = None if folder is None else folder / "ways" / _key()
     if place is not None and (known := disk_cache.read(place, bytes.decode)) is not None:
         return known
-    try:
-        with plainly():
-            wanted = _try()
-    except Exception as error:
-        raise unsupported(f"a model of three layers cannot be captured ({_text(error)})") from error
+    wanted = _try_plainly()
     try:
         why = "" if _try() == wanted else "on a small model the fast way gives another program"
     except Exception as error:

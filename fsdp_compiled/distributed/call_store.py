@@ -112,10 +112,8 @@ class Board:
         ranks = range(self.world) if self.world <= self.SLOTS else sorted({0, self.rank, (self.rank + 1) % self.world})
         for number in range(max(1, made - self.SLOTS + 1), made + 1):
             posted = [self.read(rank, number) for rank in ranks]
-            if (
-                any(call.number != number for call in posted)
-                or len({(call.wire, call.label, call.hypers) for call in posted}) == 1
-            ):
+            known = {call[1:4] for call in posted}  # but for what they missed, of which `Calls.reached` tells
+            if any(call.number != number for call in posted) or len(known) == 1:
                 continue
             hypers = len({call.hypers for call in posted}) > 1
             calls = [f"{call.label}{f', rates {call.hypers[:8]}' if hypers else ''}" for call in posted]

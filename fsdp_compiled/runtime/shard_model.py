@@ -31,6 +31,7 @@ from fsdp_compiled.runtime.tensor_parallel.parts import laid_part, local_part, p
 from fsdp_compiled.runtime.unwritten import unwritten, unwritten_like
 
 Initializer = Callable[[nn.Module], Any]
+Order = dict[nn.Module, tuple[int, str]]  # of all modules of a model, the place and the name
 HALF = (
     "The model is half taken over: a part of its parameters may be in shards or filled already. Build it and its "
     "optimizer again before the next compile_sharded."
@@ -135,7 +136,9 @@ def take_over(
     holders = _holders(model)
     originals = {name: _get(places[0]) for name, places in holders.items()}
     meta = any(parameter.is_meta for parameter in originals.values())  # else none is to be filled
-    paths = {module: path for path, module in model.named_modules()} if meta else {}
+    order: Order = {}
+    if meta:
+        order = {module: (index, path) for index, (path, module) in enumerate(model.named_modules())}
     resumed = optimizer is not None and bool(optimizer.state)
     layout = Layout(plan, mesh)
     shards = layout.shards
@@ -143,11 +146,11 @@ def take_over(
     for unit in plan.units:
         if meta and plan.tp > 1:  # all of the unit, in the model's order: what is drawn does not depend on what is cut
             own = {holder for buffer in unit.buffers for slot in buffer.slots for holder in holders[slot.name]}
-            _materialize(own, paths, plan.device, init)
+            _materialize(own, order, plan.device, init)
         for buffer in unit.buffers:
             owners = [holders[slot.name] for slot in buffer.slots]
             if meta:
-                _materialize([holder for owner in owners for holder in owner], paths, plan.device, init)
+                _materialize([holder for owner in owners for holder in owner], order, plan.device, init)
             parameters = [_get(owner[0]) for owner in owners]
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
             values: list[torch.Tensor] = []
@@ -199,16 +202,13 @@ def _get(holder: Holder) -> nn.Parameter:
     return parameter
 
 
-def _materialize(
-    holders: Iterable[Holder], paths: Mapping[nn.Module, str], device: torch.device, init: Initializer | None
-) -> None:
+def _materialize(holders: Iterable[Holder], order: Order, device: torch.device, init: Initializer | None) -> None:
     """Fills the meta parameters that hang here, by the modules that own them, in order; tied ones stay tied.
 
-    ``paths``: all modules of the model in order, with their names. Raises ``ValueError`` for what nothing wrote.
+    Raises ``ValueError`` for what nothing wrote.
     """
     modules = list(dict.fromkeys(module for module, name in holders if _get((module, name)).is_meta))
     replaced: dict[int, nn.Parameter] = {}
-    order = {module: index for index, module in enumerate(paths)}
     for module in sorted(modules, key=order.__getitem__):
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
@@ -222,7 +222,7 @@ def _materialize(
         for name, tensor in module._buffers.items():
             if tensor is not None and tensor.is_meta:
                 module._buffers[name] = unwritten_like(tensor, device)
-        _fill(module, paths[module], init)
+        _fill(module, order[module][1], init)
 
 
 def _materialize_buffers(model: nn.Module, device: torch.device, init: Initializer | None) -> None:

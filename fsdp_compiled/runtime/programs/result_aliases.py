@@ -50,12 +50,12 @@ def aliases_of(program: Program, inputs: Sequence[Port], copies: int) -> tuple[A
         of = places.get(base, whole.get(base))
         if of is not None and of != port and base not in written:
             found.append(Alias(port, of, tuple(reversed(views))))
-    return tuple(found)
+    return tuple(sorted(found, key=lambda one: bool(one.views)))  # what others are views of first
 
 
 def shared(values: dict[Port, Any], inputs: Sequence[Any], aliases: Sequence[Alias]) -> Mapping[Port, Any]:
     """The results, with those that share memory with others in their places."""
-    for alias in sorted(aliases, key=lambda one: bool(one.views)):
+    for alias in aliases:
         tensor = inputs[alias.of] if isinstance(alias.of, int) else values[alias.of]
         for view in alias.views:
             tensor = view(tensor)
