@@ -6,7 +6,7 @@
 as a real wire.
 
 What a clone measures for its own documents is run as a module: `run_all` every result of the table, `tables` the tables
-of the documents, `record` a training run, `library_choices` who multiplies faster; on a GPU, `gpu_step` (its models and
+of the documents, `record` a training run; on a GPU, `gpu_step` (its models and
 rivals in `gpu_models` and `gpu_rivals`) and `gpu_kernels`, all by ``bench/gpu.sh``. They read and write
 ``bench/results``.
 """

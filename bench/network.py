@@ -35,8 +35,6 @@ import torch.distributed as dist
 from torch._C import DispatchKey, DispatchKeySet, _ExcludeDispatchKeyGuard
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.distributed import gloo_pairs
-
 # By operator: which of its arguments holds the whole buffers, and how often a ring sends (W - 1) / W of them.
 RING: Mapping[str, tuple[int, int]] = {
     "_allgather_base_": (0, 1),
@@ -175,7 +173,7 @@ def slow_network(
     network = Network(gigabits_per_second * 1e9 / 8, latency, linger, inner)
     exempt = spared.group_name if spared is not None else None
     with torch.library._scoped_library("c10d", "IMPL") as library:
-        for name in (*RING, "broadcast_", "recv_"):
+        for name in (*RING, "broadcast_"):
             library.impl(name, _wrap(name, network, exempt), BEFORE.name)
         yield network
 
@@ -197,17 +195,10 @@ def _wrap(name: str, network: Network, exempt: str | None) -> Callable[..., Any]
             return result
         work = dist._Work.unbox(result[-1] if isinstance(result, tuple) else result)
         size, ranks = _bytes(name, arguments, group), dist.get_process_group_ranks(group)
-        late = network.send(_what(name, arguments), size, work, ranks).boxed()
+        late = network.send(name.strip("_"), size, work, ranks).boxed()
         return (*result[:-1], late) if isinstance(result, tuple) else late
 
     return slow
-
-
-def _what(name: str, arguments: tuple[Any, ...]) -> str:
-    """Which collective it is; `gloo_pairs` has other names for what two ranks exchange."""
-    if name == "recv_" and arguments[-1] == gloo_pairs.REDUCE:
-        return "reduce_scatter"
-    return "allgather" if name == "alltoall_base_" and arguments[3] else name.strip("_")
 
 
 def _bytes(name: str, arguments: tuple[Any, ...], group: dist.ProcessGroup) -> int:
@@ -215,8 +206,6 @@ def _bytes(name: str, arguments: tuple[Any, ...], group: dist.ProcessGroup) -> i
     if name == "alltoall_base_" and arguments[3]:  # rows of each rank in what is received
         received, rows = arguments[0], arguments[3]
         return received.nbytes * (sum(rows) - rows[group.rank()]) // max(sum(rows), 1)  # type: ignore[no-any-return]
-    if name == "recv_":
-        return sum(tensor.nbytes for tensor in arguments[0])
     position, times = RING.get(name, (0, 0))
     whole = sum(tensor.nbytes for tensor in pytree.tree_leaves(arguments[position]))
     return times * whole * (group.size() - 1) // group.size() if times else whole

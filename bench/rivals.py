@@ -49,7 +49,6 @@ class Rival:
     compiles: bool = False  # needs a compiler on this machine
     ours: bool = False
     alone: bool = False  # rank 0 takes the whole batch, the others wait
-    host: bool = False  # differs from another only on a CPU
     tp: bool = False  # ranks of a node have one batch, and parts of the model
 
 
@@ -170,14 +169,6 @@ RIVALS = {
             by_units(fsdp_compiled.fully_shard, policy=Policy(lower="inductor")),
             compiles=True,
             ours=True,
-        ),
-        Rival(
-            "ours-blas",  # what sharding as a compiler gains by itself
-            "this package, inductor, BLAS only",
-            ours("inductor", without=("onednn_products",)),
-            compiles=True,
-            ours=True,
-            host=True,
         ),
     )
 }

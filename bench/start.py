@@ -104,8 +104,6 @@ def selection(options: BenchOptions) -> tuple[Preset, list[Rival]]:
             if options.rivals:
                 raise ValueError(f"{name} cuts the model over the ranks of a node; say how many that are: --node 2")
             continue
-        if rival.host and torch.cuda.is_available() and not options.rivals:
-            continue
         if rival.ours and not rival.compiles and lower == "inductor":
             continue
         if rival.ours and rival.compiles and lower == "eager":

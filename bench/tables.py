@@ -34,10 +34,8 @@ LOOPS = ("loop-thin", "loop-small")
 LOOP_FIRST_STEP = "loop-first-step"
 BLOCK = re.compile(r"(<!-- bench: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NOTHING = "Not measured yet."
-# What counts is the line by PyTorch's BLAS, which all rivals use too; what oneDNN adds to it stands below.
-OURS, BEYOND = "ours-blas", "ours"
-TITLES = {OURS: f"**{RIVALS[OURS].title}**", BEYOND: "this package, inductor, oneDNN's products too"}
-HEADLINE = ("ddp-compile", "fsdp2", "fsdp2-compile", OURS, BEYOND)
+OURS = "ours"
+HEADLINE = ("ddp-compile", "fsdp2", "fsdp2-compile", OURS)
 
 Results = Mapping[str, Mapping[str, Any]]
 
@@ -46,100 +44,88 @@ Results = Mapping[str, Mapping[str, Any]]
 class Goal:
     figure: str
     most: float
-    reached: Callable[[Results, str], float]  # of one line of ours; raises LookupError where it was not measured
+    reached: Callable[[Results], float]  # raises LookupError where it was not measured
 
 
 def _peak(result: Mapping[str, Any], name: str) -> float:
     return result["rivals"][name]["peak_bytes"]
 
 
-def _first(result: Mapping[str, Any], ours: str, cache: str) -> float:
+def _first(result: Mapping[str, Any], cache: str) -> float:
     """Of processors, where that was measured: the two results that are compared are not of one run."""
-    facts = result["rivals"][ours]
+    facts = result["rivals"][OURS]
     return facts.get("first_step_cpu", facts["first_step"])[cache]
 
 
-def _fastest_that_shards(results: Results, ours: str) -> float:
+def _fastest_that_shards(results: Results) -> float:
     """Against the best of them: the largest of our ratios."""
     others = [name for name, rival in RIVALS.items() if rival.shards and not rival.ours]
-    return max(ratio(results["large"], ours, name) for name in others)
+    return max(ratio(results["large"], OURS, name) for name in others)
 
 
 GOALS = (
-    Goal("thin: CPU time of a step, against FSDP2", 0.2, lambda runs, ours: ratio(runs["thin"], ours, "fsdp2")),
+    Goal("thin: CPU time of a step, against FSDP2", 0.2, lambda runs: ratio(runs["thin"], OURS, "fsdp2")),
     Goal(
         "thin: against DDP + torch.compile, which shards nothing",
         1.1,
-        lambda runs, ours: ratio(runs["thin"], ours, "ddp-compile"),
+        lambda runs: ratio(runs["thin"], OURS, "ddp-compile"),
     ),
-    Goal("small: against FSDP2", 0.75, lambda runs, ours: ratio(runs["small"], ours, "fsdp2")),
+    Goal("small: against FSDP2", 0.75, lambda runs: ratio(runs["small"], OURS, "fsdp2")),
     Goal("large: against the fastest rival that shards", 0.95, _fastest_that_shards),
     Goal(
         "large: peak memory of a rank, against FSDP2",
         0.9,
-        lambda runs, ours: _peak(runs["large"], ours) / _peak(runs["large"], "fsdp2"),
+        lambda runs: _peak(runs["large"], OURS) / _peak(runs["large"], "fsdp2"),
     ),
     Goal(
         "first step, cold cache: 24 layers against 4 of the same width",
         1.5,
-        lambda runs, ours: (
-            _first(runs["thin-first-step"], ours, "cold") / _first(runs["thin-4-first-step"], ours, "cold")
-        ),
+        lambda runs: _first(runs["thin-first-step"], "cold") / _first(runs["thin-4-first-step"], "cold"),
     ),
     Goal(
         "first step, thin: warm cache against cold",
         0.25,
-        lambda runs, ours: (
-            _first(runs["thin-first-step"], ours, "warm") / _first(runs["thin-first-step"], ours, "cold")
-        ),
+        lambda runs: _first(runs["thin-first-step"], "warm") / _first(runs["thin-first-step"], "cold"),
     ),
 )
 
 
 def goals(results: Results) -> str:
-    """Each goal, by both of our lines; those for a first step were measured with oneDNN's products alone."""
-    lines = [f"| {goal.figure} | {goal.most:g} | {_cells(goal, results)} |" for goal in GOALS]
-    return "\n".join(
-        ["| figure | at most | BLAS only | | with oneDNN | |", "|---|---:|---:|---|---:|---|", *lines],
-    )
-
-
-def _cells(goal: Goal, results: Results) -> str:
-    cells = []
-    for ours in (OURS, BEYOND):
+    lines = ["| figure | at most | reached | |", "|---|---:|---:|---|"]
+    for goal in GOALS:
         try:
-            value = goal.reached(results, ours)
+            value = goal.reached(results)
         except LookupError:
-            cells += ["not measured", ""]
-            continue
-        cells += [f"{value:.2f}", "met" if value <= goal.most else "**missed**"]
-    return " | ".join(cells)
+            lines.append(f"| {goal.figure} | {goal.most:g} | not measured | |")
+        else:
+            lines.append(f"| {goal.figure} | {goal.most:g} | {value:.2f} | {_met(value, goal.most)} |")
+    return "\n".join(lines)
+
+
+def _met(value: float, most: float) -> str:
+    return "met" if value <= most else "**missed**"
 
 
 def _by_preset(results: Results, cell: Callable[[Row], str], names: Sequence[str] = ()) -> str:
-    """A line a rival, a column a preset; ours by BLAS first of ours."""
+    """A line a rival, a column a preset."""
     measured = {name: {row.name: row for row in rows(results[name])} for name in PRESETS if name in results}
     if not measured:
         return NOTHING
     lines = ["| | " + " | ".join(measured) + " |", "|---|" + "---:|" * len(measured)]
-    for name in names or _ordered():
+    for name in names or RIVALS:
         found = [by.get(name) for by in measured.values()]
         if any(found):
             lines.append(
-                f"| {TITLES.get(name, RIVALS[name].title)} | "
+                f"| {_title_of(name)} | "
                 + " | ".join(cell(row) if row is not None else report.MISSING for row in found)
                 + " |"
             )
     return "\n".join(lines)
 
 
-def _ordered() -> list[str]:
-    """All rivals, those that compare us first, and of ours the one that counts."""
-    return [
-        *(name for name, rival in RIVALS.items() if not rival.ours),
-        *(OURS, BEYOND),
-        *(name for name, rival in RIVALS.items() if rival.ours and name not in (OURS, BEYOND)),
-    ]
+def _title_of(name: str) -> str:
+    title = RIVALS[name].title
+    return f"**{title}**" if name == OURS else title
 
 
 def _time(row: Row) -> str:
@@ -196,7 +182,7 @@ def checkpoints(results: Results) -> str:
         for clock in (0, 1):
             value = checkpoint.ratio(measured, "ours", what, to, clock)
             assert value is not None
-            cells += [f"{value:.2f}", "met" if value <= most else "**missed**"]
+            cells += [f"{value:.2f}", _met(value, most)]
         lines.append(f"| {figure} | {most:g} | {' | '.join(cells)} |")
     return "\n".join([checkpoint.describe(measured), "", *lines, "", _made_by(results[CHECKPOINT])])
 

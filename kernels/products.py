@@ -1,8 +1,7 @@
-"""Matrix products as operators: into a place of a flat buffer, and by oneDNN on a CPU.
+"""A matrix product as an operator that writes into a flat buffer.
 
 ``product_`` writes a gradient where it is sent from (see `fsdp_compiled.lower.fusions.direct_gradients`), of factors in
-half precision into float32 as well, unrounded; ``product``
-is the product of the other library that PyTorch brings (see `onednn_products` there).
+half precision into float32 as well, unrounded.
 """
 
 from __future__ import annotations
@@ -55,23 +54,3 @@ product_ = torch.ops.fsdp_compiled.product_.default
 @register_flop_formula(product_.overloadpacket)  # type: ignore[untyped-decorator]
 def _flops(flat: Any, offset: int, left: Any, right: Any, *_: Any, **__: Any) -> int:
     return int((mm_flop if len(left) == 2 else bmm_flop)(left, right))
-
-
-torch.library.define(
-    "fsdp_compiled_cpu::product", "(Tensor left, Tensor right) -> Tensor", tags=torch.Tag.flexible_layout
-)
-
-
-def _by_onednn(left: Tensor, right: Tensor) -> Tensor:
-    """``left @ right``: float32 [m, k] and [k, n] of any strides -> [m, n], contiguous."""
-    return torch.ops.mkldnn._linear_pointwise(left, right.t(), None, "none", [], "")  # type: ignore[no-any-return]
-
-
-def _by_onednn_shape(left: Tensor, right: Tensor) -> Tensor:
-    return left.new_empty(left.shape[0], right.shape[1])
-
-
-torch.library.impl("fsdp_compiled_cpu::product", "CPU", _by_onednn)
-torch.library.register_fake("fsdp_compiled_cpu::product", _by_onednn_shape)
-product = torch.ops.fsdp_compiled_cpu.product.default
-register_flop_formula(product.overloadpacket)(mm_flop)

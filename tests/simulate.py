@@ -27,7 +27,6 @@ from fsdp_compiled.capture.fake_inputs import capture_on
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, STEP, Port, Program
-from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, fusions_for
 from fsdp_compiled.lower.lowering import Lowering, Runner, lower
 from fsdp_compiled.lower.piece import Piece
@@ -186,7 +185,7 @@ def passes(rank: Rank, kind: str = "step") -> tuple[Pass, ...]:
         "gradient": GRADIENT,
         "forward": FORWARD,
     }[kind]
-    target = Target(rank.plan, rank.rules, kind in ("step", "last microbatch", "microbatch"), Backends())
+    target = Target(rank.plan, rank.rules, kind in ("step", "last microbatch", "microbatch"))
     return (*wanted, *fusions_for(target))
 
 

@@ -92,7 +92,7 @@ def test_goals_are_met_missed_or_not_measured() -> None:
         ("0.20", "met"),
     ]
     results["thin-4-first-step"] = first_step(4, 10.0, 6.0)
-    assert "| 1.5 | not measured |  | 3.00 | **missed** |" in tables.goals(results)
+    assert "| 1.5 | 3.00 | **missed** |" in tables.goals(results)
 
 
 def test_the_fastest_that_shards_is_the_one_that_counts() -> None:
@@ -103,17 +103,7 @@ def test_the_fastest_that_shards_is_the_one_that_counts() -> None:
         [0.5 * cpu for cpu in turn] for turn in result["rivals"]["fsdp2"]["cpu"]
     ]
     result["rivals"]["ddp"]["cpu"] = [[0.1 * cpu for cpu in turn] for turn in result["rivals"]["fsdp2"]["cpu"]]
-    assert "| 0.95 | 1.80 | **missed** | 1.80 | **missed** |" in tables.goals({"large": result})
-
-
-def test_of_ours_the_line_by_blas_stands_first() -> None:
-    result = fixture(0.5)
-    result["rivals"]["ours"]["cpu"] = [[0.5 * cpu for cpu in turn] for turn in result["rivals"]["ours-blas"]["cpu"]]
-    lines = tables.fill("<!-- bench: headline -->\n<!-- end -->\n", {"thin": result}).splitlines()
-    blas, further = lines[-3:-1]
-    assert blas == "| **this package, inductor, BLAS only** | 20.0 ms (0.50 ×) |"
-    assert further == "| this package, inductor, oneDNN's products too | 10.0 ms (0.25 ×) |"
-    assert "| 0.2 | 0.50 | **missed** | 0.25 | **missed** |" in tables.goals({"thin": result})
+    assert "| 0.95 | 1.80 | **missed** |" in tables.goals({"large": result})
 
 
 def test_what_is_committed_is_what_the_commands_make(tmp_path: Path) -> None:

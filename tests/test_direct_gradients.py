@@ -23,8 +23,8 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.kernels.products import product_
 from fsdp_compiled.lower import fusions
-from fsdp_compiled.lower.backends import decided, this_host
 from fsdp_compiled.lower.fusions.direct_gradients import direct_gradients, write
+from fsdp_compiled.lower.inductor import chooses_products
 from fsdp_compiled.lower.lowering import Lowering
 from tests.allocator import record
 from tests.chosen import chosen
@@ -328,11 +328,9 @@ def test_a_gradient_is_not_in_memory_twice() -> None:
 
 def test_inductor_is_left_to_choose_kernels_where_it_is_told_to() -> None:
     with torch._inductor.config.patch(max_autotune_gemm=True):
-        tuned = this_host()
-    assert tuned.tuned and not this_host().tuned
+        assert chooses_products()
+    assert not chooses_products()
     assert written(trained({"lower": "eager"}, ("step",))[1]) == [0]
     plan = trained({}, ("step",))[1].plan
-    on, off = (
-        fusions.fusions_for(fusions.Target(plan, (), True, decided([host], {}))) for host in (this_host(), tuned)
-    )
+    on, off = (fusions.fusions_for(fusions.Target(plan, (), True, tuned=tuned)) for tuned in (False, True))
     assert direct_gradients in on and direct_gradients not in off

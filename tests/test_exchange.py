@@ -13,13 +13,14 @@ from tests.launch import launch
 WORKER = Path(__file__).parent / "workers" / "exchange.py"
 
 
-def test_an_exchange_and_a_sum_are_a_reduce_scatter() -> None:
-    for answer in launch(WORKER, 3):
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_exchange_and_a_sum_are_a_reduce_scatter(world: int) -> None:
+    for answer in launch(WORKER, world):
         assert answer["others"] == [False, False, True]
         assert len(answer["cases"]) == 6
         for name, case in answer["cases"].items():
             assert case["sent"] == [["reduce_scatter_tensor"], ["all_to_all_single"]], name
-            assert case["close"] and not case["wrong is close"], name
+            assert case["close"] and (case["the same bits"] or world > 2) and not case["wrong is close"], name
             assert case["untouched"] and case["own memory"], name
 
 

@@ -17,10 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fsdp_compiled
 from fsdp_compiled import Plan, Policy, Program, Sharded, compile_sharded
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import FUSIONS, Target, check_names, fusions_for
 from fsdp_compiled.lower.fusions.exchange import exchange
-from fsdp_compiled.lower.fusions.onednn_products import onednn_products
 from fsdp_compiled.passes import run as run_passes
 from tests import simulate
 from tests.models import Block, Recipe
@@ -106,7 +104,7 @@ def test_those_for_compiled_steps_train_as_none_do(name: str, world: tuple[int, 
 
     def fuse(program: Program, plan: Plan) -> Program:
         compiled = replace(plan, policy=replace(plan.policy, lower="inductor", without=NAMES[:5]))
-        found = fusions_for(Target(compiled, (), True, Backends(gloo=("shard",) if name == "exchange" else ())))
+        found = fusions_for(Target(compiled, (), True, gloo=("shard",) if name == "exchange" else ()))
         wanted = [fusion for fusion in found if (fusion.__module__.rpartition(".")[2] == name)]
         assert len(wanted) == 1
         fused = run_passes(program, plan, wanted)
@@ -120,20 +118,20 @@ def test_those_for_compiled_steps_train_as_none_do(name: str, world: tuple[int, 
 def test_which_suit_what() -> None:
     plan = simulate.stages(*_model(), _loss, (torch.ones(2, 6),), Policy(bucket_mb=0))[1]
 
-    def names(backends: Backends, trains: bool = True, **policy: Any) -> list[str]:
-        target = Target(replace(plan, policy=replace(plan.policy, **policy)), (), trains, backends)
+    def names(gloo: tuple[str, ...] = (), trains: bool = True, tuned: bool = False, **policy: Any) -> list[str]:
+        target = Target(replace(plan, policy=replace(plan.policy, **policy)), (), trains, gloo, tuned)
         return [fusion.name for fusion in FUSIONS if fusion.suits(target)]
 
-    everywhere = Backends(gloo=("shard",), onednn=True)
-    assert names(everywhere) == ["exchange", "onednn_products"]
-    assert names(Backends()) == [] == names(everywhere, lower="eager")
-    assert names(everywhere, kernels=True, precision=BF16) == [one for one in NAMES if one != "unpadded_messages"]
-    assert "compute_copies" not in names(everywhere, kernels=True, precision=BF16, trains=False)
-    assert "direct_gradients" not in names(Backends(tuned=True), kernels=True)
-    assert "optimizer_update" not in names(everywhere, kernels=True, offload=True)
-    assert onednn_products in fusions_for(Target(plan, (), True, everywhere))
+    over = ("shard",)
+    assert names(over) == ["exchange"]
+    assert names() == [] == names(over, lower="eager")
+    assert names(over, kernels=True, precision=BF16) == list(NAMES)
+    assert "compute_copies" not in names(over, kernels=True, precision=BF16, trains=False)
+    assert "direct_gradients" not in names(tuned=True, kernels=True)
+    assert "optimizer_update" not in names(over, kernels=True, offload=True)
+    assert len(fusions_for(Target(plan, (), True, over))) == 1
     without = replace(plan, policy=replace(plan.policy, without=("exchange",)))
-    assert fusions_for(Target(without, (), True, everywhere)) == (onednn_products,)
+    assert fusions_for(Target(without, (), True, over)) == ()
 
 
 def test_a_name_that_no_fusion_has_is_refused() -> None:

@@ -24,7 +24,6 @@ PACKAGE = ROOT.name
 # each. What is in the table is looked up by `names.find`.
 PRIVATE = {
     "accelerate": "integrations.accelerate",
-    "torch._C._distributed_c10d._register_work": "distributed.gloo_pairs",
     "torch.compiler._is_compiling_flag": "optim.tracing",  # in the table, and set
     "torch.testing._internal": "distributed.simulated_ranks",  # or without it
 }

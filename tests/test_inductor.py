@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fsdp_compiled.capture import cache_key
-from fsdp_compiled.kernels.products import product
 from fsdp_compiled.lower import inductor
 from fsdp_compiled.lower.piece import Piece
 
@@ -136,13 +135,6 @@ def test_nothing_is_kept_where_a_function_of_the_users_takes_part(compiled: Comp
     with torch._inductor.config.patch(post_grad_custom_post_pass=custom):
         assert compiled()[1] == compiled()[1] == 1
     assert kept(tmp_path) == []
-
-
-def test_products_of_our_choice_are_kept(compiled: Compile) -> None:
-    one = piece()
-    one.nodes[0].target = product
-    assert compiled(one)[1] == 1
-    assert compiled(one)[1] == 0
 
 
 def test_operators_of_the_users_are_not_kept(compiled: Compile, tmp_path: Path) -> None:

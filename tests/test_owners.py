@@ -85,14 +85,4 @@ def test_every_other_unit_is_laid_out_from_its_end(device: str, shard: str) -> N
     """So that of four such blocks no rank has more to do, and half as much goes to owners."""
     plan = _blocks(2, policy=Policy(shard, lower="eager", bucket_mb=0), device=device)
     assert _orders(plan) == [["2", "1", "0", "3"], ["3", "0", "1", "2"]] * 2
-    assert _sent(plan) == 4 * 32**2 and not plan.filled and not any(buffer.padding for buffer in plan.buffers)
-
-
-def test_between_two_ranks_of_cpus_no_matrix_is_cut() -> None:
-    """A rank has 7 squares of 12 of one block and 5 of the next; what is missing is padding, which is not sent."""
-    plan = _blocks(2)
-    assert _orders(plan) == [["0", "2", "1", "3"], ["3", "1", "2", "0"]] * 2
-    assert _sent(plan) == 0 and [buffer.padding for buffer in plan.buffers] == [2 * 32**2] * 4
-    assert list(plan.filled.values()) == [(7 * 32**2, 5 * 32**2), (5 * 32**2, 7 * 32**2)] * 2
-    assert "0 B a rank to owners and 0 B back" in str(plan)
-    assert not _blocks(2, rows=512).filled  # padding would be a quarter of what there is
+    assert _sent(plan) == 4 * 32**2 and not any(buffer.padding for buffer in plan.buffers)

@@ -14,9 +14,8 @@ In bfloat16 and float16 oneDNN also reorders the operands of matrix products, by
 nor are the workspaces of cuBLAS and cuDNN.
 
 *Collectives*: gloo gathers into a second copy of the result, and several buffers through a copy of them; it
-reduce-scatters a copy of its input in place. NCCL copies nothing, nor does gloo between two ranks
-(`distributed.gloo_pairs`). A gather keeps its input until it is waited for, and where nothing is copied a
-reduce-scatter does.
+reduce-scatters a copy of its input in place. NCCL copies nothing. A gather keeps its input until it is waited for, and
+where nothing is copied a reduce-scatter does.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.ir.communication import leaves_padding_out
 from fsdp_compiled.ir.nodes import as_traced
 
 aten = torch.ops.aten
@@ -49,19 +47,12 @@ def keeps_input(node: fx.Node, backend: Backend) -> bool:
     """Whether the collective holds on to what it reads until it is waited for."""
     if node.target in GATHERS or node.target is c10d.all_to_all_single.default:
         return backend != "fake"
-    return _is_pair(node) or (node.target is REDUCTION and backend == "nccl")
-
-
-def _is_pair(node: fx.Node) -> bool:
-    """Whether the collective is `distributed.gloo_pairs`' among gloo's."""
-    if node.target in GATHERS or node.target is REDUCTION:
-        return node.args[2 if node.target is REDUCTION else 1] == 2
-    return leaves_padding_out(node)
+    return node.target is REDUCTION and backend == "nccl"
 
 
 def on_wire(node: fx.Node, backend: Backend) -> int:
     """Bytes that the collective allocates besides its results, from its start until it is waited for."""
-    if backend != "gloo" or _is_pair(node):
+    if backend != "gloo":
         return 0
     read = sum(source.meta["val"].nbytes for source in node.all_input_nodes)
     if node.target is c10d.all_gather_into_tensor.default:

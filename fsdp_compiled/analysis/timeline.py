@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fsdp_compiled.analysis.roofline import seconds
-from fsdp_compiled.ir.communication import most_carried
-from fsdp_compiled.ir.nodes import is_collective, is_wait, owner, role_of
+from fsdp_compiled.ir.nodes import carried, is_collective, is_wait, owner, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 
@@ -100,7 +99,7 @@ def _transfer(node: fx.Node, plan: Plan) -> float:
     """An all-gather by what it brings, a reduction by what goes in; an all-reduce is a reduction and a gather."""
     axis = str(node.args[-1])
     times = 2 if "all_reduce" in str(node.target) else 1
-    return times * plan.machine.transfer(most_carried(node), plan.size(axis), axis)
+    return times * plan.machine.transfer(max(carried(node)), plan.size(axis), axis)
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:

@@ -13,7 +13,6 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.ir.communication import UNPADDED
 from fsdp_compiled.torch_private.modes import no_dispatch
 
 c10d = torch.ops._c10d_functional
@@ -44,7 +43,6 @@ Role = Literal[
 ASSERT = torch.ops.aten._assert_async.msg
 DISAGREE = "the ranks run different programs"
 OTHER_BATCHES = "ranks along the tp axis were given different batches"
-COLLECTIVES = ("_c10d_functional", UNPADDED)
 AGAIN = "again"  # the purpose of a gather that a limit of units repeats
 
 
@@ -144,13 +142,19 @@ def is_collective(node: fx.Node) -> bool:
     """Whether the node starts a collective; waiting for one does not."""
     return (
         isinstance(node.target, torch._ops.OpOverload)
-        and _schema(node.target).namespace in COLLECTIVES
+        and _schema(node.target).namespace == "_c10d_functional"
         and not is_wait(node)
     )
 
 
 def is_wait(node: fx.Node) -> bool:
     return node.target is c10d.wait_tensor.default
+
+
+def carried(collective: fx.Node) -> tuple[int, int]:
+    """Bytes that a rank gives, and gets, its own among them."""
+    made = [leaf for leaf in pytree.tree_leaves(collective.meta["val"]) if isinstance(leaf, torch.Tensor)]
+    return sum(source.meta["val"].nbytes for source in collective.all_input_nodes), sum(one.nbytes for one in made)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from fsdp_compiled.ir.communication import carried
-from fsdp_compiled.ir.nodes import is_collective, is_wait, mutated, owner, role_of
+from fsdp_compiled.ir.nodes import carried, is_collective, is_wait, mutated, owner, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.text import human
 
@@ -89,7 +88,7 @@ def _communication(node: fx.Node) -> str:
         source = node.all_input_nodes[0]
         return f"wait for {(source.all_input_nodes[0] if role_of(source) == 'part' else source).name}"
     name = _collective_name(node)
-    sizes = " -> ".join(" or ".join(map(human, sizes)) for sizes in carried(node))
+    sizes = " -> ".join(map(human, carried(node)))
     operator = next((argument for argument in node.args if argument in ("avg", "sum")), None)
     return f"{name}: {sizes}" + (f", {operator}" if operator else "") + f", along {node.args[-1]} ({node.name})"
 

@@ -10,7 +10,7 @@ import torch
 from fsdp_compiled.plan.buckets import MOST_BUCKETS, MOST_UNITS, apart_of, regroup, target
 from fsdp_compiled.plan.hardware import Machine, machine_of
 from fsdp_compiled.plan.leaf import Leaf
-from fsdp_compiled.plan.owners import rows_of
+from fsdp_compiled.plan.owners import laid_out
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot, Unit
 from fsdp_compiled.policy import Policy
 
@@ -22,42 +22,28 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _lay_out(unit: str, key: str, rows: Sequence[Sequence[Leaf]], world: int) -> Buffer:
-    """``rows``: one, whose end is padded, or one for each rank, each in its slice."""
-    first = next(leaf for row in rows for leaf in row)
+def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
+    """End to end, each at an aligned place; padded to whole slices."""
+    first = leaves[0]
     itemsize = first.dtype.itemsize
-    aligned = max(ALIGNMENT // itemsize, 1)
-    places: list[list[tuple[Leaf, int]]] = []
-    longest = 0
-    for row in rows:
-        offset = 0
-        places.append([])
-        for leaf in row:
-            offset = _round_up(offset, aligned)
-            places[-1].append((leaf, offset))
-            offset += leaf.numel
-        longest = max(longest, offset)
-    apart = len(rows) > 1
-    each = _round_up(longest, aligned)
-    slots = tuple(Slot(leaf, rank * each + offset) for rank, row in enumerate(places) for leaf, offset in row)
-    # Nothing is a collective of nothing.
-    numel = world * each if apart else _round_up(max(longest, 1), world * max(SLICE // itemsize, 1))
+    slots, end = [], 0
+    for leaf in leaves:
+        slots.append(Slot(leaf, _round_up(end, max(ALIGNMENT // itemsize, 1))))
+        end = slots[-1].end
+    numel = _round_up(max(end, 1), world * max(SLICE // itemsize, 1))  # nothing is a collective of nothing
     return Buffer(
-        key, unit, first.dtype, first.trainable, first.group, slots, numel, first.variant,
-        split=first.split, apart=apart,
-    )  # fmt: skip
+        key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel, first.variant, split=first.split
+    )
 
 
-def _rows(leaves: Sequence[Leaf], plan: Plan, place: int) -> list[list[Leaf]]:
-    """Of one buffer, at its place among the units: as given, but for what ranks own whole (`rows_of`). Every other one
+def _order(leaves: Sequence[Leaf], plan: Plan, place: int) -> Sequence[Leaf]:
+    """Of one buffer, at its place among the units: as given, but for what ranks own whole (`laid_out`). Every other one
     is laid out from its end: what a rank has more of in one of two equal blocks it has less of in the other, so that
     owners with as much to do as others hold the most of theirs."""
     if plan.shard == 1 or not plan.placement.state or not all(leaf.owned for leaf in leaves):
-        return [list(leaves)]
-    rows = rows_of([leaf.numel for leaf in leaves], plan.shard, plan.pairs)
-    if place % 2:
-        rows = [row[::-1] for row in reversed(rows)]
-    return [[leaves[index] for index in row] for row in rows]
+        return leaves
+    order = laid_out([leaf.numel for leaf in leaves], plan.shard)
+    return [leaves[index] for index in (order[::-1] if place % 2 else order)]
 
 
 def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
@@ -80,7 +66,7 @@ def make_plan(
     the device is taken for.
 
     Registration order is kept inside a buffer, because the place of an element decides the order in which a ring
-    reduction sums it, and so its last bits. Only where parameters are updated whole is another taken (`rows_of`).
+    reduction sums it, and so its last bits. Only where parameters are updated whole is another taken (`laid_out`).
     """
     machine = machine or machine_of(device, shard * replicate * tp, policy.bandwidth_gbps, tp)
     gathered = policy.placement.parameter and shard > 1
@@ -99,7 +85,7 @@ def make_plan(
     for place, (name, kinds) in enumerate(by_unit.items()):
         keys = [name if len(kinds) == 1 else f"{name}#{index}" for index in range(len(kinds))]
         buffers = tuple(
-            _lay_out(name, key, _rows(members, bare, place), shard)
+            _lay_out(name, key, _order(members, bare, place), shard)
             for key, members in zip(keys, kinds.values(), strict=True)
         )
         units.append(Unit(name, buffers))

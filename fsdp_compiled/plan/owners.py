@@ -10,19 +10,12 @@ rank's slice ends, and each goes to the rank that has the most of it, where that
 
     sizes 4 4 3 1 on two ranks     4444 44 | 44 333 1       as given: the second is cut
     as they are laid out           4444 1 3 | 33 4444       the third alone is
-    set apart                      4444 333 | 4444 1 __     none is, and one slice ends in padding
-
-Nothing of what is set apart goes to an owner, but its padding goes along in gathers and reductions. Not so between two
-ranks of CPUs (`distributed.gloo_pairs`): only there it is done, and padding takes memory alone.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
-
-PADDING = 1 / 5  # of a buffer's elements, at most, so that none of its parameters is cut
 
 
 def update_cost(shape: Sequence[int]) -> float:
@@ -57,20 +50,6 @@ def _dealt(costs: Sequence[float], ranks: int, held: Sequence[Sequence[int]], mo
         found[index] = min(range(ranks), key=preference)
         load[found[index]] += costs[index]
     return found, max(load)
-
-
-def rows_of(sizes: Sequence[int], ranks: int, pairs: bool) -> list[list[int]]:
-    """The rows in which these are laid out: one, of which every rank has its slice (`laid_out`), or one for each rank.
-
-    ``pairs``: padding is not sent. Else what is cut is less: at best half of the padding, on two ranks.
-    """
-    order, total = laid_out(sizes, ranks), sum(sizes)
-    ends = {ranks * end for end in accumulate(sizes[index] for index in order)}
-    if not pairs or all(total * rank in ends for rank in range(1, ranks)):
-        return [order]
-    who, most = _dealt(list(map(float, sizes)), ranks, [[0] * ranks] * len(sizes), math.inf)
-    apart = [[index for index, rank in enumerate(who) if rank == one] for one in range(ranks)]
-    return apart if ranks * most - total <= PADDING * total else [order]
 
 
 def laid_out(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -84,7 +84,6 @@ class Buffer:
     variant: int = 0  # of the group's rules
     by_rows: bool = False  # each rank's shard holds rows of every parameter (`rows`)
     split: bool = False  # whether ranks along the tp axis have parts of its parameters, or all the whole
-    apart: bool = False  # no parameter lies on two ranks: each rank's slice ends in padding of its own
     division: Division = Division()
 
     def __hash__(self) -> int:  # of all that it has, with all slots, it takes longer than to look a thing up
@@ -180,25 +179,6 @@ class Plan:
     def hides(self) -> bool:
         """Whether a message travels beside compute. On one host, over gloo, it is this processor's own work."""
         return self.device.type != "cpu" or self.policy.bandwidth_gbps is not None
-
-    @property
-    def pairs(self) -> bool:
-        """Whether what is gathered and reduced is a message each way, of any length (`distributed.gloo_pairs`)."""
-        sharded = self.placement.parameter and self.placement.gradient
-        return sharded and self.device.type == "cpu" and (self.shard, self.replicate) == (2, 1)
-
-    @cached_property
-    def filled(self) -> dict[str, tuple[int, ...]]:
-        """Of buffers whose parameters are set apart: where the padding of each rank's slice begins."""
-        found = {}
-        for buffer in self.buffers:
-            if buffer.apart and buffer.dtype.is_floating_point:
-                each = buffer.numel // self.shard
-                ends = [0] * self.shard
-                for slot in (slot for slot in buffer.slots if slot.leaf.numel):
-                    ends[slot.offset // each] = slot.end - slot.offset // each * each
-                found[buffer.key] = tuple(ends)
-        return found
 
     @property
     def _owned(self) -> list[tuple[Slot, list[int]]]:

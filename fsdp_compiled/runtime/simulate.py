@@ -25,10 +25,8 @@ from fsdp_compiled.analysis.timeline import Timeline, estimate
 from fsdp_compiled.capture import ambient
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.simulated_ranks import simulated_ranks
-from fsdp_compiled.ir.communication import most_carried
-from fsdp_compiled.ir.nodes import is_collective
+from fsdp_compiled.ir.nodes import carried, is_collective
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.plan.hardware import CPU, GPU, Machine
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
@@ -69,7 +67,7 @@ class Estimate:
         for node in self.program.graph.nodes:
             if node.op == "call_function" and is_collective(node):
                 count, nbytes = found.get(axis := str(node.args[-1]), (0, 0))
-                found[axis] = count + 1, nbytes + most_carried(node)
+                found[axis] = count + 1, nbytes + max(carried(node))
         return found
 
     def __str__(self) -> str:
@@ -147,8 +145,8 @@ def simulate(
         buffers = {name: torch.empty_like(one, device=place.device) for name, one in model.named_buffers()}
         example = pytree.tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device=place.device), batch)
         job = Job(
-            "step", loss, plan, rules, buffers, {}, example, {}, "simulated step", 1, {}, {}, ambient.now(), Backends(),
-            tp_mesh=place.tp_mesh,
+            "step", loss, plan, rules, buffers, {}, example, {}, "simulated step", 1, {}, {}, ambient.now(),
+            gloo=tuple(place.groups) if place.device.type == "cpu" else (), tuned=False, tp_mesh=place.tp_mesh,
         )  # fmt: skip
         captured = capture(model, job)
         predict = memory_of(captured, job)

@@ -56,12 +56,13 @@ def compared(how: str, dtype: torch.dtype, group: str) -> dict[str, Any]:
     everyone = torch.randn(world, 5 * world, generator=torch.Generator().manual_seed(0)).to(dtype)
     flat = everyone[rank].clone()
     program = reduction(how, flat, group)
-    _, sent_before = run(exchanged(program, set()), flat)
+    before, sent_before = run(exchanged(program, set()), flat)
     after, sent_after = run(exchanged(program, {group}), flat)
     exact = everyone.double().sum(0)[5 * rank : 5 * rank + 5] * 2 / (world if how == "avg" else 1)
     bound = 2 * world * torch.finfo(dtype).eps * everyone.double().abs().sum(0)[5 * rank : 5 * rank + 5]
     return {
         "sent": [sent_before, sent_after],
+        "the same bits": torch.equal(before, after),
         "close": bool(((after.double() - exact).abs() <= bound).all()),
         "wrong is close": bool(((after.double() * 1.5 - exact).abs() <= bound).all()),
         "untouched": torch.equal(flat, everyone[rank]),

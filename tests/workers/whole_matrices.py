@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compiled import Policy, RankError, compile_sharded, fully_shard
-from fsdp_compiled.distributed import gloo_pairs
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import exchange
 from fsdp_compiled.plan.hardware import Machine
@@ -83,42 +81,6 @@ def many_rounds() -> Iterator[list[int]]:
         yield found
     finally:
         whole_update.rounds = usual
-
-
-@contextmanager
-def left_out() -> Iterator[list[tuple[str, list[int]]]]:
-    """Inside, which messages leave padding out, and what they carry, by rank."""
-    usual, found = gloo_pairs._lengths, []
-
-    def lengths(ranks: Any, filled: Any) -> tuple[int, int]:
-        found.append((sys._getframe(1).f_code.co_name, list(filled)))
-        return usual(ranks, filled)
-
-    gloo_pairs._lengths = lengths
-    try:
-        yield found
-    finally:
-        gloo_pairs._lengths = usual
-
-
-def unpadded() -> str:
-    """Gathers and reductions leave out what the program says, and nothing without the fusion: weights are the same."""
-    weights = []
-    for without in ((), ("unpadded_messages",)):
-        model = Matrices()
-        policy = Policy(lower="eager", accumulate="full", without=without)
-        sharded = compile_sharded(model, muon(model), loss=loss, policy=policy)
-        for batch in batches(2):
-            sharded.accumulate(part(batch)[: ROWS // 2])
-            with left_out() as sent:
-                sharded.step(part(batch)[ROWS // 2 :])
-        pattern = r"fsdp_compiled_pairs\.(?:all_)?(gather|reduce)\w*\(.*(\[\d+, \d+\]), 2, 'shard'\)"
-        shown = [(name, json.loads(filled)) for name, filled in re.findall(pattern, sharded.program.text())]
-        if sent != shown or {name for name, _ in sent} != (set() if without else {"gather", "reduce"}):
-            return f"sent {sent}, printed {shown}"
-        weights.append([parameter.full_tensor() for parameter in model.parameters()])  # type: ignore[attr-defined]
-    same = all(map(torch.equal, *weights))
-    return "" if same and not torch.equal(weights[0][0], weights[0][0].roll(1)) else "another update"
 
 
 def differs(policy: Policy, mesh: Any = None, before: int = 0, halves: bool = False) -> str:
@@ -303,7 +265,6 @@ def main(result: str, folder: str) -> None:
         found["in one round"] = in_rounds(lambda: differs(EAGER), several=False)
         found["microbatches"] = differs(Policy(lower="eager"), halves=True)
         found["whole gradients added up"] = differs(Policy(lower="eager", accumulate="full"), halves=True)
-        found["unpadded"] = unpadded()
     if WORLD % 2 == 0:
         mesh = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
         found["replicas"] = differs(Policy(lower="eager"), mesh)

@@ -11,8 +11,6 @@ and run: nothing rewrites a program after them.
 | `gradient_statistics` | one operator                                     | norms, of each gradient   | a GPU    |
 | `optimizer_update`    | one operator a group                             | scaling, and the update   | a GPU    |
 | `exchange`            | an exchange and a sum                            | a reduce-scatter          | gloo     |
-| `unpadded_messages`   | messages without padding                         | gathers, reductions       | 2 CPUs   |
-| `onednn_products`     | oneDNN's products                                | large products            | a CPU    |
 | `direct_gradients`    | products that write into the buffer that is sent | a flatten and its sources | Inductor |
 
 To leave one out: ``Policy(without=("exchange",))``. To add one: a file here, its test, and an entry in `FUSIONS`. A
@@ -24,16 +22,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions.compute_copies import compute_copies
 from fsdp_compiled.lower.fusions.direct_gradients import direct_gradients
 from fsdp_compiled.lower.fusions.exchange import exchange
 from fsdp_compiled.lower.fusions.flatten_gradients import flatten_gradients
 from fsdp_compiled.lower.fusions.gradient_statistics import gradient_statistics
 from fsdp_compiled.lower.fusions.microbatch_sums import microbatch_sums
-from fsdp_compiled.lower.fusions.onednn_products import onednn_products
 from fsdp_compiled.lower.fusions.optimizer_update import optimizer_update
-from fsdp_compiled.lower.fusions.unpadded_messages import unpadded_messages
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
@@ -41,12 +36,15 @@ from fsdp_compiled.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Target:
-    """What a program is fused for; the same on all ranks. ``trains``: whether it is a step or a microbatch."""
+    """What a program is fused for; the same on all ranks. ``trains``: whether it is a step or a microbatch. ``gloo``:
+    the axes whose collectives gloo carries out. ``tuned``: whether Inductor, on any rank, was told to choose among
+    kernels for each product itself."""
 
     plan: Plan
     rules: tuple[Rule, ...]
     trains: bool
-    backends: Backends
+    gloo: tuple[str, ...] = ()
+    tuned: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,10 +62,6 @@ def _kernels(target: Target) -> bool:
 
 def _copies(target: Target) -> bool:
     return target.trains and target.plan.copy_bytes > 0
-
-
-def _apart(target: Target) -> bool:
-    return target.plan.pairs and bool(target.plan.filled)
 
 
 def _compiled(target: Target) -> bool:
@@ -88,22 +82,14 @@ FUSIONS: tuple[Fusion, ...] = (
     ),
     Fusion(
         "exchange",
-        lambda target: exchange(target.backends.gloo),
-        lambda target: _compiled(target) and bool(target.backends.gloo),
-    ),
-    Fusion("unpadded_messages", lambda target: unpadded_messages, _apart),
-    Fusion(
-        "onednn_products",
-        lambda target: onednn_products,
-        lambda target: _compiled(target) and target.backends.onednn,
+        lambda target: exchange(target.gloo),
+        lambda target: _compiled(target) and bool(target.gloo),
     ),
     Fusion(
         "direct_gradients",
         lambda target: direct_gradients,
         lambda target: (
-            _compiled(target)
-            and _kernels(target)
-            and (target.plan.policy.unrounded_gradients or not target.backends.tuned)
+            _compiled(target) and _kernels(target) and (target.plan.policy.unrounded_gradients or not target.tuned)
         ),
     ),
 )

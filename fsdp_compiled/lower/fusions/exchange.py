@@ -1,4 +1,4 @@
-"""A reduce-scatter over gloo among more than two ranks, as an exchange and a sum.
+"""A reduce-scatter over gloo, as an exchange and a sum.
 
     before                                       after
 
@@ -7,8 +7,8 @@
 
 gloo has no reduce-scatter: PyTorch all-reduces a copy of the buffer and keeps a slice (ProcessGroupGloo's
 ``reduce_scatter_tensor_coalesced``), so that each rank sends 2 (W - 1) / W of it where (W - 1) / W would do. Here the
-sum is of W slices in the order of the ranks: another than gloo's, and as close as any. Two ranks have
-`distributed.gloo_pairs`, under both lowerings.
+sum is of W slices in the order of the ranks: another than gloo's, and as close as any. Two numbers have one sum: among
+two ranks it is gloo's, bit for bit.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def exchange(axes: Collection[str]) -> Callable[[Program, Plan], Program]:
 
 
 def is_over(node: fx.Node, axes: Collection[str]) -> bool:
-    """Whether the reduce-scatter is of a flat buffer on CPUs, among more than two ranks of one of these axes."""
+    """Whether the reduce-scatter is of a flat buffer on CPUs, along one of these axes."""
     (_flat, how, world, axis), part = node.args, node.meta["val"]
-    return how in ("sum", "avg") and world > 2 and axis in axes and part.dim() == 1 and part.device.type == "cpu"
+    return how in ("sum", "avg") and world > 1 and axis in axes and part.dim() == 1 and part.device.type == "cpu"
 
 
 def _exchange(edit: Edit, node: fx.Node) -> None:

@@ -27,7 +27,6 @@ from fsdp_compiled.capture.fake_inputs import capture_on
 from fsdp_compiled.ir.calls import calls
 from fsdp_compiled.ir.nodes import is_random, may_be_random
 from fsdp_compiled.ir.program import CALL, SILENT, Port, Program
-from fsdp_compiled.lower.backends import Backends
 from fsdp_compiled.lower.fusions import Target, fusions_for
 from fsdp_compiled.lower.halves import Halves, cut, reached
 from fsdp_compiled.lower.lowering import Boxed, Runner
@@ -164,7 +163,8 @@ class Job:
     sizes: Sizes
     hints: Sizes
     ambient: Ambient
-    backends: Backends
+    gloo: tuple[str, ...]  # the axes whose collectives gloo carries out
+    tuned: bool  # whether Inductor, on any rank, is told to choose among kernels for each product
     called: Callable[..., Any] | None = None  # of a model in a loop of the user's: what calls it; then without loss
     tp_mesh: DeviceMesh | None = None
     added: Names = frozenset()  # parameters that have gradients in the sums of microbatches
@@ -179,7 +179,7 @@ class Job:
     @property
     def fusions(self) -> tuple[Pass, ...]:
         trains = self.kind in ("step", "last", "accumulate")
-        return fusions_for(Target(self.plan, self.rules, trains, self.backends))
+        return fusions_for(Target(self.plan, self.rules, trains, self.gloo, self.tuned))
 
 
 # The steps of making one, in order; `ProgramMaker.compile` is the way through them.

@@ -25,13 +25,12 @@ from fsdp_compiled.distributed.process_group import backends
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.trial import use_reference
 from fsdp_compiled.lower import warm_up
-from fsdp_compiled.lower.backends import Host, decided, this_host
 from fsdp_compiled.lower.bundle import load_named_bundle
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.cuda_device import environment
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
 from fsdp_compiled.lower.halves import whole_gradients
-from fsdp_compiled.lower.inductor import cache_place, compile_all, divide
+from fsdp_compiled.lower.inductor import cache_place, chooses_products, compile_all, divide
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
 from fsdp_compiled.lower.lowering import Bind, Lowering, Runner
 from fsdp_compiled.lower.remainder import Remainder
@@ -98,7 +97,7 @@ class ProgramMaker:
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
         self.taken, self.plan, self.mesh, self.calls, self.called = taken, plan, mesh, calls, called
         self._loss, self._bind, self._plain = loss, bind, plain or {}
-        self._hosts: list[Host] | None = None  # of all ranks, where that was asked for good
+        self._tuned: bool | None = None  # `Job.tuned`, where that was asked for good
         self._begun = False  # whether all ranks have a program
         self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
         self.ranks = mesh  # those that make a program now
@@ -183,7 +182,7 @@ class ProgramMaker:
             return compiled
         self.calls.post(request.label)
         alike = self.calls.meet(request.label, lambda label: label.partition(" (")[0])
-        self._hosts = exchange(self.together(this_host), self.mesh)
+        self._tuned = any(exchange(chooses_products(), self.mesh))
         if alike:
             compiled = self.compile(request, buffers, rules, room)
         else:
@@ -201,11 +200,12 @@ class ProgramMaker:
         """What is to be compiled, with what ranks must know of each other first."""
         # Ranks may have other sizes; all trace with rank 0's.
         hints = traced_with(exchange(request.sizes, self.ranks)[0]) if request.sizes else {}
-        hosts = self._hosts or exchange(self.together(this_host), self.mesh)
+        tuned = any(exchange(chooses_products(), self.mesh)) if self._tuned is None else self._tuned
+        gloo = tuple(axis for axis, name in backends(self.mesh).items() if name == "gloo")
         return Job(
             request.kind, self._loss, self.plan, tuple(rules), buffers, batch=request.batch, named=request.named,
             label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
-            backends=decided(hosts, backends(self.mesh)), called=self.called, plain=self._plain,
+            gloo=gloo, tuned=tuned, called=self.called, plain=self._plain,
             tp_mesh=self.mesh.tp_mesh, added=request.added,
         )  # fmt: skip
 
