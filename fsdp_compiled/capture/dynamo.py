@@ -58,6 +58,7 @@ from fsdp_compiled.torch_private.dynamo import (
 from fsdp_compiled.torch_private.names import uses
 
 log = logging.getLogger("fsdp_compiled")
+LOUD = ("torch._subclasses.fake_tensor", "torch._dynamo.metrics_context")  # of PyTorch's loggers
 
 
 def trace_whole(
@@ -261,12 +262,15 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
     nn.LSTM and its kin are traced: Dynamo steps aside for them unless told not to, and the fused CPU operator that
     they would become cannot be traced with its gradient. `torch.autograd.grad` inside the loss is traced too. A stance
     or setting of the user's that turns `torch.compile` off is for the user's own functions. What PyTorch logs of an
-    operator that fails on fake tensors, twenty lines, is in the error that follows.
+    operator that fails on fake tensors, twenty lines, is in the error that follows; and in 2.11 it cannot write down
+    the functions in ``ignore_logging_functions`` for its statistics, and says so at length.
     """
     onednn: Any = torch.backends.mkldnn
     before, onednn.enabled = onednn.enabled, False
-    loud = logging.getLogger("torch._subclasses.fake_tensor")
-    disabled, loud.disabled = loud.disabled, loud.disabled or not loud.isEnabledFor(logging.INFO)
+    loud = [logging.getLogger(name) for name in LOUD]
+    disabled = [logger.disabled for logger in loud]
+    for logger in loud:
+        logger.disabled = logger.disabled or not logger.isEnabledFor(logging.INFO)
     wanted = {"allow_rnn": True, "trace_autograd_ops": True, "ignore_logging_functions": speech(), "disable": False}
     wanted["skip_nnmodule_hook_guards"] = False
     wanted["run_gc_after_compile"] = False  # up to a tenth of a small capture; garbage is collected in its own time
@@ -283,7 +287,8 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
             yield
     finally:
         onednn.enabled = before
-        loud.disabled = disabled
+        for logger, off in zip(loud, disabled, strict=True):
+            logger.disabled = off
 
 
 @contextlib.contextmanager

@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+
+from fsdp_compiled.torch_private.names import RELEASE
 
 aten = torch.ops.aten
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 
 # By operator, the function, and of each argument in its place whether it is a value, values, integers (or values that
 # are), one of these, a number, a flag or nothing. Those after the bar may be left out, and those after the semicolon
@@ -62,6 +65,8 @@ FORMS: Mapping[Any, tuple[Callable[..., Any], str]] = {
 
 def function_for(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """The function to be called with these arguments of a node; the target itself, where none is sure to be it."""
+    if target is ALL_TO_ALL and RELEASE == "2.11":
+        return _all_to_all_of_dense
     function, form = FORMS.get(target, (target, ""))
     form, _, named = form.partition(" ; ")
     least, _, more = form.partition(" | ")
@@ -71,6 +76,11 @@ def function_for(target: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
     if any(isinstance(value, fx.Node) for value in kwargs.values()):
         return target
     return function if all(_is(kind, value) for kind, value in zip(kinds, args)) else target
+
+
+def _all_to_all_of_dense(tensor: Tensor, *rest: Any) -> Tensor:
+    """In torch 2.11 the operator refuses a tensor that is not contiguous; later releases copy it."""
+    return ALL_TO_ALL(tensor.contiguous(), *rest)  # type: ignore[no-any-return]
 
 
 def _is(kind: str, value: Any) -> bool:
