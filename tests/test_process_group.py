@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,11 +42,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **options: done.update(group=(backend, options, dict(os.environ)))
     )
-    for name in ("NCCL_GRAPH_REGISTER", "LOCAL_RANK", "RANK", "WORLD_SIZE"):
+    for name in (*process_group.NCCL, "LOCAL_RANK", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(device_mesh.atexit, "register", lambda *_: None)
     yield done
-    os.environ.pop("NCCL_GRAPH_REGISTER", None)
+    for name in process_group.NCCL:
+        os.environ.pop(name, None)
 
 
 def torchrun(patch: pytest.MonkeyPatch, local: int) -> None:
@@ -60,14 +62,16 @@ def test_our_process_group_is_bound_to_the_ranks_gpu_and_registers_no_graphs(
     assert connect(None).device == torch.device("cuda", 2) and gpus["current"] == 2
     backend, options, environment = gpus["group"]
     assert backend == "nccl" and options == {"device_id": torch.device("cuda", 2)}
-    assert environment["NCCL_GRAPH_REGISTER"] == "0"
+    assert environment["NCCL_GRAPH_REGISTER"] == "0" and environment["TORCH_NCCL_HIGH_PRIORITY"] == "1"
 
 
-def test_who_sets_nccls_registration_decides(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_sets_nccls_environment_decides(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun(monkeypatch, 0)
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "1")
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "0")
     connect(None)
-    assert gpus["group"][2]["NCCL_GRAPH_REGISTER"] == "1"
+    environment = gpus["group"][2]
+    assert environment["NCCL_GRAPH_REGISTER"] == "1" and environment["TORCH_NCCL_HIGH_PRIORITY"] == "0"
 
 
 def test_the_only_gpu_that_a_process_sees_is_its_own(gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,8 +82,9 @@ def test_the_only_gpu_that_a_process_sees_is_its_own(gpus: dict[str, Any], monke
 
 @pytest.mark.parametrize(("current", "bound", "expected"), [(0, None, 2), (3, None, 3), (0, 1, 1)])
 def test_with_a_users_group_the_ranks_gpu_becomes_the_current_one(
-    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, current: int, bound: int | None, expected: int
-) -> None:
+    gpus: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    current: int, bound: int | None, expected: int,
+) -> None:  # fmt: skip
     monkeypatch.setenv("LOCAL_RANK", "2")
     gpus["current"] = current
 
@@ -87,6 +92,7 @@ def test_with_a_users_group_the_ranks_gpu_becomes_the_current_one(
         bound_device_id = torch.device("cuda", bound) if bound is not None else None
         group_name = "0"
         made = False
+        options = SimpleNamespace(is_high_priority_stream=True)
 
         def _get_backend(self, _: torch.device) -> Any:
             return self
@@ -102,10 +108,16 @@ def test_with_a_users_group_the_ranks_gpu_becomes_the_current_one(
     monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", Group())
     monkeypatch.setattr(Group, "made", True)
     assert connect(None).device == torch.device("cuda", expected) and gpus["current"] == expected
-    assert "NCCL_GRAPH_REGISTER" not in os.environ, "NCCL has read it by now: to set it would say what is not so"
+    assert not {*process_group.NCCL} & {*os.environ}, "NCCL has read them by now: to set them would say what is not so"
+    assert "priority" not in caplog.text
+    process_group._say_normal_priority.cache_clear()
+    Group.options.is_high_priority_stream = False
+    for _ in range(2):
+        connect(None)
+    assert caplog.text.count("NCCL's stream has normal priority") == 1
     monkeypatch.setattr(Group, "made", False)
     connect(None)
-    assert os.environ["NCCL_GRAPH_REGISTER"] == "0"
+    assert {name: os.environ[name] for name in process_group.NCCL} == process_group.NCCL
 
 
 def test_graphs_go_before_the_process_group_whatever_name_ends_it() -> None:

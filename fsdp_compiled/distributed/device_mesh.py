@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_compiled.distributed import rendezvous
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.distributed.process_group import REGISTER, close, default_device, without_registration
+from fsdp_compiled.distributed.process_group import NCCL, close, default_device, set_nccl
 
 # What the axes of a ``DeviceMesh`` are called here: by our names, and by torchtitan's.
 AXES = {
@@ -37,7 +37,7 @@ def connect(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh
     if device is not None and device.type == "meta":
         device = None
     if mesh is not None:
-        without_registration()
+        set_nccl()
         return _place(mesh)
     if not dist.is_available():
         return Mesh(device or default_device())
@@ -49,7 +49,8 @@ def connect(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh
             store = {"store": rendezvous.own_store(rank, world), "rank": rank, "world_size": world}
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            os.environ.setdefault(*REGISTER)
+            for name, value in NCCL.items():
+                os.environ.setdefault(name, value)
             # Connects now, and knows its GPU in every call.
             dist.init_process_group("nccl", device_id=device, **store)
         else:
@@ -61,7 +62,7 @@ def connect(mesh: DeviceMesh | None, device: torch.device | None = None) -> Mesh
     if device.type == "cuda":
         if device.index is not None:
             torch.cuda.set_device(device)
-        without_registration()
+        set_nccl()
     world, rank = dist.get_world_size(), dist.get_rank()
     group = dist.group.WORLD
     assert group is not None
@@ -181,7 +182,7 @@ def place_in(mesh: DeviceMesh, tp: DeviceMesh | None = None) -> Mesh:
             'axes of one mesh, mesh["dp"] for fully_shard and mesh["tp"] for parallelize_module.'
         )
     _check_order(mesh)
-    without_registration()
+    set_nccl()
     axes = {"shard": mesh.ndim - 1} | ({"replicate": 0} if mesh.ndim == 2 else {})
     sizes = {axis: mesh.size(dim) for axis, dim in axes.items()}
     groups = {axis: mesh.get_group(dim).group_name for axis, dim in axes.items() if sizes[axis] > 1}

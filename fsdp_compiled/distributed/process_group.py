@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import types
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,23 +15,43 @@ import torch.distributed as dist
 
 from fsdp_compiled.distributed.mesh import Mesh
 
-REGISTER = ("NCCL_GRAPH_REGISTER", "0")
+# Read when a communicator is made; whoever sets one decides.
+NCCL = {"NCCL_GRAPH_REGISTER": "0", "TORCH_NCCL_HIGH_PRIORITY": "1"}
 MOMENT = 0.05  # seconds in which a thread frees what it holds, on a machine however busy
+log = logging.getLogger("fsdp_compiled")
 
 
-def without_registration() -> None:
-    """Switches NCCL's registration of graphs' buffers off, if its communicator is not made yet, when that is read.
+def set_nccl() -> None:
+    """Sets `NCCL` for communicators that are not made yet, and says so where the process group's own is.
 
-    To register, ranks exchange handles while they capture: a rank whose capture fails in Python leaves the others
-    waiting for ever; and tiny collectives beside large registered ones may hang across nodes (NVIDIA/nccl 2389). It
-    gains little for buffers as large as a unit's. Whoever sets ``NCCL_GRAPH_REGISTER`` decides.
+    ``NCCL_GRAPH_REGISTER=0``: to register a graph's buffers, ranks exchange handles while they capture. A rank whose
+    capture fails in Python leaves the others waiting for ever, and tiny collectives beside large registered ones may
+    hang across nodes (NVIDIA/nccl 2389). Registration gains little for buffers as large as a unit's.
+
+    ``TORCH_NCCL_HIGH_PRIORITY=1``: NCCL's kernels get multiprocessors before compute that waits for them, as FSDP2's
+    do. PyTorch has another pool of streams for that priority (``initNCCLComm`` in ``ProcessGroupNCCL.cpp``), so no
+    graph's stream is NCCL's.
     """
     group = dist.group.WORLD
     if group is None or not torch.cuda.is_available() or "nccl" not in str(dist.get_backend_config()):
         return
-    initialized = getattr(group._get_backend(torch.device("cuda")), "_is_initialized", lambda: True)
-    if not initialized():
-        os.environ.setdefault(*REGISTER)
+    backend: Any = group._get_backend(torch.device("cuda"))
+    if not getattr(backend, "_is_initialized", lambda: True)():
+        for name, value in NCCL.items():
+            os.environ.setdefault(name, value)
+    elif "TORCH_NCCL_HIGH_PRIORITY" not in os.environ:
+        options = getattr(backend, "options", None)
+        if not getattr(options, "is_high_priority_stream", True):
+            _say_normal_priority()
+
+
+@cache
+def _say_normal_priority() -> None:
+    log.warning(
+        "NCCL's stream has normal priority, because the process group communicated before compile_sharded or "
+        "fully_shard was called: collectives may wait for compute, and may share a CUDA graph's stream. Start with "
+        "TORCH_NCCL_HIGH_PRIORITY=1 in the environment."
+    )
 
 
 def default_device() -> torch.device:

@@ -177,6 +177,7 @@ class CudaGraphs:
         return sum(index == self._index for index, _ in _streams)
 
     def _own_stream(self) -> torch.cuda.Stream:
+        # Of normal priority, which NCCL's are not (`process_group.set_nccl`): those come from another pool.
         for _ in range(2 * STREAMS):
             stream = torch.cuda.Stream()
             if (self._index, stream.cuda_stream) not in _streams:
