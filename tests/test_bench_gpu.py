@@ -19,7 +19,7 @@ from bench import gpu_kernels, gpu_models, gpu_rivals, gpu_step
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "bench" / "gpu.sh"
 FIRST = ["check", "graphs", "kernel-tests"]  # the riskiest first
-PARTS = [*FIRST, "step-thin", "kernels", "step-gpt2", "step-llama"]
+PARTS = [*FIRST, "kernels", "step-thin", "step-gpt2", "step-llama"]
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +51,7 @@ def test_the_page_for_those_who_have_a_gpu_says_what_runs() -> None:
 
 def test_parts_that_fail_are_named_at_the_end_and_the_others_run(tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$*" in *thin*) echo fine; exit 0 ;; *) exit 3 ;; esac\n')
+    python.write_text('#!/bin/sh\ncase "$*" in *import*) ;; *thin*) echo fine ;; *) exit 3 ;; esac\n')
     python.chmod(0o755)
     answer = run(str(tmp_path / "out"), PYTHON=str(python), OTHERS=str(python))
     assert answer.returncode == 1
@@ -69,6 +69,54 @@ def test_parts_that_fail_are_named_at_the_end_and_the_others_run(tmp_path: Path)
     fine.chmod(0o755)
     answer = run(str(tmp_path / "out"), PYTHON=str(fine))
     assert answer.returncode == 0 and "all parts held" in answer.stdout
+
+
+def test_a_part_that_lacks_a_package_says_which_and_the_others_run(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    says = "transformers: ModuleNotFoundError: No module named 'transformers'"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *import*transformers*) echo "{says}" ;; esac\n')
+    python.chmod(0o755)
+    answer = run(str(tmp_path / "out"), PYTHON=str(python))
+    assert answer.returncode == 1
+    rows = [line.split() for line in answer.stdout.splitlines() if " held " in line or " not set up " in line]
+    assert [row[0] for row in rows] == PARTS
+    assert [row[0] for row in rows if "held" not in row] == ["step-gpt2", "step-llama"]
+    assert (tmp_path / "out" / "step-llama.log").read_text() == says + "\n"
+
+
+def test_the_trial_of_imports_names_what_is_missing_and_nothing_else() -> None:
+    code = SCRIPT.read_text().split("imports='")[1].split("'")[0]
+    answer = subprocess.run(
+        [sys.executable, "-P", "-c", code, "pytest", "json", "no_such_package"], capture_output=True, text=True
+    )
+    assert answer.returncode == 0
+    assert answer.stdout == "no_such_package: ModuleNotFoundError: No module named 'no_such_package'\n"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_without_a_python_it_sets_up_what_all_parts_need_and_goes_on_where_that_fails(
+    tmp_path: Path, fails: bool
+) -> None:
+    """In a tree of its own, with a set-up that makes a Python which does nothing, or fails."""
+    for name in (".ci/setup", "bench/gpu.sh", "path/python3"):
+        (tmp_path / name).parent.mkdir()
+    (tmp_path / "bench" / "gpu.sh").write_text(SCRIPT.read_text())
+    (tmp_path / "path" / "python3").write_text('#!/bin/sh\necho "python3 of the path"\n')
+    (tmp_path / "path" / "python3").chmod(0o755)
+    made = 'mkdir -p .venv/bin; printf "#!/bin/sh\\n" >.venv/bin/python; chmod +x .venv/bin/python; echo "set up $*"\n'
+    (tmp_path / ".ci" / "setup").write_text("echo no network >&2; exit 1\n" if fails else made)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHON"} | {"OTHERS": ""}
+    environment["PATH"] = f"{tmp_path / 'path'}:{environment['PATH']}"
+    answer = subprocess.run(
+        ["sh", str(tmp_path / "bench" / "gpu.sh"), str(tmp_path / "out")],
+        env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    if fails:
+        assert "no network\n== the set-up failed" in answer.stderr
+        assert (tmp_path / "out" / "check.log").read_text() == "python3 of the path\n"
+    else:
+        assert answer.returncode == 0 and answer.stdout.startswith("set up test\n")
+        assert "all parts held" in answer.stdout
 
 
 def test_where_our_own_step_fails_the_rivals_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
