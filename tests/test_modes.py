@@ -57,6 +57,16 @@ def deterministic() -> Iterator[None]:
 
 
 @contextmanager
+def precision(of: Any, wanted: str) -> Iterator[None]:
+    before = of.fp32_precision
+    of.fp32_precision = wanted
+    try:
+        yield
+    finally:
+        of.fp32_precision = before
+
+
+@contextmanager
 def default_device() -> Iterator[None]:
     torch.set_default_device("cpu")
     try:
@@ -80,6 +90,10 @@ QUIET: Around = lambda: torch.autograd.detect_anomaly(check_nan=False)  # noqa: 
         (default_device, ", default device cpu"),
         (deterministic, ", deterministic algorithms True"),
         (MATH, "flash attention False"),
+        (lambda: precision(torch.backends.cuda.matmul, "tf32"), ", fp32 products on cuda tf32"),
+        (lambda: precision(torch.backends.cudnn.conv, "ieee"), ", fp32 convolutions on cuda ieee"),
+        (lambda: precision(torch.backends.cudnn.rnn, "ieee"), ", fp32 recurrences on cuda ieee"),
+        (lambda: precision(torch.backends.mkldnn.rnn, "ieee"), ", fp32 recurrences on mkldnn ieee"),
         (QUIET, None),
         (torch.no_grad, None),  # as under torch.func.grad, what differentiates does so whatever is around
         (lambda: torch.compiler.set_stance("force_eager"), None),

@@ -71,8 +71,10 @@ SETTINGS: list[tuple[str, Callable[[], Any], Any]] = [
         ("mkldnn deterministic", "_get_mkldnn_deterministic", (), False),
         ("fp32 products on cuda", "_get_fp32_precision_getter", ("cuda", "matmul"), "none"),
         ("fp32 convolutions on cuda", "_get_fp32_precision_getter", ("cuda", "conv"), "tf32"),
+        ("fp32 recurrences on cuda", "_get_fp32_precision_getter", ("cuda", "rnn"), "tf32"),
         ("fp32 products on mkldnn", "_get_fp32_precision_getter", ("mkldnn", "matmul"), "none"),
         ("fp32 convolutions on mkldnn", "_get_fp32_precision_getter", ("mkldnn", "conv"), "none"),
+        ("fp32 recurrences on mkldnn", "_get_fp32_precision_getter", ("mkldnn", "rnn"), "none"),
     )
     if has(f"torch._C.{name}")
 ]
