@@ -77,7 +77,7 @@ def fully_shard(
         True, or None: parameters are freed after forward and gathered again for backward, but for the unit that
         backward needs first. False: they are kept.
     mp_policy
-        torch's ``MixedPrecisionPolicy``, the same in all calls on one model as to dtypes of parameters and reductions.
+        torch's ``MixedPrecisionPolicy``, of these modules; others may have another.
     ignored_params
         Parameters that stay as they are: whole on every rank, their gradients this rank's own.
     policy

@@ -28,7 +28,6 @@ from torch.autograd import forward_ad
 from torch.backends import mha
 from torch.nn import functional
 from torch.nn.modules import module
-from torch.utils.module_tracker import ModuleTracker
 
 from fsdp_compiled.torch_private.modes import (
     DEVICES,
@@ -162,14 +161,16 @@ def _outside_modes(dispatch: bool) -> Iterator[None]:
 
 
 def is_tracker(hook: Any) -> bool:
-    """Whether a global hook of modules is one by which a dispatch mode follows them."""
-    return isinstance(getattr(hook, "__self__", None), ModuleTracker)
+    """Whether a global hook of modules is PyTorch's own: one by which a dispatch mode follows them."""
+    owner = getattr(hook, "__self__", None)
+    return type(owner).__module__.partition(".")[0] == "torch" and not isinstance(owner, module.Module)
 
 
 def _without_trackers() -> list[tuple[dict[int, Any], dict[int, Any]]]:
-    """Takes out the hooks by which a dispatch mode (FlopCounterMode) follows modules; gives what was there."""
+    """Takes out the hooks by which dispatch modes (FlopCounterMode, CommDebugMode) follow modules; gives what was
+    there."""
     found = []
-    for place in (module._global_forward_pre_hooks, module._global_forward_hooks):
+    for place in (module._global_forward_pre_hooks, module._global_forward_hooks, module._global_backward_pre_hooks):
         found.append((place, dict(place)))
         for key, hook in found[-1][1].items():
             if is_tracker(hook):

@@ -31,6 +31,7 @@ from fsdp_compiled.capture.captured import CURE, Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamo_run import Trace
 from fsdp_compiled.capture.guards import Recorder
 from fsdp_compiled.capture.loss_parallel import loss_parallel
+from fsdp_compiled.capture.model_collectives import name_axes, substitute
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, places_of, put_back
 from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
 from fsdp_compiled.capture.output_ports import closed, output_ports
@@ -46,7 +47,7 @@ from fsdp_compiled.capture.side_effects import (
     unwrapped,
 )
 from fsdp_compiled.capture.source_lines import explanation, reason, user_line
-from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, name_axes, whole
+from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, whole
 from fsdp_compiled.ir.program import LOSS, Port
 from fsdp_compiled.torch_private.dynamo import (
     BackendCompilerFailed,
@@ -72,6 +73,7 @@ def trace_whole(
     results: bool = False,
     ambient: Ambient | None = None,
     parts: Parts | None = None,
+    groups: dict[str, str] | None = None,
 ) -> Capture:
     """Traces ``loss(model, *args, **kwargs)`` with its gradient, or, without, the model's forward alone.
 
@@ -79,7 +81,7 @@ def trace_whole(
     derivative that is an input of the program (``tangent``); tensors of the batch that require gradients get them.
     ``tensors`` and the tensors of the batch are fake tensors of one mode; which parameters require gradients is read
     off them. ``ambient``: the modes to trace under, where they are not those of the moment. ``parts``: which tensors
-    are parts of DTensors. Raises `CaptureError` with the user's line and the cure.
+    are parts of DTensors. ``groups``: see `name_axes`. Raises `CaptureError` with the user's line and the cure.
     """
     parts = _placed(parts or Parts())
     objective = Objective(inside(model), loss)
@@ -222,7 +224,7 @@ def trace_whole(
             tell_batch(model, touched)
         program = made.program()
         made.guards.closed.numbers = made.numbers(made.guards.scope)
-        name_axes(program, parts.mesh)
+        name_axes(program, parts.mesh, groups)
     leaves = tuple(made.outputs.get(id(leaf)) or closed(leaf, made) for leaf in made.flat)
     made.results.clear()  # Dynamo's code, which the guards keep, holds the function that returned them
     lain = {leaf: one for leaf, one in zip(leaves, made.layouts) if one is not None and isinstance(leaf, Port)}
@@ -266,6 +268,7 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
     the functions in ``ignore_logging_functions`` for its statistics, and says so at length.
     """
     onednn: Any = torch.backends.mkldnn
+    substitute()
     before, onednn.enabled = onednn.enabled, False
     loud = [logging.getLogger(name) for name in LOUD]
     disabled = [logger.disabled for logger in loud]

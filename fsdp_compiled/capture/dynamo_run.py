@@ -22,6 +22,7 @@ from fsdp_compiled.capture.blocks.written_out import blocks_of, with_own_tensors
 from fsdp_compiled.capture.captured import CURE, Tensors
 from fsdp_compiled.capture.closed_numbers import Numbers
 from fsdp_compiled.capture.guards import Guards
+from fsdp_compiled.capture.model_collectives import without_derivatives
 from fsdp_compiled.capture.model_tensors import Place
 from fsdp_compiled.capture.mutations import Mutations
 from fsdp_compiled.capture.next_call import Meaning
@@ -96,6 +97,7 @@ class Trace:
                 f"A program cannot seed a generator.\n{user_line(RuntimeError(node.stack_trace))}\n"
                 f"  Cure: {cure('manual_seed')}"
             )
+        without_derivatives(module)
         self.mutations = Mutations()
         self.module, self.inputs, self.results = module, inputs, results
         self.context = TracingContext.try_get()

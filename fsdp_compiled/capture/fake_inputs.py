@@ -47,6 +47,7 @@ def capture_on(
     hints: Sizes | None = None,
     ambient: Ambient | None = None,
     tp_mesh: DeviceMesh | None = None,
+    groups: dict[str, str] | None = None,
 ) -> Capture:
     """`capture` on fake tensors of the plan's parameters, the model's buffers and a real batch.
 
@@ -54,7 +55,7 @@ def capture_on(
 
     ``sizes``: the dims of the batch's tensors that may change (see `dynamic_shapes`), and
     ``hints``, the sizes to trace them with. ``ambient``: as of `capture`. ``tp_mesh``: where parameters that are cut
-    along the tp axis are DTensors.
+    along the tp axis are DTensors. ``groups``: process groups by what programs call them; see `name_axes`.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
     seen: dict[int, torch.Tensor] = {}
@@ -108,7 +109,7 @@ def capture_on(
     with _casting(inside(model), plan.policy.precision), synchronised(plan.axes), along_sequences(plan.axes):
         made = capture(
             model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, results=results, ambient=ambient,
-            parts=parts_of(plan, tp_mesh),
+            parts=parts_of(plan, tp_mesh), groups=groups,
         )  # fmt: skip
     check_attributes(batch_tensors(args, kwargs), made.asked)
     return made

@@ -141,8 +141,7 @@ CURES = (
     ("checkpoint_sequential", "call torch.utils.checkpoint.checkpoint on each stretch of the layers."),
     (
         "torch.distributed.nn.",
-        'along mesh["tp"] use what it names; a loss that reads all ranks\' results is computed outside of the program, '
-        "in a loop of your own, with fully_shard.",
+        "of torch.distributed.nn.functional, all_reduce and all_gather are traced; for others use what it names.",
     ),
     ("compiler.disable", "remove torch.compiler.disable from what forward calls."),
     ("nn.Parameter", "build modules and parameters in __init__, where the optimizer finds them."),

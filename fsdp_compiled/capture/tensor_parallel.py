@@ -19,14 +19,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_compiled.capture.aot import CaptureError
-from fsdp_compiled.ir.nodes import is_collective
-from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.leaf import TensorParallel, contiguous_stride
 from fsdp_compiled.plan.plan import Plan
 
@@ -136,35 +132,3 @@ def parts_of(plan: Plan, mesh: DeviceMesh | None) -> Parts:
 def is_mesh(value: Any) -> bool:
     """Whether it is a ``DeviceMesh``, or what stands for one in a trace of torch 2.13."""
     return isinstance(value, DeviceMesh) or type(value).__name__ == "FakeScriptObject"
-
-
-def name_axes(program: Program, mesh: DeviceMesh | None) -> None:
-    """Lets the collectives of a program that was just captured go along the tp axis, in the place of its group."""
-    ranks = mesh.mesh.tolist() if mesh is not None else []
-    for node in program.graph.nodes:
-        if node.op != "call_function" or not is_collective(node) or node.args[-1] in ("shard", "replicate"):
-            continue
-        group = dist.distributed_c10d._resolve_process_group(str(node.args[-1]))
-        if ranks and dist.get_process_group_ranks(group) == ranks:  # equal meshes may have groups of their own
-            _check_splits(node)
-            node.args = (*node.args[:-1], "tp")
-        else:
-            raise CaptureError(
-                f"The model or the loss calls a collective ({node.target}) over a process group of its own. A program "
-                "knows the axes of the mesh alone: give it the tp axis of the mesh that was handed over, as experts do "
-                'that tokens are sent to, group=mesh["tp"]; or compute a loss that reads all ranks\' results outside '
-                "of the program, in a loop of your own with fully_shard."
-            )
-
-
-def _check_splits(node: fx.Node) -> None:
-    """Raises `CaptureError` where a rank sends others more or less of what it has: nobody compares that with them."""
-    if node.target is not torch.ops._c10d_functional.all_to_all_single.default:
-        return
-    splits = [*node.args[1], *node.args[2]]  # type: ignore[misc]
-    if any(type(size) is not int or size != splits[0] for size in splits):
-        shown = ", ".join(str(list(sizes)) for sizes in node.args[1:3])  # type: ignore[call-overload]
-        raise CaptureError(
-            f"The model sends pieces of different sizes along tp ({node.target}, {shown}). Give each rank as much: "
-            "experts with room for a fixed number of tokens, and split sizes left out (None)."
-        )

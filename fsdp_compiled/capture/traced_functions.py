@@ -82,8 +82,9 @@ class Hooks:
                 hooks |= held
 
     def _users(self) -> list[Any]:
-        """The hooks of the model itself, but for this package's."""
-        return [key for name in HOOKS for key, hook in getattr(self._root, name).items() if not is_ours(hook)]
+        """The hooks of the model itself, but for this package's and those of trackers."""
+        own = (one for name in HOOKS for one in getattr(self._root, name).items())
+        return [key for key, hook in own if not is_ours(hook) and not is_tracker(hook)]
 
     def _globals(self) -> list[Any]:
         places = (getattr(modules, name) for name in GLOBAL_HOOKS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,8 @@ class Unanimous(ValueError):
 
 @dataclass(frozen=True)
 class Mesh:
-    """This rank's place. ``groups`` names the process group along each axis that has more than one rank.
+    """This rank's place. ``groups`` names the process group along each axis that has more than one rank, and those of
+    the user's own that programs communicate in, once one was made.
 
     Ranks along ``tp`` see the same batch and hold parts of the same parameters; ``tp_mesh`` is that axis of the
     ``DeviceMesh``, on which the parameters that were cut are DTensors. None: the mesh has no such axis. ``given``: the
@@ -40,7 +41,7 @@ class Mesh:
     replicate: int = 1
     shard_rank: int = 0
     rank: int = 0
-    groups: Mapping[str, str] = field(default_factory=dict)
+    groups: dict[str, str] = field(default_factory=dict)
     tp: int = 1
     tp_rank: int = 0
     replicate_rank: int = 0

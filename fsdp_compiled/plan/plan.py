@@ -25,6 +25,7 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled.plan.hardware import CPU, Machine
 from fsdp_compiled.plan.leaf import Leaf
@@ -85,6 +86,7 @@ class Buffer:
     by_rows: bool = False  # each rank's shard holds rows of every parameter (`rows`)
     split: bool = False  # whether ranks along the tp axis have parts of its parameters, or all the whole
     division: Division = Division()
+    precision: MixedPrecisionPolicy | None = None  # None: the policy's
 
     def __hash__(self) -> int:  # of all that it has, with all slots, it takes longer than to look a thing up
         return hash(self.key)
@@ -219,8 +221,9 @@ class Plan:
         return any(slot.leaf.tp is not None and slot.leaf.tp.uneven for b in self.buffers for slot in b.slots)
 
     def size(self, axis: str) -> int:
-        """Ranks along this axis."""
-        return {"shard": self.shard, "replicate": self.replicate, "tp": self.tp}[axis]
+        """Ranks along this axis, or of a process group of the model's own, ``all 4 ranks``, ``group 0 of 2 ranks``."""
+        known = {"shard": self.shard, "replicate": self.replicate, "tp": self.tp}
+        return known[axis] if axis in known else int(axis.split()[-2])
 
     def buffer(self, key: str) -> Buffer:
         return self._by_key[key]
@@ -231,11 +234,11 @@ class Plan:
 
     def compute_dtype(self, buffer: Buffer) -> torch.dtype:
         """The dtype in which forward and backward see the buffer, and in which it crosses the wire."""
-        dtype = self.policy.precision.param_dtype
+        dtype = (buffer.precision or self.policy.precision).param_dtype
         return dtype if dtype is not None and buffer.dtype.is_floating_point else buffer.dtype
 
     def reduce_dtype(self, buffer: Buffer) -> torch.dtype:
-        return self.policy.precision.reduce_dtype or self.compute_dtype(buffer)
+        return (buffer.precision or self.policy.precision).reduce_dtype or self.compute_dtype(buffer)
 
     def shard_numel(self, buffer: Buffer) -> int:
         """Elements of the buffer's parameters that a rank holds between steps."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
+from fsdp_compiled.capture.ambient import is_tracker
 from fsdp_compiled.torch_private.names import there
 
 ON_PARAMETER = (
@@ -54,5 +55,6 @@ def check_module_hooks(model: nn.Module, inside: bool = False) -> None:
     for name, module in model.named_modules():
         if (module._backward_hooks or module._backward_pre_hooks) and not (inside and module is model):
             raise ValueError(f"{name or 'The model'} ({type(module).__name__}) has a backward hook. {ON_MODULE}")
-    if every_module._global_backward_hooks or every_module._global_backward_pre_hooks:
+    every = [*every_module._global_backward_hooks.values(), *every_module._global_backward_pre_hooks.values()]
+    if not all(map(is_tracker, every)):
         raise ValueError(f"All modules have a backward hook (register_module_full_backward_hook). {ON_MODULE}")

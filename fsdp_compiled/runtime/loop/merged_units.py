@@ -12,7 +12,7 @@ apart as the user marked them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby, pairwise
@@ -54,9 +54,9 @@ class Row:
         return all(flat.current for flat in self.flats)
 
     @property
-    def held(self) -> bool:
-        """Whether gradients of some are held back."""
-        return any(flat.held is not None for flat in self.flats)
+    def waits(self) -> bool:
+        """Whether gradients of some are kept for a later backward."""
+        return any(flat.waits for flat in self.flats)
 
     @cached_property
     def starts(self) -> tuple[tuple[FlatShard, int], ...]:
@@ -71,18 +71,21 @@ class Row:
     def entries(self) -> list[Entry]:
         return [entry for flat in self.flats for entry in flat.entries]
 
-    def release(self, world: int) -> tuple[torch.Tensor, list[tuple[int, list[Entry]]]]:
-        """What was held back, ``[world * n]``, and of which parameters, by place in the row; nothing is any more."""
-        like = next(flat.held for flat in self.flats if flat.held is not None)
+    def release(
+        self, world: int, flats: Collection[FlatShard]
+    ) -> tuple[torch.Tensor, list[tuple[FlatShard, int, list[Entry]]]]:
+        """What was held back with these, ``[world * n]``, and of which parameters, by place in the row; nothing is any
+        more."""
+        like = next(flat.held for flat in flats if flat.held is not None)
         parts: list[torch.Tensor] = []
-        entries: list[tuple[int, list[Entry]]] = []
+        entries: list[tuple[FlatShard, int, list[Entry]]] = []
         for flat, start in self.starts:
-            if flat.held is None:
+            if flat.held is None or flat not in flats:
                 parts.append(like.new_zeros(world, flat.tensor.numel()))
             else:
                 held, own = flat.release()
                 parts.append(held.view(world, -1))
-                entries.append((start, own))
+                entries.append((flat, start, own))
         return (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).reshape(-1), entries
 
 
@@ -181,7 +184,7 @@ def _lay_side_by_side(run: Sequence[ParameterGroup]) -> None:
     """In new memory, where they are not yet; where gradients are held back, or parameters unsharded, they stay."""
     if len(run) == 1 or all(_is_next(one, other) for one, other in pairwise(run)):
         return
-    if any(group.unsharded or any(flat.held is not None for flat in group.flats) for group in run):
+    if any(group.unsharded or any(flat.waits for flat in group.flats) for group in run):
         return
     places: dict[FlatShard, torch.Tensor] = {}
     for row in _rows(run):

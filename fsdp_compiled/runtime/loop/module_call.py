@@ -33,6 +33,7 @@ from fsdp_compiled.runtime.autograd_hooks import check_module_hooks
 from fsdp_compiled.runtime.loop.module_plan import Made, make
 from fsdp_compiled.runtime.loop.module_run import Run, run_program
 from fsdp_compiled.runtime.loop.module_state import ModuleState, lay_out, states_in, traced
+from fsdp_compiled.runtime.loop.opened_arguments import closed
 from fsdp_compiled.runtime.loop.parameter_group import ParameterGroup
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.programs import compile_only
@@ -90,7 +91,7 @@ class ModuleCall:
         with self._calls.refusing():
             self._follow()
             made, lent = self._made, self._made.lent
-            args, named = self._moved(args, named)
+            args, named = closed(self._moved(args, named)) if _holds_objects(args, named) else self._moved(args, named)
             leaves = [leaf for leaf in pytree.tree_leaves((args, named)) if isinstance(leaf, torch.Tensor)]
             given = [leaf for leaf in leaves if leaf.requires_grad]
             gradient = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -295,12 +296,6 @@ def _check_same(groups: Sequence[ParameterGroup], name: str) -> None:
         raise ValueError(
             f"fully_shard was called with different meshes inside one {name}: "
             f"{groups[0].device_mesh} and {odd.device_mesh}. Give all of them the same."
-        )
-    dtypes = {str((one.precision.param_dtype, one.precision.reduce_dtype)) for one in groups}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"fully_shard was called with different mp_policy inside one {name}: (param_dtype, reduce_dtype) are "
-            f"{sorted(dtypes)}. Give all of them the same."
         )
 
 

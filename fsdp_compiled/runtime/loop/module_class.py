@@ -26,6 +26,7 @@ from fsdp_compiled.plan.plan import Division
 from fsdp_compiled.runtime.loop.gathered_module import gathered
 from fsdp_compiled.runtime.loop.module_call import ModuleCall
 from fsdp_compiled.runtime.loop.module_state import ModuleState, lay_out, state_of, states_in, traced, tracing
+from fsdp_compiled.runtime.loop.opened_arguments import check_unchanged, opened
 from fsdp_compiled.runtime.loop.parameter_group import ParameterGroup
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
@@ -98,15 +99,13 @@ class FSDPModule(TorchFSDPModule):
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; without, a rank's own are added up until one that does."""
         for state in _states(self, recurse):
-            state.synchronise = bool(requires_gradient_sync)
+            state.group.synchronise = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward all-reduces over replicas. Raises ``NotImplementedError`` for False on several replicas."""
-        if not requires_all_reduce and any(state.group.mesh.replicate > 1 for state in _states(self, recurse)):
-            raise NotImplementedError(
-                "set_requires_all_reduce(False) is not supported by fsdp_compiled.fully_shard. To accumulate without "
-                "communication, call set_requires_gradient_sync(False)."
-            )
+        """Whether backward all-reduces over replicas; without, what one replica's ranks reduced is added up until a
+        backward that does."""
+        for state in _states(self, recurse):
+            state.group.all_reduces = bool(requires_all_reduce) or state.group.mesh.replicate == 1
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether parameters are freed after forward, and gathered again for backward."""
@@ -276,7 +275,11 @@ def _call(module: Any, name: str, function: Callable[..., Any]) -> ModuleCall:
 
 def _calling(name: str) -> Callable[..., Any]:
     def call(model: Any, *args: Any, **named: Any) -> Any:
-        return getattr(model, name)(*args, **named)
+        made: list[tuple[Any, list[Any]]] = []
+        args, named = opened(args, made), opened(named, made)
+        result = getattr(model, name)(*args, **named)
+        check_unchanged(made)
+        return result
 
     call.method = name  # type: ignore[attr-defined]  # whose arguments are checked
     return call

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.call_log import Calls
@@ -72,6 +71,7 @@ class Made:
 
     plan: Plan
     mesh: Mesh
+    groups: tuple[ParameterGroup, ...]
     programs: Programs
     lent: Lent
     rows: Mapping[str, Row]
@@ -80,7 +80,9 @@ class Made:
     trained: str
     random: LoopRandom | None  # where there is a tp axis
     # By what a backward reduces and which parameters it reaches, those that it misses.
-    missed: dict[tuple[tuple[str, ...], Collection[str]], list[tuple[FlatShard, Entry]]] = field(default_factory=dict)
+    missed: dict[tuple[tuple[FlatShard, ...], Collection[str]], list[tuple[FlatShard, Entry]]] = field(
+        default_factory=dict
+    )
 
     def drawing(self, compiled: Compiled) -> AbstractContextManager[None]:
         """Around the run of a program that draws random numbers."""
@@ -100,6 +102,10 @@ class Made:
         return {name: flats[entry] for name, entry in self.entries.items()}
 
     @cached_property
+    def group_of(self) -> dict[Entry, ParameterGroup]:
+        return {entry: group for group in self.groups for entry in group.entries}
+
+    @cached_property
     def names(self) -> dict[Entry, str]:
         return {entry: name for name, entry in self.entries.items()}
 
@@ -116,17 +122,15 @@ def make(
 
     Raises ``ValueError`` for parameters on the meta device.
     """
-    mesh, first = groups[0].mesh, groups[0]
+    mesh = groups[0].mesh
     rows: dict[str, Row] = {}
     units = units_of(module, groups, rows)
     state = state_of(module)
     notes = (state.merging,) if state is not None and state.merging else ()
-    precision = MixedPrecisionPolicy(first.precision.param_dtype, first.precision.reduce_dtype,
-                                     cast_forward_inputs=False)  # fmt: skip
     # As far ahead as FSDP2: what is best depends on the batch, whose lengths ranks may differ in, and the order of
     # collectives must not.
     ahead = 1 if policy.prefetch == "auto" and policy.limit != 1 else policy.prefetch
-    policy = replace(policy, precision=precision, prefetch=ahead)
+    policy = replace(policy, prefetch=ahead)
     machine = machine_of(mesh.device, mesh.world, policy.bandwidth_gbps, mesh.tp)
     plan = Plan(tuple(units), policy, mesh.device, mesh.shard, mesh.replicate, machine, notes, tp=mesh.tp)
     buffers = ModuleBuffers(module, mesh.device)
@@ -145,7 +149,9 @@ def make(
     )  # fmt: skip
     programs = Programs(maker, (), note)
     gathers = _digest([(buffer.key, buffer.numel) for buffer in plan.buffers])
-    return Made(plan, mesh, programs, lent, rows, entries, gathers, f"{type(module).__name__}, {said}", random)
+    return Made(
+        plan, mesh, tuple(groups), programs, lent, rows, entries, gathers, f"{type(module).__name__}, {said}", random
+    )
 
 
 def _trained(plan: Plan, plain: Mapping[str, torch.Tensor]) -> tuple[str, str]:
@@ -184,7 +190,7 @@ def units_of(module: nn.Module, groups: Sequence[ParameterGroup], rows: dict[str
             key = unit if len(together) == 1 else f"{unit}#{index}"
             own = [_buffer(flat, places[group], names) for group, flat in zip(run, row.flats, strict=True)]
             together_as = side_by_side(unit, key, own, run[0].mesh.shard)
-            buffers.append(replace(together_as, division=run[0].division))
+            buffers.append(replace(together_as, division=run[0].division, precision=run[0].precision))
             rows[key] = row
         yield Unit(unit, tuple(buffers), run[0].reshard_after_forward is not False)
 

@@ -10,7 +10,7 @@ A run goes by what was there when it was made: parameters may be frozen, thawed 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,11 +22,12 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.ir.nodes import OTHER_BATCHES
 from fsdp_compiled.lower.lowering import below_autograd
+from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.autograd_hooks import hook_on
-from fsdp_compiled.runtime.loop.gradients import leave, parts, reduced_mean
+from fsdp_compiled.runtime.loop.gradients import leave, parts, reductions
 from fsdp_compiled.runtime.loop.module_plan import Made
 from fsdp_compiled.runtime.loop.module_state import ModuleState
-from fsdp_compiled.runtime.loop.parameter_group import Entry, FlatShard
+from fsdp_compiled.runtime.loop.parameter_group import Entry, FlatShard, ParameterGroup
 from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.failed_calls import SAME_BATCHES
 from fsdp_compiled.torch_private.core import will_run
@@ -71,11 +72,13 @@ class Run:
         self.training = compiled.training
         self.inputs = inputs
         # Autograd's inputs are what gets a gradient: it calls hooks of the others too, with None in its place.
-        moved, held = self.training.moved, not all(state.synchronise for state in states)
+        moved = self.training.moved
+        late = any(not (group.synchronise and group.all_reduces) for group in made.groups)
+        held = {entry for entry in made.names if late and self._waits(entry)}
         given = [
             entry.parameter
             for entry, name in made.names.items()
-            if name in moved and entry.parameter.requires_grad and not (held and hook_on(entry.parameter))
+            if name in moved and entry.parameter.requires_grad and not (entry in held and hook_on(entry.parameter))
         ]
         self._trained = tuple(given)  # by whose ids they are found
         self.place = {id(one): place for place, one in enumerate(given)}
@@ -108,17 +111,18 @@ class Run:
         made, compiled = self.made, self.compiled
         with self.calls.refusing():
             self._check_versions()
-            synchronises = self._synchronises() or not everything
             if everything:
-                self._check_hooks(synchronises, reached)
-        label = f"backward of {compiled.label}" + ("" if synchronises else " without synchronisation")
+                self._check_hooks(reached)
         training = compiled.training
-        waiting = everything and any(
-            made.rows[buffer.key].held for buffer in made.plan.buffers if buffer.unit in training.units
-        )
-        if synchronises and not waiting:
+        aside = everything and not all(group.synchronise and group.all_reduces for group in made.groups)
+        if everything and not aside:
+            aside = any(made.rows[one.key].waits for one in made.plan.buffers if one.unit in training.units)
+        quiet = everything and not any(group.synchronise for group in made.groups)
+        label = f"backward of {compiled.label}" + " without synchronisation" * quiet
+        if not aside:
             backward = training.backward
-            missed = self._missed(backward.gradients, reached)
+            flats = tuple(flat for key in backward.gradients for flat in made.rows[key].flats)
+            missed = self._missed(flats, reached)
             self.calls.post(label, backward.wire, missed)
             outputs = run_program(partial(backward.runner, kept), self.calls)
             self.calls.reached(missed)
@@ -126,19 +130,23 @@ class Run:
             for key, place in backward.gradients.items():
                 for flat, start in made.rows[key].starts:
                     found |= parts(outputs[place], self._wanted(flat, reached), start)
-            found |= self._zeros(backward.gradients)
+            found |= self._zeros(flats)
             return found, {name: outputs[place] for name, place in backward.others.items()}
         with self.calls.refusing():
             whole = made.programs.whole(compiled)
-        buffers = [
-            buffer
-            for buffer in made.plan.buffers
-            if synchronises and buffer.unit in training.units
-            if buffer.key in whole.gradients or made.rows[buffer.key].held
+        reduced: dict[Buffer, list[FlatShard]] = {}
+        for buffer in made.plan.buffers:
+            flats_of = [flat for flat in made.rows[buffer.key].flats if self._group(flat).synchronise]
+            has = buffer.key in whole.gradients or any(flat.held is not None for flat in flats_of)
+            if flats_of and has and buffer.unit in training.units:
+                reduced[buffer] = flats_of
+        flats = tuple(flat for own in reduced.values() for flat in own)
+        held = {made.names[entry] for flat in flats for entry in flat.held_of}
+        missed = self._missed(flats, frozenset({*reached, *held}))
+        sent = [
+            (buffer.key, [(flat in own, self._group(flat).all_reduces) for flat in made.rows[buffer.key].flats])
+            for buffer, own in reduced.items()
         ]
-        sent = [buffer.key for buffer in buffers]
-        held = {made.names[entry] for key in sent for flat in made.rows[key].flats for entry in flat.held_of}
-        missed = self._missed(sent, frozenset({*reached, *held}))
         self.calls.post(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8], missed)
         outputs = run_program(partial(whole.runner, kept), self.calls)
         for key, place in whole.gradients.items():
@@ -147,26 +155,53 @@ class Run:
                 own = gradient[:, start : start + flat.tensor.numel()]
                 flat.hold(own, self._wanted(flat, reached))
         found = {}
-        for buffer in buffers:
-            gradients, entries = made.rows[buffer.key].release(made.plan.shard)
-            shard = reduced_mean(gradients, buffer, made.plan, made.mesh)
-            for start, members in entries:
-                found |= parts(shard, [entry for entry in members if entry.parameter.requires_grad], start)
+        for buffer, own_flats in reduced.items():
+            found |= self._reduce(buffer, own_flats)
         self.calls.reached(missed)
-        found |= self._zeros(sent) if synchronises else {}
+        found |= self._zeros(flats)
         return found, {name: outputs[place] for name, place in whole.others.items()}
+
+    def _reduce(self, buffer: Buffer, flats: Collection[FlatShard]) -> dict[Entry, DTensor]:
+        """What was held back with these, of one row, reduced; over replicas too, but where that is to wait."""
+        made = self.made
+        gradients, released = made.rows[buffer.key].release(made.plan.shard, flats)
+        along_shard, over_replicas = reductions(buffer, gradients.dtype, made.plan, made.mesh)
+        shard = along_shard(gradients)
+        found: dict[Entry, DTensor] = {}
+        if all(self._group(flat).all_reduces and flat.partial is None for flat, *_ in released):
+            shard = over_replicas(shard)
+            for _, start, members in released:
+                found |= parts(shard, [entry for entry in members if entry.parameter.requires_grad], start)
+            return found
+        for flat, start, members in released:
+            own = shard[start : start + flat.tensor.numel()]
+            own = own.clone() if flat.partial is None else own + flat.partial
+            entries = {**flat.partial_of, **dict.fromkeys(members)}
+            waits = not self._group(flat).all_reduces
+            flat.partial, flat.partial_of = (own, entries) if waits else (None, {})
+            if not waits:
+                trained = [entry for entry in entries if entry.parameter.requires_grad]
+                found |= parts(over_replicas(own), trained, 0)
+        return found
+
+    def _group(self, flat: FlatShard) -> ParameterGroup:
+        return self.made.group_of[flat.entries[0]]
+
+    def _waits(self, entry: Entry) -> bool:
+        """Whether its gradient is kept for a later backward."""
+        group = self.made.group_of[entry]
+        return not (group.synchronise and group.all_reduces)
 
     def _wanted(self, flat: FlatShard, reached: Collection[str]) -> list[Entry]:
         """The parameters of a flat shard that have gradients, and are trained still."""
         names, every = self.made.names, flat in self._padded
         return [entry for entry in flat.entries if (every or names[entry] in reached) and entry.parameter.requires_grad]
 
-    def _missed(self, reduced: Iterable[str], reached: Collection[str]) -> list[str]:
-        """The trained parameters, beside others that are reduced, that get no gradient."""
-        made, of = self.made, (tuple(reduced), reached)
+    def _missed(self, reduced: tuple[FlatShard, ...], reached: Collection[str]) -> list[str]:
+        """The trained parameters of what is reduced that get no gradient."""
+        made, of = self.made, (reduced, reached)
         if (found := made.missed.get(of)) is None:
-            flats = [flat for key in of[0] for flat in made.rows[key].flats]
-            found = [(flat, entry) for flat in flats for entry in flat.entries if made.names[entry] not in reached]
+            found = [(flat, entry) for flat in reduced for entry in flat.entries if made.names[entry] not in reached]
             made.missed[of] = found
         return [
             made.names[entry] for flat, entry in found if entry.parameter.requires_grad and flat not in self._padded
@@ -177,34 +212,24 @@ class Run:
         """Those of which what no result depends on gets zeros (`set_reduce_scatter_unused_params`)."""
         return {flat for state in self.states if state.group.pads for flat in state.group.flats}
 
-    def _zeros(self, reduced: Collection[str]) -> dict[Entry, DTensor]:
+    def _zeros(self, reduced: Collection[FlatShard]) -> dict[Entry, DTensor]:
         """The same of what forward gathered, and no rank reduces."""
         found: dict[Entry, DTensor] = {}
         ports = self.compiled.inputs if self._padded else ()
-        for key in [port.name for port in ports if port.kind == "shard" and port.name not in reduced]:
-            for flat in self.made.rows[key].flats:
-                if flat in self._padded:
-                    trained = [entry for entry in flat.entries if entry.parameter.requires_grad]
-                    found |= parts(torch.zeros_like(flat.tensor), trained, 0)
+        for flat in (flat for port in ports if port.kind == "shard" for flat in self.made.rows[port.name].flats):
+            group = self._group(flat)
+            if flat in self._padded and flat not in reduced and group.synchronise and group.all_reduces:
+                trained = [entry for entry in flat.entries if entry.parameter.requires_grad]
+                found |= parts(torch.zeros_like(flat.tensor), trained, 0)
         return found
 
-    def _synchronises(self) -> bool:
-        """Whether this backward reduces. Raises ``ValueError`` where parts of the model say different things."""
-        wanted = {state.synchronise for state in self.states}
-        if len(wanted) > 1:
-            raise ValueError(
-                "set_requires_gradient_sync was called on a part of the model: its modules say different things. Call "
-                "it on the model that is called, which tells all of them."
-            )
-        return wanted.pop()
-
-    def _check_hooks(self, synchronises: bool, reached: Collection[str]) -> None:
+    def _check_hooks(self, reached: Collection[str]) -> None:
         """Raises ``RuntimeError`` where autograd would call a hook for a gradient that there is not."""
         for entry, name in self.made.names.items():
             parameter = entry.parameter
             if (kind := hook_on(parameter)) is None or id(parameter) not in self.place or not parameter.requires_grad:
                 continue
-            if not synchronises:
+            if self._waits(entry):
                 raise RuntimeError(
                     f"{name} has a hook ({kind}), and set_requires_gradient_sync(False) was called between this "
                     "forward and its backward. Call it before forward: then the hook is called when gradients are "

@@ -30,7 +30,6 @@ class ModuleState:
 
     group: ParameterGroup
     policy: Policy | None
-    synchronise: bool = True  # whether backward reduces gradients
     merging: str = ""  # how small modules inside were merged, for people
     calls: dict[str, Any] = field(default_factory=dict)
     gathered: Callable[[], None] | None = None

@@ -83,6 +83,13 @@ class FlatShard:
     current: bool = True  # until others take its place
     held: torch.Tensor | None = None  # this rank's gradient that was not reduced yet, ``[shard * n]``
     held_of: dict[Entry, None] = field(default_factory=dict)  # whose parts of it were reached
+    partial: torch.Tensor | None = None  # reduced along the shard axis, and not over replicas yet, ``[n]``
+    partial_of: dict[Entry, None] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of it are kept for a later backward."""
+        return self.held is not None or self.partial is not None
 
     @property
     def written(self) -> tuple[Any, ...]:
@@ -98,13 +105,15 @@ class FlatShard:
         """What was held back, and of which parameters; nothing is any more."""
         held, entries = self.held, list(self.held_of)
         assert held is not None
-        self.drop()
+        self.held = None
+        self.held_of.clear()
         return held, entries
 
     def drop(self) -> None:
         """Drops what was held back."""
-        self.held = None
+        self.held = self.partial = None
         self.held_of.clear()
+        self.partial_of.clear()
 
 
 def part_of(flat: torch.Tensor, first: int, last: int, shape: Sequence[int]) -> torch.Tensor:
@@ -135,6 +144,8 @@ class ParameterGroup:
         self.modules, self.device_mesh, self.mesh = tuple(modules), device_mesh, mesh
         self.all_axes = beside(device_mesh, mesh.tp_mesh) if mesh.tp_mesh is not None else device_mesh
         self.precision, self.reshard_after_forward = precision, reshard
+        self.synchronise = True  # whether backward reduces gradients
+        self.all_reduces = True  # whether, over replicas too
         self.pads = False  # whether a gradient of zeros is left with what a backward does not reach
         self.division = Division()
         self.version = 0  # of the flat shards
@@ -242,7 +253,7 @@ class ParameterGroup:
 
         Raises ``ValueError`` where gradients were held back of the old ones.
         """
-        if any(flat.held is not None for flat in self.flats):
+        if any(flat.waits for flat in self.flats):
             raise ValueError(
                 f"Parameters of {', '.join(type(one).__name__ for one in self.modules)} were replaced or moved while "
                 "gradients are held back (set_requires_gradient_sync(False)). Run a backward that synchronises first, "

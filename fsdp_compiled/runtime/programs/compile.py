@@ -167,6 +167,7 @@ class Job:
     tuned: bool  # whether Inductor, on any rank, is told to choose among kernels for each product
     called: Callable[..., Any] | None = None  # of a model in a loop of the user's: what calls it; then without loss
     tp_mesh: DeviceMesh | None = None
+    groups: dict[str, str] | None = None  # process groups, by what programs call them
     added: Names = frozenset()  # parameters that have gradients in the sums of microbatches
 
     @property
@@ -192,7 +193,7 @@ def capture(model: nn.Module, job: Job) -> Capture:
     captured = capture_on(
         model, job.called or loss, job.plan, job.buffers, job.batch, job.named, gradient=job.kind != "forward",
         results=job.called is not None, plain=job.plain, sizes=job.sizes, hints=job.hints, ambient=job.ambient,
-        tp_mesh=job.tp_mesh,
+        tp_mesh=job.tp_mesh, groups=job.groups,
     )  # fmt: skip
     _check_written(captured, job.buffers)
     return captured
@@ -314,6 +315,8 @@ def plain(value: Any) -> tuple[type, str]:
         return type(value), value.name
     if isinstance(value, PLAIN):
         return type(value), repr(value)
+    if type(value) in (set, frozenset):
+        return type(value), repr(list(map(plain, value)))  # in their order, which forward may go by
     raise ValueError(
         f"The batch holds a {type(value).__module__}.{type(value).__qualname__}. Pass tensors, numbers and strings, in "
         "tuples, lists and dictionaries (a batch that is a mapping: as **batch), or register the class with pytree."

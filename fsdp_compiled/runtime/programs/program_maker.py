@@ -139,7 +139,7 @@ class ProgramMaker:
             return describe(captured, program, known, memory_later(captured, job), job, moving)
 
         uneven = self.plan.uneven
-        compiled = self.together(build, lambda made: made.program.text(), lambda made: made.program.outline(uneven))
+        compiled = self.together(build, self._compared, lambda made: made.program.outline(uneven))
         replayed = self.can_replay(compiled)
         room()
         compiled.runner, compiled.lowered = self.lower(compiled.halves.forward if compiled.halves else compiled.program)
@@ -186,15 +186,21 @@ class ProgramMaker:
         if alike:
             compiled = self.compile(request, buffers, rules, room)
         else:
-            compiled = self.together(
-                lambda: self._by_itself(request, buffers, rules, room), lambda made: "\n".join(made.program.collectives)
-            )
+            compiled = self.together(lambda: self._by_itself(request, buffers, rules, room), self._compared)
         self._begun = True
         return compiled
 
     def _by_itself(self, request: Request, buffers: Buffers, rules: Sequence[Rule], room: Room) -> Compiled:
         with self.alone():
             return self.compile(request, buffers, rules, room)
+
+    def _compared(self, made: Compiled) -> str:
+        """What ranks must have in common: all of it, or, in a loop of the user's, what they communicate; there, code
+        may ask which rank it runs on, as under FSDP2."""
+        if self.called is None or self.mesh.tp > 1:
+            return made.program.text()
+        parts = (made.halves.forward, made.halves.backward) if made.halves is not None else (made.program,)
+        return "\nbackward\n".join("\n".join(part.collectives) for part in parts)
 
     def _job(self, request: Request, buffers: Buffers, rules: Sequence[Rule]) -> Job:
         """What is to be compiled, with what ranks must know of each other first."""
@@ -206,7 +212,7 @@ class ProgramMaker:
             request.kind, self._loss, self.plan, tuple(rules), buffers, batch=request.batch, named=request.named,
             label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
             gloo=gloo, tuned=tuned, called=self.called, plain=self._plain,
-            tp_mesh=self.mesh.tp_mesh, added=request.added,
+            tp_mesh=self.mesh.tp_mesh, groups=self.mesh.groups, added=request.added,
         )  # fmt: skip
 
     def whole(self, compiled: Compiled) -> Backward:
