@@ -77,7 +77,7 @@ def opened(value: Any, made: list[tuple[Any, list[Any]]]) -> Any:
         inner = [opened(one, made) for one in value.values]
         if value.kind is np.ndarray:
             return inner[0].numpy()
-        found = object.__new__(value.kind)
+        found: Any = object.__new__(value.kind)
         for name, one in zip(value.names, inner, strict=True):
             object.__setattr__(found, name, one)
         made.append((found, inner))
