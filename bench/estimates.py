@@ -10,22 +10,23 @@ from bench.options import BenchOptions
 from bench.rivals import RIVALS
 from fsdp_compiled import Policy, simulate
 from fsdp_compiled.cli.presets import Preset
-from fsdp_compiled.plan.hardware import CPU, Machine
+from fsdp_compiled.plan.hardware import CPU, GBIT, Cluster
 
 PURE, CUT = ("ours-eager", "ours"), ("ours-tp-eager", "ours-tp")
 
 
-def machine(options: BenchOptions, world: int) -> Machine:
-    """One rank's share of this machine, on the simulated network."""
+def machine(options: BenchOptions, world: int, tp: int = 1) -> Cluster:
+    """One rank's share of this machine, on the simulated network, where every rank has a wire of its own."""
     assert options.network_gbps is not None
     share = min(1.0, (os.cpu_count() or 1) / world)
-    inner = None if options.inner_gbps is None else options.inner_gbps * 1e9 / 8
-    return Machine(
-        CPU.flops * share,
-        CPU.memory * share,
-        options.network_gbps * 1e9 / 8,
-        CPU.latency + options.latency_ms / 1e3,
-        inner,
+    return replace(
+        CPU,
+        flops=CPU.rate(torch.float32) * share,
+        memory=CPU.memory * share,
+        network=options.network_gbps * GBIT * tp,
+        inner=None if options.inner_gbps is None else options.inner_gbps * GBIT,
+        node=tp,
+        latency=CPU.wait(2) + options.latency_ms / 1e3,
     )
 
 
@@ -42,7 +43,9 @@ def add_estimates(result: dict[str, Any], options: BenchOptions, preset: Preset)
         rows = replace(preset, batch=preset.batch * (options.node if cut else 1)).batches(1, 0, 1)[0]
         shape = {"shard": world // options.node, "tp": options.node} if cut else {"shard": world}
         with torch.random.fork_rng():
-            said = simulate(preset.model, preset.loss, rows, shape, machine(options, world), policy)
+            said = simulate(
+                preset.model, preset.loss, rows, shape, machine(options, world, options.node if cut else 1), policy
+            )
         facts["simulated"] = {
             "seconds": said.seconds,
             "exposed": said.exposed,

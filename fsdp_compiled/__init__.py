@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fsdp_compiled.own_loop import UnshardHandle as UnshardHandle
     from fsdp_compiled.own_loop import fully_shard as fully_shard
     from fsdp_compiled.own_loop import register_fsdp_forward_method as register_fsdp_forward_method
+    from fsdp_compiled.plan.hardware import Cluster as Cluster
     from fsdp_compiled.plan.plan import Plan as Plan
     from fsdp_compiled.policy import LossScale as LossScale
     from fsdp_compiled.policy import Policy as Policy
@@ -42,6 +43,7 @@ _MODULES = {  # where each is; what a type checker reads above says the same
     "BundleError": "lower.bundle",
     "CPUOffloadPolicy": "own_loop",
     "CaptureError": "capture.aot",
+    "Cluster": "plan.hardware",
     "Estimate": "runtime.simulate",
     "FSDPModule": "own_loop",
     "LossScale": "policy",

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fsdp_compiled.plan.buckets import EFFICIENT, MIB, regroup, target
-from fsdp_compiled.plan.hardware import CPU, Machine, machine_of
+from fsdp_compiled.plan.hardware import CPU, Cluster, machine_of
 
 BLOCKS = ["root"] * 2 + [f"layers.{index // 2}" for index in range(24)] + ["root"]
 
@@ -77,10 +77,10 @@ def test_whatever_the_sizes(what: list[tuple[str, int]], merge: int, split: int,
 def test_what_auto_chooses_follows_latency_bandwidth_and_the_model() -> None:
     blocks, sizes = [f"layers.{index}" for index in range(64)], [MIB // 4] * 64
 
-    def merge(machine: Machine, gathered: bool = True) -> float:
+    def merge(machine: Cluster, gathered: bool = True) -> float:
         return target("auto", blocks, sizes, machine, 8, gathered)[0] / MIB
 
-    fast, slow = machine_of(torch.device("cpu"), 8), machine_of(torch.device("cpu"), 8, bandwidth_gbps=1)
+    fast, slow = machine_of(torch.device("cpu")), machine_of(torch.device("cpu"), bandwidth_gbps=1)
     assert merge(slow) < merge(fast) <= 8  # a slow network is busy with less; half of the model at most
     assert merge(CPU, gathered=False) == 8
     assert target("auto", blocks, sizes, CPU, 1, True)[0] == 0

@@ -19,13 +19,13 @@ from fsdp_compiled.analysis.timeline import estimate
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.nodes import is_collective, is_view, is_wait, positions, role_of
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.plan.hardware import Machine
+from fsdp_compiled.plan.hardware import Cluster
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.simulate import Estimate
 from fsdp_compiled.runtime.tensor_parallel.parts import check_policy
 from tests.cut_models import GPT, batch, cut, loss_fn
 
-MACHINE = Machine(flops=3e9, memory=8e9, network=1e7, latency=1e-5, inner=1e8)
+MACHINE = Cluster(flops=3e9, memory=8e9, network=2e7, latency=1e-5, inner=1e8, node=2)  # 1e7 a rank
 CPU = torch.device("cpu")
 LAYOUT = (getitem, torch.ops.aten.cat.default, torch.ops.aten.split.Tensor)
 
@@ -225,7 +225,7 @@ def test_the_timeline_has_a_lane_of_what_goes_along_tp(gpt: Estimate) -> None:
     assert spans.busy("tp") == pytest.approx(expected)
     attention = [node for node in gpt.program.graph.nodes if "dot_product" in str(node.target)]
     assert len(attention) == 2 and all(flops(node) > 0 for node in attention)
-    one_wire = replace(gpt.plan, machine=replace(MACHINE, inner=None))
+    one_wire = replace(gpt.plan, machine=replace(MACHINE, inner=None, network=1e7, node=1))
     slow = estimate(gpt.program, one_wire)
     assert slow.busy("tp") > spans.busy("tp") and slow.busy("network") == pytest.approx(spans.busy("network"))
     assert slow.end > gpt.seconds
@@ -244,7 +244,7 @@ def test_simulate_says_that_a_rank_holds_less_and_where_the_bytes_go(gpt: Estima
 def test_what_cannot_be_simulated_is_refused() -> None:
     with pytest.raises(ValueError, match="no axis"):
         simulate(GPT, loss_fn, batch(0, 0), 2, cut=cut)
-    with pytest.raises(ValueError, match="expected a Machine"):
+    with pytest.raises(ValueError, match="expected a Cluster"):
         simulate(GPT, loss_fn, batch(0, 0), 2, "abacus")
     with pytest.raises(ValueError, match="no parameter is cut along it"):
         simulate(GPT, loss_fn, batch(0, 0), {"shard": 2, "tp": 2})

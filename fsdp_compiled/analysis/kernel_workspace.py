@@ -10,8 +10,8 @@
 - flash attention keeps blocks of scores a thread;
 - a convolution (oneDNN) works on copies of its tensors in blocked layouts.
 
-In bfloat16 and float16 oneDNN also reorders the operands of matrix products, by rules of its own, which are not here;
-nor are the workspaces of cuBLAS and cuDNN.
+In bfloat16 and float16 oneDNN also reorders the operands of matrix products, by rules of its own, which are not here.
+On a GPU flash attention's backward alone is counted; the workspaces of cuBLAS and cuDNN are not.
 
 *Collectives*: gloo gathers into a second copy of the result, and several buffers through a copy of them; it
 reduce-scatters a copy of its input in place. NCCL copies nothing. A gather keeps its input until it is waited for, and
@@ -69,7 +69,7 @@ def in_kernel(node: fx.Node) -> int:
     read = [source.meta["val"] for source in node.all_input_nodes]
     read = [value for value in read if isinstance(value, torch.Tensor)]
     if not read or read[0].device.type != "cpu":
-        return 0
+        return _on_gpu(node) if node.target in ATTENTION_BACKWARD else 0
     value = node.meta["val"]
     if _only_casts(node.target) and isinstance(value, torch.Tensor) and {one.dtype for one in read} == {value.dtype}:
         return 0
@@ -126,8 +126,14 @@ def _only_casts(target: torch._ops.OpOverload) -> bool:
     return torch.Tag.pointwise in target.tags and not _special(target)
 
 
+def _on_gpu(node: fx.Node) -> int:
+    """Flash attention adds up the queries' gradient in float32, and has a number in float32 for each row."""
+    query = as_traced(node.args[1].meta["val"])  # type: ignore[union-attr]
+    return 4 * query.numel() + 4 * query.numel() // query.shape[-1]
+
+
 def _special(target: torch._ops.OpOverload) -> bool:
-    return target in CONTIGUOUS or target in PRODUCTS or target in _KERNELS
+    return target in CONTIGUOUS or target in PRODUCTS or target in _KERNELS or target in ATTENTION_BACKWARD
 
 
 Tensors = Sequence[torch.Tensor]
@@ -142,6 +148,11 @@ CONTIGUOUS = {
     aten.native_group_norm.default,
     aten.native_group_norm_backward.default,
     aten.embedding_dense_backward.default,
+}
+ATTENTION_BACKWARD = {
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,  # of a program that was captured on a CPU
 }
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 

@@ -1,12 +1,18 @@
-"""What a node of a program is estimated to take, from shapes alone: a roofline model of compute, a ring of transfers.
+"""What a node of a program is estimated to take, from shapes alone: the roofline of a `Cluster`.
 
-Rough on purpose: it is asked whether a gather fits behind the compute before it, not how long a step takes. The flops
-are those that PyTorch's own `FlopCounterMode` counts (matrix products, convolutions, attention).
+The flops are those that PyTorch's own `FlopCounterMode` counts (matrix products, convolutions, attention); of causal
+attention half, which fused kernels leave out. Under the eager lowering every operator reads and writes its tensors.
+Inductor fuses element-wise operators, copies and sums:
+
+    mm -> add -> gelu -> mul -> mm          eager: 3 reads and 3 writes          fused: 1 read, 1 write
+
+A *run* is what lies between two operators that are not fused. What is made in a run and read in it alone is never in
+memory, and what a run reads it reads once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
@@ -17,8 +23,8 @@ from torch.utils.flop_counter import flop_registry
 
 from fsdp_compiled.analysis.contained import attempt
 from fsdp_compiled.ir.inference import Alike
-from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait
-from fsdp_compiled.plan.hardware import Machine
+from fsdp_compiled.ir.nodes import as_traced, base_of, is_collective, is_view, is_wait, mutated
+from fsdp_compiled.plan.hardware import Cluster
 
 aten = torch.ops.aten
 # Of attention on a CPU PyTorch counts nothing; it is counted as the same on a GPU, whose arguments begin alike.
@@ -29,26 +35,56 @@ ON_CPU: dict[Any, Any] = {
 
 
 Size = Callable[[fx.Node], int]
+NOT_FUSED = {aten.embedding_dense_backward.default, aten.sort.default, aten.topk.default, aten.index_put.default}
 
 
-def seconds(node: fx.Node, machine: Machine) -> float:
+def seconds(node: fx.Node, machine: Cluster) -> float:
     """Of computing a node; nothing for views, placeholders, waits and for starting a collective, and for an operator
     that the formulas cannot read: an estimate stops no program."""
     return _seconds(node, machine, _size)
 
 
-def _seconds(node: fx.Node, machine: Machine, size: Size) -> float:
-    if node.op != "call_function" or is_view(node) or is_collective(node) or is_wait(node):
+def _seconds(node: fx.Node, machine: Cluster, size: Size) -> float:
+    if not computes(node):
         return 0.0
-    return attempt(lambda: machine.compute(flops(node), _traffic(node, size)), lambda _: 0.0)
+
+    def known() -> float:
+        count = flops(node)
+        if not count:
+            own = getattr(node.target, "namespace", "") != "aten"  # one pass over memory, as a fused kernel
+            return machine.compute(0, _traffic(node, size) / (1.0 if own else machine.eager))
+        # the last of a product's operands is a factor; what attention's backward has last are sums, in float32
+        attention = is_attention(node)
+        operand = node.all_input_nodes[0 if attention else -1].meta["val"]
+        part = machine.attention if attention else 1.0
+        return machine.compute(count, _traffic(node, size), operand.dtype, part)
+
+    return attempt(known, lambda _: 0.0)
 
 
-def seconds_of(graph: fx.Graph, machine: Machine) -> Iterator[float]:
-    """Of each node, in order; of products that are alike one is looked at, however many layers have one."""
+def computes(node: fx.Node) -> bool:
+    """Whether the node is a kernel of the device's."""
+    return node.op == "call_function" and not (
+        node.target is getitem or is_view(node) or is_collective(node) or is_wait(node)
+    )
+
+
+def is_attention(node: fx.Node) -> bool:
+    return "scaled_dot_product" in str(node.target)
+
+
+def seconds_of(graph: fx.Graph, machine: Cluster, fused: bool = False) -> Iterator[float]:
+    """Of each node, in order, ``fused`` as Inductor does it, or each by itself; of products that are alike one is
+    looked at, however many layers have one."""
     alike, size = Alike(), _Sizes()
+    traffic = _in_runs(graph, size) if fused else {}
     known: dict[Hashable, float] = {}
     products: dict[int, bool] = {}  # by operator, whether a formula counts its multiplications
     for node in graph.nodes:
+        if node in traffic:
+            nbytes, first = traffic[node]
+            yield max(nbytes / machine.memory, machine.kernel * first)
+            continue
         target = id(node.target)
         if (product := products.get(target)) is None:
             product = products[target] = _formula(node) is not None
@@ -72,11 +108,63 @@ def _formula(node: fx.Node) -> Callable[..., int] | None:
 
 
 def flops(node: fx.Node) -> int:
-    """Multiplications and additions; 0 for an operator that moves or maps elements."""
+    """Multiplications and additions; 0 for an operator that moves or maps elements; of causal attention half."""
     if (count := _formula(node)) is None:
         return 0
     args, kwargs = pytree.tree_map_only(fx.Node, lambda source: as_traced(source.meta["val"]), (node.args, node.kwargs))
-    return int(count(*args, **kwargs, out_val=as_traced(node.meta["val"])))
+    return int(count(*args, **kwargs, out_val=as_traced(node.meta["val"]))) // (2 if _causal(node) else 1)
+
+
+def _causal(node: fx.Node) -> bool:
+    schema: Any = getattr(node.target, "_schema", None)
+    if not is_attention(node) or schema is None:
+        return False
+    names = [argument.name for argument in schema.arguments]
+    place = names.index("is_causal") if "is_causal" in names else len(node.args)
+    return bool(node.kwargs.get("is_causal", node.args[place] if place < len(node.args) else False))
+
+
+def _in_runs(graph: fx.Graph, size: Size) -> dict[fx.Node, tuple[int, bool]]:
+    """Of each node that Inductor fuses with others: the bytes that it reads and writes then, and whether it is the
+    first of its run."""
+    runs: dict[fx.Node, int] = {}
+    run = 0
+    for node in graph.nodes:
+        if not computes(node):
+            run += is_wait(node)
+        elif getattr(node.target, "namespace", "") != "aten" or _formula(node) or node.target in NOT_FUSED:
+            run += 1
+        else:
+            runs[node] = run
+    found: dict[fx.Node, tuple[int, bool]] = {}
+    read: set[tuple[fx.Node, int]] = set()
+    begun: set[int] = set()
+    for node, run in runs.items():
+        nbytes = 0
+        for source in node.all_input_nodes:
+            base = base_of(source)
+            if runs.get(base) != run and (base, run) not in read:
+                read.add((base, run))
+                nbytes += size(source)
+        if _stays(node, runs, run):
+            nbytes += max(size(node), sum(map(size, mutated(node))))
+        found[node] = nbytes, run not in begun
+        begun.add(run)
+    return found
+
+
+def _stays(node: fx.Node, runs: Mapping[fx.Node, int], run: int) -> bool:
+    """Whether the value is in memory: something outside of its run reads it, or it is written in place."""
+    if mutated(node):
+        return True
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user.op == "call_function" and (is_view(user) or user.target is getitem):
+                stack.append(user)
+            elif runs.get(user) != run:
+                return True
+    return False
 
 
 def traffic(node: fx.Node) -> int:
@@ -85,7 +173,8 @@ def traffic(node: fx.Node) -> int:
 
 
 def _traffic(node: fx.Node, size: Size) -> int:
-    return sum(map(size, node.all_input_nodes), size(node))
+    written = max(size(node), sum(map(size, mutated(node))))
+    return sum(map(size, node.all_input_nodes), written)
 
 
 class _Sizes:

@@ -4,7 +4,7 @@
     the link       |- a ------|- b -|     |- c ---------|                       a, b, c: hidden under compute
                                                      |- d ---|                  d: ends after forward, in the open
 
-The link (`Machine.host` bytes a second, in each direction) takes values in the order in which forward is done with
+The link (`Cluster.host` bytes a second, in each direction) takes values in the order in which forward is done with
 them. One whose copy ends within forward, and that backward does not need before it could be back, costs two launches
 and the traffic of two copies in device memory; the others are paid for, there and back. That is so if all are sent; of
 fewer, more are hidden. A value that is made again at less is left to that.

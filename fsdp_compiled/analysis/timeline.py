@@ -4,10 +4,12 @@
     network  |root|layers.0|..|layers.1|..........|layers.2|        |
     compute  |....|==embed=|layers.0===|layers.1==|layers.2|========|
 
-`estimate` draws it from a program alone, with the rough figures of `hardware` and `roofline`: one wire, which serves
-collectives in the order in which they start, and one stream of compute, which stops where it waits for one. Collectives
-along the tp axis have a lane of their own, ``tp``, and a wire of their own where the machine has one
-(`Machine.inner`). Spans that were measured can be drawn in the same way.
+`estimate` draws it from a program alone, with the figures of `hardware` and `roofline`. There are two wires, one inside
+of nodes and one between them, which serve collectives in the order in which they start, and one stream of compute,
+which stops where it waits for one. Collectives along the tp axis have a lane of their own, ``tp``, and those along
+``replicate`` where its ranks are in other nodes and those of ``shard`` are not. Where a step is no CUDA graph, the host
+starts one kernel after the other, and a kernel does not begin before. Spans that were measured can be drawn in the same
+way.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fsdp_compiled.analysis.roofline import seconds
+from fsdp_compiled.analysis.roofline import nbytes, seconds_of
 from fsdp_compiled.ir.nodes import carried, is_collective, is_wait, owner, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
@@ -73,33 +75,60 @@ def _row(spans: Iterable[Span], scale: float, width: int) -> str:
 def estimate(program: Program, plan: Plan) -> Timeline:
     """What the step is thought to take, on this plan's machine."""
     spans: list[Span] = []
-    now = 0.0
-    free: dict[str, float] = {}  # by wire, when it is
+    now = host = 0.0
+    launch = 0.0 if plan.graphed else plan.machine.launch
+    free: dict[str, float] = {}  # by lane, when its wire is
     arrives: dict[fx.Node, float] = {}
-    for node in program.graph.nodes:
+    times = seconds_of(program.graph, plan.machine, plan.policy.lower == "inductor")
+    for node, taken in zip(program.graph.nodes, times, strict=True):
         if node.op != "call_function":
             continue
+        role = role_of(node)
         if is_collective(node):
-            lane = "tp" if node.args[-1] == "tp" else "network"
-            wire = lane if plan.machine.inner is not None else "network"
-            start = max(now, free.get(wire, 0.0))
-            arrives[node] = free[wire] = start + _transfer(node, plan)
-            spans.append(Span(lane, owner(node) or "loss", start, free[wire]))
-        elif role_of(node) == "part":
+            lane, wires = _lane(str(node.args[-1]), plan)
+            host += launch
+            start = max(now, host, *(free.get(one, 0.0) for one in wires))
+            arrives[node] = start + _transfer(node, plan)
+            free.update(dict.fromkeys(wires, arrives[node]))
+            spans.append(Span(lane, owner(node) or "loss", start, arrives[node]))
+        elif role in ("fetch", "return"):  # on the stream of compute
+            arrives[node] = now + _copied(node) / plan.machine.host
+            spans.append(Span("host", owner(node) or "loss", now, arrives[node]))
+            now = arrives[node]
+        elif role in ("store", "restore"):  # beside it
+            start = max(now, free.get(role, 0.0))
+            arrives[node] = free[role] = start + _copied(node) / plan.machine.host
+            spans.append(Span(f"{role}s", owner(node) or "loss", start, free[role]))
+        elif role == "part":
             arrives[node] = arrives[node.all_input_nodes[0]]
-        elif is_wait(node):
-            now = max(now, arrives.get(node.all_input_nodes[0], now))
-        elif taken := seconds(node, plan.machine):
+        elif is_wait(node) or role in ("stored", "restored"):
+            now = max(now, *(arrives.get(source, now) for source in node.all_input_nodes))
+        elif taken:
+            host += launch
+            now = max(now, host)
             spans.append(Span("compute", owner(node) or "loss", now, now + taken))
             now += taken
     return Timeline(tuple(_merged(spans)))
 
 
+def _lane(axis: str, plan: Plan) -> tuple[str, tuple[str, ...]]:
+    """Where collectives along this axis are drawn, and the lanes whose wire they have."""
+    inside: dict[str, bool] = {name: plan.machine.inside(size, plan.stride(name)) for name, size in plan.all_axes}
+    lane = "tp" if axis == "tp" else "network"
+    if axis == "replicate" and inside.get("shard") and not inside["replicate"]:
+        lane = "replicate"
+    if plan.machine.inner is None:
+        return lane, ("network",)
+    return lane, ("inner",) if inside.get(axis, True) else ("network",)
+
+
+def _copied(node: fx.Node) -> int:
+    return max((nbytes(source.meta.get("val")) for source in node.all_input_nodes), default=0)
+
+
 def _transfer(node: fx.Node, plan: Plan) -> float:
     """An all-gather by what it brings, a reduction by what goes in; an all-reduce is a reduction and a gather."""
-    axis = str(node.args[-1])
-    times = 2 if "all_reduce" in str(node.target) else 1
-    return times * plan.machine.transfer(max(carried(node)), plan.size(axis), axis)
+    return plan.transfer(max(carried(node)), str(node.args[-1]), "all_reduce" in str(node.target))
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:

@@ -101,6 +101,18 @@ def parser(command: str | None) -> argparse.ArgumentParser:
         from fsdp_compiled.cli.simulate import add_simulate_options
 
         add_simulate_options(simulate)
+
+    plan = commands.add_parser(
+        "plan",
+        help="which machines and which policy, before they are rented",
+        description="Prices the ways to train a model on GPUs that one does not have: placements, replicas, tensor "
+        "parallelism, recomputation, microbatches, offload. Prints a table, the fastest that fits first, and its "
+        "Policy to paste. Each is priced by the program that would run; nothing is fetched, and no GPU is needed.",
+    )
+    if command == "plan":
+        from fsdp_compiled.cli.plan import add_plan_options
+
+        add_plan_options(plan)
     return top
 
 
@@ -178,6 +190,11 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
         from fsdp_compiled.cli import simulate
 
         print(simulate.run(simulate.simulate_options(chosen)))
+        return 0
+    if chosen.command == "plan":
+        from fsdp_compiled.cli import plan
+
+        print(plan.run(plan.plan_options(chosen)))
         return 0
     from fsdp_compiled.cli import show
 

@@ -17,7 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compiled import Policy
 from fsdp_compiled.cli.options import positive, whole
 from fsdp_compiled.cli.presets import PRESETS, sized
-from fsdp_compiled.runtime.simulate import HARDWARE, Estimate, simulate
+from fsdp_compiled.plan.hardware import GBIT, HARDWARE, bits, with_bandwidth
+from fsdp_compiled.runtime.simulate import Estimate, simulate
 
 SIZES = ("layers", "width", "heads", "context", "batch", "vocabulary")  # of a preset
 
@@ -39,6 +40,9 @@ class SimulateOptions:
     half: bool = False
     recompute: str = "auto"
     hardware: str = "gpu"
+    node: int | None = None
+    nic: float | None = None  # bytes a second
+    microbatches: int = 1
     network_gbps: float | None = None
     inner_gbps: float | None = None
     program: bool = False
@@ -54,8 +58,13 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
         "--tp", type=whole, default=d.tp, metavar="N",
         help="ranks that the model is cut over, by the plan that it brings or one that is derived (%(default)s)",
     )  # fmt: skip
-    mesh.add_argument("--hardware", choices=tuple(HARDWARE), default=d.hardware, help="rough figures (%(default)s)")
-    mesh.add_argument("--network-gbps", type=positive, metavar="X", help="gigabits a second between ranks")
+    mesh.add_argument("--hardware", choices=tuple(HARDWARE), default=d.hardware, help="what ranks are (%(default)s)")
+    mesh.add_argument("--node", type=whole, metavar="N", help="ranks of a node (8 GPUs)")
+    mesh.add_argument(
+        "--nic", type=bits, metavar="RATE",
+        help="what a node's NICs carry together, such as 400Gb/s, or 8x400Gb/s (the usual of such a GPU)",
+    )  # fmt: skip
+    mesh.add_argument("--network-gbps", type=positive, metavar="X", help="gigabits a second from and to each rank")
     mesh.add_argument("--inner-gbps", type=positive, metavar="X", help="the same along tp, where it has its own wire")
 
     model = parser.add_argument_group("the model and one rank's batch")
@@ -65,6 +74,9 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
         help="one of your own: the function returns (model_fn, loss, batch), as fsdp_compiled.simulate takes them; "
         "MODULE is found from the current folder",
     )  # fmt: skip
+    model.add_argument(
+        "--microbatches", type=whole, default=d.microbatches, metavar="N", help="how many make a step (%(default)s)"
+    )
     for name, about in (
         ("layers", "blocks"), ("width", "size of the residual stream"), ("heads", "attention heads"),
         ("context", "tokens in a row"), ("batch", "rows a rank sees in a step"), ("vocabulary", "tokens (llama)"),
@@ -102,12 +114,15 @@ def simulate_options(chosen: argparse.Namespace) -> SimulateOptions:
 
 def run(options: SimulateOptions) -> str:
     """What is printed."""
-    model_fn, loss, batch = _own(options.setup) if options.setup is not None else _preset(options)
+    model_fn, loss, batch = setup_of(options.setup) if options.setup is not None else _preset(options)
     machine = HARDWARE[options.hardware]
-    if options.network_gbps is not None:
-        machine = replace(machine, network=options.network_gbps * 1e9 / 8)
+    if options.node is not None:
+        machine = replace(machine, node=options.node)
+    if options.nic is not None:
+        machine = replace(machine, network=options.nic)
+    machine = with_bandwidth(machine, options.network_gbps, options.tp)
     if options.inner_gbps is not None:
-        machine = replace(machine, inner=options.inner_gbps * 1e9 / 8)
+        machine = replace(machine, inner=options.inner_gbps * GBIT)
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.half else None
     policy = Policy(
         shard=options.shard,  # type: ignore[arg-type]
@@ -121,7 +136,7 @@ def run(options: SimulateOptions) -> str:
         "tp": options.tp,
     }
     shape = {axis: size for axis, size in shape.items() if size > 1 or axis == "shard"}
-    found = simulate(model_fn, loss, batch, shape, machine, policy)
+    found = simulate(model_fn, loss, batch, shape, machine, policy, microbatches=options.microbatches)
     if options.json is not None:
         options.json.write_text(json.dumps(figures(found), indent=1) + "\n")
     where = f"{options.ranks} ranks ({', '.join(f'{axis} {size}' for axis, size in shape.items())})"
@@ -132,7 +147,7 @@ def figures(found: Estimate) -> dict[str, Any]:
     return {
         "seconds": found.seconds,
         "exposed seconds": found.exposed,
-        "busy seconds": {lane: found.timeline.busy(lane) for lane in ("compute", "network", "tp")},
+        "busy seconds": {lane: found.busy(lane) for lane in ("compute", "network", "replicate", "tp", "host")},
         "sent": {axis: {"collectives": count, "bytes": size} for axis, (count, size) in found.sent.items()},
         "bytes between steps": found.memory.persistent.total,
         "bytes at the peak": found.memory.peak.nbytes,
@@ -144,18 +159,19 @@ def _preset(options: SimulateOptions) -> tuple[Callable[[], Any], Any, tuple[Any
     return preset.model, preset.loss, preset.batches(1, 0, 1)[0]
 
 
-def _own(setup: str) -> tuple[Callable[[], Any], Any, tuple[Any, ...]]:
+def setup_of(setup: str, option: str = "--setup") -> tuple[Callable[[], Any], Any, tuple[Any, ...]]:
+    """What a function of the user's returns, which the option names."""
     module, _, name = setup.partition(":")
     if not module or not name:
-        raise ValueError(f"--setup is {setup!r}; expected MODULE:FUNCTION, such as my_model:setup")
+        raise ValueError(f"{option} is {setup!r}; expected MODULE:FUNCTION, such as my_model:setup")
     sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"--setup {setup}: {error}") from error
+        raise ValueError(f"{option} {setup}: {error}") from error
     finally:
         sys.path.pop(0)
     made = function()
     if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0]) and isinstance(made[2], tuple)):
-        raise ValueError(f"--setup {setup} returned {type(made).__name__}; expected (model_fn, loss, batch), a tuple")
+        raise ValueError(f"{option} {setup} returned {type(made).__name__}; expected (model_fn, loss, batch), a tuple")
     return made

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.inference import Inference
 from fsdp_compiled.ir.kept import copied
@@ -257,3 +258,20 @@ def weighed(edit: Edit, value: fx.Node, weight: fx.Node, mark: Mark) -> fx.Node:
     counts = edit.call(torch.ops.aten.gt.Scalar, weight, 0, mark=mark)
     product = edit.call(torch.ops.aten.mul.Tensor, value, weight, mark=mark)
     return edit.call(torch.ops.aten.where.ScalarOther, counts, product, 0.0, mark=mark)
+
+
+def moved(program: Program, device: torch.device) -> Program:
+    """The program as if it had been captured on this device: fake tensors, and the devices that its nodes name."""
+    edit = Edit(program)
+    known: dict[int, torch.Tensor] = {}
+
+    def there(one: torch.Tensor) -> torch.Tensor:
+        if id(one) not in known:
+            known[id(one)] = fake_tensor(edit.mode, tuple(one.shape), one.stride(), one.dtype, device)
+        return known[id(one)]
+
+    for node in edit.graph.nodes:
+        if "val" in node.meta:
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, there, node.meta["val"])
+        node.args, node.kwargs = pytree.tree_map_only(torch.device, lambda _: device, (node.args, node.kwargs))
+    return replace(edit.done("moved"), history=program.history)

@@ -266,8 +266,8 @@ def _prefetch(graph: fx.Graph, found: list[LiveRange], plan: Plan) -> tuple[int,
         return (wanted if isinstance(wanted, int) else 1), ""
     if isinstance(wanted, int):
         return wanted, f"prefetch={wanted}, as given"
-    done = list(accumulate(seconds_of(graph, plan.machine), initial=0.0))
-    wire = sum(plan.machine.transfer(live_range.nbytes, plan.shard) for live_range in found)
+    done = list(accumulate(seconds_of(graph, plan.machine, plan.policy.lower == "inductor"), initial=0.0))
+    wire = sum(plan.transfer(live_range.nbytes, "shard") for live_range in found)
     entries = _sequence(graph, found)
     exposed = [_exposed(entries, found, ahead, done, plan) for ahead in range(min(MOST_AHEAD, room) + 1)]
     best = min(1, room)  # however little there is to hide behind, two gathers on the wire share their latency
@@ -288,7 +288,7 @@ def _exposed(entries: list[Entry], found: list[LiveRange], ahead: int, done: lis
         if place is None:
             continue
         issued = done[entries[place - ahead][0]] if place >= ahead else 0.0
-        free = max(free, issued + waited) + plan.machine.transfer(live_range.nbytes, plan.shard)
+        free = max(free, issued + waited) + plan.transfer(live_range.nbytes, "shard")
         waited += max(0.0, free - (done[entries[place][0]] + waited))
     return waited
 

@@ -1,1 +1,19 @@
-"""Who is gathered with whom, and where every element lives: arithmetic, no graphs."""
+"""Who is gathered with whom, and where every element lives: arithmetic, no graphs.
+
+Called, ``fsdp_compiled.plan(...)`` is `fsdp_compiled.runtime.plan_search.plan`, which asks before there are any ranks.
+"""
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Plan(ModuleType):
+    """A package that can be called: the function has its name."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return importlib.import_module("fsdp_compiled.runtime.plan_search").plan(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Plan

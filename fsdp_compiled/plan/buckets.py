@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdp_compiled.plan.hardware import Machine
+from fsdp_compiled.plan.hardware import Cluster
 from fsdp_compiled.plan.units import ROOT
 
 MIB = 2**20
 EFFICIENT = 8.0  # transfer time over latency: at 8, a collective runs at 89% of the bandwidth
 DDP_MIB = 25.0  # DistributedDataParallel's default bucket
 MOST_UNITS = {"eager": 6, "inductor": 4}  # merging by itself never makes a unit larger than this part of the model
+MOST_MIB = 128.0  # nor larger than this, however long a ring of very many ranks takes
 MOST_BUCKETS = 2  # the same, where nothing is gathered
 
 
@@ -37,15 +38,16 @@ def target(
     wanted: float | str,
     blocks: Sequence[str],
     sizes: Sequence[int],
-    machine: Machine,
+    machine: Cluster,
     world: int,
     gathered: bool,
     most: int = MOST_BUCKETS,
+    stride: int = 1,
 ) -> tuple[float, float, str]:
     """``(merge, split, reason)``: neighbours are merged up to ``merge`` bytes, units over ``split`` bytes are cut.
 
     ``blocks`` and ``sizes``: of each parameter, its block and its bytes on the wire. ``most``: merging by itself never
-    makes a unit larger than this part of the model.
+    makes a unit larger than this part of the model, nor than `MOST_MIB`. ``stride``: of these ranks among all.
     """
     total = sum(sizes)
     if world == 1:
@@ -53,8 +55,9 @@ def target(
     if wanted != "auto":
         given = float(wanted) * MIB
         return given, given or float("inf"), f"bucket_mb={wanted:g}, as given"
-    efficient = EFFICIENT * machine.latency * machine.network
-    why = f"{efficient / MIB:.2g} MiB take {EFFICIENT:g} times a collective's latency of {machine.latency * 1e6:g} us"
+    latency = machine.wait(world, stride)
+    efficient = min(EFFICIENT * latency * machine.link(world, stride), MOST_MIB * MIB)
+    why = f"{efficient / MIB:.2g} MiB take {EFFICIENT:g} times a collective's latency of {latency * 1e6:.3g} us"
     part = total / most
     split = max(4 * efficient, total / MOST_BUCKETS)
     if gathered:

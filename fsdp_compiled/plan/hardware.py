@@ -1,61 +1,224 @@
-"""What the machine is taken to do in a second: rough figures that choices of bucket and prefetch are made from.
+"""What ranks compute and send with: the one model of time that `simulate`, `plan` and all ``"auto"`` choices go by.
 
-They need not be exact, because a choice depends on ratios and is bounded on both sides; they must be the same on every
-rank, because every rank makes the same program. So they come from the kind of device and from `Policy.bandwidth_gbps`,
-never from a measurement.
+*Compute* is a roofline: an operator takes as long as its arithmetic or its traffic, whichever is longer, and no less
+than a kernel. *Collectives* are rings, and for all-reduces trees, by the model that NCCL itself chooses them by: a
+latency of the protocol, one for each hop inside a node and between nodes, and the bytes by the slowest link.
+
+    axes (replicate 4, shard 8, tp 2) on nodes of 8       tp: 2 neighbours            inside a node
+                                                          shard: 4 a node, 2 nodes    2 rings share a node's NICs
+                                                          replicate: 1 a node, 4      8 rings share them
+
+Choices must be the same on every rank, because every rank makes the same program. So these figures come from the kind
+of device and from `Policy.bandwidth_gbps`, never from a measurement.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
+GIB = 2**30
+GBIT = 1e9 / 8  # bytes a second
 HOST = 2e10  # PCIe 4.0 with 16 lanes, of 3.2e10 in theory
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Of one rank: floating-point operations and bytes of memory traffic a second, bytes a second over the network in
-    each direction, and the seconds that a collective takes however little it carries.
+class Protocol(NamedTuple):
+    """One of NCCL's, with its base latencies and those of a hop over NVLink and over the network, in seconds, for
+    rings and for trees, and the part of a link's bytes that are data."""
 
-    ``inner``: bytes a second along the tp axis, where that has wires of its own (inside a node); None: it has the
-    network's. ``host``: bytes a second between a device and host memory, in each direction.
+    ring: tuple[float, float, float]
+    tree: tuple[float, float, float]
+    data: float
+
+
+# NCCL 2.18 and later, `src/graph/tuning.cc`: ``baseLat``, ``hwLat``, and the bandwidth that a protocol leaves.
+NCCL = (
+    Protocol((6.6e-6, 0.6e-6, 2.7e-6), (6.8e-6, 0.6e-6, 5.0e-6), 0.5),  # LL
+    Protocol((14e-6, 1.9e-6, 4.0e-6), (14e-6, 1.25e-6, 8.5e-6), 0.92),  # LL128
+    Protocol((8.4e-6, 3.4e-6, 14e-6), (8.4e-6, 4e-6, 14e-6), 1.0),  # Simple
+)
+TREE = 0.92  # of a ring's rate, there too
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Ranks of one kind in nodes that are alike; all figures are what is achieved, not what is promised.
+
+    ``flops``: of large matrix products, a second, by dtype; for other dtypes that of float32. ``attention``: of that,
+    the part that fused attention reaches. ``memory``: bytes of traffic of a fused kernel a second. ``eager``: of that,
+    the part that PyTorch's own element-wise kernels reach. ``network``: bytes a second from and to a node, all of its
+    NICs together. ``inner``: the same from and to a rank inside its node; None: as the network. ``node``: ranks of a
+    node. ``latency``: seconds that a collective takes however little it carries; None: by NCCL's model. ``host``: bytes
+    a second between a device and host memory, in each direction. ``launch``: seconds that the host takes for a kernel,
+    ``kernel``: that the shortest takes. ``capacity``: bytes of memory that a step may use. ``peak``: promised
+    operations a second in bfloat16, by which utilisation is counted. ``gpu``: whether programs are those of GPUs.
     """
 
-    flops: float
+    flops: float | Mapping[torch.dtype, float]
     memory: float
     network: float
-    latency: float
+    latency: float | None = None
     inner: float | None = None
+    node: int = 1
     host: float = HOST
+    attention: float = 1.0
+    eager: float = 1.0
+    launch: float = 0.0
+    kernel: float = 0.0
+    capacity: float | None = None
+    peak: float | None = None
+    gpu: bool = False
+    name: str = "given"
 
-    def transfer(self, nbytes: float, world: int, axis: str = "shard") -> float:
-        """Seconds of an all-gather to, or a reduce-scatter from, ``nbytes`` in a ring of ``world`` ranks."""
-        rate = self.inner if axis == "tp" and self.inner is not None else self.network
-        return 0.0 if world == 1 else self.latency + nbytes * (world - 1) / world / rate
+    def rate(self, dtype: torch.dtype) -> float:
+        """Operations a second of matrix products in this dtype."""
+        if isinstance(self.flops, Mapping):
+            return self.flops.get(dtype, self.flops[torch.float32])
+        return self.flops
 
-    def compute(self, flops: float, nbytes: float) -> float:
-        """Seconds of an operator: bound by arithmetic or by memory, whichever is slower (the roofline model)."""
-        return max(flops / self.flops, nbytes / self.memory)
+    def compute(self, flops: float, nbytes: float, dtype: torch.dtype = torch.float32, part: float = 1.0) -> float:
+        """Seconds of an operator: bound by arithmetic or by memory, whichever is slower (the roofline model).
+        ``part``: of the usual rate that it runs at."""
+        return max(flops / (self.rate(dtype) * part), nbytes / self.memory, self.kernel)
+
+    def inside(self, ranks: int, stride: int = 1) -> bool:
+        """Whether ranks along an axis, every ``stride``-th of all, are in one node."""
+        return ranks * stride <= self.node
+
+    def link(self, ranks: int, stride: int = 1) -> float:
+        """Bytes a second at which a ring along such an axis moves, while all others along it move theirs."""
+        inner = self.inner if self.inner is not None else self.network
+        if self.inside(ranks, stride):
+            return inner
+        return min(inner, self.network / min(stride, self.node)) if stride > 1 else min(inner, self.network)
+
+    def wait(self, ranks: int, stride: int = 1) -> float:
+        """Seconds of a gather of next to nothing."""
+        return self.transfer(0.0, ranks, stride)
+
+    def transfer(self, nbytes: float, ranks: int, stride: int = 1, both: bool = False) -> float:
+        """Seconds of an all-gather to, or a reduce-scatter from, ``nbytes``; ``both``: of an all-reduce."""
+        if ranks == 1:
+            return 0.0
+        moved, link = (1 + both) * nbytes * (ranks - 1) / ranks, self.link(ranks, stride)
+        if self.latency is not None:
+            return (1 + both) * self.latency + moved / link
+        local = min(ranks, max(self.node // stride, 1))
+        nodes = -(-ranks // local)
+        found = []
+        for protocol in NCCL:
+            base, near, far = protocol.ring
+            hops = (ranks - nodes) * near + (nodes - 1) * far
+            found.append(base + (1 + both) * hops + moved / (link * protocol.data))
+            if both:
+                base, near, far = protocol.tree
+                hops = (local - 1) * near + math.log2(nodes) * far
+                found.append(base + 2 * hops + moved / (link * protocol.data * TREE))
+        return min(found)
+
+
+class Gpu(NamedTuple):
+    """As its maker promises: dense operations a second in bfloat16 and float32 (without TF32), bytes of memory traffic
+    a second, GiB of memory, bytes a second to other GPUs of a node in each direction, and the NICs of a usual node."""
+
+    bf16: float
+    fp32: float
+    memory: float
+    gib: float
+    link: float
+    nics: float
+    like: str = "h100"  # whose part of that is taken to be achieved
+    source: str = ""
+
+
+GPUS: Mapping[str, Gpu] = {
+    "a100-40": Gpu(312e12, 19.5e12, 1.555e12, 40e9 / GIB, 3e11, 8 * 200 * GBIT, "a100", "NVIDIA A100 datasheet, SXM"),
+    "a100": Gpu(312e12, 19.5e12, 2.039e12, 80e9 / GIB, 3e11, 8 * 200 * GBIT, "a100", "NVIDIA A100 datasheet, SXM"),
+    "h100": Gpu(989e12, 67e12, 3.35e12, 80, 4.5e11, 8 * 400 * GBIT, "h100", "NVIDIA H100 datasheet, SXM"),
+    "h100-pcie": Gpu(756e12, 51e12, 2.0e12, 80, 6.4e10, 2 * 400 * GBIT, "h100", "NVIDIA H100 datasheet; PCIe 5.0 x16"),
+    "h200": Gpu(989e12, 67e12, 4.8e12, 141e9 / GIB, 4.5e11, 8 * 400 * GBIT, "h100", "NVIDIA H200 datasheet, SXM"),
+    "b200": Gpu(2250e12, 75e12, 7.7e12, 180e9 / GIB, 9e11, 8 * 400 * GBIT, "h100", "NVIDIA HGX B200 datasheet"),
+    "mi300x": Gpu(1307e12, 163.4e12, 5.3e12, 192e9 / GIB, 4.48e11, 8 * 400 * GBIT, "mi300x", "AMD MI300X datasheet"),
+    "l40s": Gpu(362e12, 91.6e12, 8.64e11, 48e9 / GIB, 3.2e10, 2 * 200 * GBIT, "a100", "NVIDIA L40S datasheet"),
+    "rtx4090": Gpu(165e12, 82.6e12, 1.008e12, 24e9 / GIB, 3.2e10, 25 * GBIT, "a100", "NVIDIA Ada whitepaper"),
+}
+NAMES = {"a100-80": "a100", "h100-sxm": "h100", "4090": "rtx4090", "gpu": "h100"}
+
+
+class Achieved(NamedTuple):
+    """Of what a maker promises, the part that large products reach; of these, what attention reaches; and the part of
+    memory's rate that eager PyTorch's element-wise kernels reach. Fitted by ``python -m bench.published --fit``."""
+
+    products: float
+    attention: float
+    eager: float
+
+
+ACHIEVED = {
+    "a100": Achieved(0.77, 0.90, 0.35),
+    "h100": Achieved(0.69, 0.55, 0.35),
+    "mi300x": Achieved(0.47, 0.55, 0.35),  # not fitted: SemiAnalysis, MI300X vs H100 vs H200, 2024: 620 of 1307e12
+}
+ERROR = (0.04, 0.33)  # of predicted seconds: the median and the worst of ``bench/results/published.json``, not fitted
+MEMORY = 0.85  # of memory's promised rate, what one fused kernel reaches (STREAM's triad on these GPUs)
+WIRE = 0.8  # of NVLink's and the NICs' promised rate, what large collectives reach (NVIDIA/nccl-tests, busbw)
+LAUNCH = 8e-6  # seconds of the host for an operator of eager PyTorch
+KERNEL = 2e-6  # seconds of the shortest kernel in a CUDA graph
+RESERVED = 2 * GIB  # of a GPU's memory, for CUDA's context, NCCL's buffers, cuBLAS's workspaces and fragments
+
+
+def gpus(name: str, node: int = 8, nic: float | None = None) -> Cluster:
+    """Nodes of a GPU of the table; ``nic``: bytes a second of a node's NICs together, if they aren't the usual."""
+    name = NAMES.get(name.lower().replace("_", "-"), name.lower().replace("_", "-"))
+    if name not in GPUS:
+        raise ValueError(f"No GPU {name!r} is known; expected one of {', '.join(sorted({*GPUS, *NAMES}))}.")
+    gpu = GPUS[name]
+    part = ACHIEVED[gpu.like]
+    half = gpu.bf16 * part.products
+    return Cluster(
+        flops={torch.bfloat16: half, torch.float16: half, torch.float32: gpu.fp32 * part.products},
+        memory=gpu.memory * MEMORY,
+        eager=part.eager / MEMORY,
+        network=(gpu.nics * min(node, 8) / 8 if nic is None else nic) * WIRE,
+        inner=gpu.link * WIRE,
+        node=node,
+        attention=part.attention,
+        launch=LAUNCH,
+        kernel=KERNEL,
+        capacity=gpu.gib * GIB - RESERVED,
+        peak=gpu.bf16,
+        gpu=True,
+        name=name,
+    )
+
+
+def bits(text: str) -> float:
+    """Bytes a second of ``"400Gb/s"`` or ``"8x400Gb/s"``."""
+    found = re.fullmatch(r"(?:(\d+)\s*[x*]\s*)?(\d+(?:\.\d+)?)\s*(gb/s|gbps|gbit/s|tb/s|tbps)?", text.strip().lower())
+    if found is None or float(found[2]) == 0:
+        raise ValueError(f"{text!r} is no rate; expected one such as 400Gb/s, or 8x400Gb/s for a node with eight NICs.")
+    return int(found[1] or 1) * float(found[2]) * GBIT * (1000 if (found[3] or "").startswith("t") else 1)
 
 
 # One core's share of a server; loopback or a shared segment; what one small gloo collective takes there.
-CPU = Machine(flops=3e10, memory=8e9, network=1e9, latency=3e-4)
-# An H100-class GPU at half of its peak in bfloat16; NVLink inside a node, eight GPUs' share of InfiniBand across nodes.
-GPU = Machine(flops=4e14, memory=2.5e12, network=2e11, latency=2e-5)
-ACROSS_NODES = 4e10
-GPUS_A_NODE = 8
+CPU = Cluster(flops=3e10, memory=8e9, network=1e9, latency=3e-4, name="cpu")
+GPU = gpus("h100")
+HARDWARE: Mapping[str, Cluster] = {"cpu": CPU, **{name: gpus(name) for name in (*GPUS, *NAMES)}}
 
 
-def machine_of(device: torch.device, world: int, bandwidth_gbps: float | None = None, tp: int = 1) -> Machine:
-    """The figures for ranks on such a device; ``bandwidth_gbps`` replaces the network's, in 1e9 bits a second.
+def machine_of(device: torch.device, bandwidth_gbps: float | None = None, tp: int = 1) -> Cluster:
+    """The figures for ranks on such a device. ``bandwidth_gbps``: from and to each rank, in 1e9 bits a second, in the
+    place of the network's; the ``tp`` ranks along the tp axis are inside a node then."""
+    return with_bandwidth(CPU if device.type == "cpu" else GPU, bandwidth_gbps, tp)
 
-    ``tp``: the ranks along the tp axis, which are inside a node as far as they fit there.
-    """
-    found = CPU if device.type == "cpu" else GPU
-    network = found.network if device.type == "cpu" or world <= GPUS_A_NODE else ACROSS_NODES
-    if bandwidth_gbps is not None:
-        network = bandwidth_gbps * 1e9 / 8
-    inside = tp > 1 and (device.type == "cpu" or tp <= GPUS_A_NODE) and network != found.network
-    return Machine(found.flops, found.memory, network, found.latency, found.network if inside else None)
+
+def with_bandwidth(found: Cluster, bandwidth_gbps: float | None, tp: int) -> Cluster:
+    if bandwidth_gbps is None:
+        return found
+    inner = found.inner if found.inner is not None else found.network
+    return replace(found, network=bandwidth_gbps * GBIT * tp, inner=inner, node=tp)

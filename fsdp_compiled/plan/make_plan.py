@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from fsdp_compiled.plan.buckets import MOST_BUCKETS, MOST_UNITS, apart_of, regroup, target
-from fsdp_compiled.plan.hardware import Machine, machine_of
+from fsdp_compiled.plan.hardware import Cluster, machine_of
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.owners import laid_out
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot, Unit
@@ -58,7 +58,7 @@ def make_plan(
     shard: int = 1,
     replicate: int = 1,
     tp: int = 1,
-    machine: Machine | None = None,
+    machine: Cluster | None = None,
 ) -> Plan:
     """Groups the leaves, given in registration order, into units and lays their buffers out.
 
@@ -68,11 +68,11 @@ def make_plan(
     Registration order is kept inside a buffer, because the place of an element decides the order in which a ring
     reduction sums it, and so its last bits. Only where parameters are updated whole is another taken (`laid_out`).
     """
-    machine = machine or machine_of(device, shard * replicate * tp, policy.bandwidth_gbps, tp)
+    machine = machine or machine_of(device, policy.bandwidth_gbps, tp)
     gathered = policy.placement.parameter and shard > 1
     blocks, sizes = [leaf.block for leaf in leaves], [_wire_bytes(leaf, policy) for leaf in leaves]
     most = MOST_UNITS[policy.lower] if gathered else MOST_BUCKETS
-    merge, split, reason = target(policy.bucket_mb, blocks, sizes, machine, shard * replicate, gathered, most)
+    merge, split, reason = target(policy.bucket_mb, blocks, sizes, machine, shard * replicate, gathered, most, tp)
     apart = apart_of(policy.bucket_mb, policy.lower, sizes)
     if gathered and apart:
         reason += ", and the last as they are"

@@ -27,7 +27,7 @@ from typing import Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compiled.plan.hardware import CPU, Machine
+from fsdp_compiled.plan.hardware import CPU, Cluster
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.owners import dealt, update_cost
 from fsdp_compiled.plan.text import describe
@@ -136,7 +136,7 @@ class Plan:
     device: torch.device
     shard: int = 1  # ranks along the shard axis
     replicate: int = 1  # ranks along the replicate axis
-    machine: Machine = CPU
+    machine: Cluster = CPU
     notes: tuple[str, ...] = ()  # what was chosen, and why
     tp: int = 1  # ranks along the tp axis, which see the same batches
 
@@ -224,6 +224,19 @@ class Plan:
         """Ranks along this axis, or of a process group of the model's own, ``all 4 ranks``, ``group 0 of 2 ranks``."""
         known = {"shard": self.shard, "replicate": self.replicate, "tp": self.tp}
         return known[axis] if axis in known else int(axis.split()[-2])
+
+    def stride(self, axis: str) -> int:
+        """How far apart, by rank, neighbours along this axis are: tp is the innermost, replicate the outermost."""
+        return {"tp": 1, "shard": self.tp, "replicate": self.tp * self.shard}[axis]
+
+    def transfer(self, nbytes: float, axis: str, both: bool = False) -> float:
+        """Seconds of an all-gather to, or a reduce-scatter from, so many bytes; ``both``: of an all-reduce."""
+        return self.machine.transfer(nbytes, self.size(axis), self.stride(axis), both)
+
+    @property
+    def graphed(self) -> bool:
+        """Whether a step is taken to run as a CUDA graph, in which the host starts nothing by itself."""
+        return self.device.type == "cuda" and self.policy.cuda_graph is not False and not self.policy.offload
 
     def buffer(self, key: str) -> Buffer:
         return self._by_key[key]

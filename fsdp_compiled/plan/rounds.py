@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fsdp_compiled.plan.hardware import Machine
+import torch
+
+from fsdp_compiled.plan.hardware import Cluster
 
 FLOPS = 30  # of Newton-Schulz's five steps, for each of `owners.update_cost`
 CHUNKS = (1, 2, 4)  # of what is sent
@@ -30,7 +32,7 @@ class Update(NamedTuple):
     sent: float
 
 
-def rounds(updates: Sequence[Update], machine: Machine, ranks: int, several: bool) -> list[list[int]]:
+def rounds(updates: Sequence[Update], machine: Cluster, ranks: int, several: bool) -> list[list[int]]:
     """The places of the updates that are made in each round, the same on every rank; in one, or perhaps ``several``."""
     everything = list(range(len(updates)))
     local = [place for place in everything if not updates[place].sent]
@@ -58,17 +60,20 @@ def _parts(updates: Sequence[Update], places: Sequence[int], ends: Sequence[floa
     return found
 
 
-def _seconds(order: Sequence[Sequence[int]], updates: Sequence[Update], machine: Machine, ranks: int) -> float:
+def _seconds(order: Sequence[Sequence[int]], updates: Sequence[Update], machine: Cluster, ranks: int) -> float:
     """Until the last word is there, of a rank that has a mean part of everything."""
+    latency, rate = machine.wait(ranks), machine.link(ranks)
     sent = [sum(updates[place].sent for place in row) / ranks for row in order]
-    compute = [sum(updates[place].cost for place in row) / ranks * FLOPS / machine.flops for row in order]
+    compute = [
+        sum(updates[place].cost for place in row) / ranks * FLOPS / machine.rate(torch.bfloat16) for row in order
+    ]
     wire = now = 0.0
     there = []
     for nbytes in sent:
-        wire += (machine.latency + 2 * nbytes / machine.network) if nbytes else 0.0
+        wire += (latency + 2 * nbytes / rate) if nbytes else 0.0
         there.append(wire if nbytes else 0.0)
     for arrived, seconds, nbytes in zip(there, compute, sent, strict=True):
         now = max(now, arrived) + seconds
         if nbytes:
-            wire = max(wire, now) + machine.latency + nbytes / machine.network
-    return max(now, wire) + (0.0 if sent[-1] else machine.latency)
+            wire = max(wire, now) + latency + nbytes / rate
+    return max(now, wire) + (0.0 if sent[-1] else latency)

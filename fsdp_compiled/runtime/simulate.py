@@ -10,8 +10,10 @@ rough figures of `plan.hardware`: good for which of two ways is faster, and by a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -20,14 +22,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled import passes
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.analysis.timeline import Timeline, estimate
 from fsdp_compiled.capture import ambient
+from fsdp_compiled.capture.captured import Capture
 from fsdp_compiled.distributed.device_mesh import connect
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.distributed.simulated_ranks import simulated_ranks
+from fsdp_compiled.ir.edit import moved
+from fsdp_compiled.ir.kept import Kept
 from fsdp_compiled.ir.nodes import carried, is_collective
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.plan.hardware import CPU, GPU, Machine
+from fsdp_compiled.plan.hardware import HARDWARE, Cluster, with_bandwidth
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.text import human
@@ -38,43 +45,60 @@ from fsdp_compiled.runtime.programs.compile import Job, capture, fit_to_memory, 
 from fsdp_compiled.runtime.tensor_parallel.parts import check_tensor_parallel
 from fsdp_compiled.runtime.tensor_parallel.plan import apply_cuts, find_cuts
 
-HARDWARE: Mapping[str, Machine] = {"cpu": CPU, "gpu": GPU}
-
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one training step of one rank is thought to be."""
+    """What one training step of one rank is thought to be.
+
+    With ``microbatches`` > 1, ``program``, ``timeline`` and ``memory`` are those of the last, which updates, and
+    ``before`` is how long each of those before it takes; ``memory`` is that of the higher of both.
+    """
 
     plan: Plan
     program: Program
     memory: Memory
     timeline: Timeline
+    microbatches: int = 1
+    before: Timeline = field(default_factory=lambda: Timeline(()))
+    first: Program | None = None  # of the microbatches before
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
-        return self.timeline.end
+        """Of a step, with all of its microbatches."""
+        return self.timeline.end + (self.microbatches - 1) * self.before.end
 
     @property
     def exposed(self) -> float:
-        """Seconds in which a rank computes nothing and waits for what is on the wire."""
-        return self.timeline.end - self.timeline.busy("compute")
+        """Seconds in which a rank computes nothing, and waits for what is on the wire, the host or a launch."""
+        return self.seconds - self.busy("compute")
+
+    def busy(self, lane: str) -> float:
+        """Seconds of a step in which something happens in this lane."""
+        return self.timeline.busy(lane) + (self.microbatches - 1) * self.before.busy(lane)
 
     @property
     def sent(self) -> Mapping[str, tuple[int, int]]:
-        """By axis: how many collectives a step has, and the bytes of what they bring, whole."""
-        found: dict[str, tuple[int, int]] = {}
-        for node in self.program.graph.nodes:
-            if node.op == "call_function" and is_collective(node):
-                count, nbytes = found.get(axis := str(node.args[-1]), (0, 0))
-                found[axis] = count + 1, nbytes + max(carried(node))
+        """By axis: how many collectives a step has, and the bytes of what they bring, whole; of an all-reduce, which
+        is a reduction and a gather, twice."""
+        found = _sent(self.program)
+        for axis, (count, nbytes) in (_sent(self.first) if self.first is not None else {}).items():
+            last, times = found.get(axis, (0, 0)), self.microbatches - 1
+            found[axis] = last[0] + times * count, last[1] + times * nbytes
         return found
+
+    def on(self, cluster: Cluster) -> Estimate:
+        """The same programs on other machines of this kind, with what the plan chose for these."""
+        plan = replace(self.plan, machine=cluster)
+        before = self.before if self.first is None else estimate(self.first, plan)
+        return replace(self, plan=plan, timeline=estimate(self.program, plan), before=before)
 
     def __str__(self) -> str:
         wires = ", ".join(f"{count} along {axis} of {human(size)}" for axis, (count, size) in self.sent.items())
+        which = f"; {self.microbatches} microbatches, of which this is the last" if self.microbatches > 1 else ""
+        waiting = f"{self.exposed * 1e3:.4g} ms are waiting (estimates{which})"
         return "\n".join(
             [
-                f"a step: {self.seconds * 1e3:.4g} ms, of which {self.exposed * 1e3:.4g} ms are waiting (estimates)",
+                f"a step: {self.seconds * 1e3:.4g} ms, of which {waiting}",
                 f"collectives: {wires or 'none'}",
                 *self.memory.lines(),
                 self.timeline.text(),
@@ -85,17 +109,28 @@ class Estimate:
     __repr__ = __str__
 
 
+def _sent(program: Program) -> dict[str, tuple[int, int]]:
+    """By axis: how many collectives, and their bytes, as `Estimate.sent` counts them."""
+    found: dict[str, tuple[int, int]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function" and is_collective(node):
+            count, nbytes = found.get(axis := str(node.args[-1]), (0, 0))
+            found[axis] = count + 1, nbytes + max(carried(node)) * (2 if "all_reduce" in str(node.target) else 1)
+    return found
+
+
 def simulate(
     model_fn: Callable[[], nn.Module],
     loss: Callable[..., Any] | None,
     batch: tuple[Any, ...],
     mesh_shape: Mapping[str, int] | int,
-    hardware: Machine | str = "gpu",
+    hardware: Cluster | str = "gpu",
     policy: Policy | None = None,
     *,
     optimizer: Callable[[Any], Optimizer] = AdamW,
     cut: Callable[[nn.Module, DeviceMesh], Any] | None = None,
     units: Choice | None = None,
+    microbatches: int = 1,
 ) -> Estimate:
     """What `compile_sharded` would make of this on such a mesh; nothing of it is run.
 
@@ -104,26 +139,94 @@ def simulate(
     loss, policy, units
         As for `compile_sharded`.
     batch
-        That of one rank; values are not read.
+        That of one rank, of one microbatch; values are not read.
     mesh_shape
         Ranks by axis, ``{"replicate": 2, "shard": 8, "tp": 4}``, or how many shard.
     hardware
-        A `Machine`, or ``"gpu"`` or ``"cpu"``.
+        A `Cluster`, or the name of a GPU in `plan.hardware.GPUS`, in its usual nodes; ``"gpu"`` is an H100, ``"cpu"``
+        ranks on one host.
     optimizer
         Makes the optimizer from parameters.
     cut
         ``cut(model, mesh["tp"])`` calls `parallelize_module`; without it, ``policy.tp`` cuts.
+    microbatches
+        How many make a step: all but the last are given to `Sharded.accumulate`.
 
     Raises ``ValueError`` for what `compile_sharded` would refuse, and where a process group runs already.
     """
     shape = {"shard": mesh_shape} if isinstance(mesh_shape, int) else dict(mesh_shape)
+    cluster, policy = found_cluster(hardware), policy or Policy()
+    with traced(model_fn, loss, batch, shape, cluster, policy, optimizer, cut, units) as step:
+        return step.estimate(policy, step.place.shard, step.place.replicate, cluster, microbatches)
+
+
+def found_cluster(hardware: Cluster | str) -> Cluster:
     if isinstance(hardware, str):
         if hardware not in HARDWARE:
-            raise ValueError(f"hardware is {hardware!r}; expected a Machine, or one of {', '.join(HARDWARE)}.")
-        hardware = HARDWARE[hardware]
-    policy = policy or Policy()
-    if policy.bandwidth_gbps is not None:
-        hardware = replace(hardware, network=policy.bandwidth_gbps * 1e9 / 8)
+            raise ValueError(f"hardware is {hardware!r}; expected a Cluster, or one of {', '.join(HARDWARE)}.")
+        return HARDWARE[hardware]
+    return hardware
+
+
+@dataclass
+class Traced:
+    """A step that was captured, of which programs for many placements are made."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: Callable[..., Any] | None
+    units: Choice | None
+    place: Mesh
+    device: torch.device
+    job: Job
+    captured: Capture
+    again: Callable[[], Program]  # the captured program, once more
+    notes: tuple[str, ...]
+
+    def estimate(self, policy: Policy, shard: int, replicate: int, cluster: Cluster, microbatches: int = 1) -> Estimate:
+        """Under this policy, with so many ranks along these axes. Its precision and tp are those that were captured."""
+        if microbatches < 1:
+            raise ValueError(f"microbatches is {microbatches}; expected 1 or more.")
+        tp = self.place.tp
+        leaves, rules, _ = checked_call(self.model, self.optimizer, self.loss, self.units, policy, lambda module: None)
+        machine = with_bandwidth(cluster, policy.bandwidth_gbps, tp)
+        plan = make_plan(leaves, policy, self.device, shard, replicate, tp, machine)
+        plan = replace(plan, notes=(*plan.notes, *self.notes))
+        gloo = tuple(axis for axis, _ in plan.all_axes) if self.device.type == "cpu" else ()
+        job = replace(self.job, plan=plan, rules=rules, gloo=gloo)
+        if microbatches == 1:
+            program, memory = self._made(job)
+            return Estimate(plan, program, memory, estimate(program, plan))
+        every = frozenset(slot.name for buffer in plan.buffers if buffer.updated for slot in buffer.slots)
+        first, held = self._made(replace(job, kind="accumulate"))
+        program, memory = self._made(replace(job, kind="last", added=every))
+        memory = max(held, memory, key=lambda one: one.peak.nbytes if not one.unknown else inf)
+        return Estimate(plan, program, memory, estimate(program, plan), microbatches, estimate(first, plan), first)
+
+    def _made(self, job: Job) -> tuple[Program, Memory]:
+        predict = memory_of(self.captured, job)
+        made = transform(replace(self.captured, program=self.again()), job)
+        program = passes.run(fit_to_memory(made, predict, job).stages[-1], job.plan, job.fusions)
+        return program, predict(program)
+
+
+@contextmanager
+def traced(
+    model_fn: Callable[[], nn.Module],
+    loss: Callable[..., Any] | None,
+    batch: tuple[Any, ...],
+    shape: Mapping[str, int],
+    cluster: Cluster,
+    policy: Policy,
+    optimizer: Callable[[Any], Optimizer] = AdamW,
+    cut: Callable[[nn.Module, DeviceMesh], Any] | None = None,
+    units: Choice | None = None,
+) -> Iterator[Traced]:
+    """The step on such a mesh, captured; as for `simulate`. Inside, a process group of this mesh runs.
+
+    A program for GPUs is captured on fake tensors of a CPU, since a PyTorch without CUDA cannot differentiate a GPU's,
+    and moved to a GPU before any pass sees it: passes and fusions are those of a GPU.
+    """
     with simulated_ranks(shape) as mesh:
         place = connect(mesh)
         with torch.device("meta"):
@@ -140,16 +243,16 @@ def simulate(
             notes = cuts.notes
         leaves, rules, _ = checked_call(model, made, loss, units, policy, lambda module: None)
         check_tensor_parallel(model, place, leaves, policy)
-        plan = make_plan(leaves, policy, place.device, place.shard, place.replicate, place.tp, hardware)
-        plan = replace(plan, notes=(*plan.notes, *notes))
+        plan = make_plan(leaves, policy, place.device, place.shard, place.replicate, place.tp, cluster)
         buffers = {name: torch.empty_like(one, device=place.device) for name, one in model.named_buffers()}
         example = pytree.tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device=place.device), batch)
         job = Job(
             "step", loss, plan, rules, buffers, {}, example, {}, "simulated step", 1, {}, {}, ambient.now(),
-            gloo=tuple(place.groups) if place.device.type == "cpu" else (), tuned=False, tp_mesh=place.tp_mesh,
+            gloo=(), tuned=False, tp_mesh=place.tp_mesh,
         )  # fmt: skip
         captured = capture(model, job)
-        predict = memory_of(captured, job)
-        program = fit_to_memory(transform(captured, job), predict, job).stages[-1]
-        memory = predict(program)
-    return Estimate(plan, program, memory, estimate(program, plan))
+        device = torch.device("cuda", 0) if cluster.gpu else place.device
+        if device != place.device:
+            captured = replace(captured, program=moved(captured.program, device))
+        again = Kept(captured.program).program
+        yield Traced(model, made, loss, units, place, device, job, captured, again, notes)

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from fsdp_compiled import Policy, RankError, compile_sharded, fully_shard
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import exchange
-from fsdp_compiled.plan.hardware import Machine
+from fsdp_compiled.plan.hardware import Cluster
 from fsdp_compiled.runtime import whole_update
 from tests.matrices import Matrices, batches, loss
 
@@ -72,7 +72,7 @@ def many_rounds() -> Iterator[list[int]]:
     usual, found = whole_update.rounds, []
 
     def rounds(updates: Any, machine: Any, ranks: int, several: bool) -> list[list[int]]:
-        order = usual(updates, Machine(flops=1.0, memory=1.0, network=1.0, latency=1.0), ranks, several)
+        order = usual(updates, Cluster(flops=1.0, memory=1.0, network=1.0, latency=1.0), ranks, several)
         found.append(len(order))
         return order
 

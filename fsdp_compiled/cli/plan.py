@@ -1,0 +1,139 @@
+"""`fsdp-compiled plan`: which machines and which policy, before they are rented."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from fsdp_compiled.cli.options import positive, whole
+from fsdp_compiled.cli.simulate import setup_of
+from fsdp_compiled.plan.hardware import bits
+from fsdp_compiled.runtime.plan_search import Plans, plan
+
+# Of public configurations, what is needed to build the model where nothing is on this machine: from each model's
+# config.json. Layers, width, feed-forward, heads, key-value heads, vocabulary.
+LLAMAS = {
+    "meta-llama/llama-2-7b": (32, 4096, 11008, 32, 32, 32000),
+    "meta-llama/llama-2-13b": (40, 5120, 13824, 40, 40, 32000),
+    "meta-llama/llama-2-70b": (80, 8192, 28672, 64, 8, 32000),
+    "meta-llama/llama-3-8b": (32, 4096, 14336, 32, 8, 128256),
+    "meta-llama/llama-3-70b": (80, 8192, 28672, 64, 8, 128256),
+    "meta-llama/llama-3-405b": (126, 16384, 53248, 128, 8, 128256),
+    "mistralai/mistral-7b": (32, 4096, 14336, 32, 8, 32000),
+}
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    model: str = "meta-llama/Llama-3-8B"
+    gpus: str = "8xH100"
+    node: int = 8
+    nic: str | None = None
+    seq: int = 8192
+    batch: int | None = None
+    memory: float | None = None
+    tokens: float | None = None
+    dollars: float | None = None
+    tp: tuple[int, ...] = (1, 2, 4, 8)
+    rows: tuple[int, ...] = (1, 2, 4, 8)
+    most: int = 12
+    json: Path | None = None
+    picture: Path | None = None
+
+
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    d = PlanOptions()
+    parser.add_argument(
+        "--model", default=d.model, metavar="MODEL",
+        help="a config.json of transformers or its folder, the name of a model whose configuration is on this machine "
+        f"or one of {', '.join(LLAMAS)}, or MODULE:FUNCTION, which returns (model_fn, loss, batch of one row) "
+        "(%(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--gpus", default=d.gpus, metavar="NxNAME", help="how many of which (%(default)s)")
+    parser.add_argument("--node", type=whole, default=d.node, metavar="N", help="GPUs of a node (%(default)s)")
+    parser.add_argument(
+        "--nic", metavar="RATE", help="what a node's NICs carry together: 400Gb/s, 8x400Gb/s (the usual of such a GPU)"
+    )
+    parser.add_argument("--seq", type=whole, default=d.seq, metavar="N", help="tokens in a row (%(default)s)")
+    parser.add_argument("--batch", type=whole, metavar="N", help="rows of a step, over all GPUs (one microbatch each)")
+    parser.add_argument("--memory", type=positive, metavar="GIB", help="of a GPU that a step may use (its own, less 2)")
+    parser.add_argument("--tokens", type=positive, metavar="N", help="to train on, such as 1e12: for days and cost")
+    parser.add_argument("--dollars", type=positive, metavar="X", help="of a GPU's hour: for the cost")
+    for name, about in (("tp", "ranks that the model is cut over"), ("rows", "rows of a microbatch")):
+        parser.add_argument(
+            f"--{name}", type=_numbers, default=getattr(d, name), metavar="N,N", help=f"{about}, of 1, 2, 4, 8 (all)"
+        )
+    parser.add_argument("--most", type=whole, default=d.most, metavar="N", help="rows of the table (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write inputs and all ways there")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw them (needs matplotlib)")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(whole, text.split(",")))
+
+
+def plan_options(chosen: argparse.Namespace) -> PlanOptions:
+    options = PlanOptions(**{field.name: getattr(chosen, field.name) for field in fields(PlanOptions)})
+    if options.dollars is not None and options.tokens is None:
+        raise ValueError("--dollars is of an hour; say how much is trained: --tokens 1e12")
+    if options.picture is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--picture needs matplotlib, which is not installed: pip install 'fsdp-compiled[train]'")
+    if options.nic is not None:
+        bits(options.nic)
+    return options
+
+
+def run(options: PlanOptions) -> str:
+    """What is printed."""
+    found = search(options)
+    if options.json is not None:
+        options.json.write_text(found.json() + "\n")
+    if options.picture is not None:
+        found.picture(options.picture)
+    return "\n".join(found.lines(options.most))
+
+
+def search(options: PlanOptions) -> Plans:
+    return plan(
+        model_of(options.model), options.gpus, options.node, options.nic, seq=options.seq, batch=options.batch,
+        memory=options.memory, tokens=options.tokens, dollars=options.dollars, picture=options.picture is not None,
+        ways=lambda way: way.tp in options.tp and way.rows in options.rows,
+    )  # fmt: skip
+
+
+def model_of(given: str) -> Any:
+    """A configuration, or what a function of the user's returns."""
+    path = Path(given)
+    if ":" in given and not path.exists():
+        return setup_of(given, "--model")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("--model needs transformers, which is not installed: pip install 'fsdp-compiled[bench]'")
+    import transformers
+
+    if path.exists():
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            read = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--model {given}: {error}") from error
+        if (kind := read.pop("model_type", None)) is None:
+            raise ValueError(f"--model {given} has no model_type, by which transformers finds the model's class.")
+        return transformers.AutoConfig.for_model(kind, **read)
+    known = LLAMAS.get(given.lower().replace("3.1-", "3-").removesuffix("-hf").removesuffix("-v0.1"))
+    if known is not None:
+        layers, width, ffn, heads, groups, vocabulary = known
+        return transformers.LlamaConfig(
+            num_hidden_layers=layers, hidden_size=width, intermediate_size=ffn, num_attention_heads=heads,
+            num_key_value_heads=groups, vocab_size=vocabulary, max_position_embeddings=8192, name_or_path=given,
+        )  # fmt: skip
+    try:
+        return transformers.AutoConfig.from_pretrained(given, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--model {given}: its configuration is not on this machine, and nothing is fetched. Give its config.json, "
+            f"or one of {', '.join(LLAMAS)}."
+        ) from error

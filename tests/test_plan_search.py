@@ -1,0 +1,168 @@
+"""`plan`: what is priced, what wins, what is printed; and `fsdp-compiled plan`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fsdp_compiled
+from bench import RESULTS, published
+from fsdp_compiled import Policy, simulate
+from fsdp_compiled.cli import main
+from fsdp_compiled.cli.plan import LLAMAS, model_of
+from fsdp_compiled.plan.hardware import ERROR, GIB, gpus
+from fsdp_compiled.policy import Policy as _Policy
+from fsdp_compiled.runtime import plan_search
+from fsdp_compiled.runtime.plan_search import PRECISION, Plans, Way, _Source, of_config, policy_text
+
+transformers = pytest.importorskip("transformers")
+
+
+def llama(layers: int = 3) -> Any:
+    return transformers.LlamaConfig(
+        num_hidden_layers=layers, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, max_position_embeddings=256,
+    )  # fmt: skip
+
+
+@cache
+def found(memory: float | None = None) -> Plans:
+    made: Plans = fsdp_compiled.plan(  # type: ignore[operator]
+        llama(), "16xH100", node=4, nic="100Gb/s", seq=256, batch=32, memory=memory, tokens=1e9, dollars=2.0,
+        ways=lambda way: way.tp == way.rows == 1 and not way.policy.offload and way.policy.accumulate == "shards",
+        picture=memory is None,
+    )  # fmt: skip
+    return made
+
+
+def test_the_fastest_that_fits_is_first_and_was_simulated_whole() -> None:
+    rates = [float(f"{one.rate(1):.3g}") for one in found().prices if found().fits(one)]
+    assert rates == sorted(rates, reverse=True) and found().fits(found().best)
+    assert {one.way.microbatches for one in found().prices} == {2}
+    assert {one.way.replicate for one in found().prices} == {1, 4}
+    assert {one.way.policy.shard for one in found().prices} == {"zero3", "zero2", "ddp"}
+    assert all(0 <= one.exposed < 1 and one.seconds > 0 for one in found().prices)
+
+
+def test_a_price_is_what_simulate_says() -> None:
+    """Of the model's whole depth, and of a few blocks continued."""
+    config = llama(9)
+
+    def asked(way: Way) -> bool:
+        plain = way.policy.shard == "zero3" and not way.policy.offload
+        return plain and way.tp == way.rows == way.replicate == 1
+
+    made: Plans = fsdp_compiled.plan(config, "16xH100", node=4, nic="100Gb/s", seq=256, ways=asked)  # type: ignore[operator]
+    assert len(made.prices) == 2 and made.best.whole and not made.prices[1].whole
+    for price in made.prices:
+        way = price.way
+        said = simulate(*of_config(config, 9, way.rows, 256), 16, made.cluster, way.policy)
+        assert price.seconds == pytest.approx(said.seconds, rel=1e-9 if price.whole else 0.1)
+        assert price.peak == pytest.approx(said.memory.peak.nbytes, rel=1e-9 if price.whole else 0.1)
+
+
+def test_less_memory_gives_another_way_or_none() -> None:
+    least = min(one.peak for one in found().prices)
+    tight = found(memory=1.02 * least / GIB)
+    assert tight.fits(tight.best) and tight.best.peak < found().best.peak
+    assert not all(map(tight.fits, tight.prices))
+    none = replace(tight, capacity=1.0)
+    assert "nothing fits" in str(none)
+
+
+def test_what_is_printed_can_be_pasted_and_read() -> None:
+    text = str(found())
+    assert "16 x h100, nodes of 4" in text and "days" in text and "cost" in text
+    pasted = next(line for line in text.splitlines() if line.startswith("policy = "))
+    names = {"Policy": Policy, "MixedPrecisionPolicy": type(PRECISION), "torch": torch}
+    assert eval(pasted.removeprefix("policy = "), names) == found().best.way.policy
+    read = json.loads(found().json())
+    assert read["inputs"]["batch"] == 32 and len(read["ways"]) == len(found().prices)
+    assert read["ways"][0]["MFU"] < 1 and read["ways"][0]["cost"] == pytest.approx(read["ways"][0]["days"] * 24 * 32)
+
+
+def test_a_slower_network_is_never_faster_and_the_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert found().networks
+    for rates in (found().networks or {}).values():
+        assert list(rates) == sorted(rates)
+    found().picture(tmp_path / "ways.png")
+    assert (tmp_path / "ways.png").stat().st_size > 10_000
+
+
+def test_state_that_cannot_fit_is_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _Source(llama(), 256)
+    way = Way(1, 16, 1, 1, 1, Policy(precision=PRECISION, shard="ddp"))
+    assert source.state(way) > 12 * source.parameters
+    assert source.state(replace(way, policy=Policy(shard="zero3"))) == 12 * source.parameters / 16
+
+
+def test_configurations_by_name_by_file_and_of_encoders(tmp_path: Path) -> None:
+    config = model_of("meta-llama/Meta-Llama-3-8B".replace("Meta-", ""))
+    with torch.device("meta"):
+        assert sum(one.numel() for one in of_config(config, 32, 1, 8)[0]().parameters()) == 8_030_261_248
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(llama(3).to_dict()))
+    assert model_of(str(file)).num_hidden_layers == model_of(str(tmp_path)).num_hidden_layers == 3
+    t5 = transformers.T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=256)
+    model_fn, loss, batch = of_config(t5, 2, 2, 32)
+    assert simulate(model_fn, loss, batch, 8, "a100", Policy()).seconds > 0
+    assert len(LLAMAS) > 5
+
+
+SETUP = """
+import torch
+from torch import nn
+
+def setup():
+    return (lambda: nn.Linear(64, 64)), (lambda model, x: model(x).square().mean()), (torch.empty(1, 64),)
+"""
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine_to_plan.py").write_text(SETUP)
+    monkeypatch.chdir(tmp_path)
+    assert main("plan --model mine_to_plan:setup --gpus 4xRTX4090 --batch 8 --json ways.json --most 3".split()) == 0
+    said = capsys.readouterr().out
+    assert "4 x rtx4090, nodes of 4" in said and "policy = Policy(" in said and "more" in said
+    assert json.loads((tmp_path / "ways.json").read_text())["inputs"]["gpus"] == "4xrtx4090"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("--gpus many", "expected a number and a name"),
+        ("--gpus 12xH100", "no whole number of nodes of 8"),
+        ("--gpus 8xH900", "No GPU 'h900' is known"),
+        ("--nic fast", "expected one such as 400Gb/s"),
+        ("--dollars 2", "say how much is trained"),
+        ("--model nobody/nothing", "nothing is fetched"),
+        ("--batch 7 --tp 1", "No way divides ranks and batch"),
+    ],
+)
+def test_what_is_refused(options: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *options.split()]) == 2
+    assert why in capsys.readouterr().err
+
+
+def test_the_errors_that_are_printed_are_the_published_ones() -> None:
+    file = RESULTS / "published.json"
+    report = json.loads(file.read_text())
+    judged = report["summary"]["judged, all"]
+    assert (round(judged["median"], 2), round(judged["worst"], 2)) == ERROR
+    assert len(report["rows"]) == len(published.rows()) == 105
+    assert {row["fit"] for row in report["rows"]} == {"yes", "no"}
+    row = published.rows()[-1]
+    assert gpus(row["gpu"]).capacity and published.measured(row) > 0
+    again = published.judged(row, published.Predicted(row))
+    assert again["predicted seconds"] == pytest.approx(report["rows"][-1]["predicted seconds"], rel=0.02)
+
+
+def test_policies_as_code() -> None:
+    assert policy_text(_Policy(shard="ddp")) == "Policy(shard='ddp')" and plan_search.FEW < plan_search.MORE
