@@ -44,6 +44,11 @@ def test_heads_must_divide_the_width(alone: Path, capsys: pytest.CaptureFixture[
     assert list(alone.iterdir()) == []
 
 
+def test_a_profile_needs_steps_to_measure(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--profile", "--steps", "2", "--out", str(alone / "run")]) == 2
+    assert "--profile measures from the third step on, and --steps is 2" in capsys.readouterr().err
+
+
 def test_data_must_exist_before_anything_starts(alone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "nowhere does not exist" in refusal("--data nowhere --out run", capsys)
     assert list(alone.iterdir()) == []

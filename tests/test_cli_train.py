@@ -33,7 +33,7 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, s
 
 
 def joined(text: Path, out: Path) -> str:
-    options = ["--data", str(text), "--out", str(out), "--steps", "3", "--seed", "7"]
+    options = ["--data", str(text), "--out", str(out), "--steps", "3", "--seed", "7", "--profile"]
     (status, printed), (other, _) = launch(ROOT / "tests" / "workers" / "cli.py", 2, "train", *TINY.split(), *options)
     assert status == other == 0, printed
     return str(printed)
@@ -68,7 +68,10 @@ def test_a_run_leaves_everything_in_the_folder_it_names_last(whole: tuple[Path, 
     assert "byte-unigram model's validation loss" in printed
     wrote = {path.name for path in out.iterdir()}
     assert {"config.json", "metrics.jsonl", "model.pt", "sample.txt", "dump"} <= wrote
-    assert any((out / "dump").iterdir())
+    assert "profile: The step is bound by " in printed and "(1 step measured; predicted: " in printed  # the third
+    events = json.loads((out / "dump" / "trace.json").read_text())["traceEvents"]
+    assert {one["args"]["name"] for one in events if one["name"] == "process_name"} == {"predicted", "measured"}
+    assert '"measured seconds":0.' in (out / "dump" / "report.html").read_text()
     steps = metrics(out)
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(math.isfinite(step["loss"]) and math.isfinite(step["val_loss"]) for step in steps)

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.analysis import dump, memory, peak_memory, roofline, timeline
+from fsdp_compiled.analysis import memory, peak_memory, roofline, timeline
 from fsdp_compiled.cli import report
 from fsdp_compiled.cli.journal import Record
 from fsdp_compiled.ir import text
 from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.report import dump
 
 Loss = Callable[..., torch.Tensor]
 
@@ -59,7 +60,11 @@ DESCRIPTIONS: list[tuple[Any, str, str]] = [
     (dump, "summary", "program.txt"),
     (text, "summary", ""),
     (dump, "difference", "01-gather.diff"),
-    (Plan, "__str__", "plan.txt"),
+    (dump, "describe", "plan.txt"),
+    (dump, "predict", ""),
+    (dump, "counts", "figures.json"),
+    (dump, "figures", "report.html"),
+    (Plan, "__str__", "report.html"),
 ]
 
 

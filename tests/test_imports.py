@@ -39,8 +39,8 @@ WORDS = (
 # The rooms from the ground up: each imports only what stands above it here, and its own. The top floor is the public
 # face: what a person imports and the shell commands.
 ROOMS = (
-    "torch_private", "policy", "plan", "ir", "kernels", "distributed", "optim", "analysis", "capture", "passes",
-    "lower", "runtime",
+    "torch_private", "policy", "plan", "ir", "kernels", "distributed", "optim", "analysis", "capture", "report",
+    "passes", "lower", "runtime",
 )  # fmt: skip
 FACE = ("__init__", "__main__", "api", "cli", "integrations", "own_loop")
 

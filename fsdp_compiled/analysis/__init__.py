@@ -1,1 +1,1 @@
-"""What a program is predicted to take: time, memory; and its stages as files."""
+"""What a program is predicted to take: time and memory."""

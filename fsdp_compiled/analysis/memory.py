@@ -20,6 +20,7 @@ import torch
 
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.optim.rule import Rule, rule_for
+from fsdp_compiled.plan.fold import Repeat, fold, repeats
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.text import human
 
@@ -68,6 +69,18 @@ class Part:
     nbytes: int
 
 
+class Storage(NamedTuple):
+    """A piece of memory that a run takes besides what is persistent: alive while the nodes ``begin`` to ``end - 1`` of
+    `Memory.timeline` run. ``node``: the one that made it, or that takes it while it runs."""
+
+    node: str
+    kind: str
+    where: str
+    nbytes: int
+    begin: int
+    end: int
+
+
 class Moment(NamedTuple):
     """While one node runs: the bytes alive on this rank, its arguments, results and workspaces among them."""
 
@@ -89,6 +102,7 @@ class Memory:
     timeline: tuple[Moment, ...]  # in the order the nodes run
     parts: tuple[Part, ...]  # what is alive at the peak besides what is persistent, largest first
     unknown: str = ""  # why there is no prediction, where there is none
+    storages: tuple[Storage, ...] = ()  # without those of no bytes, and workspaces of kernels but the peak's
 
     @property
     def peak(self) -> Moment:
@@ -113,18 +127,29 @@ class Memory:
         return f"memory: {self.persistent}", f"peak: {human(self.peak.nbytes)} a rank at {self.peak}: {kinds}"
 
     def text(self) -> str:
-        """The timeline: a line for each row of nodes of one unit and phase, as high as the highest of them."""
+        """The timeline: a line for each row of nodes of one unit and phase, as high as the highest of them. Of units
+        that come one after the other in the same way, one stands for all, with its first and its last height."""
         if self.unknown:
             return "\n".join(self.lines())
         highest = self.peak
         lines = [*self.lines(), "", "alive at the peak:", f"  {human(self.persistent.total):>10}  state"]
-        lines += [f"  {human(part.nbytes):>10}  {part.kind} {part.where}".rstrip() for part in self.parts]
+        lines += fold(f"  {human(part.nbytes):>10}  {part.kind} {part.where}".rstrip() for part in self.parts)
         lines += ["", f"{'':<10}{'':<28}{'bytes alive':>12}"]
-        for _, row in groupby(self.timeline, key=lambda moment: (moment.phase, moment.where)):
-            top = max(row, key=lambda moment: moment.nbytes)
-            bar = "#" * round(BAR * top.nbytes / highest.nbytes)
-            ending = f"  <- peak ({top.node})" if top is highest else ""
-            lines.append(f"{top.phase:<10}{top.where:<28}{human(top.nbytes):>12}  {bar}{ending}")
+        grouped = groupby(self.timeline, key=lambda moment: (moment.phase, moment.where))
+        rows = [max(row, key=lambda moment: moment.nbytes) for _, row in grouped]
+        place = 0
+        for part in repeats([f"{top.phase:<10}{top.where}" for top in rows]):
+            label, times = ([part], 1) if isinstance(part, str) else (list(part.text()), part.times)
+            lines += label[: len(label) > 1]  # how often, where several repeat together
+            size = len(part.lines) if isinstance(part, Repeat) else 1
+            for one, name in enumerate(label[-size:]):
+                tops = rows[place + one : place + times * size : size]
+                top = max(tops, key=lambda moment: moment.nbytes)
+                sizes = dict.fromkeys(human(moment.nbytes) for moment in (tops[0], tops[-1]))
+                ending = f"  <- peak ({top.node})" if top is highest else ""
+                bar = "#" * round(BAR * top.nbytes / highest.nbytes)
+                lines.append(f"{name:<38}{'..'.join(sizes):>12}  {bar}{ending}")
+            place += times * size
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -12,7 +12,7 @@ when the program was traced.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.analysis.kernel_workspace import Backend, Workspaces, backend_of, keeps_input, on_wire
-from fsdp_compiled.analysis.memory import Memory, Moment, Part, Persistent
+from fsdp_compiled.analysis.memory import Memory, Moment, Part, Persistent, Storage
 from fsdp_compiled.ir.nodes import as_traced, is_collective, is_view, is_wait, mutated, role_of, writes
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.ir.text import where
@@ -37,6 +37,7 @@ class _Storage:
     nbytes: int
     kind: str
     where: str
+    node: str = ""  # that made it
     holders: int = 0  # values and collectives that keep it alive
     begin: int = 0  # the moments from which and until which it is
     end: float = inf
@@ -58,7 +59,7 @@ def predict(program: Program, plan: Plan, held: Persistent, backend: Backend | N
     for node in program.graph.nodes:
         if node.op == "call_function":
             timeline.append(run.step(node))
-    return Memory(held, run.batch, tuple(timeline), run.parts())
+    return Memory(held, run.batch, tuple(timeline), run.parts(), storages=tuple(run.storages()))
 
 
 class _Run:
@@ -109,7 +110,7 @@ class _Run:
         height = self.live + workspace
         if height > self.highest:
             self.highest, self.peak = height, self.moments
-            self.kernel = _Storage(workspace, "kernel", place)
+            self.kernel = _Storage(workspace, "kernel", place, node.name, 1, self.moments, self.moments + 1)
         self.moments += 1
         if does.waits:
             self._finish(made)
@@ -122,6 +123,11 @@ class _Run:
         batch = [Part("batch", "", self.batch)] if self.batch else []
         alive = [storage for storage in self.held if storage.begin <= self.peak < storage.end]
         return (*_summed([*alive, self.kernel]), *batch)
+
+    def storages(self) -> Iterator[Storage]:
+        for one in (*self.held, self.kernel):
+            if one.nbytes:
+                yield Storage(one.node, one.kind, one.where, one.nbytes, one.begin, int(min(one.end, self.moments)))
 
     def _results(self, node: fx.Node, gives: str, place: str) -> list[_Storage]:
         """The storages of the node's results: its arguments' own, or new ones."""
@@ -140,7 +146,7 @@ class _Run:
             counted = as_traced(value)
             leaves = list(counted) if isinstance(counted, tuple | list) else [counted]
             sizes = self.extents[id(value)] = [self._rounded(_extent(leaf)) for leaf in leaves]
-        return [_Storage(size, kind, place) for size in sizes]
+        return [_Storage(size, kind, place, node.name) for size in sizes]
 
     def _is_view(self, node: fx.Node) -> bool:
         source: Any = node.args[0]
@@ -176,7 +182,7 @@ class _Run:
         """The collective keeps what it needs besides its results until it was waited for."""
         sources = node.all_input_nodes if keeps_input(node, self.backend) else []
         kept = [storage for source in sources for storage in self.values[source]]
-        workspace = _Storage(self._rounded(on_wire(node, self.backend)), "wire", where(node))
+        workspace = _Storage(self._rounded(on_wire(node, self.backend)), "wire", where(node), node.name)
         flight = _Flight({id(storage) for storage in self.values[node]}, [*kept, workspace])
         for storage in flight.kept:
             self._hold(storage)

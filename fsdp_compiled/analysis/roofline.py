@@ -53,13 +53,23 @@ def _seconds(node: fx.Node, machine: Cluster, size: Size) -> float:
         if not count:
             own = getattr(node.target, "namespace", "") != "aten"  # one pass over memory, as a fused kernel
             return machine.compute(0, _traffic(node, size) / (1.0 if own else machine.eager))
-        # the last of a product's operands is a factor; what attention's backward has last are sums, in float32
-        attention = is_attention(node)
-        operand = node.all_input_nodes[0 if attention else -1].meta["val"]
-        part = machine.attention if attention else 1.0
-        return machine.compute(count, _traffic(node, size), operand.dtype, part)
+        return machine.compute(count, _traffic(node, size), *_rate(node, machine))
 
     return attempt(known, lambda _: 0.0)
+
+
+def _rate(product: fx.Node, machine: Cluster) -> tuple[torch.dtype, float]:
+    """The dtype that it multiplies in, and the part of that dtype's rate that it reaches."""
+    # The last of a product's operands is a factor; what attention's backward has last are sums, in float32.
+    attention = is_attention(product)
+    operand = product.all_input_nodes[0 if attention else -1].meta["val"]
+    return operand.dtype, machine.attention if attention else 1.0
+
+
+def needed(node: fx.Node, machine: Cluster) -> float:
+    """Seconds of its multiplications alone, at the machine's rate for their dtype."""
+    count = flops(node)
+    return count / machine.rate(_rate(node, machine)[0]) if count else 0.0
 
 
 def computes(node: fx.Node) -> bool:

@@ -8,36 +8,46 @@
 of nodes and one between them, which serve collectives in the order in which they start, and one stream of compute,
 which stops where it waits for one. Collectives along the tp axis have a lane of their own, ``tp``, and those along
 ``replicate`` where its ranks are in other nodes and those of ``shard`` are not. Where a step is no CUDA graph, the host
-starts one kernel after the other, and a kernel does not begin before. Spans that were measured can be drawn in the same
-way.
+starts one kernel after the other, and a kernel does not begin before. `measured` is the same of a run
+that was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from torch import fx
 
 from fsdp_compiled.analysis.roofline import nbytes, seconds_of
-from fsdp_compiled.ir.nodes import carried, is_collective, is_wait, owner, role_of
+from fsdp_compiled.ir.nodes import carried, is_collective, is_wait, owner, role_of, waited_for
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
+
+WAIT = "wait"
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that lasts; times in seconds from the start of the step."""
+    """Something that lasts; times in seconds from the start of the step. ``node``: which one of the program it is; of a
+    wait, which collective's."""
 
     lane: str
     name: str
     start: float
     end: float
+    node: str = ""
 
 
 @dataclass(frozen=True)
 class Timeline:
+    """``spans``: the lanes, neighbours of one name as one. ``nodes``: one for each node that takes time, in the order
+    in which they run, with the waits in a lane ``wait``: as long as the compute stands still, often not at all."""
+
     spans: tuple[Span, ...]
+    nodes: tuple[Span, ...] = ()
 
     @property
     def end(self) -> float:
@@ -46,6 +56,10 @@ class Timeline:
     def busy(self, lane: str) -> float:
         """Seconds in which something happens in this lane; spans of one lane do not overlap."""
         return sum(span.end - span.start for span in self.spans if span.lane == lane)
+
+    def busy_nodes(self, lane: str) -> float:
+        """The same of `nodes`: of `WAIT`, how long communication is exposed."""
+        return sum(span.end - span.start for span in self.nodes if span.lane == lane)
 
     def text(self, width: int = 100) -> str:
         """The lanes as rows of ``width`` characters, each span with as much of its name as fits."""
@@ -90,25 +104,57 @@ def estimate(program: Program, plan: Plan) -> Timeline:
             start = max(now, host, *(free.get(one, 0.0) for one in wires))
             arrives[node] = start + _transfer(node, plan)
             free.update(dict.fromkeys(wires, arrives[node]))
-            spans.append(Span(lane, owner(node) or "loss", start, arrives[node]))
+            spans.append(Span(lane, owner(node) or "loss", start, arrives[node], node.name))
         elif role in ("fetch", "return"):  # on the stream of compute
             arrives[node] = now + _copied(node) / plan.machine.host
-            spans.append(Span("host", owner(node) or "loss", now, arrives[node]))
+            spans.append(Span("host", owner(node) or "loss", now, arrives[node], node.name))
             now = arrives[node]
         elif role in ("store", "restore"):  # beside it
             start = max(now, free.get(role, 0.0))
             arrives[node] = free[role] = start + _copied(node) / plan.machine.host
-            spans.append(Span(f"{role}s", owner(node) or "loss", start, free[role]))
+            spans.append(Span(f"{role}s", owner(node) or "loss", start, free[role], node.name))
         elif role == "part":
             arrives[node] = arrives[node.all_input_nodes[0]]
-        elif is_wait(node) or role in ("stored", "restored"):
-            now = max(now, *(arrives.get(source, now) for source in node.all_input_nodes))
+        elif waits(node):
+            begun, now = now, max(now, *(arrives.get(source, now) for source in node.all_input_nodes))
+            spans.append(Span(WAIT, owner(node) or "loss", begun, now, waited_for(node).name))
         elif taken:
             host += launch
             now = max(now, host)
-            spans.append(Span("compute", owner(node) or "loss", now, now + taken))
+            spans.append(Span("compute", owner(node) or "loss", now, now + taken, node.name))
             now += taken
-    return Timeline(tuple(_merged(spans)))
+    return Timeline(tuple(_merged(spans)), tuple(spans))
+
+
+def measured(marks: Sequence[tuple[fx.Node, float, float]], nodes: Mapping[str, fx.Node]) -> Timeline:
+    """The same of a run in which each call was measured: what was called, when, and until when; ``nodes``: the
+    program's, by name. A collective lasts from its start until it was waited for, which is when it had ended at the
+    latest."""
+    zero = marks[0][1] if marks else 0.0
+    spans: list[Span] = []
+    started: dict[str, float] = {}
+    for called, begun, ended in marks:
+        node, begun, ended = nodes.get(called.name, called), begun - zero, ended - zero
+        if is_collective(node):
+            started[node.name] = begun
+        elif is_wait(node):
+            source = waited_for(node)
+            if (start := started.pop(source.name, None)) is not None:
+                lane = "tp" if source.args[-1] == "tp" else "network"
+                spans.append(Span(lane, owner(source) or "loss", start, ended, source.name))
+            spans.append(Span(WAIT, owner(node) or "loss", begun, ended, source.name))
+        elif piece := called.meta.get("piece"):
+            name = Counter(owner(one) for one in piece).most_common(1)[0][0]
+            spans.append(Span("compute", name or "loss", begun, ended, called.name))
+        elif "phase" in called.meta:
+            spans.append(Span("compute", owner(node) or "loss", begun, ended, node.name))
+    spans.sort(key=lambda span: span.start)
+    return Timeline(tuple(_merged(spans, gap=inf)), tuple(spans))
+
+
+def waits(node: fx.Node) -> bool:
+    """Whether compute stands still there until a collective, or a copy from or to the host, has ended."""
+    return is_wait(node) or role_of(node) in ("stored", "restored")
 
 
 def _lane(axis: str, plan: Plan) -> tuple[str, tuple[str, ...]]:
@@ -131,13 +177,18 @@ def _transfer(node: fx.Node, plan: Plan) -> float:
     return plan.transfer(max(carried(node)), str(node.args[-1]), "all_reduce" in str(node.target))
 
 
-def _merged(spans: Sequence[Span]) -> list[Span]:
-    """Neighbours of one name in one lane as one."""
+def _merged(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
+    """Neighbours of one name in one lane as one, where no more than ``gap`` is between them and nothing is waited for.
+    Waits are left out."""
     found: list[Span] = []
     latest: dict[str, int] = {}
     for span in spans:
+        if span.lane == WAIT:
+            if span.end > span.start:
+                latest.pop("compute", None)
+            continue
         index = latest.get(span.lane)
-        if index is not None and found[index].name == span.name and found[index].end == span.start:
+        if index is not None and found[index].name == span.name and span.start - found[index].end <= gap:
             found[index] = Span(span.lane, span.name, found[index].start, span.end)
         else:
             latest[span.lane] = len(found)

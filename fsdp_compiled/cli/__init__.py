@@ -57,10 +57,15 @@ def parser(command: str | None) -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="print a run's plan, its final program, and where its time went")
     show.add_argument("run", type=Path, metavar="RUN", help="a run folder, or the folder a dump was written to")
     show.add_argument("--stage", metavar="NAME", help="another stage than the last, for example 'gather'")
+    show.add_argument("--whole", action="store_true", help="every line, where repeated blocks are folded otherwise")
+    show.add_argument("--html", action="store_true", help="print where the run's page is, report.html, to open offline")
 
-    diff = commands.add_parser("diff", help="what changed between two stages, or two runs")
+    diff = commands.add_parser(
+        "diff", help="what changed between two stages, or two runs: counts, bytes, peak, then lines"
+    )
     diff.add_argument("a", type=Path, metavar="A", help="a stage's text file, a run folder, or a dump folder")
     diff.add_argument("b", type=Path, metavar="B", help="the same, to compare with A")
+    diff.add_argument("--whole", action="store_true", help="of whole texts, where repeated blocks are folded otherwise")
 
     convert = commands.add_parser(
         "convert",
@@ -199,7 +204,7 @@ def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
     from fsdp_compiled.cli import show
 
     if chosen.command == "show":
-        print(show.show(chosen.run, chosen.stage))
+        print(show.page(chosen.run) if chosen.html else show.show(chosen.run, chosen.stage, chosen.whole))
     else:
-        print(show.diff(chosen.a, chosen.b))
+        print(show.diff(chosen.a, chosen.b, chosen.whole))
     return 0

@@ -31,6 +31,7 @@ class TrainOptions:
     keep: int = 3
     on_nonfinite: str = "stop"
     max_restarts: int = 0
+    profile: bool = False
 
 
 def whole(text: str) -> int:
@@ -82,6 +83,11 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--validate-every", type=whole, metavar="N", help="steps between validations (a tenth of --steps)")
     run.add_argument("--prompt", metavar="TEXT", help="what the sample continues (default: the first held-out line)")
+    run.add_argument(
+        "--profile",
+        action="store_true",
+        help="measure three early steps, say what bounds them, and put them into the run's report.html and trace.json",
+    )
 
     saving = parser.add_argument_group(
         "checkpoints and failures",
@@ -160,6 +166,8 @@ def train_options(chosen: argparse.Namespace) -> TrainOptions:
             f"--width {options.width} over --heads {options.heads}: each head needs the same, even size; "
             f"try --width {2 * options.heads * max(1, round(options.width / options.heads / 2))}"
         )
+    if options.profile and options.steps < 3:
+        raise ValueError(f"--profile measures from the third step on, and --steps is {options.steps}; give at least 5")
     if options.checkpoint is None:
         for name in ("save_every", "max_restarts"):
             if getattr(options, name):

@@ -1,18 +1,23 @@
 """A dump on the terminal: the plan with the final program or a stage, or the difference between two.
 
-A *stage* is one numbered text file of a dump folder (`00-capture.txt`); its name is what follows the number.
+A *stage* is one numbered text file of a dump folder (`00-capture.txt`); its name is what follows the number. Texts are
+folded: what repeats is shown once. ``whole``: as they are in the files.
 """
 
 import difflib
+import json
 from pathlib import Path
+from typing import Any
 
 from fsdp_compiled.cli import clock
 from fsdp_compiled.cli.report import table
+from fsdp_compiled.plan.fold import fold
+from fsdp_compiled.report.changes import compared
 
 STAGES = "[0-9][0-9]-*.txt"
 
 
-def show(run: Path, name: str | None = None) -> str:
+def show(run: Path, name: str | None = None, whole: bool = False) -> str:
     """The plan, then the final program by unit, and where the run's time went; or, in their place, one stage."""
     spent = clock.read(run) if name is None else None
     time = f"where the time went:\n{table(clock.rows(spent))}" if spent is not None else ""
@@ -23,23 +28,34 @@ def show(run: Path, name: str | None = None) -> str:
         name = "program" if "program" in texts else list(texts)[-1]
     if name not in texts:
         raise ValueError(f"{run} has no stage {name!r}; it has {', '.join(texts)}")
-    shown = [texts[part].read_text().rstrip() for part in dict.fromkeys(("plan", name)) if part in texts]
+    shown = ["\n".join(_lines(texts[part], whole)) for part in dict.fromkeys(("plan", name)) if part in texts]
     return "\n\n".join([*shown, *[time] * bool(time)])
 
 
-def diff(a: Path, b: Path) -> str:
-    """A unified difference: of two files, or of two runs' plans and stages of the same name."""
+def page(run: Path) -> str:
+    """Where the run's `report.html` is."""
+    path = _dump(run) / "report.html"
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: this dump was written without a page; dump the program again")
+    return str(path)
+
+
+def diff(a: Path, b: Path, whole: bool = False) -> str:
+    """What is counted of both, and a unified difference: of two files, or of two runs' plans and stages of the same
+    name."""
     for path in (a, b):
         if not path.exists():
             raise ValueError(f"{path} does not exist; give a run folder, a dump folder or a stage's text file")
     if a.is_dir() != b.is_dir():
         raise ValueError(f"{a} and {b}: one is a folder and one a file; give two runs or two stages")
     if a.is_file():
-        return _diff(a, b) or f"{a} and {b} are the same"
+        lines = _diff(a, b, whole)
+        return "\n".join([*_counts(a, b), lines]) if lines else f"{a} and {b} are the same"
     left, right = _texts(_dump(a)), _texts(_dump(b))
-    parts = [f"Only in {a}: {name}" for name in left if name not in right]
+    parts = _counts(_last(a), _last(b))
+    parts += [f"Only in {a}: {name}" for name in left if name not in right]
     parts += [f"Only in {b}: {name}" for name in right if name not in left]
-    parts += [text for name in left if name in right and (text := _diff(left[name], right[name]))]
+    parts += [text for name in left if name in right and (text := _diff(left[name], right[name], whole))]
     return "\n".join(parts) or f"{a} and {b} have the same plan and the same stages"
 
 
@@ -60,6 +76,32 @@ def _texts(folder: Path) -> dict[str, Path]:
     return summaries | {path.stem.split("-", 1)[1]: path for path in sorted(folder.glob(STAGES))}
 
 
-def _diff(a: Path, b: Path) -> str:
-    before, after = a.read_text().splitlines(), b.read_text().splitlines()
+def _diff(a: Path, b: Path, whole: bool) -> str:
+    before, after = (_lines(path, whole) for path in (a, b))
     return "\n".join(difflib.unified_diff(before, after, str(a), str(b), lineterm=""))
+
+
+def _lines(path: Path, whole: bool) -> list[str]:
+    lines = path.read_text().rstrip().split("\n")
+    return lines if whole else fold(lines)
+
+
+def _last(run: Path) -> Path:
+    return sorted(_dump(run).glob(STAGES))[-1]
+
+
+def _counts(a: Path, b: Path) -> list[str]:
+    """What is counted of two stages, where their folders say it and something differs."""
+    one, other = (_figures(path) for path in (a, b))
+    if one is None or other is None or one == other:
+        return []
+    names = ("A", "B") if a.name == b.name else (a.stem, b.stem)
+    return [*compared(one, other, *names), ""]
+
+
+def _figures(stage: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((stage.parent / "figures.json").read_text()).get(stage.stem.partition("-")[2])
+    except (OSError, ValueError):  # an older dump, or one in which they could not be told
+        return None
+    return found if isinstance(found, dict) else None

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -31,12 +31,14 @@ from fsdp_compiled.cli.recipe import loss_of, rate
 from fsdp_compiled.cli.report import configuration, curve, save
 from fsdp_compiled.cli.sample import first_line, generate
 from fsdp_compiled.cli.toolchain import told_short
+from fsdp_compiled.runtime.profiling import Profile
 
 # Validation and sampling share one shape, so the forward is compiled once. Few rows, because each sampled
 # byte costs a whole forward.
 ROWS = 4
 VALIDATION_WINDOWS = 256
 SAMPLE_BYTES = 300
+PROFILED = (3, 5)  # steps of an attempt, the first and the last, under --profile
 
 
 class Job:
@@ -138,10 +140,13 @@ class Job:
             if (short := told_short(str(options.lower), self.here.device.type, left)) is not None:
                 self.progress.say(short)
             self.progress.say(f"step {first}: capturing the model and compiling the step; the slowest one ...")
+        measuring, profile = ExitStack(), None
         self.clock.enter("training")
         self.pace.start()
         for step in range(first, options.steps + 1):
             lr = self.schedule.get_last_lr()[0]
+            if options.profile and step - first + 1 == PROFILED[0]:
+                profile = measuring.enter_context(self.sharded.profile())
             with Compiling(self.progress) if step == first else nullcontext():
                 self._train(step)
             self.schedule.step()
@@ -159,6 +164,10 @@ class Job:
                 self._save(step, wait=stopped > 0)
             if step == first:
                 self._dump()
+            if profile is not None and (step - first + 1 == PROFILED[1] or last):
+                measuring.close()
+                self._dump(profile)
+                profile = None
             if reading:
                 self.pace.start()
             if stopped:
@@ -222,13 +231,15 @@ class Job:
                 self.options.checkpoint, step=step, keep=self.options.keep, wait=wait, extra=self._beside()
             )
 
-    def _dump(self) -> None:
+    def _dump(self, profile: Profile | None = None) -> None:
         if not self.here.first:
             return
+        if profile is not None:
+            self.progress.say(f"profile: {profile}")
         assert self.options.out is not None
         folder = self.options.out / "dump"
         with self.clock.spending("compiling"):
-            describing = attempt(lambda: str(self.sharded.dump(folder)), lambda why: f"no dump: {why}")
+            describing = attempt(lambda: str(self.sharded.dump(folder, profile)), lambda why: f"no dump: {why}")
         if describing.startswith("no dump"):
             self.progress.say(describing)
 

@@ -157,6 +157,12 @@ def carried(collective: fx.Node) -> tuple[int, int]:
     return sum(source.meta["val"].nbytes for source in collective.all_input_nodes), sum(one.nbytes for one in made)
 
 
+def waited_for(wait: fx.Node) -> fx.Node:
+    """The collective, or the copy, whose end a wait waits for."""
+    source = wait.all_input_nodes[0]
+    return source.all_input_nodes[0] if role_of(source) == "part" else source
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether the node's result shares memory with one of its inputs, which it leaves as it is."""
     if node.target is operator.getitem:

@@ -124,6 +124,7 @@ class Program:
     history: tuple[str, ...]
     notes: tuple[str, ...] = ()  # what passes chose, and why
     needs: Callable[[], tuple[str, ...]] = tuple  # what it takes of a rank's memory, for people
+    peak: Callable[[], str] = str  # the node at which that is the most, for people; empty where it is not known
     edits: int = 0  # that made the graph what it is
     donated: bool = False  # whether who holds it gives it up: an `Edit` takes the graph then, and copies none
 
@@ -217,9 +218,10 @@ class Program:
 
     def __str__(self) -> str:
         from fsdp_compiled.ir.text import summary  # which reads programs; this one call shows one
+        from fsdp_compiled.plan.fold import folded
 
         try:
-            return summary(self)
+            return folded(summary(self))
         except Exception as error:  # what describes a program never stops it
             return f"program: {' -> '.join(self.history)}; no summary: {type(error).__name__}: {error}"
 

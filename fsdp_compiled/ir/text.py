@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from fsdp_compiled.ir.nodes import carried, is_collective, is_wait, mutated, owner, role_of
+from fsdp_compiled.ir.nodes import carried, is_collective, is_wait, mutated, owner, role_of, waited_for
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.text import human
 
@@ -15,16 +15,21 @@ from fsdp_compiled.plan.text import human
 def summary(program: Program) -> str:
     """The program by unit: what is computed, gathered, reduced and updated, in the order it runs, with sizes.
 
-    Consecutive nodes of one unit and phase are one line; collectives have lines of their own.
+    Consecutive nodes of one unit and phase are one line; collectives have lines of their own. The line in which the
+    most memory is taken is marked.
     """
     lines = [f"program: {' -> '.join(program.history)}, {len(program.graph.nodes)} nodes, {_collectives(program)}"]
     lines += program.needs()
-    phase = None
+    phase, highest = None, program.peak()
     run: list[fx.Node] = []
+
+    def add(nodes: list[fx.Node], what: str) -> None:
+        mark = f"  <- peak ({highest})" if any(node.name == highest for node in nodes) else ""
+        lines.append(f"    {where(nodes[0]):<28}{what}{mark}")
 
     def close() -> None:
         if run:
-            lines.append(f"    {where(run[0]):<28}{_what(run)}")
+            add(run, _what(run))
             run.clear()
 
     for node in program.graph.nodes:
@@ -38,7 +43,7 @@ def summary(program: Program) -> str:
             continue
         if is_collective(node) or is_wait(node) or role_of(node) in WAITS:
             close()
-            lines.append(f"    {where(node):<28}{_communication(node)}")
+            add([node], _communication(node))
             continue
         if run and (where(run[0]), _copies(run[0])) != (where(node), _copies(node)):
             close()
@@ -85,15 +90,14 @@ def _count(number: int, noun: str) -> str:
 
 def _communication(node: fx.Node) -> str:
     if (is_wait(node) or role_of(node) in WAITS) and not is_collective(node):
-        source = node.all_input_nodes[0]
-        return f"wait for {(source.all_input_nodes[0] if role_of(source) == 'part' else source).name}"
-    name = _collective_name(node)
+        return f"wait for {waited_for(node).name}"
+    name = collective_name(node)
     sizes = " -> ".join(map(human, carried(node)))
     operator = next((argument for argument in node.args if argument in ("avg", "sum")), None)
     return f"{name}: {sizes}" + (f", {operator}" if operator else "") + f", along {node.args[-1]} ({node.name})"
 
 
-def _collective_name(node: fx.Node) -> str:
+def collective_name(node: fx.Node) -> str:
     """``_c10d_functional.all_gather_into_tensor.default`` -> ``all_gather``."""
     return (
         str(node.target).split(".")[1].removesuffix("_coalesced").removesuffix("_into_tensor").removesuffix("_tensor")
@@ -104,7 +108,7 @@ def _collectives(program: Program) -> str:
     counts: dict[str, int] = {}
     for node in program.graph.nodes:
         if node.op == "call_function" and is_collective(node):
-            name = _collective_name(node)
+            name = collective_name(node)
             counts[name] = counts.get(name, 0) + 1
     return ", ".join(f"{count} {name}" for name, count in sorted(counts.items())) or "no collectives"
 

@@ -128,7 +128,7 @@ class Lowering:
                 continue
             given = result.call_function(boxed, tuple(value(node) for node in segment.inputs))
             call = result.call_function(compiled[self.keys[segment]], (given,))
-            call.meta["writes"] = segment.writes
+            call.meta |= {"writes": segment.writes, "piece": segment.nodes}
             for index, node in enumerate(segment.outputs):
                 mapping[node] = result.call_function(getitem, (call, index))
                 mapping[node].meta["val"] = node.meta["val"]

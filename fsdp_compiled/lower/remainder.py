@@ -45,22 +45,22 @@ class Remainder:
     """What is left of a lowered program, wherever a run of it breaks off."""
 
     def __init__(self, runner: Runner) -> None:
-        self._code: Code = runner.__self__  # type: ignore[attr-defined]
-        self._inputs = {node: place for place, node in enumerate(self._code.graph.find_nodes(op="placeholder"))}
+        self.code: Code = runner.__self__  # type: ignore[attr-defined]
+        self._inputs = {node: place for place, node in enumerate(self.code.graph.find_nodes(op="placeholder"))}
 
     def before(self) -> Position:
         """Of a run that did not begin."""
-        return Position(owed=[node for node in self._code.nodes if is_collective(node)])
+        return Position(owed=[node for node in self.code.nodes if is_collective(node)])
 
     def place(self, error: BaseException) -> Position | None:
         """Where the run broke off that this error came out of; None if it is not to be seen."""
-        found = self._code.reached(error.__traceback__)
+        found = self.code.reached(error.__traceback__)
         if found is None:
             return None
         count, values = found
-        ran, broken = set(self._code.nodes[:count]), self._code.nodes[count : count + 1]
+        ran, broken = set(self.code.nodes[:count]), self.code.nodes[count : count + 1]
         return Position(
-            owed=[node for node in self._code.nodes if is_collective(node) and node not in ran],
+            owed=[node for node in self.code.nodes if is_collective(node) and node not in ran],
             started=self._started(ran, values),
             communicating=any(is_collective(node) or is_wait(node) for node in broken),
             wrote=any(self._writes(node) for node in (*ran, *broken)),
@@ -69,7 +69,7 @@ class Remainder:
     def _started(self, ran: Container[fx.Node], values: Mapping[str, Any]) -> list[torch.Tensor]:
         """What collectives gave that nobody has waited for."""
         found = []
-        for wait in filter(is_wait, self._code.nodes):
+        for wait in filter(is_wait, self.code.nodes):
             source = wait.all_input_nodes[0]  # the collective, or one of its results
             while source not in ran and not is_collective(source) and source.all_input_nodes:
                 source = source.all_input_nodes[0]
@@ -87,7 +87,7 @@ class Remainder:
             for value in place.started:
                 torch.ops._c10d_functional.wait_tensor(value)
             for node in place.owed:
-                target, args = self._code.call(node)
+                target, args = self.code.call(node)
                 args = fx.node.map_arg(tuple(args), lambda source: self._sent(source, given))
                 result = target(*args, **node.kwargs)
                 for value in pytree.tree_leaves(result):

@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_compiled.plan.fold import fold
 from fsdp_compiled.plan.hardware import CPU, Cluster
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.owners import dealt, update_cost
@@ -289,6 +290,6 @@ class Plan:
         return held
 
     def __str__(self) -> str:
-        return "\n".join(describe(self))
+        return "\n".join(fold(describe(self)))
 
     __repr__ = __str__  # what a prompt shows

@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from fsdp_compiled.analysis import dump
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.capture.ambient import outside_modes, untraced
 from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.report import dump
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.one_thread import one_thread
 from fsdp_compiled.runtime.parameters.gathered_call import hold, release, wholes_of
+from fsdp_compiled.runtime.profiling import Profile, profiling
 from fsdp_compiled.runtime.sharded_checkpoints import ShardedCheckpoints
 from fsdp_compiled.runtime.state import State
 
@@ -225,15 +226,28 @@ class Sharded(ShardedCheckpoints):
         """What `program` became: its pieces, by key, what compiled each, and the calls between them."""
         return self._programs.newest.lowered
 
-    def dump(self, folder: str | Path) -> Path:
-        """Writes the plan, every stage of `program` with the differences, its memory, and what it was lowered to.
-        Returns the folder.
+    @contextmanager
+    def profile(self) -> Iterator[Profile]:
+        """``with sharded.profile() as profile: sharded.step(*batch)``: measures the calls inside, on this rank.
+
+        Programs that were compiled before the block run with a clock around each call, and without CUDA graphs, so
+        make a step first and a few inside. Printed, ``profile`` says what bounds the step and which field of `Policy`
+        to try; `Profile.trace` writes it for Perfetto, and `dump(folder, profile)` into ``report.html``. Each rank may
+        have such a block or none. Raises ``RuntimeError`` at its end where nothing was measured.
+        """
+        with profiling(self.plan, self._programs.cached) as found:
+            yield found
+
+    def dump(self, folder: str | Path, profile: Profile | None = None) -> Path:
+        """Writes the plan, every stage of `program` with the differences, its memory, what it was lowered to, and
+        ``report.html``, with what was measured in ``profile``. Returns the folder.
 
         Raises ``ValueError`` for a folder that cannot be made or written. What cannot be described is left out, and
         its file says why.
         """
         newest = self._programs.newest
-        return dump.write(folder, self.plan, newest.stages, newest.memory, newest.lowered)
+        measured = profile.step if profile is not None and profile.compiled is newest else None
+        return dump.write(folder, self.plan, newest.stages, newest.memory, newest.lowered, measured)
 
     def explain(self, error: Exception) -> str | None:
         """Which other rank made a collective of the script's own fail with this error, if one did: one that is gone,

@@ -253,7 +253,9 @@ def describe(
     """The program that will run, with all that is asked of it later. ``moving``: what `moves` said."""
     needed = later(program)
     program = replace(
-        program, needs=lambda: attempt(lambda: needed().lines(), lambda why: (f"memory: not predicted: {why}",))
+        program,
+        needs=lambda: attempt(lambda: needed().lines(), lambda why: (f"memory: not predicted: {why}",)),
+        peak=lambda: attempt(lambda: needed().peak.node, lambda _: ""),
     )
     halves = cut(program) if job.kind == "training" else None
     first = halves.forward if halves is not None else program
