@@ -46,6 +46,7 @@ ELSEWHERE = {
     "weigh": "Weigh the loss in the loop.",
     "offload": "It is not supported with fully_shard yet: leave it out.",
     "precision": "Pass it as mp_policy=.",
+    "verify": "It is not supported with fully_shard yet: leave it out.",
     "tp": 'Call parallelize_module(model, mesh["tp"], plan) before fully_shard.',
 }
 FULL_PRECISION, NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()

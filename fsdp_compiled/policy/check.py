@@ -80,6 +80,8 @@ def _check_numbers(policy: Policy) -> None:
         raise ValueError(f"Policy.loss_rows is {policy.loss_rows!r}; expected a whole number, 1 or more, or None.")
     if not isinstance(policy.programs, int) or isinstance(policy.programs, bool) or policy.programs < 1:
         raise ValueError(f"Policy.programs is {policy.programs!r}; expected a whole number, 1 or more.")
+    if not isinstance(policy.verify, int) or policy.verify < 0:
+        raise ValueError(f"Policy.verify is {policy.verify!r}; expected True, False, or a whole number, 1 or more.")
     for name in ("clip", "clip_value", "bandwidth_gbps", "memory_gb"):
         value = getattr(policy, name)
         if value is not None and not (is_number(value) and 0 < value < math.inf):

@@ -174,6 +174,14 @@ class Policy:
         How many compiled programs are kept: each kind of call (a step, forward, ...) on each shape of batch is one.
         Past it, the program that was used the longest time ago is dropped, which is said. Nothing falls back to
         slower code or is refused, so that a run with too many shapes ends, but compiles more often than it should.
+    verify
+        Whether steps are held against eager PyTorch while they train. True: the first two calls of each program of
+        `Sharded.step` and `Sharded.value_and_grad`; a whole number K: these, and every K-th. Before such a call the
+        model's own code runs on the same weights, batch, modes and random numbers, forward and loss, with each unit
+        gathered while it is read; what it changes is put back. Where the loss, or what is returned beside it, is off by
+        more than rounding explains, every rank raises and the state is as before. A copy of this rank's state is held
+        until then. Not compared are gradients, updates, microbatches, and random numbers on a GPU, whose order is
+        another there. What it took is said once, in the log. False, the default: never.
     """
 
     shard: str = "zero3"
@@ -201,6 +209,7 @@ class Policy:
     async_tp: bool = False
     without: tuple[str, ...] | Literal["all"] = ()
     programs: int = 16
+    verify: bool | int = False
 
     def __post_init__(self) -> None:
         if isinstance(self.tp, Mapping):

@@ -116,6 +116,22 @@ class RandomNumbers:
                 yield
 
     @contextmanager
+    def repeated(self, state: DefaultState | torch.Tensor) -> Iterator[None]:
+        """Inside, PyTorch's default generator gives what `drawing` will give a program; at the end, what it would
+        have given. Nothing advances."""
+        value = (state.read() if isinstance(state, DefaultState) else state).clone()
+        default = default_generator(self._device)
+        before = default.get_state()
+        if self._world == 1:
+            default.set_state(value)
+        else:
+            start(default, self._rank, value)
+        try:
+            yield
+        finally:
+            default.set_state(before)
+
+    @contextmanager
     def _from(self, generator: torch.Generator, shared: torch.Generator | None = None) -> Iterator[None]:
         if self._device.type != "cuda":
             self._now = generator, shared or generator

@@ -38,6 +38,7 @@ from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import TakenModel
+from fsdp_compiled.runtime.verify import Expected, Verification
 
 ODD = 0x9E3779B97F4A7C1  # spreads the programs' numbers over 60 bits: different ones stay different
 log = logging.getLogger("fsdp_compiled")
@@ -80,6 +81,8 @@ class ShardedCalls:
         self._writes.end()
         self._joined: Joined | None = None  # inside `join`
         self._random = random
+        verified = bool(plan.policy.verify)
+        self._verification = Verification(taken, programs.loss, plan, mesh, random) if verified else None
         self._failed = FailedCalls(mesh, self._calls, programs, copies.tensors)
         self._row = self._failed.row  # of microbatches
         self._checkpoints = Checkpoints(mesh, self._calls)
@@ -132,9 +135,15 @@ class ShardedCalls:
         if self._joined is not None:
             self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.ambient)
         self._calls.hypers = f"{self._hyperparameters.digest:x}"
+        known = request.compiled
+        expected = self._expected(known, request, state) if known is not None and self._verification else None
         with self._calls.naming():
             compiled = self._programs.get(request, self._state.buffers)
         self._programs.read_closed(compiled, request, state)
+        if known is None and self._verification is not None and self._verification.due(compiled):
+            self._calls.returned()
+            expected = self._expected(compiled, request, state)
+            self._calls.post(request.said(compiled.label), compiled.wire)
         ran = False
         try:
             if compiled.counted and compiled.counted != state.ages.updated:
@@ -151,6 +160,8 @@ class ShardedCalls:
             if compiled.copied:
                 self._copies.step_returned()
             found = dict(zip(compiled.outputs, outputs, strict=True))
+            if expected is not None:
+                expected.owner.compare(expected, compiled.capture.rebuild(found), state)
             if compiled.updates and self._updates:
                 for update in self._updates:
                     update.run(state.optimizer, state.parameters, found, compiled.idle)
@@ -167,12 +178,23 @@ class ShardedCalls:
             if self._writes.shards is not None:
                 self._writes.end()
             self._calls.returned()
+        if self._verification is not None:
+            self._verification.returned(compiled)
         if kind == "accumulate":
             self._row.programs += request.number(compiled)
             state.ages.added |= compiled.adds
         elif kind == "last" or (compiled.counted and compiled.counted != state.ages.updated):
             state.ages.stepped(compiled.counted)
         return compiled, found
+
+    def _expected(self, compiled: Compiled, request: Request, state: State) -> Expected | None:
+        """What eager PyTorch gives, where this call is verified. A call of its own to the other ranks, so that one that
+        makes none is an error."""
+        if self._verification is None or not self._verification.due(compiled):
+            return None
+        shadows = self._joined is not None and self._joined.shadows is not None
+        with self._calls.meeting(f"verification of {compiled.label}"):
+            return self._verification.run(compiled, request, state, 0 if shadows else request.rows)
 
     def _bind(self, compiled: Compiled, state: State, request: Request) -> Sequence[Any]:
         """The program's inputs, with the numbers that this call sets."""

@@ -58,7 +58,7 @@ class Programs:
         self.rules = tuple(rules)
         self.replays = maker.replays
         self.plan, self.mesh, self.calls = maker.plan, maker.mesh, maker.calls
-        self._taken = maker.taken
+        self._taken, self.loss = maker.taken, maker.loss
         self._called, self._note = maker.called, note
         self._maker = maker
         self._buffers = ModuleBuffers(maker.taken.model, maker.plan.device)

@@ -96,7 +96,7 @@ class ProgramMaker:
         graphs = plan.policy.cuda_graph if not plan.policy.offload else False
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
         self.taken, self.plan, self.mesh, self.calls, self.called = taken, plan, mesh, calls, called
-        self._loss, self._bind, self._plain = loss, bind, plain or {}
+        self.loss, self._bind, self._plain = loss, bind, plain or {}
         self._tuned: bool | None = None  # `Job.tuned`, where that was asked for good
         self._begun = False  # whether all ranks have a program
         self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
@@ -209,7 +209,7 @@ class ProgramMaker:
         tuned = any(exchange(chooses_products(), self.mesh)) if self._tuned is None else self._tuned
         gloo = tuple(axis for axis, name in backends(self.mesh).items() if name == "gloo")
         return Job(
-            request.kind, self._loss, self.plan, tuple(rules), buffers, batch=request.batch, named=request.named,
+            request.kind, self.loss, self.plan, tuple(rules), buffers, batch=request.batch, named=request.named,
             label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
             gloo=gloo, tuned=tuned, called=self.called, plain=self._plain,
             tp_mesh=self.mesh.tp_mesh, groups=self.mesh.groups, added=request.added,

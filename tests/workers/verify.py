@@ -1,0 +1,122 @@
+"""Steps of two ranks held against eager PyTorch; a case each; see ``ranks.py``.
+
+torchrun --nproc-per-node 2 verify.py RESULT CASE [CASE ...]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.capture.guards import Guards
+from fsdp_compiled.distributed import device_mesh
+from fsdp_compiled.runtime import verify
+from tests.workers.ranks import RANK, main, unchanged
+
+LARGEST = [0]  # elements of whole buffers that were alive at once
+
+
+class Gained(nn.Module):
+    """Eight layers; another way, past the last of them, where ``gain`` is not 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(8))
+        self.head, self.gain = nn.Linear(8, 2), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers if self.gain == 1.0 else self.layers[:-1]:
+            x = layer(x)
+        return self.head(x)
+
+
+def mse(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), y) + 0.01 * model.head.weight.square().sum()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(RANK)
+    return torch.randn(4, 8, generator=generator), torch.randn(4, 2, generator=generator)
+
+
+def shard(mesh: DeviceMesh | None = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Gained()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    policy = Policy(**{"lower": "eager", "verify": 1, "bucket_mb": 0, **options})
+    return compile_sharded(model, optimizer, loss=mse, mesh=mesh, policy=policy)
+
+
+def same_as_without() -> Any:
+    found = []
+    for options in ({}, {"shard": "ddp"}, {"shard": "zero2"}, {"weigh": "rows"}):
+        pair = []
+        for each in (1, False):
+            sharded = shard(verify=each, **options)
+            pair.append([float(sharded.step(*batch())) for _ in range(4)])
+        found.append(pair[0] == pair[1])
+    return found
+
+
+def at_once() -> Any:
+    flat = verify._Weights._flat
+
+    def watched(self: Any, key: str) -> torch.Tensor:
+        value = flat(self, key)
+        LARGEST[0] = max(LARGEST[0], sum(one.numel() for one in self._alive.values()))
+        return value
+
+    verify._Weights._flat = watched  # type: ignore[method-assign]
+    sharded = shard()
+    sharded.step(*batch())
+    verify._Weights._flat = flat  # type: ignore[method-assign]
+    return [LARGEST[0], sum(buffer.numel for buffer in sharded.plan.buffers)]
+
+
+def stale(ranks: tuple[int, ...]) -> Any:
+    sharded = shard()
+    sharded.step(*batch())
+    hold = Guards.hold
+    Guards.hold = lambda _: True  # type: ignore[method-assign]
+    if RANK in ranks:
+        sharded.model.gain = 2.0
+    try:
+        return unchanged(sharded, lambda: sharded.step(*batch()))
+    finally:
+        Guards.hold = hold  # type: ignore[method-assign]
+
+
+def stale_on_both() -> Any:
+    return stale((0, 1))
+
+
+def stale_on_one() -> Any:
+    return stale((1,))
+
+
+def raises_on_one() -> Any:
+    """In eager PyTorch, after some units were gathered."""
+    sharded = shard()
+    sharded.step(*batch())
+    Guards.hold = lambda _: True  # type: ignore[method-assign]
+    if RANK:
+        sharded.model.layers[3].forward = lambda _: 1 / 0
+    return unchanged(sharded, lambda: sharded.step(*batch()))
+
+
+def another_order() -> Any:
+    device_mesh._check_order = lambda _: None
+    return float(shard(DeviceMesh("cpu", [1, 0])).step(*batch()))
+
+
+def another_order_unseen() -> Any:
+    device_mesh._check_order = lambda _: None
+    return float(shard(DeviceMesh("cpu", [1, 0]), verify=False).step(*batch()))
+
+
+main(globals())
