@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,11 +25,10 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.lockstep import Work, lockstep
 from fsdp_compiled.distributed.mesh import Mesh, agree
+from fsdp_compiled.optim.given_optimizer import members, numbered, unwrapped
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
-from fsdp_compiled.optim.nested import all_leaves
-from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.optim.together import members, numbered
-from fsdp_compiled.optim.wrapped import unwrapped
+from fsdp_compiled.optim.rule import Rule, described
+from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice
@@ -38,12 +36,13 @@ from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.ages import brought_by
 from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal
 from fsdp_compiled.runtime.compute_copies import Copies
-from fsdp_compiled.runtime.eager_update import EagerUpdate, state_by_name
+from fsdp_compiled.runtime.eager_update import state_by_name
 from fsdp_compiled.runtime.programs.no_collection import no_collection
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import half_taken, read_scalars, take_over
+from fsdp_compiled.runtime.shard_update import ShardUpdate
 from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import TakenModel
@@ -133,7 +132,7 @@ def _sharded(
         try:
             check_tensor_parallel(model, place, leaves, policy)
             plan = make_plan(leaves, policy, place.device, place.shard, place.replicate, place.tp)
-            plan = replace(plan, notes=(*plan.notes, *notes))
+            plan = replace(plan, notes=(*plan.notes, *notes, *described(rules)))
             text = _fingerprint(model, plan, rules, own) if place.world > 1 else ""
         except Exception as error:
             failure = failure or error
@@ -141,10 +140,12 @@ def _sharded(
     assert plan is not None and checked is not None
     with half_taken(place):
         begin = _begin(model, own, plan, place, init, checked[1])
-        taken, state, random, updates = lockstep(place, "What compile_sharded takes over", begin)
+        taken, state, random, whole, on_shards = lockstep(place, "What compile_sharded takes over", begin)
     maker = ProgramMaker(taken, loss, plan, place, Calls(place), random.bound)
     hyperparameters = Hyperparameters(own, plan.device)
-    return Sharded(taken, own, Programs(maker, checked[1]), hyperparameters, Copies(plan), state, random, updates)
+    return Sharded(
+        taken, own, Programs(maker, checked[1]), hyperparameters, Copies(plan), state, random, whole, on_shards
+    )
 
 
 def _cut(
@@ -187,7 +188,7 @@ def _begin(
     place: Mesh,
     init: Callable[[nn.Module], Any] | None,
     rules: tuple[Rule, ...],
-) -> Work[tuple[TakenModel, State, RandomNumbers, tuple[EagerUpdate, ...]]]:
+) -> Work[tuple[TakenModel, State, RandomNumbers, tuple[WholeUpdate, ...], tuple[ShardUpdate, ...]]]:
     """Takes the model over and makes the state that training starts from; in stages, for `lockstep`."""
     ages = brought_by(optimizer, model, plan, rules)
     brought = [state_by_name(model, one) for one in members(optimizer)]
@@ -204,22 +205,25 @@ def _begin(
         step=torch.zeros((), dtype=torch.int64, device=plan.device),
     )
     state.ages = ages
-    updates: list[EagerUpdate] = []
+    for note in described(rules) if place.rank == 0 else ():
+        log.warning(note)
+    updates: list[WholeUpdate] = []
+    on_shards: list[ShardUpdate] = []
     for (one, first), kept in zip(numbered(optimizer) if optimizer is not None else (), brought, strict=True):
         groups = range(first, first + len(one.param_groups))
         own = [rule for rule in rules if rule.group in groups and rule.eagerly is not None]
-        if not own:
-            continue
-        apart = all(rule.apart for rule in own)
-        kind: Any = partial(WholeUpdate, apart=apart) if own[0].whole else EagerUpdate
-        for name in [slot.name for b in plan.buffers for slot in b.slots if slot.leaf.owned and slot.name in kept]:
-            yield f"the optimizer's state of {name}"
-            kept[name] = first_rank_s(kept[name], place, plan.device)
-        updates.append(kind(one, [rule.group - first for rule in own], plan, place, shards, kept, existing_state))
-        updates[-1].show(state.optimizer)
-        if place.rank == 0:
-            log.warning("%s runs as it is, on %s, after the program: %s", own[0].name, updates[-1].what, own[0].eagerly)
-    return taken, state, random, tuple(updates)
+        whole = [rule for rule in own if rule.whole]
+        if some := [rule for rule in own if not rule.whole]:
+            on_shards.append(ShardUpdate(one, some, first, plan, place))
+        if whole:
+            apart = all(rule.apart for rule in whole)
+            for name in [slot.name for b in plan.buffers for slot in b.slots if slot.leaf.owned and slot.name in kept]:
+                yield f"the optimizer's state of {name}"
+                kept[name] = first_rank_s(kept[name], place, plan.device)
+            update = WholeUpdate(one, [rule.group - first for rule in whole], plan, place, shards, kept, apart=apart)
+            update.show(state.optimizer)
+            updates.append(update)
+    return taken, state, random, tuple(updates), tuple(on_shards)
 
 
 def _connect_or_raise(mesh: DeviceMesh | None, model: nn.Module, failure: Exception | None) -> Mesh:

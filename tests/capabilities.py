@@ -265,13 +265,13 @@ ROWS = (
         ("test_api::test_a_meta_model_is_initialised_unit_by_unit",),
     ),
     Row(
-        "Any element-wise optimizer, inside the step's program",
+        "`torch.optim`'s element-wise optimizers inside the step's program, others on the shards after it",
         "`torch.compile` of `optimizer.step`",
         "`torch.compile` of `optimizer.step`",
         "yes; a new rate compiles nothing",
         (
             "test_optim::test_the_traced_update_is_the_eager_one",
-            "test_optimizer_trial::test_a_rule_that_differs_is_not_believed",
+            "test_optimizer_trial::test_an_update_that_differs_is_not_believed",
             "test_api::test_a_learning_rate_schedule_drives_the_step_without_a_recompile",
         ),
     ),

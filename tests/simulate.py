@@ -30,7 +30,7 @@ from fsdp_compiled.ir.program import CALL, CALL_PARTS, LOSS, NORM, STEP, Port, P
 from fsdp_compiled.lower.fusions import Target, fusions_for
 from fsdp_compiled.lower.lowering import Lowering, Runner, lower
 from fsdp_compiled.lower.piece import Piece
-from fsdp_compiled.optim.groups import hyper
+from fsdp_compiled.optim.param_groups import hyper
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.passes import FORWARD, GRADIENT, MICROBATCH, Pass, run, step
@@ -125,7 +125,7 @@ def enlist(
     values |= {Port("in", "buffer", name): value for name, value in buffers.items()}
     state = optimizer_state(plan, rules, existing_state)
     for rule in rules:
-        mine = [buffer.key for buffer in plan.buffers if (buffer.group, buffer.variant) == (rule.group, rule.variant)]
+        mine = [buffer.key for buffer in plan.buffers if buffer.group == rule.group]
         for entry in rule.state:
             ports = [Port("in", "state", owner, entry.name) for owner in ([rule.key] if entry.scalar else mine)]
             values |= {port: state[port.key] for port in ports if port.key in state}

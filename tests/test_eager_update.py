@@ -1,4 +1,4 @@
-"""Optimizers that cannot be traced but are element-wise run as they are, on pieces of the shards."""
+"""Optimizers that are not torch.optim's run as they are: on this rank's shards, or else on whole parameters."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import nn, optim
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.optim.eager import PointwiseOnly
+from fsdp_compiled.optim.element_wise import ShardParameter, element_wise_only
+from fsdp_compiled.optim.optimizer_copy import Refused
 from fsdp_compiled.optim.rules import make_rules
-from fsdp_compiled.optim.twin import Refused
 from tests.launch import launch
-from tests.untraced import Idle, Noted, Queue, Scaled, batches, eagerly, groups, loss
+from tests.untraced import Average, Idle, Noted, Queue, Scaled, batches, eagerly, groups, loss
 
 EAGER = Policy(lower="eager", shard="zero1")
 
 
-class Rebinds(Queue):
+class Rebinds(Average):
     """Puts new memory where a parameter's was."""
 
     @torch.no_grad()
@@ -32,7 +32,7 @@ class Rebinds(Queue):
                     p.data = p.data - float(group["lr"]) * p.grad
 
 
-class LateNorm(Queue):
+class LateNorm(Average):
     """Mixes elements, but at a step that no trial comes to."""
 
     @torch.no_grad()
@@ -44,7 +44,7 @@ class LateNorm(Queue):
                     p.sub_(p.grad / p.grad.norm())
 
 
-class ByDim(Queue):
+class ByDim(Average):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -61,9 +61,9 @@ def _equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tenso
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("kind", [Queue, Rebinds])
+@pytest.mark.parametrize("kind", [Average, Rebinds, Queue])
 @pytest.mark.parametrize("before", [0, 2])
-def test_as_in_eager_pytorch(kind: type[Queue], before: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_as_in_eager_pytorch(kind: Any, before: int, caplog: pytest.LogCaptureFixture) -> None:
     """With groups, a schedule, clipping, a parameter without a gradient, and steps that were made ``before``."""
     sides = []
     for ours in (False, True):
@@ -83,10 +83,14 @@ def test_as_in_eager_pytorch(kind: type[Queue], before: int, caplog: pytest.LogC
         sides.append((sharded.full_state_dict() if ours else model.state_dict(), optimizer))
     (theirs, eager), (mine, optimizer) = sides
     _equal(mine, theirs)
-    assert [group["step"] for group in optimizer.param_groups] == [group["step"] for group in eager.param_groups]
+    for index, group in enumerate(eager.param_groups):
+        count = sharded.state.optimizer.get(f"group {index}.step", optimizer.param_groups[index]["step"])
+        assert count == group["step"] or kind is Rebinds
     assert sharded.captures == 1
-    said = [record.message for record in caplog.records if "runs as it is" in record.message]
-    assert len(said) == 1 and said[0].startswith(f"{kind.__name__} runs as it is, on the shards")
+    where = "whole parameters" if kind is Queue else "shards"
+    said = [record.message for record in caplog.records if "updates as it is" in record.message]
+    assert len(said) == 1 and said[0].startswith(f"{kind.__name__} updates as it is, on {where}, after the program")
+    assert said[0] in str(sharded.plan)
 
 
 def test_notes_on_parameters_and_state_under_two_names() -> None:
@@ -100,9 +104,10 @@ def test_notes_on_parameters_and_state_under_two_names() -> None:
     _equal(sharded.full_state_dict(), eager.state_dict())
 
 
-def test_microbatches_and_hyperparameters_that_change() -> None:
+@pytest.mark.parametrize("kind", [Average, Queue])
+def test_microbatches_and_hyperparameters_that_change(kind: Any) -> None:
     eager, model = Idle(), Idle()
-    theirs, mine = Queue(eager.parameters()), Queue(model.parameters())
+    theirs, mine = kind(eager.parameters()), kind(model.parameters())
     sharded = compile_sharded(model, mine, loss=loss, policy=EAGER)
     for index, batch in enumerate(batches(5)):
         for optimizer in (theirs, mine):
@@ -138,17 +143,57 @@ def test_the_state_is_seen_and_written() -> None:
         sharded.step(data[0])
 
 
-def test_a_step_that_overflows_does_not_run() -> None:
+@pytest.mark.parametrize("kind", [Average, Queue])
+def test_a_step_that_overflows_does_not_run(kind: Any) -> None:
     model = Idle()
-    optimizer = Queue(model.parameters())
+    optimizer = kind(model.parameters())
     policy = Policy(lower="eager", shard="zero1", loss_scale="dynamic")
     sharded = compile_sharded(model, optimizer, loss=loss, policy=policy)
+
+    def steps() -> int:
+        return int(sharded.state.optimizer.get("group 0.step", optimizer.param_groups[0]["step"]))
+
     before = sharded.full_state_dict()
     sharded.step(torch.full((4, 6), float("inf")))
-    assert sharded.overflows == 1 and optimizer.param_groups[0]["step"] == 0
+    assert sharded.overflows == 1 and steps() == 0
     _equal(sharded.full_state_dict(), before)
     sharded.step(next(batches(1)))
-    assert optimizer.param_groups[0]["step"] == 1
+    assert steps() == 1
+
+
+def test_on_shards_state_is_that_of_a_traced_update() -> None:
+    """Functional steps, state dictionaries for DCP and of torch.optim's form, and numbers that are written."""
+    eager, model = Idle(), Idle()
+    theirs, mine = Average(groups(eager)), Average(groups(model))
+    sharded = compile_sharded(model, mine, loss=loss, policy=EAGER)
+    rows = list(batches(6))
+    for batch in rows[:2]:
+        sharded.step(batch)
+    copied = torch.utils._pytree.tree_map(torch.clone, sharded.state)
+    for batch in rows[2:4]:
+        copied, _ = sharded.apply(copied, batch)
+        sharded.step(batch)
+    assert all(torch.equal(one, copied.parameters[key]) for key, one in sharded.state.parameters.items())
+    eagerly(eager, theirs, rows[:4])
+    found, expected = sharded.full_optimizer_state_dict(), theirs.state_dict()
+    for index, kept in expected["state"].items():
+        _equal(found["state"][index], {name: value for name, value in kept.items() if name != "seen"})
+        assert found["state"][index]["seen"] == kept["seen"]
+    assert [group["step"] for group in found["param_groups"]] == [4, 4] and mine.param_groups[0]["step"] == 0
+    fresh = Idle()
+    other = compile_sharded(fresh, Average(groups(fresh)), loss=loss, policy=EAGER)
+    other.load_state_dict(sharded.state_dict())
+    assert all(torch.equal(other.state.optimizer[name], value) for name, value in sharded.state.optimizer.items())
+    assert float(other.step(rows[4])) == float(sharded.value_and_grad(rows[4])[0])
+    sharded.state.optimizer["group 0.step"].fill_(7)
+    theirs.param_groups[0]["step"] = 7
+    for batch in rows[4:]:
+        sharded.step(batch)
+    eagerly(eager, theirs, rows[4:])
+    _equal(sharded.full_state_dict(), eager.state_dict())
+    mine.calls = 3
+    with pytest.raises(ValueError, match=r"optimizer\.calls was set .* sharded\.state\.optimizer\['group 0\.calls'\]"):
+        sharded.step(rows[0])
 
 
 def test_an_operator_that_mixes_elements_stops_the_step_whenever_it_comes() -> None:
@@ -161,9 +206,10 @@ def test_an_operator_that_mixes_elements_stops_the_step_whenever_it_comes() -> N
             sharded.step(torch.ones(4, 6))
 
 
-def test_what_does_otherwise_on_pieces_gets_whole_parameters() -> None:
-    assert make_rules(ByDim([nn.Parameter(torch.ones(2, 3))]))[0].whole
-    assert not make_rules(Queue([nn.Parameter(torch.ones(2, 3))]))[0].whole
+def test_what_does_otherwise_on_shards_gets_whole_parameters() -> None:
+    for kind in (ByDim, Queue):
+        assert make_rules(kind([nn.Parameter(torch.ones(2, 3))]))[0].whole  # type: ignore[arg-type]
+    assert not make_rules(Average([nn.Parameter(torch.ones(2, 3))]))[0].whole
 
 
 def test_calls_that_cannot_be_made_are_refused() -> None:
@@ -171,27 +217,11 @@ def test_calls_that_cannot_be_made_are_refused() -> None:
     sharded = compile_sharded(model, Queue(model.parameters()), loss=loss, policy=EAGER)
     with pytest.raises(ValueError, match="apply with Queue, which runs as it is"):
         sharded.apply(sharded.state, torch.ones(4, 6))
-    with pytest.raises(ValueError, match=r"state_dict with Queue, which runs as it is.* Call save and load"):
-        sharded.state_dict()
+    with pytest.raises(ValueError, match=r"Queue counts in its attribute 'rates', which is in no state_dict"):
+        sharded.full_optimizer_state_dict()
     with pytest.raises(RuntimeError, match=r"sharded\.step"):
         sharded.optimizer.step()  # type: ignore[union-attr]
     sharded.step(torch.ones(4, 6))
-
-
-def test_an_option_that_no_longer_runs_on_pieces_is_refused() -> None:
-    adashift = pytest.importorskip("pytorch_optimizer").AdaShift
-    model = Idle()
-    optimizer = adashift(model.parameters(), reduce_func=None, keep_num=2)
-    sharded = compile_sharded(model, optimizer, loss=loss, policy=EAGER)
-    eager = Idle()
-    theirs = adashift(eager.parameters(), reduce_func=None, keep_num=2)
-    for batch in batches(4):
-        sharded.step(batch)
-        eagerly(eager, theirs, [batch])
-    _equal(sharded.full_state_dict(), eager.state_dict())
-    optimizer.reduce_func = torch.max
-    with pytest.raises(ValueError, match=r"AdaShift is not supported: its step uses aten\.max\.default"):
-        sharded.step(torch.ones(4, 6))
 
 
 @pytest.mark.parametrize(
@@ -199,20 +229,28 @@ def test_an_option_that_no_longer_runs_on_pieces_is_refused() -> None:
     [
         lambda x: x.flip(0), torch.sum, lambda x: x.cumsum(0), torch.sort, torch.rand_like, lambda x: x.view(2, 3),
         lambda x: x[1:], lambda x: torch.arange(6) * x, lambda x: torch._foreach_norm([x]),
-        lambda x: torch.equal(x, x.clone()),
+        lambda x: torch.equal(x, x.clone()), lambda x: x.shape, lambda x: x.dim(), len, lambda x: x.numpy(),
     ],
 )  # fmt: skip
-def test_operators_on_pieces(call: Callable[..., Any]) -> None:
+def test_operators_on_shards(call: Callable[..., Any]) -> None:
     x = torch.ones(6)
-    with PointwiseOnly():
+    with element_wise_only():
         x.mul_(2).add_(torch.zeros_like(x)).clamp(min=0)
         torch._foreach_add_([x, torch.ones(3)], 1.0)
         with pytest.raises(Refused, match="its step"):
             call(x)
 
 
+def test_attributes_of_parameters_are_no_shard_s() -> None:
+    shard = ShardParameter(torch.ones(3))
+    assert not hasattr(shard, "scale")
+    shard.noted = {"scale"}.__contains__
+    with pytest.raises(Refused, match="reads 'scale', an attribute of parameters"):
+        getattr(shard, "scale", 1.0)
+
+
 def test_on_two_ranks() -> None:
     """Under each placement: the weights of eager PyTorch on all rows, and rates that differ are an error."""
     found = launch(Path(__file__).parent / "workers" / "eager_update.py", 2)
     assert not any(found.values()), json.dumps(found, indent=1)
-    assert len(found) == 4
+    assert len(found) == 8

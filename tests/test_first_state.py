@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.optim import verdicts
+from fsdp_compiled.optim import ways
 from tests.own_optimizer import Own
 
 
@@ -101,14 +101,14 @@ def _differs(plain: nn.Module, theirs: Any, sharded: Any) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_begins_as_the_optimizer_s_own_code_begins_it(kind: str, before: int) -> None:
     plain, theirs, _, sharded = _pair(KINDS[kind], before)
-    assert all(rule.eagerly is None for rule in sharded._programs.rules)  # traced, each
+    assert not any(rule.whole for rule in sharded._programs.rules)
     assert _differs(plain, theirs, sharded) <= 2e-7
 
 
 def test_steps_that_begin_with_the_rate_of_the_trial_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: what is kept is looked at with one rate."""
-    monkeypatch.setattr(verdicts, "_FOUND", {})
-    monkeypatch.setattr(verdicts, "with_hyper", lambda group, *_: group)
+    monkeypatch.setattr(ways, "_FOUND", {})
+    monkeypatch.setattr(ways, "with_hyper", lambda group, *_: group)
     plain, theirs, _, sharded = _pair(optim.Rprop)
     assert _differs(plain, theirs, sharded) > 1e-3
 

@@ -71,7 +71,7 @@ def test_a_group_of_two_dtypes_steps_as_in_eager_pytorch(
     assert found == expected if not bound else found == pytest.approx(expected, rel=bound)
 
 
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.ASGD])
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.NAdam])
 def test_control_calls_that_are_taken_for_the_same_by_their_operator_alone(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn, optim
 
-from fsdp_compiled.optim.groups import hyper, signature
+from fsdp_compiled.optim.param_groups import hyper, signature
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.trial import initial
 from tests.chosen import examples

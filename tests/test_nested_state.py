@@ -1,4 +1,4 @@
-"""Optimizer state in dictionaries, lists and tuples of ``state[parameter]``: traced, sharded, and brought along."""
+"""Optimizer state in dictionaries, lists and tuples of ``state[parameter]``: sharded, and brought along."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.optim.nested import named_leaves
+from fsdp_compiled.optim.state_containers import named_leaves
 
 EAGER = Policy(lower="eager", shard="zero1")
 BETAS = (0.0, 0.9, 0.99)
@@ -66,7 +66,7 @@ def _eagerly(model: nn.Module, optimizer: optim.Optimizer, batches: list[torch.T
 
 
 @pytest.mark.parametrize("before", [0, 3])
-def test_state_in_containers_is_traced_and_brought_along(before: int) -> None:
+def test_state_in_containers_is_sharded_and_brought_along(before: int) -> None:
     """``before``: steps that the optimizer has made when it is taken over."""
     batches = [torch.randn(4, 6) for _ in range(7)]
     eager, model = _model(), _model()
@@ -109,7 +109,7 @@ def test_a_group_of_single_numbers_brings_its_state_along(kind: type[optim.Optim
     torch.testing.assert_close(sharded.full_state_dict()["gain"], eager.gain.detach())
 
 
-def test_a_container_that_changes_its_form_is_not_traced() -> None:
+def test_a_container_that_grows_is_refused() -> None:
     model = _model()
     with pytest.raises(ValueError, match="Grows is not supported"):
         compile_sharded(model, Grows(model.parameters()), loss=_loss, policy=EAGER)

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn, optim
+from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.optim import rules, verdicts
-from fsdp_compiled.optim.branches import merge
+from fsdp_compiled.optim import ways
 from fsdp_compiled.optim.rules import make_rules
-from fsdp_compiled.optim.twin import Refused
 from tests.own_optimizer import Own
 
 EAGER = Policy(lower="eager", shard="zero1")
@@ -224,10 +222,12 @@ def test_a_hyperparameter_that_changes_traces_again() -> None:
     assert sharded.state.optimizer["group 0.step"] == 2
 
 
-def test_parameters_whose_shapes_are_asked_for_lie_in_buffers_of_their_rule() -> None:
-    _, _, sharded = trained(ByDim, steps=1)
-    ranks = {slot.name: (buffer.group, buffer.variant) for buffer in sharded.plan.buffers for slot in buffer.slots}
-    assert ranks["0.weight"] == ranks["2.weight"] != ranks["0.bias"] == ranks["2.bias"]
+def test_code_that_asks_for_shapes_gets_whole_parameters() -> None:
+    for kind in (ByDim, ByFanIn):
+        (rule,) = make_rules(kind([nn.Parameter(torch.ones(2, 3))]))
+        assert rule.whole and "its step asks for" in (rule.eagerly or "")
+    (rule,) = make_rules(Decays([nn.Parameter(torch.ones(2, 3))]))
+    assert not rule.whole and rule.eagerly == ways.OTHERS
 
 
 @pytest.mark.parametrize(
@@ -246,23 +246,23 @@ def test_what_cannot_be_sharded_is_refused_by_name(kind: type[Own], reason: str)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_rule_that_differs_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trial compares with the optimizer itself, so whatever the tracing gets wrong is found."""
-    before = verdicts.trace
+def test_an_update_that_differs_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial compares with the optimizer itself, so what tracing gets wrong is found, and steps on shards."""
+    before = ways.trace
 
     def forgets_the_decay(*args: Any) -> Any:
-        found = before(*args)
-        for node in found.graph.find_nodes(op="call_function", target=torch.ops.aten.mul_.Tensor):
-            found.graph.erase_node(node)
-        return found
+        graph = before(*args)
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mul_.Tensor):
+            graph.erase_node(node)
+        return graph
 
-    for place in (rules, verdicts):
-        monkeypatch.setattr(place, "trace", forgets_the_decay)
-    monkeypatch.setattr(verdicts, "_FOUND", {})
-    (rule,) = make_rules(Decays([nn.Parameter(torch.randn(3, 2))]))
+    monkeypatch.setattr(ways, "trace", forgets_the_decay)
+    monkeypatch.setattr(ways, "_FOUND", {})
+    (rule,) = make_rules(optim.AdamW([nn.Parameter(torch.randn(3, 2))]))
     assert re.match(r"on flat shards it does not do .* at step \d+ \(lr .*\) an element", rule.eagerly or "")
-    (rule,) = make_rules(ByDim([nn.Parameter(torch.randn(3, 2))]))
-    assert rule.whole
+    step = ways.step_on_shards
+    monkeypatch.setattr(ways, "step_on_shards", lambda *given: [step(*given), step(*given)])
+    assert make_rules(Decays([nn.Parameter(torch.randn(3, 2))]))[0].whole
 
 
 @pytest.mark.parametrize("kind", [Norm, Rows])
@@ -280,21 +280,6 @@ def test_the_users_optimizer_is_left_as_it_was() -> None:
         assert optimizer.count == 0 and not optimizer.state
         assert set(optimizer.param_groups[0]) == {"params", "lr"}
         assert torch.equal(optimizer.param_groups[0]["params"][0], torch.ones(3))
-
-
-def test_two_traces_that_begin_differently_are_not_joined() -> None:
-    def graph(number: float) -> fx.Graph:
-        made = fx.Graph()
-        given = made.placeholder("parameter")
-        given.meta["val"] = torch.empty(())
-        way = made.call_function(torch.ops.aten.gt.Scalar, (given, number))
-        way.meta["val"] = torch.empty((), dtype=torch.bool)
-        made.output((way,))
-        return made
-
-    with pytest.raises(Refused, match="traced twice"):
-        merge(graph(1.0), graph(2.0), 0)
-    assert not list(merge(graph(1.0), graph(1.0), 0).output_node().args[0])
 
 
 def test_step_hooks_are_refused_whenever_they_were_registered() -> None:

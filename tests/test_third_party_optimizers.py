@@ -6,9 +6,9 @@ import importlib.metadata
 import warnings
 
 import pytest
-import torch
 
-from fsdp_compiled.optim import rules, verdicts
+from fsdp_compiled.optim import ways
+from fsdp_compiled.runtime import shard_update
 from tests import third_party
 from tests.chosen import chosen
 
@@ -54,25 +54,11 @@ def test_others(package: str, more: bool) -> None:
     _agrees(package, more)
 
 
-def test_the_comparison_finds_a_rule_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the trial made blind and a wrong number in the trace, the steps beside the class itself show it."""
+def test_the_comparison_finds_an_update_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the trial made blind and a step that is made twice, the steps beside the class itself show it."""
     lion_pytorch = pytest.importorskip("lion_pytorch")
-    before = verdicts.trace
-
-    def doubles_the_rate(*args: object) -> object:
-        found = before(*args)  # type: ignore[arg-type]
-        graph = found.graph
-        rate = graph.find_nodes(op="placeholder")[-1]
-        with graph.inserting_after(rate):
-            double = graph.call_function(torch.ops.aten.mul.Tensor, (rate, 2))
-        double.meta = dict(rate.meta)
-        rate.replace_all_uses_with(double, delete_user_cb=lambda user: user is not double)
-        return found
-
-    for place in (rules, verdicts):
-        monkeypatch.setattr(place, "trace", doubles_the_rate)
-    monkeypatch.setattr(verdicts, "_FOUND", {})
-    monkeypatch.setattr(verdicts.Trial, "compare_all", lambda *_: None)
-    monkeypatch.setattr(verdicts.Trial, "compare", lambda *_: None)
+    step = shard_update.step_on_shards
+    monkeypatch.setattr(shard_update, "step_on_shards", lambda *given: [step(*given), step(*given)])
+    monkeypatch.setattr(ways.Trial, "compare", lambda *_: None)
     with pytest.raises(AssertionError, match="Lion"), warnings.catch_warnings():
         third_party.verdict(lion_pytorch.Lion, {})

@@ -16,11 +16,12 @@ WORKER = Path(__file__).parent / "workers" / "uneven_inputs.py"
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return launch(WORKER, 2, "joined", "joined_late", "joined_differently", "joined_refusing")
+    return launch(WORKER, 2, "joined", "joined_on_shards", "joined_late", "joined_differently", "joined_refusing")
 
 
-def test_five_batches_and_three_are_one_process_on_all_rows(results: dict[str, Any]) -> None:
-    first, second = (answer["result"] for answer in results["joined"])
+@pytest.mark.parametrize("case", ["joined", "joined_on_shards"])
+def test_five_batches_and_three_are_one_process_on_all_rows(results: dict[str, Any], case: str) -> None:
+    first, second = (answer["result"] for answer in results[case])
     assert (first["shadowed"], second["shadowed"]) == (0, 2)
     assert first["steps"] == second["steps"] == 6
     assert first["captures"] == second["captures"] == 1

@@ -18,11 +18,11 @@ from torch import fx, nn
 from torch.optim import Optimizer
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.optim.groups import hyper
+from fsdp_compiled.optim.given_optimizer import unwrapped
+from fsdp_compiled.optim.param_groups import hyper
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.optim.rules import make_rules, variant_of
+from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.optim.trial import initial
-from fsdp_compiled.optim.wrapped import unwrapped
 
 PACKAGES = {
     "pytorch_optimizer": "pytorch_optimizer",
@@ -158,17 +158,19 @@ def _check_eager_steps(kind: type[Optimizer], rules: Sequence[Rule], optimizer: 
         sharded.step(*(parameter.grad for parameter in theirs))
         eager.step()
     for found, parameter in zip(sharded.full_state_dict().values(), theirs, strict=True):
-        torch.testing.assert_close(found, parameter.detach(), rtol=1e-5, atol=1e-6, msg=kind.__name__)
+        torch.testing.assert_close(
+            found, parameter.detach(), rtol=1e-5, atol=1e-6, equal_nan=True, msg=lambda text: f"{kind.__name__}: {text}"
+        )
 
 
 def _check_steps(kind: type[Optimizer], rules: Sequence[Rule], optimizer: Optimizer, eager: Optimizer) -> None:
     draw = torch.Generator().manual_seed(1)
     shards = []
+    (rule,) = rules
     for parameter in optimizer.param_groups[0]["params"]:
-        variant = variant_of(rules, 0, parameter.shape, parameter.dtype)
         flat = parameter.detach().clone().reshape(-1)
-        update = fx.GraphModule(nn.Module(), rules[variant].trace(flat.numel(), flat.dtype, flat.device))
-        shards.append((update, flat, [initial(entry, flat) for entry in rules[variant].state]))
+        update = fx.GraphModule(nn.Module(), rule.trace(flat.numel(), flat.dtype, flat.device))
+        shards.append((update, flat, [initial(entry, flat) for entry in rule.state]))
     for rate in RATES:
         eager.param_groups[0]["lr"] = rate
         hypers = {

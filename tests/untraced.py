@@ -1,7 +1,8 @@
-"""An optimizer that cannot be traced but is element-wise, a model for it, and the same training by eager PyTorch."""
+"""Optimizers that are not torch.optim's, a model for them, and the same training by eager PyTorch."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -10,8 +11,34 @@ import torch
 from torch import nn, optim
 
 
+class Average(optim.Optimizer):
+    """Runs on shards: element-wise; counts in its groups, in an attribute, and for each parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1, decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay, "step": 0})
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["mean"], state["seen"], state["last"] = torch.zeros_like(p), 0, torch.zeros_like(p)
+                state["seen"] += 1
+                state["mean"] = state["mean"] * 0.9 + p.grad
+                p.mul_(1 - group["lr"] * group["decay"])
+                rate = float(group["lr"]) / math.sqrt(state["seen"]) / (2 if self.calls < 3 else 1)
+                p.add_(state["mean"] if group["step"] % 2 else p.grad.sign() + state["last"], alpha=-rate)
+                state["last"].copy_(p.grad)
+
+
 class Queue(optim.Optimizer):
-    """Averages the last gradients, which it keeps in a deque; counts in its groups, and leaves numbers of the trace."""
+    """Runs on whole parameters: averages the last gradients, which it keeps in a deque; counts in its groups."""
 
     def __init__(self, params: Any, lr: float = 0.1, size: int = 3, decay: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "size": size, "decay": decay, "step": 0})
@@ -83,7 +110,7 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def groups(model: nn.Module) -> list[dict[str, Any]]:
     return [
         {"params": [p for p in model.parameters() if p.dim() > 1]},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "decay": 0.0, "size": 2},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "decay": 0.0},
     ]
 
 

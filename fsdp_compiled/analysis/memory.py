@@ -179,7 +179,7 @@ def persistent(
         if buffer.updated and rules:
             assert buffer.group is not None
             size = buffer.numel // plan.shard if plan.placement.state else buffer.numel
-            entries = [entry for entry in rule_for(rules, buffer.group, buffer.variant).state if not entry.scalar]
+            entries = [entry for entry in rule_for(rules, buffer.group).state if not entry.scalar]
             elementwise += size * sum((entry.dtype or buffer.dtype).itemsize for entry in entries)
     hypers = len({(rule.group, name) for rule in rules for name in rule.hypers})
     scale = plan.policy.initial_scale(torch.device("meta"))

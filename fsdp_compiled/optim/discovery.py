@@ -9,40 +9,28 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_compiled.optim.nested import Form, all_leaves, copied, form_of, is_container, named_leaves
-from fsdp_compiled.optim.rule import Location, StateTensor
-from fsdp_compiled.optim.twin import (
+from fsdp_compiled.optim.optimizer_copy import (
     OWN,
     Refused,
-    Untraceable,
     attributes_of,
+    copy_of,
     fresh_of,
     has_stepped,
     named_state,
     step_of,
-    twin_of,
 )
+from fsdp_compiled.optim.rule import Kept, Location, StateTensor
+from fsdp_compiled.optim.state_containers import all_leaves, copied, form_of, is_container, named_leaves
 
 SHAPE = (2, 3)
 NUMBERS = (bool, int, float)
-
-
-@dataclass(frozen=True)
-class Discovered:
-    """What was found: the state, and the names of that which the constructor makes."""
-
-    state: tuple[StateTensor, ...]
-    started: tuple[str, ...]
-    empty: tuple[str, ...]  # names in the parameter's state that hold None
-    forms: tuple[tuple[str, Form], ...]  # of containers in the parameter's state, by name
-    begun: bool  # whether some state starts from the parameter or the gradient, not from a constant
 
 
 class _FirstWritten(dict[str, Any]):
@@ -81,8 +69,11 @@ class _FirstState(defaultdict[Any, Any]):
         super().__setitem__(name, value)
 
 
-def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtype) -> Discovered:
-    """Raises `Refused` where it keeps what cannot be kept in shards."""
+def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtype) -> tuple[Kept, bool]:
+    """What it keeps, and whether some of that starts from the parameter or the gradient, not from a constant.
+
+    Raises `Refused` where it keeps what cannot be kept in shards.
+    """
     parameter = nn.Parameter(torch.tensor([[1.0, -3.0, 0.5], [2.0, -0.25, 1.5]], dtype=dtype))
     begun = fresh_of(optimizer, options, nn.Parameter(parameter.detach().clone()))
     started = dict(next(iter(begun.state.values()), {})) if begun is not None else {}
@@ -93,23 +84,23 @@ def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtyp
     state = _FirstState(parameter, entries)
     for name, value in named_state(optimizer).items():
         state[name] = value
-    twin = twin_of(optimizer, [group], state)
-    twin.param_groups = [group]
-    before = (copy.deepcopy({**group, "params": []}), copy.deepcopy(_comparable(twin)))
+    made = copy_of(optimizer, [group], state)
+    made.param_groups = [group]
+    before = (copy.deepcopy({**group, "params": []}), copy.deepcopy(_comparable(made)))
     changed: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for step in range(8):
         parameter.grad = torch.tensor([[0.5, 2.0, -1.0], [0.25, 1.0, -0.125]], dtype=dtype) * (1 + step)
-        step_of(type(twin))(twin)
-        for found, was, now in zip(changed, before, (group, _comparable(twin)), strict=True):
+        step_of(type(made))(made)
+        for found, was, now in zip(changed, before, (group, _comparable(made)), strict=True):
             for name, value in now.items():
                 if name != "params" and not equal(value, was.get(name)):
                     found.setdefault(name, was.get(name, value))
     others = {name: value for name, value in state.items() if isinstance(name, str)}
     if len(state) > 1 + len(others):
-        raise Untraceable("it keeps state that belongs to no parameter")
+        raise Refused("it keeps state that belongs to no parameter")
     first = {name: value for name, value in entries.initial.items() if name in entries}
     if odd := [name for name in first if not (isinstance(name, str) and name.isidentifier())]:
-        raise Untraceable(f"its state goes by {odd[0]!r}, which is no name")
+        raise Refused(f"its state goes by {odd[0]!r}, which is no name")
     result = [entry for name, value in first.items() for entry in _of_parameter(name, value, entries[name], dtype)]
     for place, values, begin in (
         ("group", changed[0], group.initial),
@@ -119,13 +110,15 @@ def discover(optimizer: Optimizer, options: Mapping[str, Any], dtype: torch.dtyp
         for name, value in values.items():
             begins = begin.get(name, value)
             result.append(_one(name, begins, place, {entry.name for entry in result}))  # type: ignore[arg-type]
-    begun = any(
+    starts = any(
         isinstance(value, torch.Tensor) and value.numel() > 1 and not bool((value == value.flatten()[0]).all())
         for value in all_leaves(entries.initial).values()
     )
     empty = tuple(name for name, value in entries.items() if value is None and isinstance(name, str))
     forms = tuple((name, form_of(value)) for name, value in first.items() if is_container(value))
-    return Discovered(tuple(result), tuple(started), empty, forms, begun)
+    there = {("group", name) for name in options} | {("optimizer", name) for name in attributes_of(optimizer)}
+    there |= {("state", name) for name in named_state(optimizer)}
+    return Kept(tuple(result), tuple(started), empty, forms, frozenset(there)), starts
 
 
 def begin_of(optimizer: Optimizer, options: Mapping[str, Any], fresh: Optimizer | None) -> dict[str, Any]:
@@ -162,7 +155,7 @@ def _of_parameter(name: str, first: Any, last: Any, dtype: torch.dtype) -> list[
     if not is_container(first):
         return [_leaf(name, first, dtype)]
     if form_of(first) != form_of(last):
-        raise Untraceable(f"its state {name!r}, a {type(first).__name__}, does not keep its form from step to step")
+        raise Refused(f"its state {name!r}, a {type(first).__name__}, does not keep its form from step to step")
     return [replace(_leaf(label, leaf, dtype), container=name) for label, leaf in named_leaves(name, first).items()]
 
 
@@ -170,14 +163,14 @@ def _leaf(name: str, value: Any, dtype: torch.dtype) -> StateTensor:
     if type(value) in NUMBERS:
         return _number(name, value, "parameter", set())
     if not isinstance(value, torch.Tensor):
-        raise Untraceable(f"its state {name!r} is a {type(value).__name__}")
+        raise Refused(f"its state {name!r} is a {type(value).__name__}")
     kind = None if value.dtype == dtype else value.dtype
     if is_one(value):
         return StateTensor(name, True, value.item(), value.dtype)
     if tuple(value.shape) != SHAPE:
         raise Refused(f"its state {name!r} has shape {list(value.shape)} for a parameter of shape {list(SHAPE)}")
     first = value.flatten()[0]
-    # What starts from the parameter or the gradient starts from zero here: see `rules`.
+    # What starts from the parameter or the gradient starts from zero here: its first step is one of its own.
     return StateTensor(name, False, first.item() if bool((value == first).all()) else 0.0, kind)
 
 
@@ -187,9 +180,9 @@ def _one(name: str, value: Any, place: Location, taken: set[str]) -> StateTensor
         return _number(name, value, place, taken)
     if not is_one(value):
         label = {"group": "its group entry", "optimizer": "its attribute"}.get(place, "its state")
-        raise Untraceable(f"it changes {label} {name!r}, a {type(value).__name__}")
+        raise Refused(f"it changes {label} {name!r}, a {type(value).__name__}")
     if name in taken:
-        raise Untraceable(f"it keeps {name!r} in two places")
+        raise Refused(f"it keeps {name!r} in two places")
     return StateTensor(name, True, value.item(), value.dtype, place)
 
 
@@ -200,5 +193,5 @@ def is_one(value: Any) -> bool:
 
 def _number(name: str, value: Any, place: Location, taken: set[str]) -> StateTensor:
     if name in taken or (place == "optimizer" and name in OWN):
-        raise Untraceable(f"it keeps {name!r} in two places")
-    return StateTensor(name, True, float(value), torch.float64, place, number=True)
+        raise Refused(f"it keeps {name!r} in two places")
+    return StateTensor(name, True, float(value), torch.float64, place, number=type(value))

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fsdp_compiled.optim.attributes import Attributes
-from fsdp_compiled.optim.groups import hyper, numbers_of, options_of, signature
-from fsdp_compiled.optim.outside import Outside
+from fsdp_compiled.optim.given_optimizer import members
+from fsdp_compiled.optim.param_groups import hyper, numbers_of, options_of, signature
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.optim.together import members
+from fsdp_compiled.optim.ways import code_of
 
 PLAIN = (bool, int, float, str, type(None))  # a list or a tensor may be changed in place
 
@@ -30,20 +29,17 @@ class Hyperparameters:
         self.digest = 0  # of the values, below 2**60
         self._optimizer, self._device = optimizer, device
         self._fixed: list[Any] = []  # what is not scheduled
-        self._attributes: list[Attributes] = []  # of each optimizer
-        self._outside: list[Outside] = []
+        self._code: list[Any] = []  # of each optimizer
         self.traced()
         self._seen: list[dict[str, Any]] | None = None  # the groups at the last `write`
 
     def unchanged(self) -> bool:
-        """Whether groups, attributes, class, and what that reads, say what they said at the last `write`."""
+        """Whether groups, and the code that makes the update, are those of the last `write`."""
         try:
             same = self._seen is not None and self._groups() == self._seen
         except Exception:  # other parameters, which are compared by value, and refuse
             return False
-        return (
-            same and all(map(Attributes.unchanged, self._attributes)) and all(map(Outside.unchanged, self._outside))
-        )  # in C: at every step
+        return same and self._codes() == self._code
 
     def changed(self, rules: Iterable[Rule]) -> list[str]:
         """What changed and is not scheduled, so that rules have to be traced again, by name.
@@ -52,34 +48,34 @@ class Hyperparameters:
         """
         if len(self._groups()) != len(self._fixed):
             raise ValueError("A param group was added or removed after compile_sharded; do so before.")
-        attributes = [name for one in self._attributes for name in one.changed()]
-        found: dict[tuple[str, int | None, str], str] = {}
-        found |= {("optimizer", None, name): f"optimizer.{name}" for name in attributes}
+        found: dict[tuple[int, str], str] = {}
         for index, (group, fixed) in enumerate(zip(self._groups(), self._fixed, strict=True)):
             names = dict.fromkeys(name for name, _ in set(signature(group)) ^ set(fixed))
-            found |= {("group", index, name): f"optimizer.param_groups[{index}][{name!r}]" for name in names}
+            found |= {(index, name): f"optimizer.param_groups[{index}][{name!r}]" for name in names}
         for rule in rules:
             for entry in rule.state:
-                key = (entry.place, rule.group if entry.place == "group" else None, entry.name)
-                if key in found:
+                if entry.place == "group" and (key := (rule.group, entry.name)) in found:
                     raise ValueError(
                         f"{found[key]} was set after compile_sharded, where nothing reads it: it is state of "
                         f"{rule.name}, and lives in sharded.state.optimizer[{f'{rule.key}.{entry.name}'!r}]. Write it "
                         "there, and put this back."
                     )
-        return [*found.values(), *(name for one in self._outside for name in one.changed())]
+        pairs = zip(members(self._optimizer), self._codes(), self._code, strict=True)
+        return [*found.values(), *(f"the code of {type(one).__name__}" for one, now, then in pairs if now != then)]
 
     def traced(self) -> None:
-        """Remembers that rules were traced with what groups, attributes and class say now."""
+        """Remembers that rules were made for what groups and code are now."""
         self._fixed = [signature(group) for group in self._groups()]
-        self._attributes = [Attributes(one) for one in members(self._optimizer)]
-        self._outside = [Outside(type(one)) for one in members(self._optimizer)]
+        self._code = self._codes()
+
+    def _codes(self) -> list[Any]:
+        return list(map(code_of, members(self._optimizer)))
 
     def write(self, rules: Iterable[Rule]) -> None:
         """Brings the tensors up to date, without waiting for the device."""
         groups = self._groups()
         for rule in rules:
-            if rule.eagerly is not None:  # read by its own code; noted here for the ranks to compare
+            if rule.eagerly is not None:  # what its own code reads of them is noted for the ranks to compare
                 named = numbers_of(groups[rule.group]).items()
                 self.values.update({f"{rule.group}.{name}": value for name, value in named})
             for name in rule.hypers:
@@ -90,6 +86,7 @@ class Hyperparameters:
                         "schedule begin and end at a small rate."
                     )
                 if rule.eagerly is not None:
+                    self.values[key] = value
                     continue
                 if key not in self.tensors:
                     self.tensors[key] = torch.tensor(value, dtype=torch.float64, device=self._device)
@@ -103,7 +100,8 @@ class Hyperparameters:
     def overwrite(self, values: Mapping[str, float]) -> None:
         """Another rank's values, until the next `write`."""
         for key, value in values.items():
-            self.tensors[key].fill_(value)
+            if key in self.tensors:
+                self.tensors[key].fill_(value)
             self.values[key] = value
         self._digest()
         self._seen = None

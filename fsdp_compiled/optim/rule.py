@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.optim.fused import Formula
+from fsdp_compiled.optim.state_containers import Form
 
 Location = Literal["parameter", "group", "optimizer", "state", "ours"]
 
@@ -28,8 +29,26 @@ class StateTensor:
     initial: float
     dtype: torch.dtype | None  # None: the parameter's
     place: Location = "parameter"
-    number: bool = False  # a Python number in the optimizer's code, not a 0-d tensor
+    number: type[bool | int | float] | None = None  # of a Python number in the optimizer's code, not a 0-d tensor
     container: str | None = None  # where the code keeps it in a dictionary or a list: that one's name
+    from_rate: bool = False  # whether the first step makes it of the rate, as Rprop's step sizes
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an optimizer keeps from step to step: the entries, and where its code finds them."""
+
+    state: tuple[StateTensor, ...]
+    started: tuple[str, ...]  # the parameter's state that the constructor made
+    empty: tuple[str, ...] = ()  # and what holds None
+    forms: tuple[tuple[str, Form], ...] = ()  # of containers in the parameter's state, by name
+    before: frozenset[tuple[str, str]] = frozenset()  # place and name of other entries that are there from the start
+
+    def is_there(self, entry: StateTensor) -> bool:
+        """Whether the code finds this entry before its first step."""
+        if entry.place == "parameter":
+            return (entry.container or entry.name) in self.started
+        return (entry.place, entry.name) in self.before
 
 
 class RuleInput(NamedTuple):
@@ -50,11 +69,12 @@ def inputs_of(state: Sequence[StateTensor], hypers: Iterable[str]) -> list[RuleI
 
 @dataclass(frozen=True)
 class Rule:
-    """How the parameters of one group, or those of them that are updated alike, are updated on flat shards.
+    """How the parameters of one group are updated, in one of three ways.
 
-    ``trace(numel, dtype, device)`` gives an ATen graph whose placeholders are ``inputs``, in this order, of which it
-    writes parameter and state in place. ``formula`` is the same as one operator, where
-    there is one. Rules of one group differ in their ``variant``: 0, 1, ...
+    *Traced*: ``trace(numel, dtype, device)`` gives an ATen graph over a flat shard whose placeholders are ``inputs``,
+    in this order, of which it writes parameter and state in place. ``formula`` is the same as one operator, where there
+    is one. *As it is*, where ``eagerly`` says why there is no graph: the optimizer's own step runs after the program,
+    on this rank's shards, or (``whole``) on whole parameters, each on the rank that owns it.
     """
 
     group: int
@@ -63,12 +83,11 @@ class Rule:
     hypers: tuple[str, ...]
     trace: Callable[[int, torch.dtype, torch.device], fx.Graph] = field(compare=False)
     formula: Formula | None = None
-    variant: int = 0
-    kinds: tuple[tuple[torch.dtype, tuple[int, ...]], ...] = ()  # dtype and shape of the parameters it is for
     nonzero: bool = False  # whether the optimizer's code fails at a rate of zero
-    eagerly: str | None = None  # why there is no graph, where the optimizer runs as it is after the program
-    whole: bool = False  # and then on whole parameters, each on the rank that owns it, not on pieces of all
-    apart: bool = False  # and whether its step may be called on some of these, then on the others
+    eagerly: str | None = None
+    kept: Kept | None = field(default=None, compare=False)  # where code that runs on shards finds its state
+    whole: bool = False
+    apart: bool = False  # whether its step may be called on some whole parameters, then on the others
 
     @cached_property
     def inputs(self) -> list[RuleInput]:
@@ -82,19 +101,30 @@ class Rule:
     @property
     def counts(self) -> bool:
         """Whether it has such numbers, and they are kept here."""
-        return self.eagerly is None and bool(self.numbers)
+        return not self.whole and bool(self.numbers)
 
     @property
     def key(self) -> str:
-        """What the group's scalar state goes by: ``"group 0"``, or ``"group 0 variant 1"``."""
-        return f"group {self.group}" + (f" variant {self.variant}" if self.variant else "")
+        """What the group's scalar state goes by."""
+        return f"group {self.group}"
 
 
-def rule_for(rules: Sequence[Rule], group: int, variant: int) -> Rule:
-    """The rule that updates a buffer."""
-    return next(rule for rule in rules if (rule.group, rule.variant) == (group, variant))
+def rule_for(rules: Sequence[Rule], group: int | None) -> Rule:
+    """The rule that updates a buffer of this group."""
+    return next(rule for rule in rules if rule.group == group)
 
 
 def eager_rule(rules: Sequence[Rule]) -> Rule | None:
     """The first of which there is no graph, so that its optimizer runs as it is."""
     return next((rule for rule in rules if rule.eagerly is not None), None)
+
+
+def described(rules: Sequence[Rule]) -> list[str]:
+    """What to know of updates that run outside of the program."""
+    lines = {
+        f"{rule.name} updates as it is, on {'whole parameters' if rule.whole else 'shards'}, after the program, whose "
+        f"CUDA graph ends with the gradients: {rule.eagerly}": None
+        for rule in rules
+        if rule.eagerly is not None
+    }
+    return list(lines)

@@ -1,8 +1,8 @@
-"""A traced rule is believed when it did what the optimizer itself does.
+"""An update over shards, traced or as it is, is believed when it did what the optimizer itself does.
 
 The user's class, with its options, makes some steps on small parameters of several shapes, with rates that change (also
-to zero and back) and gradients of many sizes; the traced graph makes the same steps on all of them laid end to end, as
-it does on a shard. Every element of every parameter and of the state, and every counter, must come out alike. Then
+to zero and back) and gradients of many sizes; the update makes the same steps on all of them laid end to end, as they
+lie in a shard. Every element of every parameter and of the state, and every counter, must come out alike. Then
 counters are set far ahead on both sides, for what happens only late in training.
 """
 
@@ -14,16 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_compiled.optim.groups import with_hyper
-from fsdp_compiled.optim.nested import all_leaves
+from fsdp_compiled.optim.optimizer_copy import Refused, copy_of, fresh_of, named_state, step_of
+from fsdp_compiled.optim.param_groups import with_hyper
 from fsdp_compiled.optim.rule import RuleInput, StateTensor, inputs_of
+from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.optim.tracing import Subject
-from fsdp_compiled.optim.twin import Untraceable, fresh_of, named_state, step_of, twin_of
 
-Graphs = Callable[[tuple[int, ...]], fx.Graph]  # the rule for a parameter of this shape
 SHAPES: tuple[tuple[int, ...], ...] = ((5,), (2, 3), (), (2, 1, 3, 2), (3, 4, 2))
 FACTORS = (0.0, 1.0, 0.5, 0.0, 2.0, 1.0, 0.7, 0.0, 1.3)  # of the rate, from step to step
 LATE = 3000  # what counters are moved on by
@@ -32,7 +31,7 @@ BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.25, torch.
 
 
 class Trial:
-    """One optimizer, ready to be compared with graphs that are said to do the same."""
+    """One optimizer, ready to be compared with an update that is said to do the same."""
 
     def __init__(
         self, subject: Subject, options: Mapping[str, Any], dtype: torch.dtype, rates: Sequence[float]
@@ -67,18 +66,18 @@ class Trial:
         parameters = [nn.Parameter(value.clone()) for value in self._begin]
         state: Any = defaultdict(dict)
         state |= named_state(subject.optimizer)
-        for parameter in parameters if subject.started else ():
+        for parameter in parameters if subject.kept.started else ():
             mine = fresh_of(subject.optimizer, self._options, parameter)
             if mine is not None:
                 state[parameter] = dict(mine.state[parameter])
-        twin = twin_of(subject.optimizer, [{**self._options, "params": parameters}], state)
-        step = step_of(type(twin))
+        made = copy_of(subject.optimizer, [{**self._options, "params": parameters}], state)
+        step = step_of(type(made))
         counted: list[dict[str, float]] = []
         for index, hypers in enumerate((*self.rates, *self.late)):
             if index == len(self.rates):
                 self._counters = [
                     entry
-                    for entry in subject.state
+                    for entry in subject.kept.state
                     if entry.scalar
                     and entry.place != "ours"
                     and not entry.container
@@ -86,44 +85,33 @@ class Trial:
                 ]
                 for entry in self._counters:
                     for parameter in parameters:
-                        _move_on(twin, entry, parameter, LATE)
+                        _move_on(made, entry, parameter, LATE)
             for name, value in hypers.items():
-                twin.param_groups[0].update(with_hyper(twin.param_groups[0], name, value))
+                made.param_groups[0].update(with_hyper(made.param_groups[0], name, value))
             for parameter, gradient in zip(parameters, self._gradients[index], strict=True):
                 parameter.grad = gradient.clone()
-            step(twin)
+            step(made)
             self.parameters.append([parameter.detach().clone() for parameter in parameters])
             counted.append(
-                {e.name: _value(twin, e, parameters[0]) for e in subject.state if e.scalar and e.place != "ours"}
+                {e.name: _value(made, e, parameters[0]) for e in subject.kept.state if e.scalar and e.place != "ours"}
             )
         self.scalars = counted[-1]
         self.state = [
-            {e.name: kept[e.name] for e in subject.state
+            {e.name: kept[e.name] for e in subject.kept.state
              if not e.scalar and isinstance(kept.get(e.name), torch.Tensor)}
             for kept in (all_leaves(state[parameter]) for parameter in parameters)
         ]  # fmt: skip
 
-    def compare(self, graphs: Graphs) -> str | None:
-        """Where the rule's graphs differ from the optimizer's own steps; None where they do not."""
-        for index, shape in enumerate(SHAPES[:4]):
-            if (found := self._compare(graphs(shape), index)) is not None:
-                return found
-        return None
-
-    def compare_all(self, graph: fx.Graph) -> str | None:
-        """As `compare`, of one graph for all shapes, run on all parameters laid end to end."""
-        return self._compare(graph, None)
-
-    def _compare(self, graph: fx.Graph, index: int | None) -> str | None:
-        places = range(len(SHAPES)) if index is None else [index]
+    def compare(self, update: Callable[..., object]) -> str | None:
+        """Where the update, over the inputs of a rule, differs from the optimizer's own steps; None: nowhere."""
 
         def flat(values: Sequence[torch.Tensor]) -> torch.Tensor:
-            return torch.cat([values[place].reshape(-1) for place in places])
+            return torch.cat([value.reshape(-1) for value in values])
 
         mine = flat(self._begin)
-        state = {entry.name: initial(entry, mine) for entry in self.subject.state}
-        inputs = inputs_of(self.subject.state, self.subject.hypers)
-        update = fx.GraphModule(nn.Module(), graph)
+        kept, hypers_of = self.subject.kept.state, self.subject.hypers
+        state = {entry.name: initial(entry, mine) for entry in kept}
+        inputs = inputs_of(kept, hypers_of)
         begin = mine.clone().double()
         for step, hypers in enumerate((*self.rates, *self.late)):
             if step == len(self.rates):
@@ -137,14 +125,14 @@ class Trial:
             with torch.no_grad():
                 update(*[given[one] for one in inputs])
             theirs = flat(self.parameters[step])
-            moved = float((theirs.double() - begin).nan_to_num().abs().max()) if len(theirs) else 0.0
+            moved = float((theirs.double() - begin).nan_to_num().abs().max())
             if (worst := self._off(mine, theirs, moved)) is not None:
                 hyper = ", ".join(f"{name} {value:g}" for name, value in hypers.items())
                 return (
                     f"at step {step + 1} ({hyper}) an element is off by {worst:.2g}, where the one that moved most "
                     f"moved by {moved:.2g}"
                 )
-        for name in self.state[places[0]]:
+        for name in self.state[0]:
             theirs = flat([values[name] for values in self.state])
             largest = float(theirs.double().nan_to_num().abs().max())
             if (worst := self._off(state[name], theirs, largest)) is not None:
@@ -173,23 +161,23 @@ def _counts(values: Sequence[float]) -> bool:
     return len(values) == 3 and all(b - a == 1 for a, b in itertools.pairwise(values))
 
 
-def _holder(twin: Optimizer, entry: StateTensor, parameter: torch.Tensor) -> dict[str, Any]:
+def _holder(made: Optimizer, entry: StateTensor, parameter: torch.Tensor) -> dict[str, Any]:
     if entry.place == "parameter":
-        return twin.state[parameter]  # type: ignore[no-any-return]
+        return made.state[parameter]  # type: ignore[no-any-return]
     if entry.place == "state":
-        return twin.state  # type: ignore[return-value]
-    return twin.param_groups[0] if entry.place == "group" else vars(twin)
+        return made.state  # type: ignore[return-value]
+    return made.param_groups[0] if entry.place == "group" else vars(made)
 
 
-def _value(twin: Optimizer, entry: StateTensor, parameter: torch.Tensor) -> float:
-    holder = _holder(twin, entry, parameter)
+def _value(made: Optimizer, entry: StateTensor, parameter: torch.Tensor) -> float:
+    holder = _holder(made, entry, parameter)
     value = all_leaves(holder).get(entry.name) if entry.container else holder.get(entry.name)
     if value is None:
-        raise Untraceable(f"its state {entry.name!r} is not always there")
+        raise Refused(f"its state {entry.name!r} is not always there")
     return float(value)
 
 
-def _move_on(twin: Optimizer, entry: StateTensor, parameter: torch.Tensor, by: int) -> None:
-    holder = _holder(twin, entry, parameter)
-    if entry.place == "parameter" or parameter is twin.param_groups[0]["params"][0]:
+def _move_on(made: Optimizer, entry: StateTensor, parameter: torch.Tensor, by: int) -> None:
+    holder = _holder(made, entry, parameter)
+    if entry.place == "parameter" or parameter is made.param_groups[0]["params"][0]:
         holder[entry.name] = holder[entry.name] + by

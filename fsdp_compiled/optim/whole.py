@@ -13,9 +13,13 @@ that sums over parameters (D-Adaptation, Prodigy) or draws random numbers is ref
 
 from __future__ import annotations
 
+import copy
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,12 +27,29 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compiled.optim.eager import Side, Way, difference, run_beside
-from fsdp_compiled.optim.groups import options_of
-from fsdp_compiled.optim.nested import all_leaves
-from fsdp_compiled.optim.trial import FACTORS
-from fsdp_compiled.optim.twin import Refused, attributes_of, named_state, step_of
+from fsdp_compiled.optim.discovery import begin_of
+from fsdp_compiled.optim.optimizer_copy import (
+    Refused,
+    attributes_of,
+    copy_of,
+    fresh_of,
+    meaning,
+    named_state,
+    plain_options,
+    step_of,
+)
+from fsdp_compiled.optim.param_groups import hyper, options_of, scheduled, with_hyper
+from fsdp_compiled.optim.state_containers import all_leaves
+from fsdp_compiled.optim.trial import BOUNDS, FACTORS, LATE
 
+Guard: TypeAlias = Callable[[Any], AbstractContextManager[Any]]  # around a step of this side
+Calls: TypeAlias = Callable[[list[nn.Parameter]], list[list[nn.Parameter]]]
+# Which of all parameters it is given, and what is allowed; in which calls, where these are several.
+Selection: TypeAlias = (
+    tuple[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], Guard]
+    | tuple[Callable[[Sequence[torch.Tensor]], list[torch.Tensor]], Guard, Calls]
+)
+STEPS, UNCHANGED, MOST = len(FACTORS), 4, 128  # at least; without a new entry in the state; before the trial gives up
 # Wide, tall, square, and of one shape: owners of each.
 SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
     0: ((), ()),
@@ -38,6 +59,66 @@ SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
     4: ((2, 1, 3, 2), (2, 2, 2, 2), (2, 1, 3, 2)),
 }
 STEADY = 0.8  # the part of a gradient that stays, for those who wait until parameters move in one direction
+
+
+class Side:
+    """The class's own steps on these parameters. ``guard`` looks at every operator.
+
+    ``calls``: which of them each call of a step is for.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, options: Mapping[str, Any], begin: Sequence[torch.Tensor], guard: Guard,
+        notes: Mapping[str, Any], calls: Calls = lambda parameters: [parameters],
+    ) -> None:  # fmt: skip
+        self.calls = calls
+        self.parameters = [nn.Parameter(value) for value in begin]
+        for parameter in self.parameters:
+            parameter.__dict__.update(notes)
+        state: Any = defaultdict(dict)
+        state |= named_state(optimizer)
+        probe = fresh_of(optimizer, options, nn.Parameter(torch.ones(2, 3)))
+        for parameter in self.parameters if probe is not None and any(probe.state.values()) else ():
+            if (mine := fresh_of(optimizer, options, parameter)) is not None and mine.state.get(parameter):
+                state[parameter] = dict(mine.state[parameter])
+        self.made = copy_of(optimizer, [{**options, "params": self.parameters}], state)
+        self.guard = guard
+
+    def step(self, gradients: Sequence[torch.Tensor], hypers: Mapping[str, float]) -> None:
+        group = self.made.param_groups[0]
+        for name, value in hypers.items():
+            group.update(with_hyper(group, name, value))
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        with torch.no_grad(), self.guard(self):
+            for some in self.calls(self.parameters):
+                group["params"] = some
+                step_of(type(self.made))(self.made)
+        group["params"] = self.parameters
+
+    def numbers(self) -> dict[tuple[str, str], float]:
+        """What it keeps as numbers, by where."""
+        return {
+            (place, name): float(value)
+            for place, holders in self._holders().items()
+            for name, value in (holders[0] if holders else {}).items()
+            if type(value) in (int, float) or (isinstance(value, torch.Tensor) and not value.dim())
+        }
+
+    def move_on(self, counters: Sequence[tuple[str, str]]) -> None:
+        """Sets counters far ahead."""
+        for place, name in counters:
+            for holder in self._holders()[place]:
+                holder[name] = holder[name] + LATE
+
+    def _holders(self) -> dict[str, list[Any]]:
+        kept = [self.made.state[parameter] for parameter in self.parameters if parameter in self.made.state]
+        return {"group": self.made.param_groups, "attribute": [vars(self.made)], "state": kept}
+
+    def entries(self) -> int:
+        """How much it keeps: what grows makes this grow."""
+        kept = [self.made.param_groups[0], attributes_of(self.made)]
+        return len(pytree.tree_leaves((kept, list(self.made.state.values()))))
 
 
 def is_known(kind: type[Optimizer]) -> bool:
@@ -64,7 +145,7 @@ class Apart(OnItsOwn):
         self._from: dict[int, int] = {}  # by storage: the place of the parameter
         self._alive: list[torch.Tensor] = []  # or another storage could have the same address
         for place, parameter in enumerate(side.parameters):
-            for value in (parameter, parameter.grad, *all_leaves(side.twin.state.get(parameter, {})).values()):
+            for value in (parameter, parameter.grad, *all_leaves(side.made.state.get(parameter, {})).values()):
                 self._note(value, place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +211,7 @@ def _try(
         partial(_every, 1, 2),
         partial(_every, len(shapes), 1),
     ]
-    ways: list[Way] = [(select, Apart) for select in owners]
+    ways: list[Selection] = [(select, Apart) for select in owners]
 
     def compare(sides: Sequence[Side], begin: Sequence[torch.Tensor], index: int) -> None:
         everything = [parameter.detach() for parameter in sides[0].parameters]
@@ -163,7 +244,7 @@ def may_be_called_on_some(
         if not same or not _same(*({**_others(side), **_counters(side)} for side in sides)):
             raise Refused("it is not the same in several calls")
 
-    ways: list[Way] = [(list, lambda _: OnItsOwn()), (list, lambda _: OnItsOwn(), _thirds)]
+    ways: list[Selection] = [(list, lambda _: OnItsOwn()), (list, lambda _: OnItsOwn(), _thirds)]
     factors = tuple(filter(None, FACTORS)) if divides else FACTORS
     try:
         for dtype in dict.fromkeys(dtype for dtype, _ in kinds):
@@ -188,19 +269,102 @@ def _every(first: int, step: int, values: Sequence[torch.Tensor]) -> list[torch.
 
 def _counters(side: Side) -> dict[str, Any]:
     """Tensors and numbers that belong to no parameter: every rank has them."""
-    group = {name: value for name, value in side.twin.param_groups[0].items() if name != "params"}
+    group = {name: value for name, value in side.made.param_groups[0].items() if name != "params"}
     return {
         name: value.tolist() if isinstance(value, torch.Tensor) else value
-        for name, value in all_leaves({**attributes_of(side.twin), **group}).items()
+        for name, value in all_leaves({**attributes_of(side.made), **group}).items()
         if isinstance(value, torch.Tensor | bool | int | float | str)
     }
 
 
 def _others(side: Side) -> dict[str, str]:
     """All that belongs to no parameter, as text: of an object that says nothing of itself, which one it is."""
-    kept = {**attributes_of(side.twin), **options_of(side.twin.param_groups[0]), **named_state(side.twin)}
+    kept = {**attributes_of(side.made), **options_of(side.made.param_groups[0]), **named_state(side.made)}
     return {name: repr(value) for name, value in kept.items()}
 
 
 def _same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)  # of nan too
+
+
+def run_beside(
+    optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, factors: Sequence[float],
+    shapes: Sequence[tuple[int, ...]], ways: Sequence[Selection],
+    compare: Callable[[Sequence[Side], Sequence[torch.Tensor], int], None], steady: float = 0.0,
+) -> None:  # fmt: skip
+    """Makes the same steps on small parameters in several ways, side by side, and compares after each.
+
+    ``steady``: which part of a gradient is the same at all steps. Raises `Refused` where a step fails, or where what it
+    keeps does not stop growing.
+    """
+    draw = torch.Generator().manual_seed(0)
+    options = plain_options(options_of(group))
+    options = begin_of(optimizer, options, fresh_of(optimizer, options, nn.Parameter(torch.ones(2, 3, dtype=dtype))))
+    begin = [torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
+    rate = abs(float(group.get("lr", 0.0))) or 0.01
+
+    def each(call: Callable[[Side, Callable[[Any], Any]], Any]) -> None:
+        for side, (select, *_) in zip(sides, ways, strict=True):
+            try:
+                call(side, select)
+            except (Refused, ZeroDivisionError):
+                raise
+            except Exception as error:
+                raise meaning(error, "its step fails on small parameters") from error
+
+    notes: dict[str, Any] = next((copy.copy(vars(p)) for p in group["params"] if vars(p)), {})
+    sides = [
+        Side(optimizer, options, select([value.clone() for value in begin]), guard, notes, *calls)
+        for select, guard, *calls in ways
+    ]
+    counted: list[dict[tuple[str, str], float]] = []
+    sizes: list[int] = []
+    last = None
+    drawn = [partial(_gradient, shape, draw) for shape in shapes]
+    always: list[torch.Tensor] = []
+    for index in itertools.count():
+        gradients = [gradient() for gradient in drawn]
+        always = always or gradients
+        gradients = [(one + steady * (first - one)).to(dtype) for one, first in zip(gradients, always, strict=True)]
+        hypers = {name: hyper(group, name) * (1 - 0.05 * (index % 3)) for name in scheduled(group) if name != "lr"}
+        hypers |= {"lr": rate * factors[index % len(factors)]} if "lr" in group else {}
+        each(lambda side, select, given=gradients, now=hypers: side.step(select(given), now))  # type: ignore[misc]
+        compare(sides, begin, index)
+        counted = [*counted[-2:], sides[0].numbers()]
+        sizes = [*sizes[1 - UNCHANGED :], sides[0].entries()]
+        if last is not None:
+            if index == last:
+                return
+        elif index + 1 >= STEPS and len(sizes) == UNCHANGED and len(set(sizes)) == 1:
+            far = [name for name in counted[-1] if _counts(counted, name)]
+            each(lambda side, _, far=far: side.move_on(far))  # type: ignore[misc]
+            last = index + 3
+        elif index == MOST:
+            raise Refused(f"its state still grows after {MOST} steps")
+
+
+def _gradient(shape: tuple[int, ...], draw: torch.Generator) -> torch.Tensor:
+    """Of elements of many sizes, float64."""
+    sizes = 10 ** (3 * torch.rand(shape, generator=draw, dtype=torch.float64) - 2)
+    return torch.randn(shape, generator=draw, dtype=torch.float64) * sizes
+
+
+def _counts(rows: Sequence[Mapping[Any, float]], name: Any) -> bool:
+    values = [row.get(name, 0.0) for row in rows]
+    return len(values) == 3 and all(b - a == 1 for a, b in itertools.pairwise(values))
+
+
+def difference(
+    mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], begin: Sequence[torch.Tensor], dtype: torch.dtype
+) -> str | None:
+    """How far these are off, where it is more than rounding explains."""
+    if not theirs:
+        return None
+    ours, wanted, start = (torch.cat([value.reshape(-1) for value in row]) for row in (mine, theirs, begin))
+    moved = float((wanted.double() - start.double()).nan_to_num().abs().max())
+    bound = BOUNDS[dtype] * moved + 4 * torch.finfo(dtype).eps * wanted.double().abs()
+    off = (ours.double() - wanted.double()).abs()
+    wrong = ~((ours == wanted) | (ours.isnan() & wanted.isnan())) & ~(off <= bound)
+    if not bool(wrong.any()):
+        return None
+    return f"an element is off by {float(off[wrong].max()):.2g}, where the one that moved most moved by {moved:.2g}"

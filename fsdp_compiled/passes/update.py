@@ -71,7 +71,7 @@ def update(rules: Sequence[Rule]) -> Callable[[Program, Plan], Program]:
 
 def _rule_of(rules: Sequence[Rule], buffer: Buffer) -> Rule:
     assert buffer.group is not None
-    return rule_for(rules, buffer.group, buffer.variant)
+    return rule_for(rules, buffer.group)
 
 
 def _is_idle(edit: Edit, buffer: Buffer) -> bool:

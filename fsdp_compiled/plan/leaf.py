@@ -102,7 +102,6 @@ class Leaf:
     trainable: bool
     group: int | None  # optimizer group; None: no optimizer updates it
     block: str
-    variant: int = 0  # of the group's rules: parameters that are updated by different ones lie in different buffers
     tp: TensorParallel | None = None  # shape and stride are of the first part; None: a plain tensor, which is whole
     owned: bool = False  # one rank along the shard axis updates the whole of it (`owners`)
 

@@ -31,9 +31,7 @@ def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
         slots.append(Slot(leaf, _round_up(end, max(ALIGNMENT // itemsize, 1))))
         end = slots[-1].end
     numel = _round_up(max(end, 1), world * max(SLICE // itemsize, 1))  # nothing is a collective of nothing
-    return Buffer(
-        key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel, first.variant, split=first.split
-    )
+    return Buffer(key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel, split=first.split)
 
 
 def _order(leaves: Sequence[Leaf], plan: Plan, place: int) -> Sequence[Leaf]:
@@ -76,9 +74,9 @@ def make_plan(
     apart = apart_of(policy.bucket_mb, policy.lower, sizes)
     if gathered and apart:
         reason += ", and the last as they are"
-    by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None, int, bool], list[Leaf]]] = {}
+    by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None, bool], list[Leaf]]] = {}
     for leaf, unit in zip(leaves, regroup(blocks, sizes, merge, split, gathered, apart), strict=True):
-        kind = (leaf.dtype, leaf.trainable, *((leaf.group, leaf.variant) if leaf.trainable else (None, 0)), leaf.split)
+        kind = (leaf.dtype, leaf.trainable, leaf.group if leaf.trainable else None, leaf.split)
         by_unit.setdefault(unit, {}).setdefault(kind, []).append(leaf)
     bare = Plan((), policy, device, shard, replicate, machine, (reason,), tp)
     units = []

@@ -83,7 +83,6 @@ class Buffer:
     group: int | None
     slots: tuple[Slot, ...]
     numel: int  # padded to a multiple of the shard axis
-    variant: int = 0  # of the group's rules
     by_rows: bool = False  # each rank's shard holds rows of every parameter (`rows`)
     split: bool = False  # whether ranks along the tp axis have parts of its parameters, or all the whole
     division: Division = Division()

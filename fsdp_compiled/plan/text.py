@@ -23,8 +23,7 @@ def human(nbytes: float) -> str:
 def _kind(buffer: Buffer) -> str:
     if not buffer.trainable:
         return "frozen"
-    variant = f".{buffer.variant}" if buffer.variant else ""
-    return "no optimizer" if buffer.group is None else f"group {buffer.group}{variant}"
+    return "no optimizer" if buffer.group is None else f"group {buffer.group}"
 
 
 def _tensor_parallel(plan: Plan) -> list[str]:

@@ -83,8 +83,7 @@ def _some(names: Collection[str]) -> str:
 
 def names_of(plan: Plan, rule: Rule) -> list[str]:
     """The parameters that a rule updates."""
-    kind = (rule.group, rule.variant)
-    buffers = (buffer for buffer in plan.buffers if buffer.updated and (buffer.group, buffer.variant) == kind)
+    buffers = (buffer for buffer in plan.buffers if buffer.updated and buffer.group == rule.group)
     return [slot.name for buffer in buffers for slot in buffer.slots]
 
 

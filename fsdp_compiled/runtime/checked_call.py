@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,9 +17,9 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.kernels.products import widening
 from fsdp_compiled.lower.fusions import check_names
 from fsdp_compiled.lower.inductor import lowered
+from fsdp_compiled.optim.given_optimizer import check_own_step, check_step_hooks
 from fsdp_compiled.optim.rule import Rule, eager_rule
-from fsdp_compiled.optim.rules import make_rules, variant_of
-from fsdp_compiled.optim.wrapped import check_own_step, check_step_hooks
+from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.plan.leaf import Leaf, check_class, check_gradient, check_modules
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
@@ -91,14 +90,8 @@ def checked_call(
     read_scalars(optimizer)
     whole = {rule.group for rule in rules if rule.whole}
 
-    variant_for = cache(partial(variant_of, rules))
-
-    def ruled(leaf: Leaf) -> Leaf:
-        variant = variant_for(leaf.group, leaf.whole_shape, leaf.dtype)
-        owned = leaf.trainable and leaf.group in whole
-        return replace(leaf, variant=variant, owned=owned) if variant or owned else leaf
-
-    return list(map(ruled, leaves)), rules, lowered(policy or Policy())
+    owned = [replace(leaf, owned=True) if leaf.trainable and leaf.group in whole else leaf for leaf in leaves]
+    return owned, rules, lowered(policy or Policy())
 
 
 def device_refusal(policy: Policy, device: torch.device) -> ValueError | None:

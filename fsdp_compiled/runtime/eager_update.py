@@ -1,20 +1,21 @@
-"""The update of an optimizer that no graph was made of: its own code, run after the program, on pieces of the shards.
+"""An optimizer's own code, run after the program on parameters that stand for the model's: what it keeps, and shows.
 
     program     forward, backward, reduce, unscale, clip -> gradients of this rank's shards
-    then        optimizer.param_groups[g]["params"] = pieces; piece.grad = its part; type(optimizer).step(optimizer)
+    then        optimizer.param_groups[g]["params"] = pieces; piece.grad = its gradient; type(optimizer).step(optimizer)
 
-A *piece* is this rank's part of one parameter, 1-d, a view of its shard; what belongs to another rank is an empty one.
-The optimizer is the user's own object, so what its code keeps in groups and attributes, and what a scheduler writes
-there, is where it always is. State of parameters is kept here, by piece. A parameter that the loss does not reach has
-no gradient, and a step that overflowed does not run, as in eager PyTorch. See `fsdp_compiled.optim.eager` for who may.
+A *piece* is a parameter as `WholeUpdate` gives it to the code. The optimizer is the user's own object, so what its code
+keeps in groups and attributes, and what a scheduler writes there, is where it always is. State of parameters is kept
+here, by piece. A parameter that the loss does not reach has no gradient, and a step that overflowed does not run, as in
+eager PyTorch.
 """
 
 from __future__ import annotations
 
+import copy
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,11 +25,10 @@ from torch.optim import Optimizer
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.program import OVERFLOW, Port
-from fsdp_compiled.optim.eager import PointwiseOnly
-from fsdp_compiled.optim.groups import options_of
-from fsdp_compiled.optim.nested import filled, form_of, leaves_of, named_leaves
-from fsdp_compiled.optim.rules import notes_of
-from fsdp_compiled.optim.twin import Refused, attributes_of, step_of
+from fsdp_compiled.optim.optimizer_copy import Refused, attributes_of, step_of
+from fsdp_compiled.optim.param_groups import options_of
+from fsdp_compiled.optim.state_containers import filled, form_of, leaves_of, named_leaves
+from fsdp_compiled.optim.ways import noted_by
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, encode
 
@@ -45,28 +45,10 @@ def state_by_name(model: nn.Module, optimizer: Optimizer) -> dict[Any, Any]:
     return {names.get(key, key): value for key, value in optimizer.state.items()}
 
 
-@dataclass(frozen=True)
-class Kept:
-    """All that its code keeps. ``states``: parameter's name, its state, its piece; ``named``: state of no parameter.
+class EagerUpdate(ABC):
+    """Runs one optimizer's step on this rank's pieces. ``brought``: what it kept when it was taken over."""
 
-    ``attributes``: those that its code writes, ``fixed``: the others. ``written``: the groups' options that it writes.
-    """
-
-    states: list[tuple[str, Mapping[Any, Any], torch.Tensor]]
-    named: Mapping[Any, Any]
-    attributes: Mapping[str, Any]
-    fixed: Mapping[str, Any]
-    written: Collection[str]
-
-
-class EagerUpdate:
-    """Runs one optimizer's step on this rank's pieces.
-
-    ``brought``: what the optimizer kept when it was taken over. ``existing_state``: this rank's part of it per element,
-    by ``"<buffer key>.<name>"``.
-    """
-
-    what = "the shards"  # that it runs on
+    what: str  # that it runs on
 
     def __init__(
         self,
@@ -76,7 +58,6 @@ class EagerUpdate:
         mesh: Mesh,
         shards: Mapping[str, torch.Tensor],
         brought: Brought,
-        existing_state: Mapping[str, torch.Tensor],
     ) -> None:
         self._optimizer = optimizer
         self._plan = plan
@@ -97,12 +78,12 @@ class EagerUpdate:
         parameters = {slot.name for buffer in plan.buffers for slot in buffer.slots}
         for name, value in brought.items():
             if name in self._pieces:
-                self._state[self._pieces[name]] = self._cut(*self._slots[name], value, existing_state)
+                self._state[self._pieces[name]] = dict(copy.deepcopy(value))
             elif name not in parameters:
                 self._state[name] = value
-        self._notes = notes_of(optimizer)  # attributes that the user put on parameters
         self._shown: dict[str, tuple[torch.Tensor, int]] = {}  # state as it was shown, with versions of copies
         self._written: dict[str, set[str]] = {"option": set(), "attribute": set()}  # by its code
+        self._after = self._noted()
 
     def run(
         self, state: MutableMapping[str, torch.Tensor], shards: Mapping[str, torch.Tensor],
@@ -111,29 +92,30 @@ class EagerUpdate:
         """One step on the gradients among these outputs of the program. ``state`` is what people see of the state."""
         if OVERFLOW in outputs and bool(outputs[OVERFLOW]):
             return
-        for group in self._own if self._notes else ():
-            for parameter in group["params"]:
-                if (piece := self._pieces.get(parameter._sharded_name)) is not None:
-                    piece.__dict__.update({key: vars(parameter)[key] for key in self._notes if key in vars(parameter)})
+        for parameter in (parameter for group in self._own for parameter in group["params"]):
+            if (piece := self._pieces.get(parameter._sharded_name)) is not None:
+                piece.__dict__.update({name: vars(parameter)[name] for name in noted_by([parameter])})
         self._update(shards, outputs, idle)
         torch.autograd.graph.increment_version(list(self._shards.values()))
         self.show(state)
 
+    def changed(self) -> list[str]:
+        """Attributes of the optimizer that somebody else than its code has changed since its last step."""
+        now = self._noted()
+        names = {key: None for key in (*self._after, *now) if key[0] == "attribute"}
+        found = [name for key in names if now.get(key) != self._after.get(key) for name in [f"optimizer.{key[1]}"]]
+        self._after = now
+        return found
+
+    @abstractmethod
     def _update(
         self, shards: Mapping[str, torch.Tensor], outputs: Mapping[Port, torch.Tensor], idle: Collection[str]
     ) -> None:
-        self._follow(shards)
-        for name, piece in self._pieces.items():
-            buffer, first, last = self._places[name]
-            gradient = outputs.get(Port("out", "update", buffer.key))
-            piece.grad = None if gradient is None or name in idle else gradient[first:last]
-        before = self._noted()
-        self._step(PointwiseOnly(), self._groups)
-        self._note(before)
-        for name, piece in self._pieces.items():
-            if piece.data_ptr() != self._views[name].data_ptr():  # its code bound `p.data` anew
-                self._views[name].copy_(piece.detach())
-                piece.data = self._views[name]
+        """The step on these gradients."""
+
+    @abstractmethod
+    def _follow(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Makes pieces of these shards, or has them follow."""
 
     def _note(self, before: Mapping[tuple[str, str, int], Any]) -> None:
         """What its code has written in groups and attributes since they were noted."""
@@ -197,32 +179,6 @@ class EagerUpdate:
     def name(self) -> str:
         return type(self._optimizer).__name__
 
-    def kept(self) -> Kept:
-        """What a checkpoint has to hold of it, as it is."""
-        pieces = {piece: name for name, piece in self._pieces.items()}
-        attributes = {name: value for name, value in attributes_of(self._optimizer).items() if name != "defaults"}
-        own = self._written["attribute"] & attributes.keys()
-        return Kept(
-            [(pieces[key], state, key.detach()) for key, state in self._state.items() if isinstance(key, nn.Parameter)],
-            {key: value for key, value in self._state.items() if not isinstance(key, nn.Parameter)},
-            {name: attributes[name] for name in sorted(own)},
-            {name: value for name, value in attributes.items() if name not in own},
-            self._written["option"],
-        )
-
-    def put(
-        self,
-        states: Mapping[str, Mapping[Any, Any]],
-        named: Mapping[Any, Any],
-        attributes: Mapping[str, Any],
-        written: Collection[str],
-    ) -> None:
-        """Goes on from these, which are of this rank's pieces, instead of what is kept."""
-        self._state = defaultdict(dict)
-        self._state |= {self._pieces[name]: dict(state) for name, state in states.items()} | dict(named)
-        vars(self._optimizer).update(attributes)
-        self._written = {"option": set(written), "attribute": set(attributes)}
-
     def _noted(self) -> dict[tuple[str, str, int], Any]:
         """Its groups' options and its attributes, as they can be compared later."""
         options = [("option", index, options_of(group)) for index, group in enumerate(self._optimizer.param_groups)]
@@ -262,41 +218,6 @@ class EagerUpdate:
 
     def _names_of_groups(self) -> list[list[str]]:
         return [[parameter._sharded_name for parameter in group["params"]] for group in self._own]
-
-    def _cut(self, buffer: Buffer, slot: Slot, kept: Any, existing_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """This rank's piece of what was kept for a parameter."""
-        _, first, last = self._places[slot.name]
-        found = {}
-        cut: dict[int, Any] = {}  # what is kept under two names stays one tensor
-        for name, value in kept.items():
-            leaves = []
-            for label, leaf in named_leaves(str(name), value).items():
-                key = id(leaf)
-                same = isinstance(leaf, torch.Tensor) and tuple(leaf.shape) == slot.leaf.shape
-                if same and f"{buffer.key}.{label}" in existing_state:  # of one number, a step count is not
-                    leaf = existing_state[f"{buffer.key}.{label}"][first:last].clone()
-                elif isinstance(leaf, torch.Tensor) and leaf.numel() != 1:
-                    raise ValueError(
-                        f"{type(self._optimizer).__name__} brings along its state {label!r} of {slot.name}, of shape "
-                        f"{list(leaf.shape)}, which is not the parameter's: it cannot be cut into shards. Begin with "
-                        "an optimizer that has made no step."
-                    )
-                leaves.append(cut.setdefault(key, leaf) if isinstance(leaf, torch.Tensor) else leaf)
-            found[name] = filled(form_of(value), leaves)
-        return found
-
-    def _follow(self, shards: Mapping[str, torch.Tensor]) -> None:
-        """Makes the pieces views of these shards."""
-        if self._shards and all(shards[key] is known for key, known in self._shards.items()):
-            return
-        self._shards = {buffer.key: shards[buffer.key] for buffer, _ in self._slots.values()}
-        for name, (buffer, first, last) in self._places.items():
-            view = self._shards[buffer.key].detach()[first:last]
-            self._views[name] = view
-            if name in self._pieces:
-                self._pieces[name].data = view
-            else:
-                self._pieces[name] = nn.Parameter(view, buffer.trainable)
 
     @contextmanager
     def _opened(self, groups: Sequence[Sequence[nn.Parameter]]) -> Iterator[None]:

@@ -20,12 +20,11 @@ from fsdp_compiled.distributed.uneven_inputs import Joined
 from fsdp_compiled.ir.program import CALL_PARTS, NORM, Port
 from fsdp_compiled.kernels import host_copies
 from fsdp_compiled.lower.lowering import below_autograd
+from fsdp_compiled.optim.given_optimizer import check_step_hooks
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules_again
-from fsdp_compiled.optim.wrapped import check_step_hooks
 from fsdp_compiled.runtime.checkpoint.checkpoints import Checkpoints
 from fsdp_compiled.runtime.compute_copies import Copies
-from fsdp_compiled.runtime.eager_update import EagerUpdate
 from fsdp_compiled.runtime.loop.loop_hooks import idle as idle_hooks
 from fsdp_compiled.runtime.loop.loop_hooks import remove_idle
 from fsdp_compiled.runtime.module_buffers import take
@@ -36,11 +35,14 @@ from fsdp_compiled.runtime.programs.failed_calls import FailedCalls
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
+from fsdp_compiled.runtime.shard_update import ShardUpdate
 from fsdp_compiled.runtime.state import State, optimizer_state
 from fsdp_compiled.runtime.taken_model import TakenModel
 from fsdp_compiled.runtime.verify import Expected, Verification
+from fsdp_compiled.runtime.whole_update import WholeUpdate
 
 ODD = 0x9E3779B97F4A7C1  # spreads the programs' numbers over 60 bits: different ones stay different
+
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -56,9 +58,10 @@ class ShardedCalls:
         copies: Copies,
         state: State,
         random: RandomNumbers,
-        updates: Sequence[EagerUpdate] = (),
+        updates: Sequence[WholeUpdate] = (),
+        shard_updates: Sequence[ShardUpdate] = (),
     ) -> None:
-        """``updates``: of optimizers that run as they are."""
+        """``updates``: of optimizers that run as they are, on whole parameters; ``shard_updates``: on shards."""
         plan, mesh = programs.plan, programs.mesh
         self.plan = plan
         self.model = taken.model
@@ -67,7 +70,7 @@ class ShardedCalls:
         self._mesh = mesh
         self._state = state
         self._programs, self._hyperparameters, self._copies = programs, hyperparameters, copies
-        self._updates = updates
+        self._updates, self._shard_updates = updates, shard_updates
         self.calling = RLock()  # for `one_thread`
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
@@ -162,7 +165,10 @@ class ShardedCalls:
             found = dict(zip(compiled.outputs, outputs, strict=True))
             if expected is not None:
                 expected.owner.compare(expected, compiled.capture.rebuild(found), state)
-            if compiled.updates and self._updates:
+            if compiled.updates and (self._updates or self._shard_updates):
+                for one in self._shard_updates:
+                    values = self._hyperparameters.values
+                    one.run(self._programs.rules, values, state.optimizer, state.parameters, found, compiled.idle)
                 for update in self._updates:
                     update.run(state.optimizer, state.parameters, found, compiled.idle)
                 if not self._hyperparameters.unchanged():
@@ -255,24 +261,28 @@ class ShardedCalls:
         if not self._hyperparameters.unchanged():
             with outside_modes():  # tensors made in the caller's inference mode could never be written again
                 if changed := self._hyperparameters.changed(self._programs.rules):
-                    self._retrace(changed)
+                    self._rule_again(changed)
                 self._hyperparameters.write(self._programs.rules)
+        for one in self._shard_updates:
+            one.check(self._programs.rules)
+        if changed := [name for update in self._updates for name in update.changed()]:
+            self._rule_again(changed)
         if self._joined is not None and self._joined.shadows is not None:
             self._hyperparameters.overwrite(self._joined.shadows.hypers)
 
-    def _retrace(self, changed: Sequence[str]) -> None:
+    def _rule_again(self, changed: Sequence[str]) -> None:
+        """New rules, tried anew; traced ones are part of programs, which are dropped."""
         assert self.optimizer is not None
-        if all(rule.eagerly is not None for rule in self._programs.rules):
-            make_rules_again(self.optimizer, self._programs.rules, ())  # tried again; it reads changes by itself
-            self._hyperparameters.traced()
-            return
-        log.warning("%s changed, which is not scheduled: the step is compiled again.", ", ".join(changed))
         with outside_modes():
             rules, updated = self._programs.rules, self._state.ages.updated
             made = {rule.key for rule in rules if (rule.key in updated if rule.counts else int(self._state.step))}
-            self._programs.retrace(make_rules_again(self.optimizer, rules, made))
+            again = make_rules_again(self.optimizer, rules, made)
+        if any(rule.eagerly is None for rule in rules):
+            log.warning("%s changed, which is not scheduled: the step is compiled again.", ", ".join(changed))
+            self._programs.retrace(again)
+        self._programs.rules = again
         self._hyperparameters.traced()
-        for name, value in optimizer_state(self.plan, self._programs.rules, {}).items():
+        for name, value in optimizer_state(self.plan, again, {}).items():
             self._state.optimizer.setdefault(name, value)  # that the new values ask for, momentum for one
 
     @contextmanager

@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 from fsdp_compiled.capture.ambient import outside_modes, untraced
 from fsdp_compiled.distributed.lockstep import lockstep
-from fsdp_compiled.optim.together import members
 from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, check_wish, path
 from fsdp_compiled.runtime.checkpoint.contents import check_extra
 from fsdp_compiled.runtime.checkpoint.trained import Trained
@@ -19,7 +18,6 @@ from fsdp_compiled.runtime.full_state_dict import full_state_dict
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.one_thread import one_thread
 from fsdp_compiled.runtime.sharded_calls import ShardedCalls
-from fsdp_compiled.runtime.whole_update import WholeUpdate
 
 
 class ShardedCheckpoints(ShardedCalls):
@@ -70,7 +68,7 @@ class ShardedCheckpoints(ShardedCalls):
             given = check_extra(extra, load=False)
             self._between_steps("save")
             self._checkpoints.wait(busy, wish.folder, int(self._state.step) if wish.step is None else wish.step)
-            trained = self._trained("save", eagerly=True)
+            trained = self._trained("save")
         if wish.step is None:
             wish = dataclasses.replace(wish, step=int(self._state.step))
         with self._meeting(f"save to {wish}, extra {list(given)}"), outside_modes():
@@ -103,7 +101,7 @@ class ShardedCheckpoints(ShardedCalls):
             if self._joined is not None:
                 raise RuntimeError("load inside join: the other ranks may still train. Call it after the block.")
             self._checkpoints.wait()
-            trained = self._trained("load", eagerly=True)
+            trained = self._trained("load")
         label = f"load from {place}, step {step}, strict={bool(strict)}, extra {list(given)}"
         # One rank may load after a call that left its state half updated.
         with self._meeting(label) if self._mesh.world > 1 else nullcontext(), outside_modes():
@@ -159,7 +157,7 @@ class ShardedCheckpoints(ShardedCalls):
         """The ordinary ``optimizer.state_dict()``, on the CPU of rank 0; empty on the other ranks. Collective."""
         with self._refusing():
             self._need_optimizer("full_optimizer_state_dict")
-            trained = self._trained("full_optimizer_state_dict", owners=True)
+            trained = self._trained("full_optimizer_state_dict")
         with self._meeting("full_optimizer_state_dict"), outside_modes():
             return self._checkpoints.optimizer_state_dict(trained)
 
@@ -172,7 +170,7 @@ class ShardedCheckpoints(ShardedCalls):
         """
         with self._refusing():
             self._need_optimizer("load_full_optimizer_state_dict")
-            trained = self._trained("load_full_optimizer_state_dict", owners=True)
+            trained = self._trained("load_full_optimizer_state_dict")
         with self._meeting("load_full_optimizer_state_dict"), outside_modes():
             self._checkpoints.load_optimizer(state_dict, trained)
 
@@ -189,7 +187,7 @@ class ShardedCheckpoints(ShardedCalls):
         with self._refusing():
             self._between_steps("state_dict")
             self._checkpoints.wait()
-            trained = self._trained("state_dict", owners=True)
+            trained = self._trained("state_dict")
         with self._meeting("state_dict"), outside_modes():
             return self._checkpoints.state_dict(trained)
 
@@ -201,7 +199,7 @@ class ShardedCheckpoints(ShardedCalls):
         Raises ``ValueError`` by name, with nothing changed, for what does not fit.
         """
         with self._refusing():
-            trained = self._trained("load_state_dict", owners=True)
+            trained = self._trained("load_state_dict")
         with self._meeting("load_state_dict"), outside_modes():
             self._checkpoints.load_state_dict(state_dict, trained)
         self._row.end()
@@ -215,18 +213,11 @@ class ShardedCheckpoints(ShardedCalls):
                 f"{call} between microbatches: their sums are no part of a checkpoint. Call it after sharded.step."
             )
 
-    def _trained(self, call: str, optimizer: bool = True, eagerly: bool = False, owners: bool = False) -> Trained:
-        """What is saved and loaded. ``optimizer``: whether its state is; ``eagerly``: in whatever form it is kept;
-        ``owners``: in that in which owners keep it."""
+    def _trained(self, call: str, optimizer: bool = True) -> Trained:
+        """What is saved and loaded. ``optimizer``: whether its state is."""
         updates = self._updates if optimizer else ()
         for update in updates:
-            if not eagerly and not (owners and isinstance(update, WholeUpdate)):
-                update.refuse(call, "what its code keeps can have any form. Call save and load.")
-            if not isinstance(update, WholeUpdate) and len(members(self.optimizer)) > 1:
-                update.refuse(call, "its state is saved where it is the only optimizer.")
             update.read(self._state.optimizer)
-        whole = [update for update in updates if isinstance(update, WholeUpdate)]
-        pieces = next((update for update in updates if not isinstance(update, WholeUpdate)), None)
         self._taken.check()
         take(self._programs.replaced_buffers(), self._state.buffers)
-        return Trained(self.plan, self._state, self.optimizer, self._programs.rules, pieces, whole)
+        return Trained(self.plan, self._state, self.optimizer, self._programs.rules, updates)

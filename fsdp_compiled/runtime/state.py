@@ -113,7 +113,7 @@ def optimizer_state(
             if entry.scalar:
                 key = f"{rule.key}.{entry.name}"
                 begin = _existing_number(existing_state, rule, entry, plan)
-                own = [one.key for one in plan.buffers if (one.group, one.variant) == (rule.group, rule.variant)]
+                own = [one.key for one in plan.buffers if one.group == rule.group]
                 if entry.name == "undamped" and any(f"{key}.momentum_buffer" in existing_state for key in own):
                     begin = torch.zeros((), dtype=entry.dtype, device=plan.device)
                 found[key] = (
@@ -125,7 +125,7 @@ def optimizer_state(
         if buffer.updated:
             assert buffer.group is not None
             size = buffer.numel // plan.shard if plan.placement.state else buffer.numel
-            for entry in rule_for(rules, buffer.group, buffer.variant).state:
+            for entry in rule_for(rules, buffer.group).state:
                 if not entry.scalar:
                     key = f"{buffer.key}.{entry.name}"
                     dtype = entry.dtype or buffer.dtype

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fsdp_compiled.capture.model_tensors import named_parameters
-from fsdp_compiled.optim.together import members
+from fsdp_compiled.optim.given_optimizer import members
 from fsdp_compiled.runtime.autograd_hooks import backward_hooks, check_module_hooks
 from fsdp_compiled.runtime.parameters.gathered_call import register
 from fsdp_compiled.runtime.parameters.shard_layout import Layout

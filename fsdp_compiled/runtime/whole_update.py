@@ -23,7 +23,6 @@ for bit, Newton-Schulz in bfloat16 included. See `fsdp_compiled.optim.whole` for
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
@@ -37,7 +36,8 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
 from fsdp_compiled.distributed.owners import Owned
 from fsdp_compiled.ir.program import Port
-from fsdp_compiled.optim.twin import attributes_of
+from fsdp_compiled.optim.optimizer_copy import attributes_of
+from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.optim.whole import OnItsOwn, is_known
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.owners import update_cost
@@ -90,7 +90,12 @@ class WholeUpdate(EagerUpdate):
 
     def of_parameters(self) -> dict[str, Any]:
         """What it keeps for each parameter that this rank owns, by name."""
-        return {name: dict(self._state[piece]) for name, piece in self._pieces.items() if self._state.get(piece)}
+        found = {name: dict(self._state[piece]) for name, piece in self._pieces.items() if self._state.get(piece)}
+        for name, kept in found.items():
+            tensors = [id(leaf) for leaf in all_leaves(kept).values() if isinstance(leaf, torch.Tensor)]
+            if len(set(tensors)) < len(tensors):
+                self.refuse("save", f"it keeps one tensor of {name} under two names, which would be two when loaded.")
+        return found
 
     def of_all_ranks(self) -> dict[str, Any]:
         """What its code has written in groups, by name, and in attributes. Raises ``ValueError`` for other state."""
@@ -128,9 +133,6 @@ class WholeUpdate(EagerUpdate):
                 nothing = torch.zeros((), dtype=buffer.dtype, device=self._plan.device).expand(slot.leaf.shape)
                 self._nothing[name] = nothing
                 self._pieces[name] = nn.Parameter(nothing)
-
-    def _cut(self, buffer: Buffer, slot: Slot, kept: Any, existing_state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        return dict(copy.deepcopy(kept))
 
     def _update(
         self, shards: Mapping[str, torch.Tensor], outputs: Mapping[Port, torch.Tensor], idle: Collection[str]

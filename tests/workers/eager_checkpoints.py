@@ -1,4 +1,4 @@
-"""Checkpoints of an optimizer whose own code runs on pieces of shards: two ranks save, and load in other layouts.
+"""Checkpoints of an optimizer whose own code runs on whole parameters: two ranks save, and load in other layouts.
 
 torchrun --nproc-per-node 2 eager_checkpoints.py RESULT FOLDER
 """
@@ -42,10 +42,8 @@ def whole(sharded: Sharded, optimizer: Queue) -> dict[str, Any]:
         every = [None] * WORLD
         dist.all_gather_object(every, own)
     state = {}
-    for name in every[0]:
-        pieces = [one[name] for one in every]
-        cut = sharded.plan.placement.state and pieces[0].dim() == 1
-        state[name] = torch.cat(pieces) if cut else pieces[0]
+    for one in every:  # each owner's, or everyone's
+        state |= one
     beside = {"rates": [*optimizer.rates], "steps": [group["step"] for group in optimizer.param_groups]}
     return {"weights": sharded.full_state_dict(), "state": state, "beside": beside}
 

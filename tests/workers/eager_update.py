@@ -1,4 +1,4 @@
-"""An optimizer that runs as it is, on pieces of shards, beside eager PyTorch on the batches of all ranks.
+"""Optimizers that run as they are, on shards and on whole parameters, beside eager PyTorch on all ranks' batches.
 
 torchrun --nproc-per-node 2 eager_update.py RESULT
 """
@@ -9,19 +9,20 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fsdp_compiled import Policy, RankError, compile_sharded
 from fsdp_compiled.distributed.device_mesh import connect
-from tests.untraced import Idle, Queue, batches, eagerly, groups, loss
+from tests.untraced import Average, Idle, Queue, batches, eagerly, groups, loss
 
 RANK = int(os.environ["RANK"])
 
 
-def differs(shard: str) -> str:
+def differs(kind: Any, shard: str) -> str:
     eager, model = Idle(), Idle()
-    theirs, mine = Queue(groups(eager)), Queue(groups(model))
+    theirs, mine = kind(groups(eager)), kind(groups(model))
     eagerly(eager, theirs, batches(2))  # state that is brought along
     eagerly(model, mine, batches(2))
     sharded = compile_sharded(model, mine, loss=loss, policy=Policy(lower="eager", shard=shard))  # type: ignore[arg-type]
@@ -46,7 +47,11 @@ def differs(shard: str) -> str:
 
 def main(result: str) -> None:
     connect(None)
-    found = {shard: differs(shard) for shard in ("zero3", "zero2", "zero1", "ddp")}
+    found = {
+        f"{kind.__name__} {shard}": differs(kind, shard)
+        for kind in (Average, Queue)
+        for shard in ("zero3", "zero2", "zero1", "ddp")
+    }
     if RANK == 0:
         Path(result).write_text(json.dumps(found))
 

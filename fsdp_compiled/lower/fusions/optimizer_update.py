@@ -99,7 +99,7 @@ def _members(edit: Edit, rule: Rule, plan: Plan) -> tuple[list[fx.Node], list[Me
     members = []
     for buffer in plan.buffers:
         nodes = by_buffer.get(buffer.key, {})
-        if buffer.updated and (buffer.group, buffer.variant) == (rule.group, rule.variant) and "rule" in nodes:
+        if buffer.updated and buffer.group == rule.group and "rule" in nodes:
             inside = {*shared, *nodes["rule"]}
             read = {source for node in nodes["rule"] for source in node.all_input_nodes if source not in inside}
             computed = [source for source in read if source.op == "call_function"]

@@ -151,11 +151,8 @@ class Checkpoints:
             trained.state, trained.plan, trained.optimizer, trained.rules, extra, trained.updates
         )
         dealt = [f"extra {name}" for name, holder in extra.items() if dealt_out(holder)]
-        return (
-            yield from saving.prepare(
-                wish, self._count, self._mesh, trained, values, tensors, self._plans, begun, dealt
-            )
-        )
+        return saving.prepare(wish, self._count, self._mesh, trained, values, tensors, self._plans, begun, dealt)
+        yield  # no stage of its own: what fails here is told in the last exchange
 
     def load(
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fsdp_compiled.optim.groups import options_of
+from fsdp_compiled.optim.given_optimizer import members
+from fsdp_compiled.optim.param_groups import options_of
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.optim.together import members
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.ages import fresh, names_of
 from fsdp_compiled.runtime.checkpoint.values import Tensors, encode

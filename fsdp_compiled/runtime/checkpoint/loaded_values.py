@@ -70,9 +70,6 @@ def write_values(
     if trained.optimizer is not None and found.options is not None:
         groups = [{k: decode(v, {}) for k, v in one.items()} for one in found.options]
         write_groups(trained.optimizer, groups, found.written)
-    if found.put is not None and trained.eager is not None:
-        found.put()
-        trained.eager.show(state.optimizer)
     if "random" not in values:  # converted from another format
         return
     tree, own = values["random"]

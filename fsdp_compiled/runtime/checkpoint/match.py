@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ class Match:
     options: list[dict[str, Any]] | None = None  # of each group, as JSON, where rates are taken over
     updated: dict[str, Names] = field(default_factory=dict)  # by rules' keys, who has made their steps
     written: Sequence[str] = ()  # options that the optimizer's own code writes, which are taken over too
-    put: Callable[[], None] | None = None  # gives an optimizer whose own code runs what was read of its state
     differences: list[str] = field(default_factory=list)
 
 

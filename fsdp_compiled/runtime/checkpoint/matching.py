@@ -23,7 +23,7 @@ def match(manifest: Manifest, trained: Trained, place: Place) -> Match:
     plan, state, rules = trained.plan, trained.state, trained.rules
     found = Match()
     places = _parameters(manifest, plan, state.buffers, found)
-    match_optimizer(manifest, trained, place, places, found)
+    match_optimizer(manifest, trained, places, found)
     orders = {
         name: slot.leaf.order
         for buffer in plan.buffers

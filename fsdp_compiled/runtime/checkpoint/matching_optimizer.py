@@ -8,27 +8,24 @@ from typing import Any
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.plan.plan import Buffer, Slot
 from fsdp_compiled.runtime.ages import Numbers, of_group, parted
-from fsdp_compiled.runtime.checkpoint import eager_state, owned_state
+from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, class_name
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.match import Match, saved_names, unlike
 from fsdp_compiled.runtime.checkpoint.matching_options import match_options
-from fsdp_compiled.runtime.checkpoint.stretches import Place, parameter_name, per_element, state_name
+from fsdp_compiled.runtime.checkpoint.stretches import parameter_name, per_element, state_name
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import decode
 
 
-def match_optimizer(manifest: Manifest, trained: Trained, place: Place, places: dict[str, str], found: Match) -> None:
+def match_optimizer(manifest: Manifest, trained: Trained, places: dict[str, str], found: Match) -> None:
     """What fits of it, into ``found``; ``places``: by our name of a tensor, the saved one, to which those of a traced
     update's state are added."""
     if trained.optimizer is None or not _same_optimizer(manifest, trained, found):
         return
-    if trained.eager is not None:
-        _eagerly(manifest, trained, place, places, found)
-    else:
-        _by_rules(manifest, trained, trained.optimizer, places, found)
+    _by_rules(manifest, trained, trained.optimizer, places, found)
 
 
 def _same_optimizer(manifest: Manifest, trained: Trained, found: Match) -> bool:
@@ -41,33 +38,12 @@ def _same_optimizer(manifest: Manifest, trained: Trained, found: Match) -> bool:
     if (own := class_name(trained.optimizer)) != saved["class"] and saved["class"] is not None:
         found.differences.append(f"the optimizer is {own} here, and {saved['class']} in the checkpoint")
         return False
-    if (trained.eager is not None) != ("eager" in manifest.values):
-        here, there = ("runs as it is", "traced")[:: 1 if trained.eager is not None else -1]
-        found.differences.append(f"the optimizer's update is {here} here, and {there} in the checkpoint")
+    if "eager" in manifest.values:
+        found.differences.append(
+            f"the state of {own} was saved by a version that ran it on parts of parameters, in a form of its own"
+        )
         return False
     return True
-
-
-def _eagerly(manifest: Manifest, trained: Trained, place: Place, places: Mapping[str, str], found: Match) -> None:
-    """All of its state or none of it."""
-    assert trained.optimizer is not None and trained.eager is not None
-    found.written = manifest.values["eager"]["same"]["written"]
-    before = len(found.differences)
-    match_options(manifest, trained.plan, trained.optimizer, manifest.values["optimizer"]["same"], found)
-
-    def first_of(slot: Slot) -> str | None:
-        saved = places.get(parameter_name(slot))
-        return saved.removeprefix("model.") if saved is not None else None
-
-    wanted, put, wrong = eager_state.match(manifest, trained.plan, trained.eager, place, first_of)
-    idle = [slot for buffer in trained.plan.buffers if not buffer.updated for slot in buffer.slots]
-    found.differences += wrong
-    if len(found.differences) == before:
-        found.wanted, found.put = wanted, put
-    else:
-        found.options = None
-        found.differences += _left("all groups", [name for name in map(first_of, _updated(trained.plan)) if name])
-    found.differences += _not_updated(idle, manifest.values["eager"]["same"]["states"], manifest)
 
 
 def _by_rules(manifest: Manifest, trained: Trained, optimizer: Optimizer, places: dict[str, str], found: Match) -> None:
@@ -75,7 +51,7 @@ def _by_rules(manifest: Manifest, trained: Trained, optimizer: Optimizer, places
     plan, state, rules, updates = trained.plan, trained.state, trained.rules, trained.updates
     for one in manifest.values.get("owners", {}).get("same", []):
         found.written = (*found.written, *one["written"])
-    match_options(manifest, plan, optimizer, manifest.values["optimizer"]["same"], found)
+    match_options(manifest, plan, optimizer, rules, manifest.values["optimizer"]["same"], found)
     there = _Records(manifest)
     foreign = "owners" not in manifest.values  # or it had no whole parameters
     if foreign and updates:
@@ -127,10 +103,6 @@ def _by_rules(manifest: Manifest, trained: Trained, optimizer: Optimizer, places
             found.scalars[rule.key], found.updated[rule.key] = records[next(iter(numbers))], stepped
 
 
-def _updated(plan: Plan) -> list[Slot]:
-    return [slot for buffer in plan.buffers if buffer.updated for slot in buffer.slots]
-
-
 def _left(group: str, names: Iterable[str]) -> list[str]:
     """What follows for parameters whose own state would fit: a group has one count of steps."""
     every = ", ".join(names)
@@ -149,7 +121,7 @@ def _not_updated(slots: Iterable[Slot], saved: Container[str], manifest: Manifes
 
 
 def _updates(rule: Rule, buffer: Buffer) -> bool:
-    return buffer.updated and (buffer.group, buffer.variant) == (rule.group, rule.variant)
+    return buffer.updated and buffer.group == rule.group
 
 
 class _Records:

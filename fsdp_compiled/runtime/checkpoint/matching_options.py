@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fsdp_compiled.optim.groups import NOTES, options_of, scheduled
-from fsdp_compiled.optim.twin import IMPLEMENTATIONS
+from fsdp_compiled.optim.optimizer_copy import IMPLEMENTATIONS
+from fsdp_compiled.optim.param_groups import NOTES, options_of, scheduled
+from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint.contents import plain
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
@@ -17,8 +18,11 @@ from fsdp_compiled.runtime.checkpoint.match import Match
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 
 
-def match_options(manifest: Manifest, plan: Plan, optimizer: Optimizer, saved: dict[str, Any], found: Match) -> None:
+def match_options(
+    manifest: Manifest, plan: Plan, optimizer: Optimizer, rules: Sequence[Rule], saved: dict[str, Any], found: Match
+) -> None:
     """What the checkpoint has of each group's options: those of its parameters, in whichever groups they were."""
+    counted = {(rule.group, entry.name) for rule in rules for entry in rule.state if entry.place == "group"}
     names = {slot.name: slot.leaf.names for buffer in plan.buffers for slot in buffer.slots}
     group_of = {name: index for index, row in enumerate(saved["parameters"]) for name in row}
     rows: list[dict[str, Any]] = []
@@ -40,7 +44,7 @@ def match_options(manifest: Manifest, plan: Plan, optimizer: Optimizer, saved: d
         rows.append(before or {})
         for name, value in options_of(group).items():
             taken = (*taken_over(group), *found.written)
-            if before is None or name not in before or name in IMPLEMENTATIONS:
+            if before is None or name not in before or name in IMPLEMENTATIONS or (index, name) in counted:
                 continue
             if name in taken and (not _is_number(plain(value)) or _is_number(decode(before[name], {}))):
                 continue

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.optim.groups import options_of
-from fsdp_compiled.optim.nested import all_leaves
-from fsdp_compiled.optim.twin import attributes_of, plain_options, step_of, twin_of
+from fsdp_compiled.optim.optimizer_copy import attributes_of, copy_of, plain_options, step_of
+from fsdp_compiled.optim.param_groups import options_of
+from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.runtime.checkpoint.contents import OWNED
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
@@ -191,7 +191,7 @@ def _after_a_step(optimizer: Optimizer, group: Mapping[str, Any], leaf: Leaf) ->
     small = nn.Parameter(torch.linspace(0.1, 1, math.prod(shape)).view(shape).to(leaf.dtype))
     small.grad = small.detach().clone()
     options = copy.deepcopy(plain_options(options_of(group)))
-    twin = twin_of(optimizer, [{**options, "params": [small]}], defaultdict(dict))
+    twin = copy_of(optimizer, [{**options, "params": [small]}], defaultdict(dict))
     before = {key: repr(value) for key, value in attributes_of(twin).items()}
     known = {key: repr(value) for key, value in options.items()}
     with torch.no_grad():

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from fsdp_compiled.distributed.lockstep import Exchange, Last, Work
+from fsdp_compiled.distributed.lockstep import Exchange, Last
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import eager_state
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import OWNED
 from fsdp_compiled.runtime.checkpoint.data_file import check_dtype
@@ -30,7 +29,7 @@ from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, te
 from fsdp_compiled.runtime.checkpoint.writing import Save, Written
 from fsdp_compiled.runtime.checkpoint.written_shards import WrittenShards
 
-ALIKE = ("updates", "scale", "optimizer", "scalars", "eager", "owners")  # values that ranks cannot differ in
+ALIKE = ("updates", "scale", "optimizer", "scalars", "owners")  # values that ranks cannot differ in
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ def prepare(
     plans: Plans,
     begun: list[Path],
     dealt: Sequence[str] = (),
-) -> Work[Last]:
-    """In stages, for `last_exchange`, whose answers the function that it comes to divides the work by.
+) -> Last:
+    """What this rank says last, whose answers the function that goes with it divides the work by.
 
     ``begun``: gets the folder that rank 0 made, which has to go if a rank fails. ``dealt``: values that are each rank's
     own, also where they are equal.
@@ -77,12 +76,6 @@ def prepare(
     if mesh.rank == 0:
         aside = folders.begin(wish.folder, wish.step, wish.replace)
         begun.append(aside)
-    kept: eager_state.Own | None = None
-    agreed: dict[str, Any] = {}
-    if trained.eager is not None:
-        kept = eager_state.own_of(trained.eager)
-        agreed = eager_state.agreed((yield Exchange("what the optimizer keeps", kept.said)))
-        values = {**values, "eager": agreed}
     for name, tensor in found.items():
         check_dtype(name, tensor.dtype)
     digests = {
@@ -97,10 +90,6 @@ def prepare(
         holders = Holders(mesh.rank, [place for _, place, *_ in said])
         own = plans.shards.find(trained, holders)
         described, parts = dict(own.entries), own.parts
-        if kept is not None:
-            described |= eager_state.entries(agreed, trained.plan)
-            more = eager_state.stretches(agreed, kept.pieces, trained.plan, place, holders)
-            parts = [*parts, *(part(one.name, one.start, one.values, described[one.name].shape) for one in more)]
         shapes = {name: entry.shape for name, entry in described.items() if list(entry.order) == sorted(entry.order)}
         trees, extra, entries = _own_values(mesh.rank, writers, values, found)
         shapes |= {name: entry.shape for name, entry in entries.items()}

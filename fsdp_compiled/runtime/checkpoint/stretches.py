@@ -85,7 +85,7 @@ def per_element(buffer: Buffer, rules: Sequence[Rule]) -> list[str]:
     if not buffer.updated or not rules:
         return []
     assert buffer.group is not None
-    return [entry.name for entry in rule_for(rules, buffer.group, buffer.variant).state if not entry.scalar]
+    return [entry.name for entry in rule_for(rules, buffer.group).state if not entry.scalar]
 
 
 def tensors(plan: Plan, rules: Sequence[Rule], optimizer: Mapping[str, torch.Tensor]) -> dict[str, Entry]:

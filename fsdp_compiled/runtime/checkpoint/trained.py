@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.eager_update import EagerUpdate
 from fsdp_compiled.runtime.state import State
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 
@@ -22,5 +21,4 @@ class Trained:
     state: State
     optimizer: Optimizer | None
     rules: Sequence[Rule]
-    eager: EagerUpdate | None = None  # where the optimizer's own code runs, on pieces
     updates: Sequence[WholeUpdate] = ()  # of optimizers that keep state in forms of their own, on owners

@@ -169,7 +169,7 @@ def _per_element(trained: Trained) -> Iterator[tuple[Buffer, StateTensor]]:
     for buffer in trained.plan.buffers:
         if buffer.updated:
             assert buffer.group is not None
-            for entry in rule_for(trained.rules, buffer.group, buffer.variant).state:
+            for entry in rule_for(trained.rules, buffer.group).state:
                 if not entry.scalar:
                     yield buffer, entry
 

@@ -1,6 +1,6 @@
-"""The user's optimizer over other parameters: its class, options and attributes, and nothing that it shares.
+"""A copy of the user's optimizer over other parameters: its class, options and attributes, and nothing that it shares.
 
-A twin is what rules are traced with and tried on. Nothing that a twin does reaches the user's optimizer, its hooks or
+Updates are traced with a copy, and tried on one. Nothing that a copy does reaches the user's optimizer, its hooks or
 the model: attributes are copied, and in the copies the model's parameters are small stand-ins without a gradient.
 """
 
@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+MISSING = object()
 # Of every optimizer, or set by schedulers and by us: no part of how it updates.
-OWN = ("state", "param_groups", "step", "state_dict", "load_state_dict", "_opt_called", "_step_count",
-       "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")  # fmt: skip
+OWN = ("state", "param_groups", "step", "state_dict", "load_state_dict", "add_param_group", "_opt_called",
+       "_step_count", "_zero_grad_profile_name", "_warned_capturable_if_run_uncaptured")  # fmt: skip
 WRAPS = "it wraps another optimizer, and changes what that one does: pass that one itself"
-# These choose between implementations of one formula; the plain one is traced.
+# These choose between implementations of one formula; the plain one is traced, tried and run.
 IMPLEMENTATIONS = ("foreach", "fused", "capturable", "differentiable", "triton")
 
 
@@ -28,11 +29,7 @@ class Refused(Exception):
     """Why an optimizer cannot be used, to be completed by its name."""
 
 
-class Untraceable(Refused):
-    """Why its code cannot be traced; perhaps it can run as it is."""
-
-
-def meaning(error: Exception, otherwise: str, kind: type[Refused] = Refused) -> Refused:
+def meaning(error: Exception, otherwise: str) -> Refused:
     """What it means that the optimizer's step failed in this way."""
     text = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
     if "closure" in text:
@@ -43,7 +40,7 @@ def meaning(error: Exception, otherwise: str, kind: type[Refused] = Refused) -> 
         return Refused("its class has no step: it updates in another way")
     if "'NoneType' object is not callable" in text:
         return Refused("its step calls a function that it was not given, such as a closure")
-    return kind(f"{otherwise} ({text})")
+    return Refused(f"{otherwise} ({text})")
 
 
 def step_of(kind: type[Optimizer]) -> Callable[..., Any]:
@@ -61,12 +58,12 @@ def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
     }
 
 
-def twin_of(
+def copy_of(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Any, attributes: Mapping[str, Any] | None = None
 ) -> Optimizer:
     """The optimizer over these groups, each with its ``"params"``; ``attributes`` take the place of its own."""
-    twin: Optimizer = object.__new__(type(optimizer))
-    memo: dict[int, Any] = {id(optimizer): twin, id(optimizer.state): state}
+    made: Optimizer = object.__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): made, id(optimizer.state): state}
     attributes_now = attributes_of(optimizer)
     if not all(map(_is_plain, attributes_now.values())):
         for group in optimizer.param_groups:
@@ -74,19 +71,19 @@ def twin_of(
                 memo[id(parameter)] = nn.Parameter(torch.zeros(()), requires_grad=False)
     for name, value in attributes_now.items():
         try:
-            twin.__dict__[name] = copy.deepcopy(value, memo)
+            made.__dict__[name] = copy.deepcopy(value, memo)
         except Exception as error:
             raise Refused(f"its attribute {name!r}, a {type(value).__name__}, cannot be copied: {error}") from error
     for hooks in ("step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre",
                   "load_state_dict_post"):  # fmt: skip
-        twin.__dict__[f"_optimizer_{hooks}_hooks"] = OrderedDict()
-    twin.__dict__.update(attributes or {})
+        made.__dict__[f"_optimizer_{hooks}_hooks"] = OrderedDict()
+    made.__dict__.update(attributes or {})
     try:
-        twin.param_groups = list(map(dict, groups))
-        twin.state = state
+        made.param_groups = list(map(dict, groups))
+        made.state = state
     except AttributeError as error:
         raise Refused(WRAPS) from error
-    return twin
+    return made
 
 
 def _is_plain(value: Any) -> bool:

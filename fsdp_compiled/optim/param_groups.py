@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 # Where schedulers note their bounds; no optimizer's step reads them, but for its own ``max_lr`` where it has one.
 NOTES = ("initial_lr", "min_lr", "base_momentum", "max_momentum")
 
@@ -47,8 +49,24 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+def with_numbers(group: Mapping[str, Any], values: Mapping[str, float]) -> dict[str, Any]:
+    """The group's options with these numbers, named as `numbers_of` names them, in the place of its own."""
+
+    def one(name: str, value: Any) -> Any:
+        new = values.get(name)
+        if new is None or not isinstance(value, bool | int | float | torch.Tensor) or value == new:
+            return value
+        return torch.full_like(value, new) if isinstance(value, torch.Tensor) else type(value)(new)
+
+    return {
+        name: tuple(one(f"{name}[{place}]", item) for place, item in enumerate(value)) if type(value) is tuple
+        else one(name, value)
+        for name, value in options_of(group).items()
+    }  # fmt: skip
+
+
 def signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a traced rule depends on: every hyperparameter that is not scheduled, and whether momentum is zero."""
+    """What a traced rule depends on: every hyperparameter that is not scheduled, and the sign of momentum."""
     moving = scheduled(group)
     notes = (*NOTES, *(["max_lr"] if "initial_lr" in group and "min_lr" in group else []))
     fixed = []
@@ -58,5 +76,5 @@ def signature(group: Mapping[str, Any]) -> tuple[Any, ...]:
         fixed.append((name, value[1:] if name == "betas" and "beta1" in moving else value))
     return (
         *((name, repr(value)) for name, value in fixed),
-        *((name, hyper(group, name) == 0) for name in moving if name != "lr"),
+        *((name, (hyper(group, name) > 0) - (hyper(group, name) < 0)) for name in moving if name != "lr"),
     )
