@@ -40,7 +40,7 @@ test: lint ## lint, the tests, and a part of them on the newest torch (PYTEST_AR
 VERSIONS := 2.11.0 2.12.1 2.13.0 2.14.1
 NEWEST := $(lastword $(VERSIONS))
 # What of the tests shows most of what another torch may change.
-PART := $(addprefix tests/test_, $(addsuffix .py, parity own_loop own_loop_results guards repeated_calls families \
+PART := $(addprefix tests/test_, $(addsuffix .py, parity fully_shard fully_shard_results guards repeated_calls families \
 	unknown_reads unseen_inputs inherited_names closed_layouts tensor_parallel tensor_parallel_loop checkpoints \
 	checkpoint_ranks fuzz examples readme cli_train kernels_compiled))
 test-newest: ## that part, on the newest torch, in an environment of its own

@@ -23,7 +23,7 @@ from bench.summary import Row, ratio, rows
 
 ROOT = RESULTS.parents[1]
 DOCUMENTS = (
-    ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "own_loop.md", ROOT / "bench" / "README.md"
+    ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "fully_shard.md", ROOT / "bench" / "README.md"
 )  # fmt: skip
 PRESETS = ("thin", "small", "large", "llama")
 FIRST_STEPS = ("thin-first-step", "thin-4-first-step")

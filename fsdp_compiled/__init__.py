@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from fsdp_compiled.ir.program import Program as Program
     from fsdp_compiled.lower.bundle import BundleError as BundleError
     from fsdp_compiled.lower.bundle import load_bundle as load_bundle
-    from fsdp_compiled.own_loop import CPUOffloadPolicy as CPUOffloadPolicy
-    from fsdp_compiled.own_loop import FSDPModule as FSDPModule
-    from fsdp_compiled.own_loop import MixedPrecisionPolicy as MixedPrecisionPolicy
-    from fsdp_compiled.own_loop import OffloadPolicy as OffloadPolicy
-    from fsdp_compiled.own_loop import UnshardHandle as UnshardHandle
-    from fsdp_compiled.own_loop import fully_shard as fully_shard
-    from fsdp_compiled.own_loop import register_fsdp_forward_method as register_fsdp_forward_method
     from fsdp_compiled.plan.hardware import Cluster as Cluster
     from fsdp_compiled.plan.plan import Plan as Plan
     from fsdp_compiled.policy import LossScale as LossScale
     from fsdp_compiled.policy import Policy as Policy
     from fsdp_compiled.runtime.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
+    from fsdp_compiled.runtime.fsdp.fully_shard import CPUOffloadPolicy as CPUOffloadPolicy
+    from fsdp_compiled.runtime.fsdp.fully_shard import FSDPModule as FSDPModule
+    from fsdp_compiled.runtime.fsdp.fully_shard import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from fsdp_compiled.runtime.fsdp.fully_shard import OffloadPolicy as OffloadPolicy
+    from fsdp_compiled.runtime.fsdp.fully_shard import UnshardHandle as UnshardHandle
+    from fsdp_compiled.runtime.fsdp.fully_shard import fully_shard as fully_shard
+    from fsdp_compiled.runtime.fsdp.fully_shard import register_fsdp_forward_method as register_fsdp_forward_method
     from fsdp_compiled.runtime.sharded import Sharded as Sharded
     from fsdp_compiled.runtime.simulate import Estimate as Estimate
     from fsdp_compiled.runtime.simulate import simulate as simulate
@@ -41,14 +41,14 @@ __version__ = "0.1.0"
 
 _MODULES = {  # where each is; what a type checker reads above says the same
     "BundleError": "lower.bundle",
-    "CPUOffloadPolicy": "own_loop",
+    "CPUOffloadPolicy": "runtime.fsdp.fully_shard",
     "CaptureError": "capture.aot",
     "Cluster": "plan.hardware",
     "Estimate": "runtime.simulate",
-    "FSDPModule": "own_loop",
+    "FSDPModule": "runtime.fsdp.fully_shard",
     "LossScale": "policy",
-    "MixedPrecisionPolicy": "own_loop",
-    "OffloadPolicy": "own_loop",
+    "MixedPrecisionPolicy": "runtime.fsdp.fully_shard",
+    "OffloadPolicy": "runtime.fsdp.fully_shard",
     "Plan": "plan.plan",
     "Policy": "policy",
     "Port": "ir.program",
@@ -58,12 +58,12 @@ _MODULES = {  # where each is; what a type checker reads above says the same
     "SequenceAttention": "capture.sequence_attention",
     "Sharded": "runtime.sharded",
     "State": "runtime.state",
-    "UnshardHandle": "own_loop",
+    "UnshardHandle": "runtime.fsdp.fully_shard",
     "chunked_cross_entropy": "runtime.chunked_loss",
     "compile_sharded": "api",
-    "fully_shard": "own_loop",
+    "fully_shard": "runtime.fsdp.fully_shard",
     "load_bundle": "lower.bundle",
-    "register_fsdp_forward_method": "own_loop",
+    "register_fsdp_forward_method": "runtime.fsdp.fully_shard",
     "simulate": "runtime.simulate",
     "stretch": "capture.sequence_attention",
 }

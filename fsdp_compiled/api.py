@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from fsdp_compiled.capture.ambient import outside
+from fsdp_compiled.capture.global_modes import outside
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.device_mesh import connect
@@ -33,10 +33,11 @@ from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
-from fsdp_compiled.runtime.ages import brought_by
 from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import state_by_name
+from fsdp_compiled.runtime.managed_model import ManagedModel
+from fsdp_compiled.runtime.param_step_counts import brought_by
 from fsdp_compiled.runtime.programs.no_collection import no_collection
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
@@ -45,7 +46,6 @@ from fsdp_compiled.runtime.shard_model import half_taken, read_scalars, take_ove
 from fsdp_compiled.runtime.shard_update import ShardUpdate
 from fsdp_compiled.runtime.sharded import Sharded
 from fsdp_compiled.runtime.state import State, optimizer_state
-from fsdp_compiled.runtime.taken_model import TakenModel
 from fsdp_compiled.runtime.tensor_parallel.parts import check_policy, check_tensor_parallel
 from fsdp_compiled.runtime.tensor_parallel.plan import apply_cuts, find_cuts
 from fsdp_compiled.runtime.whole_update import WholeUpdate, first_rank_s
@@ -188,7 +188,7 @@ def _begin(
     place: Mesh,
     init: Callable[[nn.Module], Any] | None,
     rules: tuple[Rule, ...],
-) -> Work[tuple[TakenModel, State, RandomNumbers, tuple[WholeUpdate, ...], tuple[ShardUpdate, ...]]]:
+) -> Work[tuple[ManagedModel, State, RandomNumbers, tuple[WholeUpdate, ...], tuple[ShardUpdate, ...]]]:
     """Takes the model over and makes the state that training starts from; in stages, for `lockstep`."""
     ages = brought_by(optimizer, model, plan, rules)
     brought = [state_by_name(model, one) for one in members(optimizer)]

@@ -338,7 +338,7 @@ ROWS = (
         "yes",
         "yes",
         "`fsdp_compiled.fully_shard`",
-        ("test_own_loop::test_a_loop_leaves_what_it_leaves_with_fsdp2",),
+        ("test_fully_shard::test_a_loop_leaves_what_it_leaves_with_fsdp2",),
     ),
     Row(
         "Checkpoints that another number of ranks loads",

@@ -39,7 +39,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.rng import seed
-from fsdp_compiled.runtime.shard_model import TakenModel, parameters_of, read_leaves, read_slot, take_over
+from fsdp_compiled.runtime.shard_model import ManagedModel, parameters_of, read_leaves, read_slot, take_over
 from fsdp_compiled.runtime.state import optimizer_state
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ class Rank:
 
     mesh: Mesh
     plan: Plan
-    taken: TakenModel
+    taken: ManagedModel
     optimizer: Optimizer | None
     rules: tuple[Rule, ...]
     values: dict[Port, torch.Tensor]  # a program's inputs but for batches and hyperparameters

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import fully_shard
-from fsdp_compiled.lower import halves
+from fsdp_compiled.lower import split_forward_backward
 from tests.chosen import chosen
 
 STEPS = 4
@@ -99,6 +99,6 @@ def test_recurrent_layers_that_go_on_where_the_last_batch_ended(kind: str) -> No
 
 
 def test_control_a_view_of_what_is_written_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "base_of", lambda node: node)
+    monkeypatch.setattr(split_forward_backward, "base_of", lambda node: node)
     torch.manual_seed(0)
     assert difference(Carried("view", "buffer")) > 0.1

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled.lower.capturable import Held, Results
 from fsdp_compiled.lower.cuda_graph import RESTARTS, WARM
-from fsdp_compiled.lower.fixed_addresses import Held, Results
 from tests.chosen import chosen, examples
 from tests.graphs import adamw, make, same, stand_in
 from tests.parts import parts

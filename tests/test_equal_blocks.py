@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture import aot, aot_cache, dynamo_run
-from fsdp_compiled.capture.blocks import equal_blocks, left_out, repeats
+from fsdp_compiled.capture.blocks import elided_blocks, equal_blocks, repeats
 from fsdp_compiled.ir.program import Program
 from tests.equal_models import LAYERS, WIDTH, Model, TwoLists, loss, program_of
 
@@ -149,14 +149,14 @@ def test_where_what_is_left_out_fails_all_blocks_are_looked_through(
 def test_control_what_left_out_blocks_are_given_is_compared(
     differentiated: dict[str, list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys, find = equal_blocks._keys, left_out.runs_of
+    keys, find = equal_blocks._keys, elided_blocks.runs_of
 
     def blind(*given: Any) -> Any:
         with monkeypatch.context() as patched:
             patched.setattr(equal_blocks, "_keys", lambda *inner: [key[:-1] for key in keys(*inner)])
             return find(*given)
 
-    monkeypatch.setattr(left_out, "runs_of", blind)
+    monkeypatch.setattr(elided_blocks, "runs_of", blind)
     program_of(Model("one mask", DEEP))
     assert differentiated["left"] == [3] and differentiated["short"] != differentiated["whole"]
 

@@ -15,12 +15,12 @@ FOLDER = ROOT / "examples"
 NAMES = tuple(sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "toy"))
 ON_FOUR = ("replicas",)
 ON_TWO = tuple(name for name in NAMES if name not in ON_FOUR)
-# Where several forwards come before one backward, the last bit may differ (docs/own_loop.md).
+# Where several forwards come before one backward, the last bit may differ (docs/fully_shard.md).
 ROUNDED = ("adversarial", "preferences")
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?")
 
 
-# Loops of the others' kinds are in test_own_loop.
+# Loops of the others' kinds are in test_fully_shard.
 CHOSEN = ("plain_loop", "checkpoint", "preferences")
 
 
@@ -43,7 +43,7 @@ def test_an_example_prints_what_it_prints_with_fsdp2(printed: dict[str, list[str
         assert ours == theirs
 
 
-@pytest.mark.exhaustive  # replicas are in test_own_loop
+@pytest.mark.exhaustive  # replicas are in test_fully_shard
 def test_an_example_with_replicas_does_so_on_four_ranks() -> None:
     for name in ON_FOUR:
         printed = launch(WORKER, 4, name)
@@ -61,4 +61,4 @@ def test_an_example_says_how_it_is_run_and_is_short(name: str) -> None:
     text = (FOLDER / f"{name}.py").read_text()
     assert re.search(rf"^torchrun --nproc-per-node \d examples/{name}\.py$", text, re.MULTILINE)
     assert len(text.splitlines()) <= 70
-    assert f"{name}.py" in (ROOT / "docs" / "own_loop.md").read_text()
+    assert f"{name}.py" in (ROOT / "docs" / "fully_shard.md").read_text()

@@ -42,7 +42,7 @@ def test_programs_that_values_ask_for_are_bounded() -> None:
 
 
 def test_no_guard_looks_at_what_is_compared_anyway() -> None:
-    """Tables of parameters, by `TakenModel`: their guards would be half of all."""
+    """Tables of parameters, by `ManagedModel`: their guards would be half of all."""
     with parts() as of:
         sharded, _ = pair()
     sharded.step(*batch())

@@ -42,7 +42,7 @@ ROOMS = (
     "torch_private", "policy", "plan", "ir", "kernels", "distributed", "optim", "analysis", "capture", "report",
     "passes", "lower", "runtime",
 )  # fmt: skip
-FACE = ("__init__", "__main__", "api", "cli", "integrations", "own_loop")
+FACE = ("__init__", "__main__", "api", "cli", "integrations")
 
 
 @functools.cache
@@ -130,7 +130,7 @@ def problems(name: str, tree: ast.Module) -> list[str]:
         found += [f"{name} imports {other}" for other in sorted(mine) if other.startswith("passes")]
         found += [f"{name} imports {other}" for other in sorted(mine) if other.split(".")[0] == "distributed"]
     if name.startswith("runtime.programs"):
-        rooms = ("runtime.loop.", "runtime.parameters.", "runtime.sharded", "runtime.tensor_parallel.")
+        rooms = ("runtime.fsdp.", "runtime.parameters.", "runtime.sharded", "runtime.tensor_parallel.")
         found += [f"{name} imports {other}" for other in sorted(mine) if other.startswith(rooms)]
     if room != "integrations":  # whose frameworks are not everybody's
         found += [f"{name} imports {other}" for other in sorted(mine) if other.split(".")[0] == "integrations"]
@@ -216,7 +216,7 @@ def test_the_releases_in_the_table_are_those_that_are_promised() -> None:
         ("capture.dynamo", "from fsdp_compiled import passes"),
         ("lower.lowering", "from fsdp_compiled.api import compile_sharded"),
         ("attic", "import torch"),
-        ("runtime.programs.program_cache", "from fsdp_compiled.runtime.loop.gradients import leave"),
+        ("runtime.programs.program_cache", "from fsdp_compiled.runtime.fsdp.gradients import leave"),
         ("runtime.sharded", "from torch._dynamo import reset"),
         ("runtime.sharded", "import torch._inductor.config"),
         ("runtime.sharded", "import torch\ntorch._functorch.config.x = 1"),
@@ -228,7 +228,7 @@ def test_the_releases_in_the_table_are_those_that_are_promised() -> None:
         ("runtime.sharded", "import torch\nwith torch.cuda.graph(made): pass"),
         ("runtime.rng", "from torch.cuda import CUDAGraph"),
         ("cli.train", "from fsdp_compiled.integrations.accelerate import use_fully_shard"),
-        ("runtime.loop.module_class", "import accelerate"),
+        ("runtime.fsdp.module_class", "import accelerate"),
     ],
 )
 def test_a_forbidden_import_is_noticed(name: str, code: str) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fsdp_compiled import fully_shard
-from fsdp_compiled.runtime.loop import local_updates
+from fsdp_compiled.runtime.fsdp import local_updates
 from fsdp_compiled.torch_private.dtensor import handlers
 from tests.architectures import TORCH
 from tests.toys import net

@@ -70,7 +70,7 @@ def test_a_module_that_no_call_holds_is_refused() -> None:
 
 
 def test_control_the_parameter_that_took_its_place_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fsdp_compiled.own_loop.ENTRY", "another")
+    monkeypatch.setattr("fsdp_compiled.runtime.fsdp.fully_shard.ENTRY", "another")
     plain, model = built("head .")
     assert model.head.weight is not model.embed.weight
     assert losses(plain) != losses(model)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils.flop_counter import FlopCounterMode
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.capture import ambient
+from fsdp_compiled.capture import global_modes
 from tests.modes import EAGER, Routed, T, X, amp, eager_step, loss_fn, off, pair
 from tests.parts import parts
 
@@ -246,17 +246,17 @@ def test_a_caller_that_wants_one_whole_graph_is_told_why_not() -> None:
 
 def test_what_is_left_comes_back() -> None:
     """Whatever happens inside; and nothing is done where nothing is on."""
-    assert ambient.outside_modes() is ambient.outside_modes()
+    assert global_modes.outside_modes() is global_modes.outside_modes()
     mode = Seeing()
     with amp(), torch.device("meta"), torch.inference_mode(), mode, default_dtype(torch.float64):
-        before = ambient.now()
-        with pytest.raises(KeyError), ambient.outside_modes():
-            assert ambient.now() == before._replace(autocast=(), device=None)
+        before = global_modes.now()
+        with pytest.raises(KeyError), global_modes.outside_modes():
+            assert global_modes.now() == before._replace(autocast=(), device=None)
             assert torch.empty(()).device.type == "cpu" and not torch.is_inference_mode_enabled()
             assert not _get_current_dispatch_mode_stack()
             with before.entered():
-                assert ambient.now() == before and not torch.is_autocast_cache_enabled()
+                assert global_modes.now() == before and not torch.is_autocast_cache_enabled()
             raise KeyError
-        assert ambient.now() == before and _get_current_dispatch_mode_stack() == [mode]
+        assert global_modes.now() == before and _get_current_dispatch_mode_stack() == [mode]
         assert torch.is_inference_mode_enabled() and torch.is_autocast_cache_enabled()
-    assert ambient.now() == before._replace(autocast=(), device=None, dtype=torch.float32)
+    assert global_modes.now() == before._replace(autocast=(), device=None, dtype=torch.float32)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture import dynamo, dynamo_run, guards
-from fsdp_compiled.capture.blocks import built_guards, likeness, repeated_calls, walked_blocks
+from fsdp_compiled.capture.blocks import built_guards, guard_probes, repeated_calls, walked_blocks
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from tests import equal_models as equal
 from tests.architectures import TORCH
@@ -186,7 +186,7 @@ def compare(model: nn.Module, function: Any, expected: int, monkeypatch: pytest.
 def test_control_blocks_whose_guards_nobody_compares_come_out_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     model = equal.Model("index")
     wanted, _ = full(model, equal.loss, monkeypatch)
-    monkeypatch.setattr(likeness, "alike", lambda one, other: True)
+    monkeypatch.setattr(guard_probes, "alike", lambda one, other: True)
     monkeypatch.setattr(Repeats, "check_guards", lambda *_: None)
     got, written = traced(model, equal.loss, monkeypatch)
     assert written > 0 and got != wanted
@@ -197,7 +197,7 @@ def test_guards_that_say_another_thing_are_found_when_they_are_built(
 ) -> None:
     model = equal.Model("index")
     wanted, _ = full(model, equal.loss, monkeypatch)
-    monkeypatch.setattr(likeness, "alike", lambda one, other: True)
+    monkeypatch.setattr(guard_probes, "alike", lambda one, other: True)
     with caplog.at_level("INFO", logger="fsdp_compiled"):
         got, _ = traced(model, equal.loss, monkeypatch)
     assert got[-3:] == wanted

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import fully_shard
-from fsdp_compiled.runtime.loop import module_call
+from fsdp_compiled.runtime.fsdp import module_call
 
 
 class Net(nn.Module):

@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
-from fsdp_compiled.analysis.contained import attempt
+from fsdp_compiled.analysis.best_effort import attempt
 from fsdp_compiled.ir.inference import Alike
 from fsdp_compiled.ir.nodes import as_traced, base_of, is_collective, is_view, is_wait, mutated
 from fsdp_compiled.plan.hardware import Cluster

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import backends
 
-from fsdp_compiled.capture.ambient import now
+from fsdp_compiled.capture.global_modes import now
 from fsdp_compiled.torch_private.functorch import config
 from fsdp_compiled.torch_private.modes import is_in_torch_dispatch_mode, saved_tensors_hooks
 
@@ -48,7 +48,7 @@ def _modes() -> dict[str, Any]:
     """How operators are dispatched, differentiated, typed and chosen."""
     einsum = backends.opt_einsum
     return {
-        "ambient": now(),
+        "modes": now(),
         "autocast cache": torch.is_autocast_cache_enabled(),
         "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "functorch": config.get_hash(),

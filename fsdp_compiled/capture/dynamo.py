@@ -23,12 +23,12 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture import one_object, ordered_keys, random_calls, unknown_reads
 from fsdp_compiled.capture.absent_names import failed_lookups
-from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.batch_changes import changed, contents, given
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from fsdp_compiled.capture.captured import CURE, Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamo_run import Trace
+from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.capture.guards import Recorder
 from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.model_collectives import name_axes, substitute
@@ -71,7 +71,7 @@ def trace_whole(
     *,
     gradient: bool,
     results: bool = False,
-    ambient: Ambient | None = None,
+    modes: GlobalModes | None = None,
     parts: Parts | None = None,
     groups: dict[str, str] | None = None,
 ) -> Capture:
@@ -80,7 +80,7 @@ def trace_whole(
     ``results``: what ``loss`` returns is no loss, but any structure. Each tensor in it is differentiated, by a
     derivative that is an input of the program (``tangent``); tensors of the batch that require gradients get them.
     ``tensors`` and the tensors of the batch are fake tensors of one mode; which parameters require gradients is read
-    off them. ``ambient``: the modes to trace under, where they are not those of the moment. ``parts``: which tensors
+    off them. ``modes``: the modes to trace under, where they are not those of the moment. ``parts``: which tensors
     are parts of DTensors. ``groups``: see `name_axes`. Raises `CaptureError` with the user's line and the cure.
     """
     parts = _placed(parts or Parts())
@@ -187,7 +187,7 @@ def trace_whole(
 
     asked: set[str] = set()
     failed: set[str] = set()
-    around = ambient.entered() if ambient is not None else contextlib.nullcontext()
+    around = modes.entered() if modes is not None else contextlib.nullcontext()
     classes = loss_parallel() if parts.mesh is not None else contextlib.nullcontext()
     with (
         _explained(model, parts.hint),

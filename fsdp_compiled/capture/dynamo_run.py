@@ -15,10 +15,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.aot import CaptureError, Traced
-from fsdp_compiled.capture.blocks.left_out import Gap, LeftOut, gaps_of, left_out
-from fsdp_compiled.capture.blocks.lengthened import Unequal
+from fsdp_compiled.capture.blocks.elided_blocks import Elided, Gap, gaps_of, left_out
+from fsdp_compiled.capture.blocks.expand_repeats import Unequal
+from fsdp_compiled.capture.blocks.inline_blocks import blocks_of, with_own_tensors, written_out
 from fsdp_compiled.capture.blocks.repeats import differentiate
-from fsdp_compiled.capture.blocks.written_out import blocks_of, with_own_tensors, written_out
 from fsdp_compiled.capture.captured import CURE, Tensors
 from fsdp_compiled.capture.closed_numbers import Numbers
 from fsdp_compiled.capture.guards import Guards
@@ -46,7 +46,7 @@ class Form:
     module: fx.GraphModule
     inputs: list[Any]
     given: list[Port]
-    left: Sequence[LeftOut] = ()
+    left: Sequence[Elided] = ()
     every: Sequence[Port] = ()
 
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.captured import Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
+from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.capture.model_tensors import named_parameters, notes_on
 from fsdp_compiled.capture.plain_way import capture
 from fsdp_compiled.capture.sequence_attention import along_sequences
@@ -45,7 +45,7 @@ def capture_on(
     plain: Mapping[str, torch.Tensor] | None = None,
     sizes: Sizes | None = None,
     hints: Sizes | None = None,
-    ambient: Ambient | None = None,
+    modes: GlobalModes | None = None,
     tp_mesh: DeviceMesh | None = None,
     groups: dict[str, str] | None = None,
 ) -> Capture:
@@ -54,7 +54,7 @@ def capture_on(
     ``plain``: the model's parameters that the plan does not have, by each of their names.
 
     ``sizes``: the dims of the batch's tensors that may change (see `dynamic_shapes`), and
-    ``hints``, the sizes to trace them with. ``ambient``: as of `capture`. ``tp_mesh``: where parameters that are cut
+    ``hints``, the sizes to trace them with. ``modes``: as of `capture`. ``tp_mesh``: where parameters that are cut
     along the tp axis are DTensors. ``groups``: process groups by what programs call them; see `name_axes`.
     """
     mode = FakeTensorMode(shape_env=ShapeEnv())
@@ -108,7 +108,7 @@ def capture_on(
     tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()}, whole)
     with _casting(inside(model), plan.policy.precision), synchronised(plan.axes), along_sequences(plan.axes):
         made = capture(
-            model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, results=results, ambient=ambient,
+            model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, results=results, modes=modes,
             parts=parts_of(plan, tp_mesh), groups=groups,
         )  # fmt: skip
     check_attributes(batch_tensors(args, kwargs), made.asked)

@@ -20,8 +20,8 @@ are kept, less those that this package answers for in another way:
   the key.
 - *Empty dictionaries of hooks* (EMPTY_NN_MODULE_HOOKS_DICT): six a module, which would take longer than all the rest.
   `traced_functions.Hooks` looks at them when PyTorch has counted a new hook, and not before.
-- *Tables of parameters* (``module._parameters``) of a model that was taken over: `runtime.taken_model` compares all of
-  them at every call, entry by entry, and refuses any other. Half of all guards are theirs.
+- *Tables of parameters* (``module._parameters``) of a model that was taken over: `runtime.managed_model` compares all
+  of them at every call, entry by entry, and refuses any other. Half of all guards are theirs.
 - *Functions of this package*, which the trace passes through, and *modules of Python's and PyTorch's own library* that
   are one and the same under two names (DUPLICATE_INPUT, ID_MATCH): neither is the user's to change.
 

@@ -19,11 +19,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compiled.capture import disk_cache
-from fsdp_compiled.capture.ambient import outside_modes
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.cache_key import versions
 from fsdp_compiled.capture.captured import Capture, Tensors
 from fsdp_compiled.capture.dynamo import trace_whole
+from fsdp_compiled.capture.global_modes import outside_modes
 from fsdp_compiled.capture.source_lines import OURS
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.names import (

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
-from fsdp_compiled.capture.ambient import is_tracker
+from fsdp_compiled.capture.global_modes import is_tracker
 
 PACKAGE = __name__.split(".")[0]
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

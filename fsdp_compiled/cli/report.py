@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fsdp_compiled.analysis.contained import attempt
+from fsdp_compiled.analysis.best_effort import attempt
 from fsdp_compiled.cli.journal import EXTRA, Record
 from fsdp_compiled.cli.machine import versions
 from fsdp_compiled.cli.options import TrainOptions

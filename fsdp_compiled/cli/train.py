@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fsdp_compiled import LossScale, Policy, compile_sharded
-from fsdp_compiled.analysis.contained import attempt
+from fsdp_compiled.analysis.best_effort import attempt
 from fsdp_compiled.cli import summary
 from fsdp_compiled.cli.clock import Attempts, Clock
 from fsdp_compiled.cli.data import IGNORED, held_out_windows, load_corpus, rank_batches, train_windows, unigram_loss

@@ -22,7 +22,6 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.distributed.broken_calls import is_lost, nth, parting_of, why
 from fsdp_compiled.distributed.call_store import (
     ABSENT,
     CLOSED,
@@ -36,6 +35,7 @@ from fsdp_compiled.distributed.call_store import (
     different,
     times,
 )
+from fsdp_compiled.distributed.lost_rank import is_lost, nth, parting_of, why
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
 from fsdp_compiled.distributed.process_group import backends, close, timeout
 from fsdp_compiled.distributed.watchdog import Watchdog

@@ -42,7 +42,7 @@ class Announced:
     label: str
     example: Any  # the batch, its tensors on the meta device
     hypers: Mapping[str, float]
-    ambient: Any  # the modes around it
+    modes: Any  # the modes around it
 
     def batch(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A batch of the same form, of zeros."""
@@ -62,7 +62,7 @@ class Joined:
         self.shadowed = 0
         self._over: str | None = None  # why nobody is in the block any more
 
-    def announce(self, kind: str, label: str, batch: Any, hypers: Mapping[str, float], ambient: Any) -> None:
+    def announce(self, kind: str, label: str, batch: Any, hypers: Mapping[str, float], modes: Any) -> None:
         """Tells those that have run out what to run; `RankError` where ranks are about to do different things."""
         if self.shadows is None:
             example = pytree.tree_map_only(
@@ -70,7 +70,7 @@ class Joined:
                 lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"),
                 batch,
             )
-            self._agree(Announced(kind, label, example, dict(hypers), ambient))
+            self._agree(Announced(kind, label, example, dict(hypers), modes))
 
     def refuse(self, reason: str) -> None:
         """An error on every rank: this one refuses its call."""

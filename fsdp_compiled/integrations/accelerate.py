@@ -24,8 +24,8 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 
-from fsdp_compiled.own_loop import fully_shard
 from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.fsdp.fully_shard import fully_shard
 
 PREPARE = "_prepare_fsdp2"  # of Accelerator, since 1.6
 

@@ -44,9 +44,8 @@ from fsdp_compiled.distributed.mesh import Unanimous
 from fsdp_compiled.distributed.process_group import before_end
 from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.lower.capturable import obstacles, sentence
+from fsdp_compiled.lower.capturable import Held, Results, obstacles, sentence
 from fsdp_compiled.lower.cuda_device import CudaGraphs, environment
-from fsdp_compiled.lower.fixed_addresses import Held, Results
 from fsdp_compiled.lower.graph_trial import attempt, snapshot, tried
 
 Runner = Callable[..., Sequence[torch.Tensor]]

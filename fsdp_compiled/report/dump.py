@@ -8,7 +8,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from fsdp_compiled.analysis.contained import attempt
+from fsdp_compiled.analysis.best_effort import attempt
 from fsdp_compiled.analysis.memory import Memory, unpredicted
 from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.analysis.timeline import WAIT, Timeline, estimate

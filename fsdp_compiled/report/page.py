@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from fsdp_compiled.analysis.contained import attempt
+from fsdp_compiled.analysis.best_effort import attempt
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.analysis.roofline import flops, needed
 from fsdp_compiled.analysis.timeline import WAIT, Timeline, waits

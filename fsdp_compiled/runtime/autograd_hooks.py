@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
-from fsdp_compiled.capture.ambient import is_tracker
+from fsdp_compiled.capture.global_modes import is_tracker
 from fsdp_compiled.torch_private.names import there
 
 ON_PARAMETER = (

@@ -13,7 +13,7 @@ import torch
 from fsdp_compiled.analysis.timeline import Timeline, estimate, measured
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.lower.lowering import Runner
-from fsdp_compiled.lower.remainder import Remainder
+from fsdp_compiled.lower.pending_collectives import PendingCollectives
 from fsdp_compiled.lower.timed import Timed
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.report.bounds import sentence
@@ -80,7 +80,7 @@ def profiling(plan: Plan, programs: Sequence[Compiled]) -> Iterator[Profile]:
     found, before = Profile(plan), [(one, one.runner, one.remainder) for one in programs]
     for compiled in programs:
         timed = Timed(compiled.remainder.code, plan.device)
-        compiled.runner, compiled.remainder = _noting(timed, compiled, found), Remainder(timed.code)
+        compiled.runner, compiled.remainder = _noting(timed, compiled, found), PendingCollectives(timed.code)
     try:
         yield found
         _ = found.step

@@ -24,9 +24,9 @@ from fsdp_compiled.plan.leaf import Leaf, contiguous_stride, dense_stride
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.units import unit_of
 from fsdp_compiled.runtime.host_memory import to_state_device
+from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.parameters.shard_layout import Layout, ShardPlace, places_of
 from fsdp_compiled.runtime.parameters.sharded_parameter import replace
-from fsdp_compiled.runtime.taken_model import TakenModel
 from fsdp_compiled.runtime.tensor_parallel.parts import laid_part, local_part, part_of, tensor_parallel
 from fsdp_compiled.runtime.unwritten import unwritten, unwritten_like
 
@@ -127,7 +127,7 @@ def half_taken(mesh: Mesh) -> Iterator[None]:
 
 def take_over(
     model: nn.Module, optimizer: Optimizer | None, plan: Plan, mesh: Mesh, init: Initializer | None
-) -> Work[tuple[TakenModel, Shards, Shards, Shards]]:
+) -> Work[tuple[ManagedModel, Shards, Shards, Shards]]:
     """Moves every parameter into shards and leaves a live view in its place; in stages, for `lockstep`.
 
     Returns the taken model, the shards by buffer key, the module buffers by name, and the shards of optimizer state
@@ -176,7 +176,7 @@ def take_over(
                 _replace(originals[place.name], owner, place, optimizer)
     _materialize_buffers(model, plan.device, init)
     buffers = yield from _take_buffers(model, plan.device, mesh)
-    return TakenModel(model, optimizer, layout), shards, buffers, existing_state
+    return ManagedModel(model, optimizer, layout), shards, buffers, existing_state
 
 
 Holder = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]

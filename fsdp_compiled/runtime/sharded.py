@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fsdp_compiled.analysis.memory import Memory
-from fsdp_compiled.capture.ambient import outside_modes, untraced
+from fsdp_compiled.capture.global_modes import outside_modes, untraced
 from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.report import dump
@@ -282,5 +282,5 @@ class Sharded(ShardedCheckpoints):
         """Makes another rank's call, on a batch that counts nothing."""
         batch, named = call.batch(self.plan.device)
         calls = {"accumulate": self.accumulate, "gradient": self.value_and_grad, "forward": self.__call__}
-        with call.ambient.entered():
+        with call.modes.entered():
             calls.get(call.kind, self.step)(*batch, **named)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fsdp_compiled.capture.ambient import outside_modes
+from fsdp_compiled.capture.global_modes import outside_modes
 from fsdp_compiled.distributed.call_store import Posted
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.distributed.uneven_inputs import Joined
@@ -25,8 +25,9 @@ from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.runtime.checkpoint.checkpoints import Checkpoints
 from fsdp_compiled.runtime.compute_copies import Copies
-from fsdp_compiled.runtime.loop.loop_hooks import idle as idle_hooks
-from fsdp_compiled.runtime.loop.loop_hooks import remove_idle
+from fsdp_compiled.runtime.fsdp.loop_hooks import idle as idle_hooks
+from fsdp_compiled.runtime.fsdp.loop_hooks import remove_idle
+from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.parameters.parameter_writes import Writes
 from fsdp_compiled.runtime.programs import compile_only
@@ -37,7 +38,6 @@ from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_update import ShardUpdate
 from fsdp_compiled.runtime.state import State, optimizer_state
-from fsdp_compiled.runtime.taken_model import TakenModel
 from fsdp_compiled.runtime.verify import Expected, Verification
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 
@@ -51,7 +51,7 @@ class ShardedCalls:
 
     def __init__(
         self,
-        taken: TakenModel,
+        taken: ManagedModel,
         optimizer: Optimizer | None,
         programs: Programs,
         hyperparameters: Hyperparameters,
@@ -136,7 +136,7 @@ class ShardedCalls:
             self._writes.begin()
         take(request.buffers, state.buffers, self._state.buffers)
         if self._joined is not None:
-            self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.ambient)
+            self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.modes)
         self._calls.hypers = f"{self._hyperparameters.digest:x}"
         known = request.compiled
         expected = self._expected(known, request, state) if known is not None and self._verification else None

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
-from fsdp_compiled.capture.ambient import outside_modes, untraced
+from fsdp_compiled.capture.global_modes import outside_modes, untraced
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, check_wish, path
 from fsdp_compiled.runtime.checkpoint.contents import check_extra

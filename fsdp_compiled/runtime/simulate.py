@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled import passes
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.analysis.timeline import Timeline, estimate
-from fsdp_compiled.capture import ambient
+from fsdp_compiled.capture import global_modes
 from fsdp_compiled.capture.captured import Capture
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import Mesh
@@ -247,7 +247,7 @@ def traced(
         buffers = {name: torch.empty_like(one, device=place.device) for name, one in model.named_buffers()}
         example = pytree.tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device=place.device), batch)
         job = Job(
-            "step", loss, plan, rules, buffers, {}, example, {}, "simulated step", 1, {}, {}, ambient.now(),
+            "step", loss, plan, rules, buffers, {}, example, {}, "simulated step", 1, {}, {}, global_modes.now(),
             gloo=(), tuned=False, tp_mesh=place.tp_mesh,
         )  # fmt: skip
         captured = capture(model, job)

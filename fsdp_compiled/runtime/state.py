@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.ages import Ages
 from fsdp_compiled.runtime.host_memory import to_state_device
+from fsdp_compiled.runtime.param_step_counts import StepCounts
 from fsdp_compiled.runtime.rng import DefaultState
 
 
@@ -43,7 +43,7 @@ class State:
         random: torch.Tensor | DefaultState,
         step: torch.Tensor,
     ) -> None:
-        self.ages = Ages()
+        self.ages = StepCounts()
         self._values: tuple[Any, ...] | None = (parameters, buffers, optimizer, constants, sums, scale, random, step)
 
     def _value(self, index: int) -> Any:
@@ -85,7 +85,7 @@ class State:
         new._values, self._values, new.ages = self._values, None, self.ages
         return new
 
-    def _aged(self, ages: Ages) -> State:
+    def _aged(self, ages: StepCounts) -> State:
         self.ages = ages
         return self
 
@@ -98,7 +98,7 @@ class State:
 pytree.register_pytree_node(
     State,
     lambda state: ([getattr(state, name) for name in State._fields], state.ages.value),
-    lambda values, ages: State(*values)._aged(Ages.of_value(ages)),
+    lambda values, ages: State(*values)._aged(StepCounts.of_value(ages)),
     serialized_type_name="fsdp_compiled.State",
 )
 

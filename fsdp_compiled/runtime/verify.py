@@ -34,13 +34,13 @@ from fsdp_compiled.capture.objective import find_loss
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
 from fsdp_compiled.plan.plan import Buffer, Plan
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
+from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.parameters.sharded_parameter import is_live
 from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import read_slot
 from fsdp_compiled.runtime.state import State
-from fsdp_compiled.runtime.taken_model import TakenModel
 
 FIRST = 2  # calls of each program that are verified, the one that compiled it among them
 ALIVE = 4  # buffers that stay gathered at once
@@ -59,7 +59,7 @@ class Verification:
     """Which calls of one `Sharded` are verified, and how."""
 
     def __init__(
-        self, taken: TakenModel, loss: Callable[..., Any] | None, plan: Plan, mesh: Mesh, numbers: RandomNumbers
+        self, taken: ManagedModel, loss: Callable[..., Any] | None, plan: Plan, mesh: Mesh, numbers: RandomNumbers
     ) -> None:
         self._taken, self._loss, self._plan, self._mesh, self._numbers = taken, loss, plan, mesh, numbers
         self._counts: dict[int, int] = {}  # of good calls, by program's number
@@ -98,7 +98,7 @@ class Verification:
                 self._taken.open() as model,
                 _put_back(model, self._loss, [*request.tensors, *closed, *request.closed.values()]),
                 self._numbers.repeated(state.drawn_from),
-                request.ambient.entered(),
+                request.modes.entered(),
                 torch.enable_grad(),
                 _casts(model, self._plan),
                 torch.autograd.graph.saved_tensors_hooks(weights.pack, weights.unpack),

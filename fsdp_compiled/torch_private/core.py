@@ -1,8 +1,8 @@
 """``torch._C``, in torch 2.11 to 2.14: switches of the process and the thread without a Python function of their own.
 
 Relied on: what is asked of the caller's modes at every call, in the names that ``torch.backends``, ``torch.autocast``
-and ``torch.overrides`` are written in (`capture.ambient`); hooks for saved tensors; whether a node of backward will
-run; dispatch below autograd; and a CUDA allocator's pools (`lower.cuda_device`). Each is in the table of `names`.
+and ``torch.overrides`` are written in (`capture.global_modes`); hooks for saved tensors; whether a node of backward
+will run; dispatch below autograd; and a CUDA allocator's pools (`lower.cuda_device`). Each is in the table of `names`.
 """
 
 from typing import Any

@@ -106,7 +106,7 @@ class Trial:
         for model in self.models:
             for block in model.layers:
                 block.kinds = self.kinds
-        self.own_loop = rng.random() < 0.35
+        self.fully_shard = rng.random() < 0.35
         self.done: list[str] = []
 
     def _given(self, kind: str) -> Any:
@@ -208,7 +208,7 @@ def stepping(trial: Trial) -> tuple[Callable[[torch.Tensor], float], Callable[[t
 
     ours, plain = trial.models
     policy = Policy(lower="eager")
-    if trial.own_loop:
+    if trial.fully_shard:
         for block in ours.layers:
             fully_shard(block, policy=policy)
         fully_shard(ours, policy=policy)
@@ -220,7 +220,7 @@ def stepping(trial: Trial) -> tuple[Callable[[torch.Tensor], float], Callable[[t
 def run(seed: int) -> tuple[str, str]:
     """What became of it, and what is to say: "right", "refused", "differs" or "crashed"."""
     trial = Trial(seed)
-    about = f"{trial.layers} blocks of {trial.kinds}, globals {trial.models[0].reads}, own loop: {trial.own_loop}"
+    about = f"{trial.layers} blocks of {trial.kinds}, globals {trial.models[0].reads}, own loop: {trial.fully_shard}"
     try:
         plain, ours = stepping(trial)
         for step in range(STEPS):

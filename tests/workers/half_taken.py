@@ -145,7 +145,7 @@ CASES = {
     "init_both": partial(failing_init, (0, 1), 2),
     "init_of_buffers": partial(failing_init, (1,), 3),
     "shards": partial(no_memory, "_own_slice", 1),
-    "taken": partial(no_memory, "TakenModel", 1),
+    "taken": partial(no_memory, "ManagedModel", 1),
     "brought": brought,
     **{f"collected_{where}": partial(collected, where) for where in ("hook", "copy", "first")},
 }

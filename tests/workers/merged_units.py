@@ -18,8 +18,8 @@ from torch.profiler import profile
 
 from bench.observe import NOT_DATA
 from fsdp_compiled import Policy, fully_shard
-from fsdp_compiled.runtime.loop.merged_units import rows
-from fsdp_compiled.runtime.loop.module_state import states_in
+from fsdp_compiled.runtime.fsdp.merged_units import rows
+from fsdp_compiled.runtime.fsdp.module_state import states_in
 from tests.launch import told, write_for_all
 
 WIDTH, LAYERS = 8, 6

@@ -162,7 +162,7 @@ def saved(folder: Path) -> str:
     )
 
 
-def own_loop() -> str:
+def user_loop() -> str:
     """There parameters are DTensors, and PyTorch's operators bring together what Muon multiplies, as under FSDP2."""
     weights = []
     for shard in (torch_fully_shard, partial(fully_shard, policy=Policy(lower="eager"))):
@@ -277,7 +277,7 @@ def main(result: str, folder: str) -> None:
     found["rounds of a package's"] = "" if set(rounds) == {1} else f"{rounds}"
     found["a checkpoint"] = saved(Path(folder))
     if WORLD == 2:
-        found["a loop of one's own"] = own_loop()
+        found["a loop of one's own"] = user_loop()
     if WORLD == 3:  # what is left shows no more than two ranks do
         return write(found, result)
     found["a failing owner"] = fails(Breaks, "ArithmeticError: broken", OWNS)

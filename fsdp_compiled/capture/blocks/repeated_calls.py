@@ -30,13 +30,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fsdp_compiled.capture.blocks.before_walk import Before
 from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, call_path
 from fsdp_compiled.capture.blocks.built_guards import BlockGuards, Plan
 from fsdp_compiled.capture.blocks.changes import Objects
 from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
 from fsdp_compiled.capture.blocks.module_lists import extended
-from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
+from fsdp_compiled.capture.blocks.walked_blocks import Before, WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
 from fsdp_compiled.capture.guards import Recorder, is_own, plain_names
 from fsdp_compiled.torch_private.dynamo import (

@@ -22,10 +22,10 @@ from torch import fx
 
 from fsdp_compiled.capture.aot import Traced
 from fsdp_compiled.capture.aot_cache import traced
+from fsdp_compiled.capture.blocks.drop_repeats import ReducedGraph
+from fsdp_compiled.capture.blocks.elided_blocks import Absent, Elided
 from fsdp_compiled.capture.blocks.equal_blocks import LATER, Run, has_lists, runs_of
-from fsdp_compiled.capture.blocks.left_out import Absent, LeftOut
-from fsdp_compiled.capture.blocks.lengthened import Lengthened, Unequal
-from fsdp_compiled.capture.blocks.shortened import Shortened
+from fsdp_compiled.capture.blocks.expand_repeats import ExpandedProgram, Unequal
 from fsdp_compiled.ir.program import Port
 
 log = logging.getLogger("fsdp_compiled")
@@ -36,7 +36,7 @@ def differentiate(
     inputs: Sequence[Any],
     given: Sequence[Port],
     results: Sequence[Port],
-    left: Sequence[LeftOut] = (),
+    left: Sequence[Elided] = (),
     every: Sequence[Port] | None = None,
 ) -> Traced:
     """`aot.differentiate`, which sees few of many equal stretches; so does the disk, where its work is kept.
@@ -48,11 +48,11 @@ def differentiate(
     for gap in left:
         _widen(runs, gap)
     if runs:
-        short = Shortened(module, inputs, given, runs)
+        short = ReducedGraph(module, inputs, given, runs)
         try:
             with short.marked():
                 found = traced(short.module, short.inputs, short.given, results)
-            return Lengthened(module, found, runs, given if every is None else every).traced()
+            return ExpandedProgram(module, found, runs, given if every is None else every).traced()
         except Unequal as why:
             if left:
                 raise
@@ -62,7 +62,7 @@ def differentiate(
     return traced(module, inputs, given, results)
 
 
-def _widen(runs: Sequence[Run], left: LeftOut) -> None:
+def _widen(runs: Sequence[Run], left: Elided) -> None:
     """Puts stretches that are not in the module into the run of which they are."""
     for run in runs:
         for place in range(LATER, len(run.stretches) - run.ends + 1):

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
-from fsdp_compiled.capture.blocks.before_walk import Before
 from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, modes, moved, plain, plain_layout
-from fsdp_compiled.capture.blocks.likeness import structure_of
-from fsdp_compiled.capture.blocks.new_tensors import another, others
-from fsdp_compiled.capture.blocks.questions import Questions
+from fsdp_compiled.capture.blocks.changes import NEW
+from fsdp_compiled.capture.blocks.guard_probes import Questions, structure_of
 from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template, own_tensor
 from fsdp_compiled.capture.source_lines import path_in
+from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
@@ -32,6 +32,86 @@ from fsdp_compiled.torch_private.dynamo import (
     TupleVariable,
 )
 from fsdp_compiled.torch_private.modes import enter_autocast, exit_autocast
+
+
+class Before:
+    """What there is before a block is walked through. ``nodes``: of the graph."""
+
+    def __init__(self, call: BlockCall) -> None:
+        output = call.output
+        self.nodes = set(output.graph.nodes)
+        self._versions = {
+            node: value._version
+            for node in output.graph.nodes
+            if isinstance(value := node.meta.get("example_value"), torch.Tensor)
+        }
+        self._counts = _counts(call)
+        effects = output.side_effects
+        # Of objects that there are, in the trace too: by what says how each may change, which its copies share.
+        self._objects = {id(one): one for one in (known.mutation_type for known in effects.id_to_variable.values())}
+        self._stored = {one: dict(attributes) for one, attributes in effects.store_attr_mutations.items()}
+
+    def check(self, call: BlockCall) -> None:
+        """Raises `Unlike` where the walk through this block changed something of it."""
+        if call.changed() != call.changes or self._counts != _counts(call) or self._put_into_objects(call):
+            raise Unlike("it changes objects")
+        if any(node.meta["example_value"]._version != version for node, version in self._versions.items()):
+            raise Unlike("it writes tensors in place")
+
+    def _put_into_objects(self, call: BlockCall) -> bool:
+        """Whether something was put into a tensor, or into an object that the trace had made before.
+
+        What the block made for itself, such as a function inside of its own, nobody else can reach: it returns tensors
+        and numbers, and was given such. Objects that there were before the trace are `changes`.
+        """
+        for one, attributes in call.output.side_effects.store_attr_mutations.items():
+            kind = one.mutation_type
+            if one in self._stored:
+                if isinstance(kind, NEW) and attributes != self._stored[one]:
+                    return True
+            elif isinstance(one, TensorVariable) or not isinstance(kind, NEW) or id(kind) in self._objects:
+                return True
+        return False
+
+
+def _counts(call: BlockCall) -> tuple[int, ...]:
+    """What else a walk may add to, which is not repeated."""
+    output, effects = call.output, call.output.side_effects
+    others = effects.tensor_hooks, effects.save_for_backward
+    return tuple(map(len, (output.nn_modules, output.random_calls, output.aotautograd_guards, *others)))
+
+
+SOURCE = torch.empty((), device="meta").requires_grad_()  # what `another` is computed from
+
+
+def another(value: FakeTensor) -> Any:
+    """A fake tensor like this one, in memory of its own, which is computed if that one requires a gradient."""
+    (made,) = others(value, 1)
+    return made
+
+
+def others(value: FakeTensor, count: int) -> list[Any]:
+    """Several such tensors, with one derivative: that takes as long for one as for many."""
+    base = value._base if value._is_view() else None
+    if base is not None and base.is_contiguous() and value.is_contiguous() and base.dtype == value.dtype:
+        if base.numel() == value.numel() and base.requires_grad == value.requires_grad:
+            with torch.enable_grad():
+                return [one.view(value.shape) for one in others(base, count)]
+    shape, strides = tuple(value.shape), value.stride()
+    made = [fake_tensor(value.fake_mode, shape, strides, value.dtype, value.device) for _ in range(count)]
+    if not value.requires_grad:
+        return made
+    with torch.enable_grad():
+        return list(_Computed.apply(SOURCE, made))
+
+
+class _Computed(torch.autograd.Function):
+    """Says of tensors that they are computed from one that requires a gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, _source: torch.Tensor, made: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        return tuple(made)
+
 
 # What has no value: it changes modes, and what a block enters it leaves, or writes to what the block computed.
 VALUELESS = (C._set_grad_enabled, enter_autocast, exit_autocast, setitem)

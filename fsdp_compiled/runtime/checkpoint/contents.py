@@ -30,8 +30,8 @@ from fsdp_compiled.optim.given_optimizer import members
 from fsdp_compiled.optim.param_groups import options_of
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.ages import fresh, names_of
 from fsdp_compiled.runtime.checkpoint.values import Tensors, encode
+from fsdp_compiled.runtime.param_step_counts import fresh, names_of
 from fsdp_compiled.runtime.rng import default_generator, seed
 from fsdp_compiled.runtime.state import State
 from fsdp_compiled.runtime.whole_update import WholeUpdate

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.leaf import contiguous_stride
-from fsdp_compiled.runtime.ages import Names, fresh, names_of, of_group, parted
 from fsdp_compiled.runtime.checkpoint.contents import options
 from fsdp_compiled.runtime.checkpoint.cuts import length_in_whole, part_offsets, part_shape
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
@@ -32,6 +31,7 @@ from fsdp_compiled.runtime.checkpoint.matching_options import write_groups
 from fsdp_compiled.runtime.checkpoint.rectangles import rectangles
 from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, per_element, tensors
 from fsdp_compiled.runtime.checkpoint.trained import Trained
+from fsdp_compiled.runtime.param_step_counts import Names, fresh, names_of, of_group, parted
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, LocalShardsWrapper, TensorMeta
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fsdp_compiled.runtime.ages import Names
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
+from fsdp_compiled.runtime.param_step_counts import Names
 
 SHOWN = 20  # differences in one message
 

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Buffer, Slot
-from fsdp_compiled.runtime.ages import Numbers, of_group, parted
 from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, class_name
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
@@ -18,6 +17,7 @@ from fsdp_compiled.runtime.checkpoint.matching_options import match_options
 from fsdp_compiled.runtime.checkpoint.stretches import parameter_name, per_element, state_name
 from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import decode
+from fsdp_compiled.runtime.param_step_counts import Numbers, of_group, parted
 
 
 def match_optimizer(manifest: Manifest, trained: Trained, places: dict[str, str], found: Match) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled.runtime.checkpoint.trained import Trained
-from fsdp_compiled.runtime.taken_model import holding
+from fsdp_compiled.runtime.managed_model import holding
 
 
 @dataclass(frozen=True)

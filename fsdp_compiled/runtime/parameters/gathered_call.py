@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.plan.leaf import contiguous_stride
-from fsdp_compiled.runtime.loop.gradients import reduced_mean
+from fsdp_compiled.runtime.fsdp.gradients import reduced_mean
 from fsdp_compiled.runtime.parameters.shard_layout import Layout, ShardPlace
 from fsdp_compiled.runtime.parameters.sharded_operators import gradient_at, whole_of
 from fsdp_compiled.runtime.parameters.sharded_parameter import WholeParameter

@@ -16,26 +16,26 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import passes
 from fsdp_compiled.analysis import memory, peak_memory
-from fsdp_compiled.analysis.contained import attempt, reason
+from fsdp_compiled.analysis.best_effort import attempt, reason
 from fsdp_compiled.analysis.memory import Memory
-from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.arguments import check_arguments
 from fsdp_compiled.capture.captured import Capture, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.fake_inputs import capture_on
+from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.ir.calls import calls
 from fsdp_compiled.ir.nodes import is_random, may_be_random
 from fsdp_compiled.ir.program import CALL, SILENT, Port, Program
 from fsdp_compiled.lower.fusions import Target, fusions_for
-from fsdp_compiled.lower.halves import Halves, cut, reached
 from fsdp_compiled.lower.lowering import Boxed, Runner
-from fsdp_compiled.lower.remainder import Remainder
+from fsdp_compiled.lower.pending_collectives import PendingCollectives
+from fsdp_compiled.lower.split_forward_backward import SplitProgram, cut, reached
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.ages import Names, reached_by
 from fsdp_compiled.runtime.host_memory import Rooms
+from fsdp_compiled.runtime.param_step_counts import Names, reached_by
 from fsdp_compiled.runtime.programs import memory_budget, stages
 from fsdp_compiled.runtime.programs.input_binding import InputBinding
 from fsdp_compiled.runtime.programs.result_aliases import Alias, aliases_of
@@ -88,8 +88,8 @@ class Compiled:
     input_binding: InputBinding
     lowered: str = ""  # its pieces and what compiled them, once it is lowered
     runner: Runner = lambda *_: ()  # until it is lowered
-    remainder: Remainder = field(init=False)  # once it is lowered
-    halves: Halves | None = None  # of a "training" program, whose runner is the forward one
+    remainder: PendingCollectives = field(init=False)  # once it is lowered
+    halves: SplitProgram | None = None  # of a "training" program, whose runner is the forward one
     reached: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by parameter or input: the results it moves
     backward: Boxed = lambda _: ()  # until it is lowered
     whole: Backward | None = None  # backward without communication, once it was asked for
@@ -162,7 +162,7 @@ class Job:
     number: int
     sizes: Sizes
     hints: Sizes
-    ambient: Ambient
+    modes: GlobalModes
     gloo: tuple[str, ...]  # the axes whose collectives gloo carries out
     tuned: bool  # whether Inductor, on any rank, is told to choose among kernels for each product
     called: Callable[..., Any] | None = None  # of a model in a loop of the user's: what calls it; then without loss
@@ -192,7 +192,7 @@ def capture(model: nn.Module, job: Job) -> Capture:
     check_arguments(model, loss, job.batch, job.named, getattr(job.called, "method", "forward"))
     captured = capture_on(
         model, job.called or loss, job.plan, job.buffers, job.batch, job.named, gradient=job.kind != "forward",
-        results=job.called is not None, plain=job.plain, sizes=job.sizes, hints=job.hints, ambient=job.ambient,
+        results=job.called is not None, plain=job.plain, sizes=job.sizes, hints=job.hints, modes=job.modes,
         tp_mesh=job.tp_mesh, groups=job.groups,
     )  # fmt: skip
     _check_written(captured, job.buffers)
@@ -291,7 +291,7 @@ def describe(
     )
 
 
-def _wire(program: Program, halves: Halves | None) -> str:
+def _wire(program: Program, halves: SplitProgram | None) -> str:
     """Of all that the call communicates, and the backward that follows it."""
     if halves is None:
         return program.wire

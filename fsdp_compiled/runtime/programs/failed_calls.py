@@ -10,7 +10,7 @@
 | an interrupt, or inside a CUDA graph                        | or in their next                | call raises it     |
 
 Nothing is updated before the last collective of a step, so a call that failed before it leaves the state as it was,
-but for the random state of the rank that failed; that ranks can go on rests on `lower.remainder`.
+but for the random state of the rank that failed; that ranks can go on rests on `lower.pending_collectives`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.call_store import Posted, different
 from fsdp_compiled.distributed.mesh import Mesh, RankError, Unanimous, exchange
 from fsdp_compiled.ir.nodes import DISAGREE, OTHER_BATCHES
-from fsdp_compiled.lower.remainder import Position
+from fsdp_compiled.lower.pending_collectives import Position
 from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.state import State

@@ -22,15 +22,15 @@ from typing import Any, get_args
 
 import torch
 
-from fsdp_compiled.capture import ambient
-from fsdp_compiled.capture.ambient import Ambient
+from fsdp_compiled.capture import global_modes
 from fsdp_compiled.capture.captured import batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traceable
+from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.capture.unknown_reads import check_attributes
 from fsdp_compiled.distributed.mesh import exchange
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.runtime.ages import Names
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
+from fsdp_compiled.runtime.param_step_counts import Names
 from fsdp_compiled.runtime.programs.compile import (
     Compiled,
     Constants,
@@ -104,8 +104,8 @@ class Programs:
         """The call and its program, if it is kept; raises ``ValueError`` for a call that no program can be made for."""
         policy = self.plan.policy
         seen = policy.lower == "eager" and self.replays.device is None
-        ambient.check(CALLS[kind], kind != "forward", seen, saves=self._called is not None)
-        around = ambient.now()
+        global_modes.check(CALLS[kind], kind != "forward", seen, saves=self._called is not None)
+        around = global_modes.now()
         leaves, _ = flatten(batch, named)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if {*map(type, tensors)} - {torch.Tensor} or any(map(vars, tensors)):
@@ -143,7 +143,7 @@ class Programs:
         structure = spec, same_tensors(tensors), tuple(tensor.requires_grad for tensor in tensors)
         request.batch, request.named, request.leaves, request.sizes = batch, named, leaves, sizes
         request.rows = rows_of(tensors) if self.plan.policy.weigh == "rows" else 0
-        request.key = (request.kind, described, structure, request.ambient, self._buffers.layout)
+        request.key = (request.kind, described, structure, request.modes, self._buffers.layout)
         for compiled in self._variants.get(request.key, ()):
             if request.added & compiled.unreached != compiled.added:
                 continue
@@ -162,7 +162,7 @@ class Programs:
         request.changed = [
             self._change(compiled, batch, named, sizes, request.added) for compiled in self._oldest_first(request.key)
         ]
-        request.label = self._label(kind, batch, named, sizes, request.changed, request.ambient)
+        request.label = self._label(kind, batch, named, sizes, request.changed, request.modes)
         return request
 
     def replaced_buffers(self) -> Mapping[str, torch.Tensor | None]:
@@ -182,7 +182,7 @@ class Programs:
                 log.log(
                     logging.INFO if change.quiet else logging.WARNING, "%s; compiling %s", change.reason, request.label
                 )
-            with no_collection(), ambient.outside_modes():
+            with no_collection(), global_modes.outside_modes():
                 room = lambda: self._make_room(request.label)  # noqa: E731
                 if self._called is not None:
                     compiled = self._maker.compile_in_loop(request, buffers, self.rules, room)
@@ -274,7 +274,7 @@ class Programs:
         named: dict[str, Any],
         sizes: Sizes,
         changed: Sequence[Changed],
-        around: Ambient,
+        around: GlobalModes,
     ) -> str:
         label = label_of(kind, batch, named, sizes) + self._version(batch, named) + str(around) + self._note
         if self._called is not None:

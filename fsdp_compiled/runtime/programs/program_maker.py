@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from fsdp_compiled.capture import ambient
+from fsdp_compiled.capture import global_modes
 from fsdp_compiled.capture.across_tp import check_same, differing, digests, mark_random
 from fsdp_compiled.capture.captured import Capture
 from fsdp_compiled.capture.dynamic_shapes import traced_with
@@ -29,11 +29,11 @@ from fsdp_compiled.lower.bundle import load_named_bundle
 from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.cuda_device import environment
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
-from fsdp_compiled.lower.halves import whole_gradients
 from fsdp_compiled.lower.inductor import cache_place, chooses_products, compile_all, divide
 from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
 from fsdp_compiled.lower.lowering import Bind, Lowering, Runner
-from fsdp_compiled.lower.remainder import Remainder
+from fsdp_compiled.lower.pending_collectives import PendingCollectives
+from fsdp_compiled.lower.split_forward_backward import whole_gradients
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.loop_random import check_random
@@ -146,7 +146,7 @@ class ProgramMaker:
         if compiled.halves is not None:
             compiled.backward, text = self.lower(compiled.halves.backward, boxed=True)
             compiled.lowered = f"{compiled.lowered}\nbackward, {text}"
-        compiled.remainder = Remainder(compiled.runner)
+        compiled.remainder = PendingCollectives(compiled.runner)
         if request.sizes:
             self.together(lambda: self._check_fit(compiled, request))
         if replayed:  # as a CUDA graph
@@ -210,7 +210,7 @@ class ProgramMaker:
         gloo = tuple(axis for axis, name in backends(self.mesh).items() if name == "gloo")
         return Job(
             request.kind, self.loss, self.plan, tuple(rules), buffers, batch=request.batch, named=request.named,
-            label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, ambient=request.ambient,
+            label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, modes=request.modes,
             gloo=gloo, tuned=tuned, called=self.called, plain=self._plain,
             tp_mesh=self.mesh.tp_mesh, groups=self.mesh.groups, added=request.added,
         )  # fmt: skip
@@ -220,7 +220,7 @@ class ProgramMaker:
         if compiled.whole is None:
             assert compiled.halves is not None
             program = whole_gradients(compiled.halves.backward)
-            with no_collection(), ambient.outside_modes(), self.alone():
+            with no_collection(), global_modes.outside_modes(), self.alone():
                 compiled.whole = backward_of(program, self.lower(program, boxed=True)[0])
         return compiled.whole
 

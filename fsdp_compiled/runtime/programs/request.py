@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_compiled.capture.ambient import Ambient
 from fsdp_compiled.capture.captured import batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, unfit
-from fsdp_compiled.runtime.ages import Names
+from fsdp_compiled.capture.global_modes import GlobalModes
+from fsdp_compiled.runtime.param_step_counts import Names
 from fsdp_compiled.runtime.programs.compile import Compiled, Kind, label_of
 
 ONE_OF = ", one of "
@@ -40,7 +40,7 @@ class Request:
     batch: tuple[Any, ...]
     named: dict[str, Any]
     leaves: Sequence[Any]  # of the batch
-    ambient: Ambient  # the modes of the caller
+    modes: GlobalModes  # the modes of the caller
     buffers: Mapping[str, torch.Tensor | None]  # of the model that are others now
     added: Names = frozenset()  # parameters that have gradients in the sums which a last microbatch ends
     rows: int = 0  # that count, where ranks are weighed by them

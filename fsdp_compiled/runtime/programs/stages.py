@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fsdp_compiled import passes
-from fsdp_compiled.capture.ambient import outside_modes
+from fsdp_compiled.capture.global_modes import outside_modes
 from fsdp_compiled.ir.kept import Kept
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.passes import Pass

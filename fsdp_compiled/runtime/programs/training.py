@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.lower.halves import Halves, flat_gradients
 from fsdp_compiled.lower.lowering import Boxed
+from fsdp_compiled.lower.split_forward_backward import SplitProgram, flat_gradients
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Training:
 
 
 def training_of(
-    halves: Halves,
+    halves: SplitProgram,
     inputs: tuple[Port, ...],
     outputs: tuple[Port, ...],
     reached: Mapping[str, frozenset[str]],

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.fuzz.loops.model import Shape
 from tests.fuzz.loops.sides import Ours
 
-# Of which FSDP2 does something else, by docs/own_loop.md, or nothing at all.
+# Of which FSDP2 does something else, by docs/fully_shard.md, or nothing at all.
 NOT_ALIKE = {
     "hook_on_a_parameter", "gradients_by_autograd", "gradient_of_the_input_beside", "unshard", "keep_gathered",
     "evaluations_at_once", "a_block_alone", "forward_that_fails", "input_of_a_wrong_dtype", "second_backward",

@@ -1,0 +1,143 @@
+"""Of many equal blocks in a row, which one node each stands for, a few are written out: the others are known by them.
+
+    what Dynamo traced       0  1  b2  b3  b4  b5  b6  b7  b8  after
+    differentiated           0  1   2   3   4           7   8  after        (`repeats`)
+
+Nodes that stand for blocks are compared like any others (`equal_blocks`), with what is computed between two of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fsdp_compiled.capture.blocks.equal_blocks import runs_of, texts_of
+from fsdp_compiled.capture.blocks.inline_blocks import Inlined, blocks_of
+from fsdp_compiled.capture.blocks.templates import BLOCK, Line
+from fsdp_compiled.capture.blocks.written_blocks import WrittenBlock
+from fsdp_compiled.capture.source_lines import path_in
+from fsdp_compiled.ir.program import Port
+
+BEFORE, AFTER = 3, 3  # stretches that are written out: as many as make a run of their own
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Stretches of a graph in which a node stands for each block: those that are left out, the last one before, and
+    the first node after."""
+
+    before: list[fx.Node]
+    left: list[list[fx.Node]]
+    after: fx.Node
+
+    def instead(self) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """What is read in the place of nodes that are left out."""
+        for stretch in self.left:
+            yield from zip(stretch, self.before, strict=True)
+
+
+def gaps_of(
+    module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], ports: Mapping[int, Port]
+) -> list[Gap]:
+    """``ports``: of the model's tensors, by identity. All that a block has must be such, which nobody else reads."""
+    blocks = blocks_of(module.graph)
+    tensors = [one for block in blocks.values() for one in block.tensors]
+    found = set(map(id, tensors))
+    if len(found) < len(tensors) or not found <= ports.keys() or any(id(one) in found for one in inputs):
+        return []
+
+    def starts(_: fx.GraphModule, nodes: Sequence[fx.Node]) -> list[list[int]]:
+        lists: dict[Any, list[int]] = {}
+        for place, node in enumerate(nodes):
+            if node in blocks:
+                lists.setdefault(node.target, []).append(place)
+        return [one for one in lists.values() if len(one) > BEFORE + AFTER]
+
+    gaps = []
+    values = [*(value for value in inputs if isinstance(value, torch.Tensor)), *tensors]
+    storages = [value.untyped_storage()._cdata for value in values]
+    shared = {storage for storage, count in Counter(storages).items() if count > 1}
+    sharing = {id(value) for value, storage in zip(values, storages, strict=True) if storage in shared}
+
+    def kinds(stretch: Sequence[fx.Node]) -> list[Any]:
+        return [
+            # (and whether it is a parameter, as `isinstance` has it)
+            (ports[id(one)].kind, one.is_leaf, type(one), getattr(one, "_is_param", False), id(one) in sharing)
+            for node in stretch
+            if node in blocks
+            for one in blocks[node].tensors
+        ]
+
+    for run in runs_of(module, inputs, given, starts):
+        before, left = run.stretches[BEFORE - 1], run.stretches[BEFORE:-AFTER]
+        wanted = kinds(before)
+        if not any(run.own) and left and not any(one[-1] for one in wanted):
+            if all(kinds(stretch) == wanted for stretch in left):
+                gaps.append(Gap(before, left, run.stretches[-AFTER][0]))
+    return gaps
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A stretch that was left out. ``ports``: of its blocks' own tensors."""
+
+    ports: list[Port]
+    texts: list[str]  # where each of its nodes would have come from
+
+
+@dataclass(frozen=True)
+class Elided:
+    """Stretches between two of a graph that was written out: that which begins with ``before``, and the next.
+
+    own  of the ports of the stretch before, which in an absent one's list is in its place
+    """
+
+    before: fx.Node
+    after: fx.Node
+    own: Mapping[Port, int]
+    stretches: list[Absent]
+
+
+def left_out(gap: Gap, module: fx.GraphModule, out: Inlined, ports: Mapping[int, Port]) -> Elided:
+    """``module``: where a node stands for each block; ``out``: what was written out of it."""
+    lines: dict[fx.Node, list[Line]] = {}
+    for node in gap.before:
+        if (block := node.meta.get(BLOCK)) is not None:
+            pairs = zip(block.walked.template.lines, out.nodes[node], strict=True)
+            lines[node] = [line for line, made in pairs if not made._erased]
+
+    traces: dict[tuple[int, str], list[str]] = {}
+
+    def absent(stretch: Sequence[fx.Node]) -> Absent:
+        own, texts = [], []
+        for node, like in zip(stretch, gap.before, strict=True):
+            if (block := node.meta.get(BLOCK)) is not None:
+                own += [ports[id(tensor)] for tensor in block.tensors]
+                texts += _texts(block, lines[like], traces)
+            elif like in out.nodes:
+                texts += texts_of(module, node)
+        return Absent(own, texts)
+
+    first, after = (next(one for one in out.nodes[node] if not one._erased) for node in (gap.before[0], gap.after))
+    mine = absent(gap.before).ports
+    return Elided(first, after, {port: place for place, port in enumerate(mine)}, list(map(absent, gap.left)))
+
+
+def _texts(block: WrittenBlock, lines: Sequence[Line], traces: dict[tuple[int, str], list[str]]) -> list[str]:
+    """Of these lines of a block, as `texts_of` has them of nodes. ``traces``: the user's, by where blocks are called,
+    which is one place for most."""
+    walked, call = block.walked, block.call
+    one, other = path_in([walked.call.path]), path_in([call.path])
+    paths = [other + path.removeprefix(one) if inside else path for path, inside in walked.paths]
+    if (trace := traces.get((id(lines), call.trace))) is None:
+        trace = [call.trace + line.user if line.stack is not None else "" for line in lines]
+        traces[id(lines), call.trace] = trace
+    found = [""] * (2 * len(lines))
+    found[::2] = [paths[line.stack] if line.stack is not None else "" for line in lines]
+    found[1::2] = trace
+    return found

@@ -1,0 +1,218 @@
+"""What the guards of a walked block look at, asked of another block: whether they say of it what they say of the one.
+
+All of it is read by one expression, and what can be is compared at once: most guards look at the classes of modules,
+and at dictionaries of hooks, which are empty.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp_compiled.capture.absent_names import looks_elsewhere
+from fsdp_compiled.capture.blocks.block_calls import BLOCK, BlockCall, Unlike, moved, plain
+from fsdp_compiled.capture.blocks.equal_blocks import layout_of
+from fsdp_compiled.capture.guards import plain_names
+from fsdp_compiled.torch_private.dynamo import ChainedSource, Guard, LocalSource, Source
+
+HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+HOOKS_OF = itemgetter(*HOOKS)
+HOLDERS = ("_modules", "_parameters", "_buffers")
+TEXT = {str}
+
+
+def likeness(one: Any) -> Callable[[Any], bool]:
+    """`alike` of one with others."""
+    kind = type(one)
+    if isinstance(one, nn.Module):
+        return lambda other: type(other) is kind
+    if looks_elsewhere(kind):  # where, is in what it alone holds
+        return lambda other: other is one
+    if kind in (dict, OrderedDict) and not one:
+        return lambda other: type(other) is kind and not other
+    if isinstance(one, dict) and set(map(type, one)) <= TEXT:
+        keys = list(one)
+        values = list(map(repr, one.values())) if all(map(plain, one.values())) else None
+        return lambda other: (
+            type(other) is kind
+            and list(other) == keys
+            and set(map(type, other)) <= TEXT
+            and (values is None or values == list(map(repr, other.values())))
+        )
+    return functools.partial(alike, one)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether a guard on the one says of the other what it says of the one."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return layout_of(one) == layout_of(other)
+    if isinstance(one, nn.Module):
+        return True  # what is read of it has guards of its own
+    if plain(one) and plain(other):
+        return repr(one) == repr(other)
+    if isinstance(one, dict):
+        if len(one) != len(other) or (one and list(map(repr, one)) != list(map(repr, other))):
+            return False
+        # Of a dictionary whose values are numbers all may be asked; of one of objects, those that are have guards.
+        return not all(map(plain, one.values())) or list(map(repr, one.values())) == list(map(repr, other.values()))
+    if type(one) is functools.partial:
+        said = [(part.func, vars(part), part.args, tuple(part.keywords.items())) for part in (one, other)]
+        return said[0][:2] == said[1][:2] and all(map(plain, said[0][2:])) and repr(said[0][2:]) == repr(said[1][2:])
+    return isinstance(one, tuple | list) and len(one) == len(other) and all(map(alike, one, other))
+
+
+def structure_of(module: nn.Module) -> list[Any]:
+    """Of a block: the classes of its modules, and what they hold, by name."""
+    found: list[Any] = []
+    _describe(module, found)
+    return found
+
+
+def _describe(module: nn.Module, found: list[Any]) -> None:
+    held = vars(module)
+    if any(HOOKS_OF(held)) or "forward" in held:
+        raise Unlike("it has hooks")
+    found += type(module), module.training, list(held)
+    for kind in HOLDERS:
+        found.append([(key, one is None) for key, one in held[kind].items()] if held[kind] else None)
+    for inner in held["_modules"].values():
+        if inner is not None:
+            _describe(inner, found)
+
+
+TABLES = ("__dict__", "_modules", "_parameters", "_buffers")  # of a module, which are plain dictionaries
+# A guard, what is there, and other places that it names.
+Looked = tuple[Guard, Any, tuple[Source, ...]]
+
+
+class Question(NamedTuple):
+    """Of the guard in this place of the list: what it looks at, whether it says the same of something else, the names
+    that it asks for, and which are there."""
+
+    place: int
+    value: Any
+    same: Callable[[Any], bool]
+    names: list[str]
+    has: list[bool]
+
+
+class Questions:
+    """``call``: of the block that was walked through."""
+
+    def __init__(
+        self, call: BlockCall, guards: Sequence[Looked], kinds: Sequence[str], sources: Sequence[Source]
+    ) -> None:
+        """``kinds``: of the guards; ``sources``: where the block's own tensors are."""
+        self._call, self._guards, self._sources = call, guards, sources
+        self._asked = list(self._questions(kinds))
+        plain = {one.place: one for one in self._asked if kinds[one.place] != "ID_MATCH" and not guards[one.place][2]}
+        self._modules = [one.place for one in plain.values() if isinstance(one.value, nn.Module)]
+        self._classes = [type(guards[place][1]) for place in self._modules]
+        empty = (one for one in plain.values() if type(one.value) is OrderedDict and not one.value and not one.names)
+        self._empty = [one.place for one in empty]
+        at_once = {*self._modules, *self._empty}
+        self._others = [one for one in self._asked if one.place not in at_once]
+        self._named = [one for one in self._asked if one.place in at_once and one.names]
+        self._read, self._tables = self._reader(), self._read_in()
+
+    def ask(self, call: BlockCall) -> tuple[list[Any], list[torch.Tensor]]:
+        """What the guards look at in another block, and its own tensors; raises `Unlike` where something differs."""
+        if call.evaluate(self._tables):
+            raise Unlike("it has a dictionary that makes what is looked up")
+        there, elsewhere, tensors = self._read(call)
+        empty = [there[place] for place in self._empty]
+        if (
+            [type(there[place]) for place in self._modules] != self._classes
+            or not {*map(type, empty)} <= {OrderedDict}
+            or any(empty)
+            or any(one.has != _has(there[one.place], one.names) for one in self._named)
+        ):
+            self._compare(self._asked, there, elsewhere)
+        self._compare(self._others, there, elsewhere)
+        return there, tensors
+
+    def _compare(self, asked: Iterable[Question], there: Sequence[Any], elsewhere: Sequence[Sequence[Any]]) -> None:
+        for place, value, same, names, has in asked:
+            mine, its = there[place], elsewhere[place]
+            if mine is value and not its:
+                continue
+            if not (same(mine) and (not names or has == _has(mine, names))):
+                name = self._guards[place][0].originating_source.name.removeprefix(self._call.source.name)
+                raise Unlike(f"{plain_names(name).strip('.')} is not what it is in the one before")
+            if any(mine is not one for one in its):
+                raise Unlike("what is one object in one is two in the other")
+
+    def _questions(self, kinds: Sequence[str]) -> Iterator[Question]:
+        """Of guards that ask the same, the first one's."""
+        known = set()
+        for place, (guard, value, others) in enumerate(self._guards):
+            names = _names(guard)
+            itself = kinds[place] == "ID_MATCH"
+            question = guard.name, itself, *names
+            if others or question not in known:
+                known.add(question)
+                same = functools.partial(is_, value) if itself else likeness(value)
+                yield Question(place, value, same, names, _has(value, names))
+
+    def _is_own(self, source: Source) -> bool:
+        return moved(source, self._call.source, LocalSource(BLOCK), {}) is not source
+
+    def _read_in(self) -> types.CodeType:
+        """Whether a dictionary of another block that `_read` looks something up in makes it; the outermost first."""
+        found: dict[str, Source] = {}
+        for source in (*(guard.originating_source for guard, _, _ in self._guards), *self._sources):
+            while isinstance(source, ChainedSource) and self._is_own(source.base):
+                source = source.base
+                if not source.name.endswith(TABLES) and source.name not in found:
+                    found[source.name] = source
+        tables = [source for source in found.values() if isinstance(self._call.value(source), dict)]
+        texts = (moved(one, self._call.source, LocalSource(BLOCK), {}).name for one in tables)
+        makes = " or ".join(f"hasattr(type({text}), '__missing__')" for text in sorted(texts, key=len))
+        return compile(makes or "False", "<tables>", "eval")
+
+    def _reader(self) -> Callable[[BlockCall], tuple[list[Any], list[list[Any]], list[Any]]]:
+        """Reads at once, of another call: what each guard looks at, the other places it names, and the tensors."""
+        moved_to: dict[int, Source] = {}
+
+        def text(source: Source) -> str:
+            return moved(source, self._call.source, LocalSource(BLOCK), moved_to).name
+
+        def row(texts: Iterable[str]) -> str:
+            return f"[{', '.join(texts)}]"
+
+        texts = [text(guard.originating_source) for guard, _, _ in self._guards]
+        places = {one: place for place, one in enumerate(dict.fromkeys(texts))}
+        others = row(row(map(text, others)) for _, _, others in self._guards)
+        code = compile(f"({row(places)}, {others}, {row(map(text, self._sources))})", "<guards>", "eval")
+        order = [places[one] for one in texts]
+
+        def read(call: BlockCall) -> tuple[list[Any], list[list[Any]], list[Any]]:
+            values, elsewhere, tensors = call.evaluate(code)
+            return [values[place] for place in order], elsewhere, tensors
+
+        return read
+
+
+def _names(guard: Guard) -> list[str]:
+    """The attributes or keys that a guard asks about being there."""
+    create = guard.create_fn
+    given = create.keywords.values() if isinstance(create, functools.partial) else ()
+    return [one for one in given if isinstance(one, str)]
+
+
+def _has(value: Any, names: Sequence[str]) -> list[bool]:
+    return [hasattr(value, name) or (isinstance(value, dict) and name in value) for name in names]

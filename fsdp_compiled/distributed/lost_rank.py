@@ -1,0 +1,100 @@
+"""Why a call broke off, and which rank was lost: what this rank's error says, and the board has of the others.
+
+Ranks that make the same call tell the board the same, and one that is killed in it says no last word. Gloo's error has
+the address at the other end of the connection that broke, and each rank's addresses are on the board. Where an error
+has none (NCCL), the ranks are asked for signs of life: a process that ended gives no other one.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+
+from fsdp_compiled.distributed import watchdog
+from fsdp_compiled.distributed.call_store import ABSENT, CLOSED, Board, StoreError, different, times
+from fsdp_compiled.distributed.connections import read
+
+ADDRESS = re.compile(r"\[([^\[\]\s]+)\]:(\d+)")
+
+
+def lost_ranks(board: Board, error: str) -> list[int]:
+    """The ranks that are gone, as far as it can be found out; takes up to some seconds."""
+    others = [rank for rank in range(board.world) if rank != board.rank]
+    peers = {(host.removeprefix("::ffff:"), int(port)) for host, port in ADDRESS.findall(error)}
+    found = []
+    for rank in others if peers else []:
+        ends = read(board.get(f"{rank}/connections") or "[]")
+        if any((here.removeprefix("::ffff:"), port) in peers for here, port, _, _ in ends):
+            found.append(rank)
+    return found or _still(board, others)
+
+
+def _still(board: Board, ranks: list[int]) -> list[int]:
+    """Those who give no sign of life for longer than they should."""
+    before = {rank: pulse for rank in ranks if (pulse := board.pulse(rank)) is not None}
+    if before:
+        time.sleep(1.5 * watchdog.BEAT + 1)
+    return [rank for rank, pulse in before.items() if board.pulse(rank) == pulse]
+
+
+DEVICE_ASSERT = "device-side assert"
+LOST_DEVICE = (
+    "Nothing was updated in that call or after it, but the GPU is lost to this process. Start all processes again from "
+    "the last checkpoint."
+)
+TIMEOUT = "Timed out"
+LOST = ("closed by peer", "reset by peer", "Broken pipe", TIMEOUT, "remote process has terminated")
+
+
+def is_lost(error: str) -> bool:
+    """Whether it says that another rank does not answer any more."""
+    return any(text in error for text in LOST)
+
+
+def why(board: Board, made: int, error: str) -> str | None:
+    """Why a collective of this rank's last call, its ``made``-th, failed with this error, if another rank is why."""
+    lost = is_lost(error)
+    found = [_now(board, rank, made, lost, TIMEOUT in error) for rank in range(board.world)]
+    if len(set(found)) > 1:
+        return f"{different(found)}\n{CLOSED}"
+    if lost and (gone := lost_ranks(board, error)):
+        return _without(board, made, gone)
+    return None
+
+
+def _now(board: Board, rank: int, made: int, lost: bool, late: bool) -> str:
+    """What that rank does, or that it is gone."""
+    posted = board.read(rank, made)
+    if posted.number == made:
+        return posted.label
+    if not lost or posted.number > made:  # it may be slow, or ahead: that made no call fail
+        return board.read(board.rank, made).label
+    if late and board.ended(rank) is None:
+        return f"{ABSENT} after {times(board.newest(rank))}"
+    return f"gone after {times(board.newest(rank))}"
+
+
+def _without(board: Board, made: int, gone: Sequence[int]) -> str:
+    """The sentence for ranks that ended in the same call."""
+    names = ", ".join(board.name(rank) for rank in gone)
+    verb = "is" if len(gone) == 1 else "are"
+    where = (
+        f"in or after its {nth(made)} call, {board.read(board.rank, made).label}" if made else "before its first call"
+    )
+    return f"{names} {verb} gone: the connection broke {where}, as rank {board.rank} sees it.\n{CLOSED}"
+
+
+def parting_of(board: Board | None, made: int, error: BaseException | None) -> str | None:
+    """Why a GPU broke off with this error, if ranks called with different programs or rates."""
+    if board is None or not isinstance(error, RuntimeError) or DEVICE_ASSERT not in str(error):
+        return None
+    try:
+        found = board.parting(made)
+    except StoreError:
+        return None
+    return f"{found}\n{LOST_DEVICE}" if found is not None else None
+
+
+def nth(count: int) -> str:
+    return f"{count}{'th' if 10 < count % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(count % 10, 'th')}"

@@ -1,0 +1,331 @@
+"""A call of a module that was sharded with `fully_shard`: its forward is one program, and backward another.
+
+    loss = loss_fn(model(tokens), targets)     forward: gathers and compute; keeps what backward reads
+    loss.backward()                            backward: gathers, compute and reductions; leaves ``parameter.grad``
+
+The module that is called is the root: all that was sharded inside it is gathered and reduced by these two programs. The
+first call of each kind captures and compiles, on all ranks together.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.capture.global_modes import check_transforms, outside_modes, untraced
+from fsdp_compiled.capture.model_tensors import named_parameters
+from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.mesh import Mesh, RankError
+from fsdp_compiled.plan.plan import Plan
+from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.autograd_hooks import check_module_hooks
+from fsdp_compiled.runtime.fsdp.module_plan import Made, make
+from fsdp_compiled.runtime.fsdp.module_run import Run, run_program
+from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, states_in, traced
+from fsdp_compiled.runtime.fsdp.opened_arguments import closed
+from fsdp_compiled.runtime.fsdp.parameter_group import ParameterGroup
+from fsdp_compiled.runtime.module_buffers import take
+from fsdp_compiled.runtime.programs import compile_only
+from fsdp_compiled.runtime.programs.compile import PLAIN
+from fsdp_compiled.runtime.programs.program_cache import Programs
+from fsdp_compiled.runtime.programs.request import Request
+from fsdp_compiled.runtime.programs.result_aliases import shared
+
+# Eager kernels, as FSDP2 runs them, bit for bit, unless the user asks for more.
+DEFAULT = Policy(lower="eager", cuda_graph=False)
+log = logging.getLogger("fsdp_compiled")
+_calls: list[tuple[weakref.ref[Any], Calls]] = []
+
+
+def shared_calls(mesh: Mesh) -> Calls:
+    """The calls of this process: one row of them for all modules, since ranks must make all in the same order."""
+    world = dist.group.WORLD
+    for known, calls in _calls:
+        if known() is world:
+            return calls
+    if world is None:
+        for _, calls in _calls:
+            calls.check_open()  # which says why it was ended
+        raise RankError(
+            "There is no process group any more: it was ended (dist.destroy_process_group) after fully_shard. Call the "
+            "model before; or start a process group, and build and shard the model again."
+        )
+    check_transforms("forward")  # in which ranks could not even meet
+    _calls.clear()
+    _calls.append((weakref.ref(world), Calls(mesh)))
+    return _calls[0][1]
+
+
+class ModuleCall:
+    """What runs one method of one module."""
+
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        self.module = module
+        self._function = function  # called with the model, in the trace
+        self._tables: list[Any] = []
+        self._before: list[Any] = []
+        self._states: list[ModuleState] = []
+        self._groups: list[ParameterGroup] = []
+        self._known: dict[tuple[Any, ...], Made] = {}  # by what it was made of; the last, used last
+        self._signature: tuple[Any, ...] = ()
+        self._mesh = states_in(module)[0].group.mesh
+        self._said = False  # that further kinds of inputs run eagerly
+
+    @untraced
+    def __call__(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        self._calls = shared_calls(self._mesh)  # another where the process group is another
+        self._calls.check_open()
+        if compile_only.ASKED:
+            compile_only.begin_call(self._mesh)
+        with self._calls.refusing():
+            self._follow()
+            made, lent = self._made, self._made.lent
+            args, named = closed(self._moved(args, named)) if _holds_objects(args, named) else self._moved(args, named)
+            leaves = [leaf for leaf in pytree.tree_leaves((args, named)) if isinstance(leaf, torch.Tensor)]
+            given = [leaf for leaf in leaves if leaf.requires_grad]
+            gradient = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+            trains = gradient and (any(self._trainable) or bool(given))
+            request = None
+            if trains or not _holds_objects(args, named):
+                request = made.programs.find("training" if trains else "forward", args, named)
+                take(request.buffers, lent.buffers)
+        eager = f"eager {type(self.module).__name__}"
+        if request is None:
+            self._calls.post(eager, made.gathers)
+            return self._eagerly(args, named)
+        if not trains and self._is_one_more(request):
+            if self._mesh.tp > 1:  # ranks along it call alike
+                self._calls.post(eager, made.gathers)
+                return self._eagerly(args, named)
+            if self._calls.undecided(eager, made.gathers):
+                return self._eagerly(args, named)
+            request.posted = True
+        with outside_modes(watched=True):
+            with self._calls.naming():
+                compiled = made.programs.get(request, lent.buffers)
+            made.programs.read_closed(compiled, request, lent)
+            inputs = compiled.input_binding.inputs(request.leaves, lent, lambda: lent.holders(compiled))
+            if not trains:
+                with made.drawing(compiled):
+                    outputs = run_program(partial(compiled.runner, *inputs), self._calls)
+                values = dict(zip(compiled.outputs, outputs, strict=True))
+                return compiled.capture.rebuild(shared(values, inputs, compiled.aliases))
+            run = Run(made, compiled, self._calls, self._states, inputs)
+            outputs = run.apply()
+            values = dict(zip(run.training.results, outputs, strict=True))
+            return compiled.capture.rebuild(shared(values, inputs, compiled.aliases))
+
+    @untraced
+    def eagerly(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Without gradients, by the method's own code, for all of which parameters are gathered once. Collective."""
+        self._calls = shared_calls(self._mesh)
+        self._calls.check_open()
+        with self._calls.refusing():
+            self._follow()
+        self._calls.post(f"eager {type(self.module).__name__}", self._made.gathers)
+        with torch.no_grad():
+            return self._eagerly(args, named)
+
+    def _is_one_more(self, request: Request) -> bool:
+        """Whether this call without gradients is to run eagerly, in the place of one more program where there are many,
+        as lengths that grow make them; if it is so on all ranks, whose lengths may differ."""
+        if request.compiled is not None:
+            return False
+        made = [one for one in self.programs.cached if one.kind == "forward"]
+        if len(made) < self.plan.policy.programs // 2:
+            return False
+        if not self._said and self._mesh.rank == 0:
+            log.warning(
+                "%s was called without gradients on %d kinds of inputs: on others it runs eagerly, with all of its "
+                "parameters gathered. Policy(programs=...) says how many programs are kept.",
+                type(self.module).__name__, len(made),
+            )  # fmt: skip
+        self._said = True
+        return True
+
+    def _eagerly(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The model's own code, with all parameters gathered. Collective; the call is posted."""
+        try:
+            for group in self._groups:
+                group.unshard()
+            with traced():
+                return self._function(self.module, *args, **named)
+        finally:
+            self._calls.returned()
+            for group in self._groups:
+                group.reshard()
+
+    @property
+    def programs(self) -> Programs:
+        return self._made.programs
+
+    @property
+    def plan(self) -> Plan:
+        return self._made.plan
+
+    # Before a call.
+
+    def _follow(self) -> None:
+        """Looks for parameters that are others now; programs are for a plan, and that is for these parameters."""
+        if self._unchanged():
+            return
+        self._before = []  # until all is found good
+        states = states_in(self.module)
+        groups = list(dict.fromkeys(state.group for state in states))
+        if states != self._states:
+            self._policy = _policy(states)
+            _check_same(groups, type(self.module).__name__)
+            _adopt_optimizers(groups)
+        before = [group.version for group in groups]
+        _check_untied(groups)
+        for group in groups:
+            group.reshard()
+            group.follow()
+        if [group.version for group in groups] != before:
+            lay_out(self.module)
+        self._states, self._groups = states, groups
+        self._look()
+        check_module_hooks(self.module, inside=True)
+        signature = self._now()
+        if signature != self._signature:
+            self._switch(signature)
+        self._made.lent.plain.update(self._plain)
+        self._before = [dict(table) for table in self._tables]
+
+    def _switch(self, signature: tuple[Any, ...]) -> None:
+        """To the programs for these parameters, which are kept where a loop goes back and forth. All ranks do it."""
+        self._signature = ()  # until all is found good
+        made = self._known.pop(signature, None)
+        if made is None:
+            made = make(self.module, self._function, self._groups, self._policy, self._plain, self._calls)
+        made.programs.meet(f"parameters of {made.trained}")
+        self._calls.returned()
+        self._known = {key: one for key, one in self._known.items() if one.current}
+        self._known[signature] = self._made = made
+        if len(self._known) > made.plan.policy.programs:
+            del self._known[next(iter(self._known))]
+        self._signature = signature
+
+    def _unchanged(self) -> bool:
+        """Whether tables, parameters and what is trained are as they were at the last call."""
+        try:
+            same = self._tables == self._before
+        except Exception:  # tensors that were exchanged are compared by their values
+            same = False
+        return (
+            same
+            and bool(self._groups)
+            and all(group.same() and not group.unsharded for group in self._groups)
+            and [one.requires_grad for one in self._flags] == self._trainable
+            and [group.treated for group in self._groups] == self._versions
+        )
+
+    def _look(self) -> None:
+        """Which parameters there are. Raises ``ValueError`` for DTensors of others."""
+        modules = list(self.module.modules())
+        self._tables = [table for module in modules for table in (module._parameters, module._modules)]
+        entries = [entry for group in self._groups for entry in group.entries]
+        known = {id(entry.parameter) for entry in entries}
+        self._plain = {
+            name: one for name, one in named_parameters(self.module, remove_duplicate=False) if id(one) not in known
+        }
+        if sharded := [name for name, one in self._plain.items() if isinstance(one, DTensor)]:
+            raise ValueError(
+                f"{sharded[0]} is a DTensor that fully_shard does not know. Parameters of other kinds of parallelism "
+                "are not supported together with it yet: call fully_shard on plain parameters."
+            )
+        self._flags = [*(entry.parameter for entry in entries), *dict.fromkeys(self._plain.values())]
+        self._trainable = [one.requires_grad for one in self._flags]
+        self._versions = [group.treated for group in self._groups]
+
+    def _now(self) -> tuple[Any, ...]:
+        """What a plan depends on."""
+        first: dict[int, int] = {}
+        plain = [
+            (name, tuple(one.shape), one.stride(), one.dtype, one.device, first.setdefault(id(one), place))
+            for place, (name, one) in enumerate(self._plain.items())
+        ]
+        return tuple(self._groups), tuple(self._versions), tuple(self._trainable), tuple(plain)
+
+    def _moved(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The batch on the device, as FSDP2 moves it."""
+        device = self._mesh.device
+        if device.type == "cpu":
+            return args, named
+        return pytree.tree_map_only(
+            torch.Tensor, lambda one: one if one.device == device else one.to(device), (args, named)
+        )
+
+
+def _holds_objects(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether there is something among the inputs that a program cannot take, as a cache."""
+    return any(not isinstance(leaf, torch.Tensor | PLAIN) for leaf in pytree.tree_leaves((args, named)))
+
+
+def _policy(states: Sequence[ModuleState]) -> Policy:
+    given = list(dict.fromkeys(state.policy for state in states if state.policy is not None))
+    if len(given) > 1:
+        raise ValueError("fully_shard was given different policies inside one model. Give one, to the root's call.")
+    return given[0] if given else DEFAULT
+
+
+def _check_untied(groups: Sequence[ParameterGroup]) -> None:
+    """Raises ``ValueError`` for a parameter that stands in the places of two that were sharded apart."""
+    known: dict[int, str] = {}
+    for module, name in (entry.holders[0] for group in groups for entry in group.entries):
+        where = f"{type(module).__name__}.{name}"
+        now = module._parameters.get(name)
+        if now is not None and (other := known.setdefault(id(now), where)) is not where:
+            raise ValueError(f"{where} and {other} were tied after fully_shard. Tie them before it is called.")
+
+
+def _check_same(groups: Sequence[ParameterGroup], name: str) -> None:
+    """Raises ``ValueError`` for calls of `fully_shard` that do not go together in one model."""
+    if odd := next((one for one in groups if one.device_mesh != groups[0].device_mesh), None):
+        raise ValueError(
+            f"fully_shard was called with different meshes inside one {name}: "
+            f"{groups[0].device_mesh} and {odd.device_mesh}. Give all of them the same."
+        )
+
+
+def _adopt_optimizers(groups: Sequence[ParameterGroup]) -> None:
+    """An optimizer that was made before `fully_shard` holds the plain parameters: it gets those that took their places.
+
+    Raises ``ValueError``, with nothing changed, for one that holds state of theirs, which would be of other shapes; and
+    for a module that shares a parameter with these, and was in no call of `fully_shard`: it would keep the plain one.
+    """
+    new = {id(old): made for group in groups for ref, made in group.replaced if (old := ref()) is not None}
+    found = []
+    objects = gc.get_objects() if new else []
+    for module in [one for one in objects if issubclass(type(one), nn.Module)]:
+        for name, parameter in vars(module).get("_parameters", {}).items():
+            if id(parameter) in new:
+                raise ValueError(
+                    f"{type(module).__name__}.{name} is tied to a parameter that fully_shard has sharded, in a module "
+                    "that no call of fully_shard holds: it would be trained apart. Call fully_shard on a module that "
+                    "holds both."
+                )
+    for optimizer in [one for one in objects if issubclass(type(one), Optimizer)]:
+        holding = [held for held in optimizer.param_groups if any(id(one) in new for one in held["params"])]
+        if any(optimizer.state.get(one) for held in holding for one in held["params"] if id(one) in new):
+            raise ValueError(
+                f"{type(optimizer).__name__} has state of parameters that fully_shard has sharded since. Make the "
+                "optimizer after fully_shard, and load its state then: "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict."
+            )
+        found += holding
+    for held in found:
+        held["params"] = [new.get(id(one), one) for one in held["params"]]
+    for group in groups:
+        group.replaced.clear()

@@ -1,0 +1,332 @@
+"""The class of a module that `fully_shard` was called on: its own, with FSDP2's methods and a compiled forward.
+
+    class FSDPBlock(FSDPModule, Block)      isinstance(block, Block) and isinstance(block, FSDPModule) hold
+
+`FSDPModule` is a `torch.distributed.fsdp.FSDPModule`, so that code which asks for that finds it. Of its methods, those
+that change numbers or memory do here what they do there, or are refused by name; those that only tell FSDP2 how to
+overlap are left to `Policy.prefetch`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.plan.plan import Division
+from fsdp_compiled.runtime.fsdp.gathered_module import gathered
+from fsdp_compiled.runtime.fsdp.module_call import ModuleCall
+from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, state_of, states_in, traced, tracing
+from fsdp_compiled.runtime.fsdp.opened_arguments import check_unchanged, opened
+from fsdp_compiled.runtime.fsdp.parameter_group import ParameterGroup
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _refusing(what: str, cure: str) -> Callable[..., NoReturn]:
+    """A method that refuses."""
+
+    def method(self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"{what} is not supported by fsdp_compiled.fully_shard. {cure}")
+
+    method.__name__ = what
+    return method
+
+
+class _OwnGathered:
+    """What ``torch.distributed.fsdp.register_fsdp_forward_method`` asks for, as the Trainer of transformers calls it.
+
+    Around a method that runs without gradients, the parameters of its own module are gathered; modules inside, which it
+    calls as ``generate`` does, gather theirs. One that computes with gradients and parameters fails, since those are
+    DTensors and its inputs are not: ours compiles it.
+    """
+
+    def __init__(self, group: ParameterGroup) -> None:
+        self._group = group
+
+    def _pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            self._group.unshard()
+        return args, kwargs
+
+    def _post_forward(self, module: Any, args: Any, output: Any) -> Any:
+        self._group.reshard()
+        return output
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NotImplementedError(
+            f"FSDP2's own state ({name}) is not there on modules that fsdp_compiled.fully_shard sharded. Take the "
+            "function that asks for it from fsdp_compiled, as fully_shard."
+        )
+
+
+class FSDPModule(TorchFSDPModule):
+    """What `fully_shard` makes of a module, beside its own class."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module of the class that it was: ``model[1:]`` is a container of its own, as under FSDP2."""
+        own = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
+        return own(*args, **kwargs)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Registers whole parameters with the module, in ``mp_policy.param_dtype``. Not recursive. Collective."""
+        _state(self).group.unshard()
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Registers the sharded parameters with the module again. Not recursive."""
+        _state(self).group.reshard()
+
+    def gathered(self) -> AbstractContextManager[Any]:
+        """Gathers all parameters once for many calls: ``with model.gathered(): model.generate(...)``.
+
+        Inside, without gradients, the model, its parts and methods run their own code, not compiled and with no
+        communication, so that ranks may make other calls. Writes to parameters are refused at its end, and so is a call
+        after the optimizer's step. Each rank holds the whole model meanwhile. Collective at its beginning. FSDP2 has
+        nothing of the kind but `unshard`, module by module.
+        """
+        return gathered(self)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; without, a rank's own are added up until one that does."""
+        for state in _states(self, recurse):
+            state.group.synchronise = bool(requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward all-reduces over replicas; without, what one replica's ranks reduced is added up until a
+        backward that does."""
+        for state in _states(self, recurse):
+            state.group.all_reduces = bool(requires_all_reduce) or state.group.mesh.replicate == 1
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether parameters are freed after forward, and gathered again for backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for state in _states(self, recurse):
+            state.group.reshard_after_forward = reshard_after_forward
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Nothing: each backward waits for its own reductions."""
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Nothing: parameters are sharded after backward. To keep them in between, gather once with `unshard`."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
+        """Nothing: ``Policy(prefetch=...)`` says how many units ahead gathers start."""
+
+    def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
+        """Nothing: ``Policy(prefetch=...)`` says how many units ahead gathers start."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Nothing: backward gathers what it reads."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Nothing: programs run on the current stream, after what was put there."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Nothing: ``Policy(prefetch=...)`` says how many reductions are on the wire."""
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Nothing: gathers and reductions share a process group."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Nothing: buffers come from PyTorch's allocator."""
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Nothing: buffers come from PyTorch's allocator."""
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing."""
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of this module's gradients over the ranks is divided by, in the place of their number."""
+        _divide(_state(self).group, replace(_state(self).group.division, factor=float(factor)))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The same, by its old name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether this module's gradients are summed on the wire, and divided after it."""
+        _divide(_state(self).group, replace(_state(self).group.division, sums=bool(enable)))
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters that forward gathers and backward does not reach get a gradient of zeros, which counts in
+        the mean over ranks: batches of different ranks may then reach different ones of a module. Without, that is a
+        `RankError` on all ranks."""
+        for state in _states(self, recurse):
+            state.group.pads = bool(reduce_scatter_unused_params)
+
+    def reset_iter_state(self) -> None:
+        """Drops gradients that were held back; a forward that failed leaves nothing else."""
+        for state in states_in(self):
+            for flat in state.group.flats:
+                flat.drop()
+
+    set_custom_all_gather = _refusing("set_custom_all_gather", "Leave it out: programs make their own collectives.")
+    set_custom_reduce_scatter = _refusing(
+        "set_custom_reduce_scatter", "Leave it out: programs make their own collectives."
+    )
+    set_all_reduce_hook = _refusing(
+        "set_all_reduce_hook", "Change gradients after backward, in parameter.grad, or with parameter.register_hook."
+    )
+
+    def _get_fsdp_state(self) -> Any:
+        return _OwnGathered(_state(self).group)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """``to``, ``to_empty``, ``half`` and their kin, of sharded parameters."""
+        group = _state(self).group
+        group.reshard()
+        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        group.follow()
+        lay_out(self)
+        return result
+
+
+def _divide(group: ParameterGroup, division: Division) -> None:
+    """Raises ``ValueError`` for no number over zero, ``NotImplementedError`` where FSDP2 divides twice."""
+    factor, mesh = division.factor, group.mesh
+    if factor is not None and not 0 < factor < float("inf"):
+        raise ValueError(f"The factor to divide gradients by is {factor}; expected a positive number.")
+    if factor is not None and mesh.shard == 1 and (mesh.replicate > 1 or division.sums):
+        raise NotImplementedError(
+            "set_gradient_divide_factor is not supported by fsdp_compiled.fully_shard on replicas that are not "
+            "sharded, nor beside set_force_sum_reduction_for_comms on one rank. Multiply the loss by what is wanted."
+        )
+    group.division = division
+
+
+def _deepcopy(self: Any, _memo: Any) -> NoReturn:
+    raise TypeError(
+        f"A {type(self).__name__} cannot be copied: it is sharded over ranks. Build the model again, call fully_shard "
+        "on it, and load the state_dict of the first; for an average of weights, lerp_ its parameters with these."
+    )
+
+
+def _state(module: Any) -> ModuleState:
+    state = state_of(module)
+    assert state is not None
+    return state
+
+
+def _states(module: Any, recurse: bool) -> list[ModuleState]:
+    return states_in(module) if recurse else [_state(module)]
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value
+    )
+
+
+def _compiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs this function of the model as a program or, in a trace, as a part of one.
+
+    What goes in and comes out is cast as ``mp_policy`` says, as FSDP2's hooks do at every module.
+    """
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **named: Any) -> Any:
+        if not tracing():
+            if (check := _state(self).gathered) is not None:
+                check()
+                with traced():
+                    return method(self, *args, **named)
+            return _call(self, name, function)(args, named)
+        inputs, output = self._fsdp_compiled_casts
+        if inputs is not None:
+            args, named = _cast(args, inputs), _cast(named, inputs)
+        result = function(self, *args, **named)
+        return result if output is None else _cast(result, output)
+
+    return method
+
+
+def _gathered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs this function of the model as it is, without gradients and with all parameters gathered."""
+
+    @functools.wraps(function)
+    def method(self: Any, *args: Any, **named: Any) -> Any:
+        if (check := _state(self).gathered) is not None:
+            check()
+            with traced():
+                return function(self, *args, **named)
+        return function(self, *args, **named) if tracing() else _call(self, name, function).eagerly(args, named)
+
+    return method
+
+
+def _call(module: Any, name: str, function: Callable[..., Any]) -> ModuleCall:
+    calls = _state(module).calls
+    if name not in calls:
+        calls[name] = ModuleCall(module, _calling(name))
+    return calls[name]
+
+
+def _calling(name: str) -> Callable[..., Any]:
+    def call(model: Any, *args: Any, **named: Any) -> Any:
+        made: list[tuple[Any, list[Any]]] = []
+        args, named = opened(args, made), opened(named, made)
+        result = getattr(model, name)(*args, **named)
+        check_unchanged(made)
+        return result
+
+    call.method = name  # type: ignore[attr-defined]  # whose arguments are checked
+    return call
+
+
+def give_class(module: nn.Module, state: ModuleState) -> None:
+    """Makes the module an `FSDPModule`, and still one of its own class."""
+    kind = type(module)
+    if kind not in _classes:
+        members = {
+            "forward": _compiled("forward", kind.forward),
+            "__deepcopy__": _deepcopy,
+            "__module__": kind.__module__,
+        }
+        _classes[kind] = type(f"FSDP{kind.__name__}", (FSDPModule, kind), members)
+    precision = state.group.precision
+    inputs = precision.param_dtype if precision.cast_forward_inputs else None
+    object.__setattr__(module, "_fsdp_compiled", state)
+    object.__setattr__(module, "_fsdp_compiled_casts", (inputs, precision.output_dtype))
+    module.__class__ = _classes[kind]
+    if (own := vars(module).get("forward")) is not None:  # a method in the place of the class's, as TRL gives
+        object.__setattr__(module, "forward", _compiled("forward", own.__func__).__get__(module, type(module)))
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes a method of the module a program of its own, as ``forward`` is: its parameters are gathered for it.
+
+    A module that `fully_shard` was not called on is left as it is. ``generate`` of transformers and peft cannot be one
+    program: it runs as it is, with all parameters gathered once. Raises ``ValueError`` where there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    original = getattr(type(module), method_name, None)
+    if original is None or not inspect.isfunction(original):
+        raise ValueError(
+            f"{type(module).__name__}.{method_name} is not a method of the class, so it cannot be compiled: define it "
+            "in the class."
+        )
+    wrapped = _gathered if method_name == "generate" and _is_of_transformers(original) else _compiled
+    method = wrapped(method_name, original)
+    object.__setattr__(module, method_name, method.__get__(module, type(module)))
+
+
+def _is_of_transformers(function: Callable[..., Any]) -> bool:
+    return inspect.unwrap(function).__module__.partition(".")[0] in ("transformers", "peft")
+
+
+__all__ = ["FSDPModule", "give_class", "register_fsdp_forward_method"]

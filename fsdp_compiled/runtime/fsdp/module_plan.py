@@ -1,0 +1,211 @@
+"""What is made of a module's parameters as they are: a plan, and the programs that are for it.
+
+The units are those that the user marked with `fully_shard`; the flat shards are there already, and the plan describes
+them. It holds as long as the parameters are these ones and the same of them are trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_compiled.capture.model_tensors import named_parameters
+from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.plan.buckets import name_of
+from fsdp_compiled.plan.hardware import machine_of
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot, Unit
+from fsdp_compiled.plan.rows import side_by_side
+from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.fsdp import merged_units
+from fsdp_compiled.runtime.fsdp.merged_units import Row
+from fsdp_compiled.runtime.fsdp.module_state import state_of, traced
+from fsdp_compiled.runtime.fsdp.parameter_group import Entry, FlatShard, ParameterGroup
+from fsdp_compiled.runtime.loop_random import LoopRandom
+from fsdp_compiled.runtime.module_buffers import ModuleBuffers
+from fsdp_compiled.runtime.programs.compile import Compiled
+from fsdp_compiled.runtime.programs.program_cache import Programs
+from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
+
+
+class Opened:
+    """The model as it is traced, which puts other tensors in the place of its parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    @contextmanager
+    def open(self) -> Iterator[nn.Module]:
+        with traced():
+            yield self.model
+
+
+@dataclass
+class Lent:
+    """What programs read besides the batch; the same dictionaries as long as the programs live."""
+
+    shards: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    plain: dict[str, torch.Tensor]
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)  # that programs write
+    drawn: torch.Tensor | None = None  # what random numbers start from, where ranks along tp compare it
+
+    def holders(self, compiled: Compiled) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Who holds a program's inputs, by kind, but for the batch."""
+        return {"shard": self.shards, "buffer": self.buffers, "plain": self.plain,
+                "constant": compiled.constants(self),
+                "drawn": {"": self.drawn} if self.drawn is not None else {}}  # fmt: skip
+
+
+@dataclass(eq=False)
+class Made:
+    """``rows``: of flat shards, by the buffer's key; ``entries``: by the parameter's name; ``gathers``: stands for the
+    collectives that gather all of it; ``trained``: what is trained of which model, equal on ranks where that is."""
+
+    plan: Plan
+    mesh: Mesh
+    groups: tuple[ParameterGroup, ...]
+    programs: Programs
+    lent: Lent
+    rows: Mapping[str, Row]
+    entries: Mapping[str, Entry]
+    gathers: str
+    trained: str
+    random: LoopRandom | None  # where there is a tp axis
+    # By what a backward reduces and which parameters it reaches, those that it misses.
+    missed: dict[tuple[tuple[FlatShard, ...], Collection[str]], list[tuple[FlatShard, Entry]]] = field(
+        default_factory=dict
+    )
+
+    def drawing(self, compiled: Compiled) -> AbstractContextManager[None]:
+        """Around the run of a program that draws random numbers."""
+        if self.random is None or not compiled.random:
+            return nullcontext()
+        return self.random.drawing(compiled.shared, compiled.parts)
+
+    @property
+    def current(self) -> bool:
+        """Whether the parameters are in these flat shards still."""
+        return all(row.current for row in self.rows.values())
+
+    @cached_property
+    def flats(self) -> dict[str, FlatShard]:
+        """By the parameter's name."""
+        flats = {entry: flat for row in self.rows.values() for flat in row.flats for entry in flat.entries}
+        return {name: flats[entry] for name, entry in self.entries.items()}
+
+    @cached_property
+    def group_of(self) -> dict[Entry, ParameterGroup]:
+        return {entry: group for group in self.groups for entry in group.entries}
+
+    @cached_property
+    def names(self) -> dict[Entry, str]:
+        return {entry: name for name, entry in self.entries.items()}
+
+
+def make(
+    module: nn.Module,
+    function: Callable[..., Any],
+    groups: Sequence[ParameterGroup],
+    policy: Policy,
+    plain: Mapping[str, torch.Tensor],
+    calls: Calls,
+) -> Made:
+    """A plan of these parameters, and programs for it: none yet. ``function``: calls the model, in the trace.
+
+    Raises ``ValueError`` for parameters on the meta device.
+    """
+    mesh = groups[0].mesh
+    rows: dict[str, Row] = {}
+    units = units_of(module, groups, rows)
+    state = state_of(module)
+    notes = (state.merging,) if state is not None and state.merging else ()
+    # As far ahead as FSDP2: what is best depends on the batch, whose lengths ranks may differ in, and the order of
+    # collectives must not.
+    ahead = 1 if policy.prefetch == "auto" and policy.limit != 1 else policy.prefetch
+    policy = replace(policy, prefetch=ahead)
+    machine = machine_of(mesh.device, policy.bandwidth_gbps, mesh.tp)
+    plan = Plan(tuple(units), policy, mesh.device, mesh.shard, mesh.replicate, machine, notes, tp=mesh.tp)
+    buffers = ModuleBuffers(module, mesh.device)
+    random = LoopRandom(mesh.device, mesh.rank) if mesh.tp > 1 else None
+    lent = Lent({key: row.tensor for key, row in rows.items()}, buffers.tensors(), dict(plain),
+                drawn=random.drawn if random is not None else None)  # fmt: skip
+    entries = {
+        slot.name: entry
+        for buffer in plan.buffers
+        for slot, entry in zip(buffer.slots, rows[buffer.key].entries, strict=True)
+    }
+    said, note = _trained(plan, plain)
+    maker = ProgramMaker(
+        Opened(module), None, plan, mesh, calls, random.bound if random is not None else None, called=function,
+        plain=lent.plain,
+    )  # fmt: skip
+    programs = Programs(maker, (), note)
+    gathers = _digest([(buffer.key, buffer.numel) for buffer in plan.buffers])
+    return Made(
+        plan, mesh, tuple(groups), programs, lent, rows, entries, gathers, f"{type(module).__name__}, {said}", random
+    )
+
+
+def _trained(plan: Plan, plain: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+    """How many parameters are trained, with what stands for all that a plan depends on; and the first, if not all are.
+
+    Ranks compare it: where other parameters are trained, the collectives may be the same, and the sums wrong.
+    """
+    slots = {slot.name: (slot.leaf.trainable, slot.leaf.shape) for buffer in plan.buffers for slot in buffer.slots}
+    slots |= {name: (one.requires_grad, tuple(one.shape)) for name, one in plain.items()}
+    count = sum(trained for trained, _ in slots.values())
+    units = [(unit.reshard, [(buffer.key, buffer.division) for buffer in unit.buffers]) for unit in plan.units]
+    names = [name for name, (trained, _) in slots.items() if trained]
+    said = f"{count} of {len(slots)} trained"
+    note = "" if count == len(slots) else f", {said} ({_digest(names)})"
+    return f"{said} ({_digest([slots, units, plan.policy])})", note
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+
+
+def units_of(module: nn.Module, groups: Sequence[ParameterGroup], rows: dict[str, Row]) -> Iterator[Unit]:
+    """The units, in the order of the groups; ``rows`` is filled, by the buffer's key."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in named_parameters(module, remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    paths = {id(one): path for path, one in module.named_modules()}
+    places = {
+        group: next((paths[id(one)] for one in group.modules if id(one) in paths), f"unit {number}") or "root"
+        for number, group in enumerate(groups)
+    }
+    for run, together in merged_units.rows(groups):
+        unit = name_of([places[group] for group in run])
+        buffers = []
+        for index, row in enumerate(together):
+            key = unit if len(together) == 1 else f"{unit}#{index}"
+            own = [_buffer(flat, places[group], names) for group, flat in zip(run, row.flats, strict=True)]
+            together_as = side_by_side(unit, key, own, run[0].mesh.shard)
+            buffers.append(replace(together_as, division=run[0].division, precision=run[0].precision))
+            rows[key] = row
+        yield Unit(unit, tuple(buffers), run[0].reshard_after_forward is not False)
+
+
+def _buffer(flat: FlatShard, path: str, names: Mapping[int, list[str]]) -> Buffer:
+    """The flat shard's, with the names that its parameters have in this model."""
+    if flat.tensor.is_meta:
+        raise ValueError(
+            f"The parameters of {path} are on the meta device. Give them memory and values before the "
+            "first call: model.to_empty(device=...), then reset_parameters() or load_state_dict()."
+        )
+    slots = []
+    for place, (entry, slot) in enumerate(zip(flat.entries, flat.buffer.slots, strict=True)):
+        own = tuple(names.get(id(entry.parameter), [f"({path}, {place}, outside)"]))
+        leaf = replace(slot.leaf, names=own, block=path, trainable=entry.parameter.requires_grad)
+        slots.append(Slot(leaf, slot.offset))
+    trainable = any(slot.leaf.trainable for slot in slots)
+    return replace(flat.buffer, slots=tuple(slots), trainable=trainable)

@@ -1,0 +1,322 @@
+"""One forward of a module in a loop of the user's, and the backwards through it, as autograd calls them.
+
+    run.apply()                    forward: gathers and compute; keeps what backward reads
+    loss.backward()                backward: gathers, compute and reductions; leaves ``parameter.grad``
+    without synchronisation        backward: no communication; leaves whole gradients with the flat shards (``held``)
+
+A run goes by what was there when it was made: parameters may be frozen, thawed or replaced before its backward comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_compiled.capture.global_modes import outside_modes
+from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.mesh import RankError
+from fsdp_compiled.ir.nodes import OTHER_BATCHES
+from fsdp_compiled.lower.lowering import below_autograd
+from fsdp_compiled.plan.plan import Buffer
+from fsdp_compiled.runtime.autograd_hooks import hook_on
+from fsdp_compiled.runtime.fsdp.gradients import leave, parts, reductions
+from fsdp_compiled.runtime.fsdp.module_plan import Made
+from fsdp_compiled.runtime.fsdp.module_state import ModuleState
+from fsdp_compiled.runtime.fsdp.parameter_group import Entry, FlatShard, ParameterGroup
+from fsdp_compiled.runtime.programs.compile import Compiled
+from fsdp_compiled.runtime.programs.failed_calls import SAME_BATCHES
+from fsdp_compiled.torch_private.core import will_run
+
+
+def run_program(run: Callable[[], Sequence[torch.Tensor]], calls: Calls) -> Sequence[torch.Tensor]:
+    """What the program gives; its failure is an error on every rank."""
+    try:
+        with below_autograd():
+            return run()
+    except BaseException as error:
+        if isinstance(error, RankError):
+            raise
+        if (lost := calls.parting(error)) is not None:
+            raise RankError(lost) from error
+        if isinstance(error, RuntimeError) and OTHER_BATCHES in str(error):  # every rank raises it
+            raise RankError(f"In a forward, {OTHER_BATCHES}. {SAME_BATCHES}") from error
+        if isinstance(error, RuntimeError) and (other := calls.reason(error)) is not None:
+            raise RankError(other) from error
+        if calls.mesh.world > 1:
+            calls.abandon(f"It said:\n{type(error).__name__}: {error}")
+        raise
+    finally:
+        calls.returned()
+
+
+class Run:
+    """What a forward leaves for its backwards.
+
+    ``states``: of the modules inside, that say whether backward synchronises.
+    """
+
+    def __init__(
+        self,
+        made: Made,
+        compiled: Compiled,
+        calls: Calls,
+        states: Sequence[ModuleState],
+        inputs: Sequence[Any],
+    ) -> None:
+        self.made, self.compiled, self.calls, self.states = made, compiled, calls, states
+        self.training = compiled.training
+        self.inputs = inputs
+        # Autograd's inputs are what gets a gradient: it calls hooks of the others too, with None in its place.
+        moved = self.training.moved
+        late = any(not (group.synchronise and group.all_reduces) for group in made.groups)
+        held = {entry for entry in made.names if late and self._waits(entry)}
+        given = [
+            entry.parameter
+            for entry, name in made.names.items()
+            if name in moved and entry.parameter.requires_grad and not (entry in held and hook_on(entry.parameter))
+        ]
+        self._trained = tuple(given)  # by whose ids they are found
+        self.place = {id(one): place for place, one in enumerate(given)}
+        # Inputs that have gradients beside the sharded parameters; some of them are parameters that are not sharded.
+        self.others: list[tuple[str, int]] = []  # by name, the place among what autograd gets
+        for name, place in self.training.others:
+            if (found := self.place.get(id(inputs[place]))) is None:
+                found = len(given)
+                given.append(inputs[place])
+            self.others.append((name, found))
+        self.given: Sequence[torch.Tensor] = given
+        self.count = len(given)
+        read = dict.fromkeys(made.flats[name] for name in self.training.read)
+        self.written = [(flat, flat.written) for flat in read]
+
+    def apply(self) -> Sequence[torch.Tensor]:
+        """The results of forward, for autograd to differentiate."""
+        given, self.given = self.given, ()
+        return _Function.apply(self, torch.zeros((), requires_grad=True), *given)
+
+    def backward(
+        self, kept: list[Any], reached: Collection[str], everything: bool
+    ) -> tuple[dict[Entry, DTensor], dict[str, torch.Tensor]]:
+        """Gradients of the sharded parameters, none where they are held back, and those of other inputs, by name.
+
+        ``kept``: what backward reads, taken out of this list, so that each tensor is freed after its last use.
+        ``reached``: the parameters that have gradients, by name. ``everything``: whether it is for ``grad``; else they
+        go to who asked for them, and nothing is held back.
+        """
+        made, compiled = self.made, self.compiled
+        with self.calls.refusing():
+            self._check_versions()
+            if everything:
+                self._check_hooks(reached)
+        training = compiled.training
+        aside = everything and not all(group.synchronise and group.all_reduces for group in made.groups)
+        if everything and not aside:
+            aside = any(made.rows[one.key].waits for one in made.plan.buffers if one.unit in training.units)
+        quiet = everything and not any(group.synchronise for group in made.groups)
+        label = f"backward of {compiled.label}" + " without synchronisation" * quiet
+        if not aside:
+            backward = training.backward
+            flats = tuple(flat for key in backward.gradients for flat in made.rows[key].flats)
+            missed = self._missed(flats, reached)
+            self.calls.post(label, backward.wire, missed)
+            outputs = run_program(partial(backward.runner, kept), self.calls)
+            self.calls.reached(missed)
+            found: dict[Entry, DTensor] = {}
+            for key, place in backward.gradients.items():
+                for flat, start in made.rows[key].starts:
+                    found |= parts(outputs[place], self._wanted(flat, reached), start)
+            found |= self._zeros(flats)
+            return found, {name: outputs[place] for name, place in backward.others.items()}
+        with self.calls.refusing():
+            whole = made.programs.whole(compiled)
+        reduced: dict[Buffer, list[FlatShard]] = {}
+        for buffer in made.plan.buffers:
+            flats_of = [flat for flat in made.rows[buffer.key].flats if self._group(flat).synchronise]
+            has = buffer.key in whole.gradients or any(flat.held is not None for flat in flats_of)
+            if flats_of and has and buffer.unit in training.units:
+                reduced[buffer] = flats_of
+        flats = tuple(flat for own in reduced.values() for flat in own)
+        held = {made.names[entry] for flat in flats for entry in flat.held_of}
+        missed = self._missed(flats, frozenset({*reached, *held}))
+        sent = [
+            (buffer.key, [(flat in own, self._group(flat).all_reduces) for flat in made.rows[buffer.key].flats])
+            for buffer, own in reduced.items()
+        ]
+        self.calls.post(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8], missed)
+        outputs = run_program(partial(whole.runner, kept), self.calls)
+        for key, place in whole.gradients.items():
+            gradient = outputs[place].view(made.plan.shard, -1)
+            for flat, start in made.rows[key].starts:
+                own = gradient[:, start : start + flat.tensor.numel()]
+                flat.hold(own, self._wanted(flat, reached))
+        found = {}
+        for buffer, own_flats in reduced.items():
+            found |= self._reduce(buffer, own_flats)
+        self.calls.reached(missed)
+        found |= self._zeros(flats)
+        return found, {name: outputs[place] for name, place in whole.others.items()}
+
+    def _reduce(self, buffer: Buffer, flats: Collection[FlatShard]) -> dict[Entry, DTensor]:
+        """What was held back with these, of one row, reduced; over replicas too, but where that is to wait."""
+        made = self.made
+        gradients, released = made.rows[buffer.key].release(made.plan.shard, flats)
+        along_shard, over_replicas = reductions(buffer, gradients.dtype, made.plan, made.mesh)
+        shard = along_shard(gradients)
+        found: dict[Entry, DTensor] = {}
+        if all(self._group(flat).all_reduces and flat.partial is None for flat, *_ in released):
+            shard = over_replicas(shard)
+            for _, start, members in released:
+                found |= parts(shard, [entry for entry in members if entry.parameter.requires_grad], start)
+            return found
+        for flat, start, members in released:
+            own = shard[start : start + flat.tensor.numel()]
+            own = own.clone() if flat.partial is None else own + flat.partial
+            entries = {**flat.partial_of, **dict.fromkeys(members)}
+            waits = not self._group(flat).all_reduces
+            flat.partial, flat.partial_of = (own, entries) if waits else (None, {})
+            if not waits:
+                trained = [entry for entry in entries if entry.parameter.requires_grad]
+                found |= parts(over_replicas(own), trained, 0)
+        return found
+
+    def _group(self, flat: FlatShard) -> ParameterGroup:
+        return self.made.group_of[flat.entries[0]]
+
+    def _waits(self, entry: Entry) -> bool:
+        """Whether its gradient is kept for a later backward."""
+        group = self.made.group_of[entry]
+        return not (group.synchronise and group.all_reduces)
+
+    def _wanted(self, flat: FlatShard, reached: Collection[str]) -> list[Entry]:
+        """The parameters of a flat shard that have gradients, and are trained still."""
+        names, every = self.made.names, flat in self._padded
+        return [entry for entry in flat.entries if (every or names[entry] in reached) and entry.parameter.requires_grad]
+
+    def _missed(self, reduced: tuple[FlatShard, ...], reached: Collection[str]) -> list[str]:
+        """The trained parameters of what is reduced that get no gradient."""
+        made, of = self.made, (reduced, reached)
+        if (found := made.missed.get(of)) is None:
+            found = [(flat, entry) for flat in reduced for entry in flat.entries if made.names[entry] not in reached]
+            made.missed[of] = found
+        return [
+            made.names[entry] for flat, entry in found if entry.parameter.requires_grad and flat not in self._padded
+        ]
+
+    @cached_property
+    def _padded(self) -> set[FlatShard]:
+        """Those of which what no result depends on gets zeros (`set_reduce_scatter_unused_params`)."""
+        return {flat for state in self.states if state.group.pads for flat in state.group.flats}
+
+    def _zeros(self, reduced: Collection[FlatShard]) -> dict[Entry, DTensor]:
+        """The same of what forward gathered, and no rank reduces."""
+        found: dict[Entry, DTensor] = {}
+        ports = self.compiled.inputs if self._padded else ()
+        for flat in (flat for port in ports if port.kind == "shard" for flat in self.made.rows[port.name].flats):
+            group = self._group(flat)
+            if flat in self._padded and flat not in reduced and group.synchronise and group.all_reduces:
+                trained = [entry for entry in flat.entries if entry.parameter.requires_grad]
+                found |= parts(torch.zeros_like(flat.tensor), trained, 0)
+        return found
+
+    def _check_hooks(self, reached: Collection[str]) -> None:
+        """Raises ``RuntimeError`` where autograd would call a hook for a gradient that there is not."""
+        for entry, name in self.made.names.items():
+            parameter = entry.parameter
+            if (kind := hook_on(parameter)) is None or id(parameter) not in self.place or not parameter.requires_grad:
+                continue
+            if self._waits(entry):
+                raise RuntimeError(
+                    f"{name} has a hook ({kind}), and set_requires_gradient_sync(False) was called between this "
+                    "forward and its backward. Call it before forward: then the hook is called when gradients are "
+                    "reduced."
+                )
+            if name in reached or any(entry in flat.entries for flat in self._padded):
+                continue
+            if not any(entry in flat.held_of for flat in self.made.flats.values()):
+                raise RuntimeError(
+                    f"{name} has a hook ({kind}), and none of the results that this backward begins at depends on it: "
+                    "autograd would call the hook all the same. Remove it for this backward; or let it begin at the "
+                    "other results too, times zero."
+                )
+
+    def _check_versions(self) -> None:
+        """Raises ``RuntimeError`` where weights were written since forward, as autograd does."""
+        for flat, written in self.written:
+            if flat.written != written or not flat.current:
+                name = self.made.names[flat.entries[0]]
+                raise RuntimeError(
+                    f"{name}, or a parameter beside it, was modified by an inplace operation between this forward and "
+                    "its backward, which needs the old value. Call backward before optimizer.step(), or run forward "
+                    "again."
+                )
+
+
+class _Function(torch.autograd.Function):
+    # What comes in is one list, out of which each is freed after its last use; a torch that does not know it (2.11)
+    # gives a tuple, and holds it until backward is over.
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, token: torch.Tensor, *given: torch.Tensor) -> Any:
+        training, inputs = run.training, run.inputs
+        run.inputs = ()
+        with run.made.drawing(run.compiled):
+            outputs = run_program(partial(run.compiled.runner, *inputs), run.calls)
+        everything = [*inputs, *outputs]
+        kept = [everything[source] for source in training.sources]
+        # Autograd would miss writes to shards that go past it; `_check_versions` sees them all.
+        own = [not isinstance(value, torch.Tensor) or place in training.shards
+               for value, place in zip(kept, training.sources, strict=True)]  # fmt: skip
+        ctx.save_for_backward(*(value for value, apart in zip(kept, own, strict=True) if not apart))
+        ctx.others = [(value, apart) if apart else (None, apart) for value, apart in zip(kept, own, strict=True)]
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        results = tuple(outputs[: len(training.results)])
+        ctx.shapes = [result.shape for result in results]
+        ctx.mark_non_differentiable(*(results[place] for place in training.constant))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *given: Any) -> Any:
+        run: Run = ctx.run
+        tangents: list[torch.Tensor | None] = given[0] if given and isinstance(given[0], list) else list(given)
+        training = run.training
+        if torch.is_grad_enabled():
+            with run.calls.refusing():
+                raise RuntimeError(
+                    f"backward(create_graph=True) through {run.compiled.label}, which fully_shard compiled: there is "
+                    "no derivative of its backward program. Take the gradient inside of forward, where "
+                    "torch.autograd.grad is traced with the model; or use compile_sharded with that loss."
+                )
+        saved = iter(ctx.saved_tensors)
+        kept = [value if apart else next(saved) for value, apart in ctx.others]
+        del saved
+        ctx.maybe_clear_saved_tensors()  # unless the graph is retained
+        reached = training.reached(frozenset(place for place, one in enumerate(tangents) if one is not None))
+        kept += [one.laid_out(tangents[one.place], ctx.shapes[one.place]) for one in training.tangents]
+        tangents.clear()
+        # A plain backward() reaches the token. One that asks for some gradients alone, as torch.autograd.grad does, is
+        # answered by autograd, and so are hooks.
+        everything = will_run(ctx.next_functions[0][0])
+        with outside_modes(watched=True):
+            found, others = run.backward(kept, reached, everything)
+        gradients: list[torch.Tensor | None] = [None] * run.count
+        direct: dict[Entry, DTensor] = {}
+        for entry, gradient in found.items():
+            if everything and hook_on(entry.parameter) is None:
+                direct[entry] = gradient
+            elif (place := run.place.get(id(entry.parameter))) is not None:
+                gradients[place] = gradient
+            elif everything:  # it was held back, or was to be when forward came
+                entry.parameter.backward(gradient)
+        leave(direct)
+        for name, place in run.others:
+            if name in reached:
+                before = gradients[place]
+                gradients[place] = others[name] if before is None else before + others[name]
+        return None, None, *gradients

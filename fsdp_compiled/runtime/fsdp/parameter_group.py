@@ -1,0 +1,342 @@
+"""The parameters of one `fully_shard` call: DTensors that are slices of flat shards.
+
+    module.weight    nn.Parameter of a DTensor, [6, 4], Shard(0) on the mesh     the user's optimizer, checkpoints ...
+                       its local tensor: rows 0 to 2, a view of
+    flat shard       [n]                                                         what programs gather
+
+A flat shard holds this rank's rows of all parameters of a dtype (`plan.rows`), so that one collective gathers them, and
+what writes to a parameter writes to what is gathered. Whoever puts other tensors in a parameter's place
+(`Module.to_empty`, `load_state_dict(assign=True)`) is followed: their values move into a new flat shard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import starmap
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_compiled.distributed.device_mesh import beside
+from fsdp_compiled.distributed.mesh import Mesh, gather_shards
+from fsdp_compiled.plan.leaf import Leaf, TensorParallel, contiguous_stride
+from fsdp_compiled.plan.plan import Buffer, Division
+from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, widths
+from fsdp_compiled.runtime.fsdp.loop_hooks import OURS, Mark, mark
+from fsdp_compiled.runtime.tensor_parallel.parts import local_part, tensor_parallel
+from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, TensorMeta
+
+Holder = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
+ENTRY = "_fsdp_compiled_entry"  # of a plain parameter, the entry that took its place
+
+
+# In C, since each call asks it of all parameters.
+_versions_of = attrgetter("parameter._version", "local._version")
+_local_now_and_then = attrgetter("parameter._local_tensor", "local")
+
+
+@dataclass(eq=False)
+class Entry:
+    """One parameter. ``first``, ``last``: its place in the flat shard; ``local``: the view of it."""
+
+    parameter: nn.Parameter
+    holders: list[Holder]
+    spec: DTensorSpec
+    tp: TensorParallel | None = None  # of one that `parallelize_module` cut, or made whole on each rank
+    first: int = 0
+    last: int = 0
+    local: torch.Tensor | None = None
+    mark: Mark = field(default_factory=mark)
+
+    def tie(self, holder: Holder) -> None:
+        """It hangs there too, as the plain parameter did that it took the place of."""
+        (module, name), (first, known) = holder, self.holders[0]
+        module._parameters[name] = first._parameters[known]
+        self.holders.append(holder)
+
+    @property
+    def leaf(self) -> Leaf:
+        """Without names, which depend on the model that is called. Along tp, of this rank's part."""
+        shape = tuple(self.parameter.shape)
+        if self.tp is not None and self.tp.dim is not None:
+            parts = self.spec.mesh.size(-1)
+            shape = tuple(size // parts if dim == self.tp.dim else size for dim, size in enumerate(shape))
+        return Leaf((self.holders[0][1],), shape, contiguous_stride(shape), self.parameter.dtype,
+                    self.parameter.requires_grad, None, "", tp=self.tp)  # fmt: skip
+
+
+@dataclass(eq=False)
+class FlatShard:
+    """This rank's rows of parameters that share a dtype, and whether they were trained when it was laid out."""
+
+    tensor: torch.Tensor
+    buffer: Buffer
+    entries: list[Entry]
+    current: bool = True  # until others take its place
+    held: torch.Tensor | None = None  # this rank's gradient that was not reduced yet, ``[shard * n]``
+    held_of: dict[Entry, None] = field(default_factory=dict)  # whose parts of it were reached
+    partial: torch.Tensor | None = None  # reduced along the shard axis, and not over replicas yet, ``[n]``
+    partial_of: dict[Entry, None] = field(default_factory=dict)
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients of it are kept for a later backward."""
+        return self.held is not None or self.partial is not None
+
+    @property
+    def written(self) -> tuple[Any, ...]:
+        """Another one after each write, to a parameter or past it to its local tensor."""
+        return self.tensor._version, *map(_versions_of, self.entries)
+
+    def hold(self, gradient: torch.Tensor, entries: Iterable[Entry]) -> None:
+        """Adds a whole flat gradient, of which these parameters' parts count, to what is held back."""
+        self.held = gradient if self.held is None else self.held.add_(gradient)
+        self.held_of.update(dict.fromkeys(entries))
+
+    def release(self) -> tuple[torch.Tensor, list[Entry]]:
+        """What was held back, and of which parameters; nothing is any more."""
+        held, entries = self.held, list(self.held_of)
+        assert held is not None
+        self.held = None
+        self.held_of.clear()
+        return held, entries
+
+    def drop(self) -> None:
+        """Drops what was held back."""
+        self.held = self.partial = None
+        self.held_of.clear()
+        self.partial_of.clear()
+
+
+def part_of(flat: torch.Tensor, first: int, last: int, shape: Sequence[int]) -> torch.Tensor:
+    """These elements of a flat shard, in its memory and with an offset of zero.
+
+    A DTensor takes the offset of its local tensor for its own, beside memory that it has none of, and then neither
+    ``copy.deepcopy`` nor ``torch.save`` can read it.
+    """
+    if flat.is_meta or first == last:
+        return flat[first:last].view(shape)
+    begin, size = flat.storage_offset(), flat.itemsize
+    memory = flat.untyped_storage()[(begin + first) * size : (begin + last) * size]
+    return flat.new_empty(0).set_(memory, 0, shape)  # type: ignore[call-overload, no-any-return]
+
+
+class ParameterGroup:
+    """Parameters that are gathered together, as the user marked them."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        holders: Sequence[list[Holder]],
+        device_mesh: DeviceMesh,
+        mesh: Mesh,
+        precision: MixedPrecisionPolicy,
+        reshard: bool | None,
+    ) -> None:
+        self.modules, self.device_mesh, self.mesh = tuple(modules), device_mesh, mesh
+        self.all_axes = beside(device_mesh, mesh.tp_mesh) if mesh.tp_mesh is not None else device_mesh
+        self.precision, self.reshard_after_forward = precision, reshard
+        self.synchronise = True  # whether backward reduces gradients
+        self.all_reduces = True  # whether, over replicas too
+        self.pads = False  # whether a gradient of zeros is left with what a backward does not reach
+        self.division = Division()
+        self.version = 0  # of the flat shards
+        self.flats: list[FlatShard] = []
+        self.replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # plain ones, by the new
+        self.unsharded: list[tuple[nn.Parameter, int]] = []  # with their versions, between `unshard` and `reshard`
+        entries = []
+        for places in holders:
+            module, name = places[0]
+            plain = module._parameters[name]
+            assert plain is not None
+            entries.append(self._shard(plain, places))
+        self._lay_out(entries)
+
+    @property
+    def entries(self) -> Iterator[Entry]:
+        return (entry for flat in self.flats for entry in flat.entries)
+
+    @property
+    def treated(self) -> tuple[Any, ...]:
+        """What a plan depends on, besides the parameters."""
+        return self.version, self.reshard_after_forward, self.division
+
+    def same(self) -> bool:
+        """Whether all parameters are still the slices that they were; a table that changed is not seen here."""
+        return all(all(starmap(is_, map(_local_now_and_then, flat.entries))) for flat in self.flats)
+
+    def follow(self) -> None:
+        """Takes the parameters that hang in the modules now, and lays the flat shards out anew if there are others.
+
+        Raises ``ValueError`` for one that is no DTensor on the mesh, or is gone.
+        """
+        changed = not self.same()
+        for entry in self.entries:
+            module, name = entry.holders[0]
+            now = module._parameters.get(name)
+            if now is entry.parameter:
+                continue
+            where = f"{type(module).__name__}.{name}"
+            if now is None:
+                raise ValueError(f"{where} was deleted after fully_shard. Put it back, or build the model again.")
+            if not isinstance(now, DTensor):
+                raise ValueError(
+                    f"{where} was replaced by a plain tensor after fully_shard. Give it a DTensor: "
+                    "nn.Parameter(distribute_tensor(tensor, old.device_mesh, old.placements)); or copy_ into the old."
+                )
+            if now.device_mesh != self.all_axes or now.placements != entry.spec.placements:
+                raise ValueError(
+                    f"{where} was replaced by a DTensor with placements {now.placements}, where fully_shard has "
+                    f"{entry.spec.placements}. Redistribute it: tensor.redistribute(placements=old.placements)."
+                )
+            if now.grad_fn is not None and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{where} was replaced by a result of {now.grad_fn.name()}, as torch.func.functional_call may do, "
+                    "and backward leaves gradients with parameters: what it was computed from would get none. Compute "
+                    "it in forward, for example by torch.nn.utils.parametrize; or replace it by its detach()."
+                )
+            entry.parameter, changed = now, True
+            now.__dict__[OURS] = True
+            for module, name in entry.holders:
+                module._parameters[name] = now
+        if changed:
+            self._lay_out(list(self.entries))
+
+    def _spec(self, parameter: torch.Tensor, tp: TensorParallel | None) -> DTensorSpec:
+        """As FSDP2 says it, but that what no plan named is ``Replicate`` along tp, which it is; FSDP2 leaves the axis
+        out, and norms and foreach updates of both kinds together fail there."""
+        shape = parameter.shape
+        meta = TensorMeta(shape, contiguous_stride(shape), parameter.dtype)
+        rows = Shard(0)
+        beyond: tuple[Placement, ...] = ()
+        if self.mesh.tp_mesh is not None:
+            dim = tp.dim if tp is not None else None
+            beyond = (Replicate() if dim is None else Shard(dim),)
+            if dim == 0 and self.mesh.tp > 1:  # rows of a part of the rows
+                rows = StridedShard(0, split_factor=self.mesh.tp)
+        first = () if self.device_mesh.ndim == 1 else (Replicate(),)
+        return DTensorSpec(self.all_axes, (*first, rows, *beyond), tensor_meta=meta)
+
+    def _shard(self, plain: nn.Parameter, holders: list[Holder]) -> Entry:
+        """This rank's rows, as a DTensor, in the parameter's place."""
+        tp = tensor_parallel(holders[0][1], plain)
+        spec = self._spec(plain, tp)
+        entry = Entry(plain, holders, spec, tp)
+        first, last = own_rows(entry.leaf, self.mesh.shard, self.mesh.shard_rank)
+        with torch.no_grad():
+            local = local_part(plain)[first:last]
+            if not plain.is_meta:
+                local = local.to(self.mesh.device)
+        blank = DTensor(local.new_empty(0), spec, requires_grad=False)  # without the slice's offset: see `part_of`
+        made = nn.Parameter(blank, requires_grad=plain.requires_grad)
+        made._local_tensor = local  # type: ignore[attr-defined]
+        made.__dict__.update(plain.__dict__)
+        made.__dict__[OURS] = True
+        plain.__dict__[ENTRY] = weakref.ref(entry)
+        for module, name in holders:
+            module._parameters[name] = made
+        self.replaced.append((weakref.ref(plain), made))
+        entry.parameter = made
+        return entry
+
+    @torch.no_grad()
+    def _lay_out(self, entries: Sequence[Entry]) -> None:
+        """New flat shards of these parameters, whose local tensors become views of them.
+
+        Raises ``ValueError`` where gradients were held back of the old ones.
+        """
+        if any(flat.waits for flat in self.flats):
+            raise ValueError(
+                f"Parameters of {', '.join(type(one).__name__ for one in self.modules)} were replaced or moved while "
+                "gradients are held back (set_requires_gradient_sync(False)). Run a backward that synchronises first, "
+                "or drop them: model.reset_iter_state()."
+            )
+        kinds: dict[tuple[torch.dtype, bool, torch.device, bool], list[Entry]] = {}
+        for entry in entries:
+            local = entry.parameter._local_tensor  # type: ignore[attr-defined]
+            kind = (local.dtype, entry.parameter.requires_grad, local.device, entry.leaf.split)
+            kinds.setdefault(kind, []).append(entry)
+        for flat in self.flats:
+            flat.current = False
+        self.flats = []
+        self.version += 1
+        for (dtype, _, device, _), members in kinds.items():
+            buffer = lay_out_by_rows("", "", [entry.leaf for entry in members], self.mesh.shard)
+            tensor = torch.zeros(buffer.numel // self.mesh.shard, dtype=dtype, device=device)
+            for entry, slot in zip(members, buffer.slots, strict=True):
+                known = entry.spec.tensor_meta
+                if known is None or (known.shape, known.dtype) != (entry.parameter.shape, entry.parameter.dtype):
+                    entry.spec = self._spec(entry.parameter, entry.tp)
+                old = entry.parameter._local_tensor  # type: ignore[attr-defined]
+                entry.first, entry.last = slot.offset, slot.offset + old.numel()
+                entry.local = part_of(tensor, entry.first, entry.last, old.shape)
+                if not tensor.is_meta:
+                    entry.local.copy_(old)
+                entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
+            self.flats.append(FlatShard(tensor, buffer, members))
+
+    @torch.no_grad()
+    def move(self, places: Mapping[FlatShard, torch.Tensor]) -> None:
+        """The flat shards into this memory, values and all."""
+        moved = []
+        for flat in self.flats:
+            tensor = places[flat]
+            if not tensor.is_meta:
+                tensor.copy_(flat.tensor)
+            flat.current = False
+            moved.append(FlatShard(tensor, flat.buffer, flat.entries))
+            for entry in flat.entries:
+                assert entry.local is not None
+                entry.local = part_of(tensor, entry.first, entry.last, entry.local.shape)
+                entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
+        self.flats = moved
+        self.version += 1
+
+    # What a person may ask for between calls.
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        """Registers whole, plain parameters with the modules, in the dtype that is computed in. Collective."""
+        if self.unsharded:
+            return
+        world = self.mesh.shard
+        for flat in self.flats:
+            dtype = self.precision.param_dtype
+            cast = dtype is not None and flat.tensor.is_floating_point()
+            full = gather_shards(flat.tensor.to(dtype) if cast else flat.tensor, self.mesh).view(world, -1)
+            sizes = widths(flat.buffer, world)
+            for entry, slot, size in zip(flat.entries, flat.buffer.slots, sizes, strict=True):
+                rows = full[:, slot.offset : slot.offset + size].reshape(-1)[: slot.leaf.numel]
+                values = rows.view(slot.leaf.shape).clone()
+                if entry.tp is not None and self.mesh.tp_mesh is not None:  # gathered, it is what a plan made of it
+                    placement = Replicate() if entry.tp.dim is None else Shard(entry.tp.dim)
+                    values = DTensor.from_local(values, self.mesh.tp_mesh, (placement,), run_check=False)
+                whole = nn.Parameter(values, entry.parameter.requires_grad)
+                for module, name in entry.holders:
+                    module._parameters[name] = whole
+                self.unsharded.append((whole, whole._version))
+
+    def reshard(self) -> None:
+        """Registers the sharded parameters again. Raises ``RuntimeError`` where the whole ones were written or used."""
+        held, self.unsharded = self.unsharded, []
+        if not held:
+            return
+        for entry in self.entries:
+            for module, name in entry.holders:
+                module._parameters[name] = entry.parameter
+        for whole, version in held:
+            if whole._version != version or whole.grad is not None:
+                what = "written to" if whole.grad is None else "given a gradient"
+                raise RuntimeError(
+                    f"A parameter of shape {list(whole.shape)} was {what} while it was unsharded, which would be lost: "
+                    "the sharded parameter is what is trained. Write to that one, after reshard(); to compute with "
+                    "gradients, call the module that fully_shard was called on, or register_fsdp_forward_method."
+                )

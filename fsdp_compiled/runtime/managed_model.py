@@ -1,0 +1,208 @@
+"""The user's model and optimizer after compile_sharded took them over: what may still be done with them.
+
+The model's parameters are live (`sharded_parameter`), and so are its buffers: they can be read, written in place, saved
+and loaded, and the model can be called (`gathered_call`). Learning-rate schedulers set the rate in the optimizer's
+groups.
+
+What is changed without a call that could refuse (``module.weight = other``) is noticed at the next call of the
+`Sharded`: `ManagedModel.check` compares the tables of all modules with what they held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_compiled.capture.model_tensors import named_parameters
+from fsdp_compiled.optim.given_optimizer import members
+from fsdp_compiled.runtime.autograd_hooks import backward_hooks, check_module_hooks
+from fsdp_compiled.runtime.managed_optimizer import ManagedOptimizer
+from fsdp_compiled.runtime.parameters.gathered_call import register
+from fsdp_compiled.runtime.parameters.shard_layout import Layout
+from fsdp_compiled.runtime.parameters.sharded_operators import gradient_at
+from fsdp_compiled.runtime.parameters.sharded_parameter import by_identity, is_live, show
+from fsdp_compiled.runtime.parameters.sharded_tensor import is_sharded
+
+REBUILD = (
+    "Put back what was there; or build the changed model anew, load sharded.full_state_dict() into it, and call "
+    "compile_sharded on that."
+)
+MISSING = object()
+NOTHING = {type(None)}
+
+
+class ManagedModel:
+    """A model whose parameters live in shards, and its optimizer."""
+
+    _hooked: int  # PyTorch's count of hooks when they were looked at
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, layout: Layout) -> None:
+        self.model, self.layout = model, layout
+        self._hooks_of_call = register(model, layout)
+        _refuse_assigning(model)
+        self._flips = layout.flips
+        self._shards = list(layout.shards.values())
+        self._optimizers = [ManagedOptimizer(one) for one in members(optimizer)]
+        self._remember()
+
+    @contextmanager
+    def open(self) -> Iterator[nn.Module]:
+        """Inside, the model may be traced, which puts other tensors in the place of its parameters."""
+        for hook in self._hooks_of_call:
+            hook.remove()
+        try:
+            yield self.model
+        finally:
+            self._hooks_of_call = register(self.model, self.layout)
+
+    def check(self) -> None:
+        """Raises ``ValueError``, by name, where parameters or hooks are not those that were taken over."""
+        if self.layout.gathered is not None:
+            raise RuntimeError(
+                "Inside of sharded.gathered() the model holds gathered parameters: train, save and load after it. "
+                "sharded(*inputs), the model itself and model.generate(...) can be called."
+            )
+        if self.layout.flips != self._flips:
+            self._check_trained()
+        if self.layout.whole and not all(map(is_, self.layout.shards.values(), self._shards)):
+            show(self.model.parameters())
+            self._shards = list(self.layout.shards.values())
+        if not self._same():
+            if (reason := self._changed()) is not None:
+                raise ValueError(reason)
+            self._remember()  # modules without parameters were exchanged: that is for the guards of programs
+        if self._hooked != RemovableHandle.next_id:  # which PyTorch counts up for each hook of the process
+            if any(self._hooks):
+                check_module_hooks(self.model)
+            self._hooked = RemovableHandle.next_id
+        for one in self._optimizers:
+            one.check()
+
+    def leave_gradients(self, flats: Mapping[str, torch.Tensor], idle: Collection[str]) -> None:
+        """Flat gradients, by buffer key, become ``grad`` of the parameters; None for those that have none."""
+        for parameter in self.model.parameters():
+            place = parameter._sharded_place  # type: ignore[attr-defined]
+            flat = flats.get(place.buffer.key)
+            none = flat is None or place.name in idle
+            parameter.grad = None if none else gradient_at(place, flat)  # type: ignore[arg-type]
+        self.layout.gradients_left = False
+
+    def check_gradients(self, call: str) -> None:
+        """Raises ``ValueError`` where a backward of the user's left a gradient, which this call would not add."""
+        for name, parameter in named_parameters(self.model):
+            gradient = parameter.grad
+            own = gradient.local if is_sharded(gradient) else gradient
+            if own is not None and bool(own.any()):
+                raise ValueError(
+                    f"{name}.grad holds a gradient that a backward of your own left, or that you put there, and {call} "
+                    "adds to no such gradients: it makes its own. Call model.zero_grad() before; what is to be added, "
+                    "add to the loss that compile_sharded is given."
+                )
+        self.layout.gradients_left = False
+
+    def _remember(self) -> None:
+        named = list(self.model.named_modules(remove_duplicate=False))
+        modules = dict.fromkeys(module for _, module in named)
+        tables = [table for module in modules for table in (module._parameters, module._modules)]
+        self._tables, self._empty = [one for one in tables if one], [one for one in tables if not one]
+        self._before: list[dict[str, Any]] = [dict(table) for table in self._tables]
+        self._parameters = _entries(named)
+        self._hooks = backward_hooks(modules)
+        self._hooked = -1
+
+    def _same(self) -> bool:
+        """Compares tables in C, and in these by identity: parameters come first, and compare so inside."""
+        by_identity[0] = True
+        try:
+            return self._before == self._tables and not any(self._empty)
+        finally:
+            by_identity[0] = False
+
+    def _check_trained(self) -> None:
+        """Raises ``ValueError`` where other parameters are trained than were laid out for it."""
+        for name, one in named_parameters(self.model):
+            if is_live(one) and one.requires_grad != (trained := one._sharded_place.leaf.trainable):  # type: ignore[attr-defined]
+                was, now = ("trainable", "frozen") if trained else ("frozen", "trainable")
+                raise ValueError(
+                    f"requires_grad of {name} was changed after compile_sharded: it was {was}, and is {now}. Shards "
+                    f"and optimizer state are laid out by it. Set it back, {name}.requires_grad_({trained}), before "
+                    "the step; or load sharded.full_state_dict() into a new model, set requires_grad there, and call "
+                    "compile_sharded on that."
+                )
+        self._flips = self.layout.flips
+
+    def _changed(self) -> str | None:
+        """Which parameter is not the one that was taken over."""
+        now = _entries(self.model.named_modules(remove_duplicate=False))
+        for name in {**self._parameters, **now}:
+            old, new = self._parameters.get(name, MISSING), now.get(name, MISSING)
+            if old is not new:
+                how = "added" if old is MISSING else "removed" if new is None or new is MISSING else "replaced"
+                return (
+                    f"{name} was {how} after compile_sharded, which laid out shards for the parameters that there "
+                    f"were. {REBUILD}"
+                )
+        return None
+
+
+def _entries(named: Iterable[tuple[str, nn.Module]]) -> dict[str, nn.Parameter | None]:
+    """What the tables of parameters of these modules hold, None too, by name; modules that hold none apart."""
+    return {
+        f"{path}.{name}" if path else name: parameter
+        for path, module in named
+        if (table := module._parameters) and {*map(type, table.values())} != NOTHING
+        for name, parameter in table.items()
+    }
+
+
+@contextmanager
+def holding(model: nn.Module, instead: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Inside, the model holds other tensors in the place of those parameters and buffers, by ``id``."""
+    changed: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            before = {name: tensor for name, tensor in table.items() if id(tensor) in instead}
+            table.update({name: instead[id(tensor)] for name, tensor in before.items()})
+            changed.append((table, before))
+    try:
+        yield
+    finally:
+        for table, before in changed:
+            table.update(before)
+
+
+def _refuse_assigning(model: nn.Module) -> None:
+    """Has ``load_state_dict(assign=True)`` refused, of all modules with live parameters inside.
+
+    They have one hook in common, under one number: to make one for each takes ten times as long.
+    """
+    number = model._register_load_state_dict_pre_hook(_refuse_assigned).id
+    hook = model._load_state_dict_pre_hooks[number]
+    with_live: dict[nn.Module, bool] = {}
+
+    def walk(module: nn.Module) -> bool:
+        if module not in with_live:
+            with_live[module] = any(map(is_live, module._parameters.values()))
+            inside = [walk(child) for child in module._modules.values() if child is not None]
+            with_live[module] |= any(inside)
+            if with_live[module]:
+                module._load_state_dict_pre_hooks[number] = hook
+        return with_live[module]
+
+    walk(model)
+
+
+def _refuse_assigned(_state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise RuntimeError(
+            f"{prefix.rstrip('.') or 'This model'} was taken over by compile_sharded: load_state_dict(assign=True) "
+            "would put other tensors in the place of those that are trained. Load without assign, which copies into "
+            "them."
+        )

@@ -1,0 +1,140 @@
+"""Which parameters have made the steps that their group counts.
+
+PyTorch's optimizers count each parameter's own steps, and one without a gradient makes none. Here a group has one count
+(`optim.rule.StateTensor.scalar`), so all of its parameters that are updated at all make the same steps. A step that
+would part them is refused before anything is changed: with the count of the others, its update would be another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_compiled.capture.model_tensors import named_parameters
+from fsdp_compiled.distributed.mesh import Unanimous
+from fsdp_compiled.optim.rule import Rule
+from fsdp_compiled.plan.plan import Plan
+
+Names = frozenset[str]
+Numbers = Mapping[str, float]  # of one parameter, by name
+SHOWN = 4
+
+
+@dataclass
+class StepCounts:
+    """``updated``: by a rule's key, the parameters that have made its steps; a rule that made none has no entry.
+    ``added``: the parameters that have gradients in the sums of microbatches."""
+
+    updated: dict[str, Names] = field(default_factory=dict)
+    added: Names = frozenset()
+
+    def check(self, reached: Mapping[str, Names], rules: Sequence[Rule]) -> None:
+        """Raises ``ValueError``, on every rank, for a step of these parameters that would part a group's."""
+        for key, names in reached.items():
+            before = self.updated.get(key)
+            if before is not None and before != names:
+                raise Unanimous(_refusal(next(rule for rule in rules if rule.key == key), before, names))
+
+    def left(self, rule: Rule, names: Collection[str]) -> Names:
+        """Those of a rule's parameters that have not made its steps."""
+        return frozenset(names) - self.updated[rule.key] if rule.key in self.updated else frozenset()
+
+    def stepped(self, reached: Mapping[str, Names]) -> None:
+        self.updated.update(reached)
+        self.added = frozenset()
+
+    def loaded(self, updated: Mapping[str, Names]) -> None:
+        """As a checkpoint has it of these rules; nothing is added up."""
+        self.updated = {key: names for key, names in (self.updated | dict(updated)).items() if names}
+        self.added = frozenset()
+
+    @property
+    def value(self) -> tuple[Any, ...]:
+        """As it is part of a tree's structure."""
+        updated = tuple((key, tuple(sorted(names))) for key, names in sorted(self.updated.items()))
+        return updated, tuple(sorted(self.added))
+
+    @staticmethod
+    def of_value(value: Any) -> StepCounts:
+        updated, added = value
+        return StepCounts({key: frozenset(names) for key, names in updated}, frozenset(added))
+
+
+def _refusal(rule: Rule, before: Names, now: Names) -> str:
+    first, left = now - before, before - now
+    what = [f"updates {_some(first)} for the first time, after steps of others"] * bool(first)
+    what += [f"does not reach {_some(left)}, which made the steps before"] * bool(left)
+    return (
+        f"{rule.name} counts the steps of each parameter, and group {rule.group} has one count for all of its own. "
+        f"This step {', and '.join(what)}, so nothing was updated. Put parameters that only some steps reach into "
+        "param groups of their own, before compile_sharded; or train them in a loop of your own (fully_shard), "
+        "which counts for each."
+    )
+
+
+def _some(names: Collection[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(sorted(names)[:SHOWN]) + more
+
+
+def names_of(plan: Plan, rule: Rule) -> list[str]:
+    """The parameters that a rule updates."""
+    buffers = (buffer for buffer in plan.buffers if buffer.updated and buffer.group == rule.group)
+    return [slot.name for buffer in buffers for slot in buffer.slots]
+
+
+def reached_by(idle: Collection[str], plan: Plan, rules: Iterable[Rule]) -> dict[str, Names]:
+    """By a rule's key, those of its parameters that are not idle, for rules that count; where there are any."""
+    left = frozenset(idle)
+    found = {rule.key: frozenset(names_of(plan, rule)) - left for rule in rules if rule.counts}
+    return {key: names for key, names in found.items() if names}
+
+
+def fresh(rule: Rule) -> dict[str, float]:
+    """The numbers of a parameter of this rule that has made no step."""
+    return {entry.name: 1.0 if entry.place == "ours" else entry.initial for entry in rule.numbers}
+
+
+def aged(rule: Rule, numbers: Mapping[str, Numbers]) -> Names:
+    """Of parameters with numbers of their own, by name, those that have made steps."""
+    begin = fresh(rule)
+    return frozenset(
+        name for name, own in numbers.items() if any(own[key] != begin[key] for key in begin.keys() & own.keys())
+    )
+
+
+def of_group(rule: Rule, rows: Mapping[str, Numbers]) -> tuple[Names, dict[str, Numbers]]:
+    """Of a rule's parameters with numbers of their own, by name: who has made steps, and whose numbers are the group's,
+    in which they must agree (`parted`): theirs, or everyone's where nobody has."""
+    stepped = aged(rule, rows) if rule.counts else frozenset()
+    return stepped, {name: own for name, own in rows.items() if name in stepped} or dict(rows)
+
+
+def parted(rows: Iterable[Numbers]) -> dict[str, list[float]]:
+    """By name, the values of numbers that differ between these."""
+    values: dict[str, set[float]] = {}
+    for own in rows:
+        for name, value in own.items():
+            values.setdefault(name, set()).add(value)
+    return {name: sorted(found) for name, found in values.items() if len(found) > 1}
+
+
+def brought_by(optimizer: Optimizer | None, model: nn.Module, plan: Plan, rules: Iterable[Rule]) -> StepCounts:
+    """Of an optimizer that may have made steps, over the model before it is taken over."""
+    if optimizer is None or not optimizer.state:
+        return StepCounts()
+    names: dict[Any, str] = {parameter: name for name, parameter in named_parameters(model)}
+    stepped = {names[key] for key, kept in optimizer.state.items() if key in names and _has_stepped(kept)}
+    found = {rule.key: frozenset(names_of(plan, rule)) & stepped for rule in rules if rule.counts}
+    return StepCounts({key: those for key, those in found.items() if those})
+
+
+def _has_stepped(kept: Any) -> bool:
+    """State alone may be what the constructor made, as Adagrad's does."""
+    if not isinstance(kept, Mapping) or all(value is None for value in kept.values()):
+        return False
+    return "step" not in kept or float(kept["step"]) != 0

@@ -1,0 +1,293 @@
+"""What a script does beside the plain loop with `fully_shard`: as eager PyTorch, or refused; in a world of one."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard, register_fsdp_forward_method
+from tests.fully_shard_loops import X, full, loss_of, plain_gradients, same
+from tests.launch import ROOT, launch
+from tests.toys import net
+
+
+def test_an_optimizer_that_was_made_before_is_given_the_sharded_parameters() -> None:
+    model, plain = net(), net()
+    ours, theirs = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, plain))
+    assert fully_shard(model) is model
+    assert isinstance(model, nn.Sequential) and isinstance(model, FSDPModule)
+    for _ in range(2):
+        for one, optimizer in ((model, ours), (plain, theirs)):
+            loss_of(one).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert same(full(model.parameters()), plain.parameters())
+
+
+def test_an_optimizer_with_state_is_refused_each_time_and_nothing_changes() -> None:
+    model = net()
+    fresh, used = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.Adam(model.parameters(), lr=0.1)
+    loss_of(model).backward()
+    used.step()
+    before = list(model.parameters())
+    fully_shard(model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Adam has state of parameters"):
+            model(X)
+    assert all(one is other for one, other in zip(fresh.param_groups[0]["params"], before, strict=True))
+    del used
+    gc.collect()
+    loss_of(model).backward()
+    fresh.step()
+    assert all(one is other for one, other in zip(fresh.param_groups[0]["params"], model.parameters(), strict=True))
+
+
+def test_what_is_sharded_later_inside_is_checked_and_taken_in() -> None:
+    model = nn.Sequential(net(), nn.Linear(2, 2))
+    fully_shard(model)
+    model(X)
+    late = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(late.parameters(), lr=0.1)
+    model.append(fully_shard(late))
+    model(X).sum().backward()
+    before = late.weight.full_tensor().clone()
+    optimizer.step()
+    assert not torch.equal(late.weight.full_tensor(), before)
+    model.append(fully_shard(nn.Linear(2, 2), mp_policy=MixedPrecisionPolicy(torch.bfloat16)))
+    assert model(X).dtype == torch.bfloat16
+
+
+def test_a_wrapper_that_leaves_itself_out_of_names() -> None:
+    """`checkpoint_wrapper`'s, of a module that is called alone, and of one that is taken over."""
+    model, taken, plain = checkpoint_wrapper(net()), checkpoint_wrapper(net()), net()
+    fully_shard(nn.Sequential(fully_shard(model), nn.Linear(2, 2)))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, taken, plain)]
+    sharded = compile_sharded(taken, optimizers.pop(1), loss=loss_of, policy=Policy(lower="eager"))
+    for _ in range(2):
+        for one, optimizer in zip((model, plain), optimizers, strict=True):
+            loss_of(one).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sharded.step()
+    assert same(full(model.parameters()), plain.parameters())
+    found = sharded.full_state_dict()
+    assert list(found) == list(plain.state_dict()) and same(found.values(), plain.parameters())
+
+
+def test_compile_sharded_is_there_beside_it() -> None:
+    model = net()
+    fully_shard(model)
+    loss_of(model).backward()
+    other = net()
+    sharded = compile_sharded(
+        other, torch.optim.SGD(other.parameters(), lr=0.1), loss=loss_of, policy=Policy(lower="eager")
+    )
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loss = loss_of(plain)
+    loss.backward()
+    optimizer.step()
+    assert torch.equal(sharded.step(), loss.detach())
+    assert all(torch.equal(one, plain.state_dict()[name]) for name, one in sharded.full_state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
+def test_weights_that_were_updated_since_forward_are_an_error(options: dict[str, bool]) -> None:
+    model = fully_shard(net())
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    first, second = loss_of(model), loss_of(model)
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+    loss_of(model).backward()
+
+
+class Shares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.two.running_mean = self.one.running_mean
+
+
+def test_buffers_that_modules_share_are_shared_after_they_were_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, moved = Shares(), []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, device: moved.append(device) or self.detach().clone())
+    fully_shard._move_buffers([model], torch.device("cuda"))
+    assert moved and model.one.running_mean is model.two.running_mean
+
+
+def test_what_is_frozen_or_thawed_between_forward_and_backward() -> None:
+    model, plain = net(), net()
+    fully_shard(model)
+    for frozen in (True, False):
+        grads = []
+        for one in (model, plain):
+            one[0].requires_grad_(frozen)
+            loss = loss_of(one)
+            one[0].requires_grad_(not frozen)
+            one(X).sum()  # a program for what is trained now comes between
+            loss.backward()
+            grads.append([parameter.grad for parameter in one.parameters()])
+            one.zero_grad()
+        assert [one is None for one in grads[0]] == [one is None for one in grads[1]]
+        assert all(one is None or torch.equal(one.full_tensor(), other) for one, other in zip(*grads, strict=True))
+
+
+def test_programs_are_kept_where_parameters_are_frozen_and_thawed() -> None:
+    maker, judge = net(), nn.Linear(2, 1)
+    fully_shard(maker)
+    fully_shard(judge)
+    for _ in range(3):
+        for judging in (True, False):
+            judge.requires_grad_(judging)
+            judge(maker(X)).sum().backward()
+            assert all((one.grad is not None) == judging for one in judge.parameters())
+            assert all(one.grad is not None for one in maker.parameters())
+            judge.zero_grad()
+            maker.zero_grad()
+    call = judge._fsdp_compiled.calls["forward"]
+    assert sorted(made.programs.captures for made in call._known.values()) == [1, 1]
+    labels = [label for made in call._known.values() for label in made.programs.labels]
+    assert sum("0 of 2 trained" in label for label in labels) == 1
+
+
+def test_a_parameter_of_nobodys_that_is_replaced_is_read_and_trained() -> None:
+    model, plain = net(), net()
+    fully_shard(model, ignored_params={model[2].bias})
+    for value in (1.0, 2.0):
+        for one in (model, plain):
+            one[2].bias = nn.Parameter(torch.full((2,), value))
+            loss_of(one).backward()
+        assert torch.equal(loss_of(model), loss_of(plain))
+        assert torch.equal(model[2].bias.grad, plain[2].bias.grad)
+
+
+def test_parameters_in_whose_places_results_of_them_stand() -> None:
+    """By `functional_call`: without gradients they are read; with them, those would have gone to the results."""
+    model, plain = fully_shard(net()), net()
+
+    def scaled(one: nn.Module) -> torch.Tensor:
+        values = {name: parameter * 1.1 for name, parameter in one.named_parameters()}
+        return torch.func.functional_call(one, values, (X,)).square().mean()  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        assert torch.equal(scaled(model), scaled(plain))
+    with pytest.raises(ValueError, match=r"Linear\.weight was replaced by a result of .*functional_call"):
+        scaled(model)
+    loss_of(model).backward()
+    assert same(full(one.grad for one in model.parameters()), plain_gradients())
+
+
+def tied_later(model: Any) -> Any:
+    model(torch.randn(2, 6)).sum().backward()
+    model[1].weight = model[0].weight
+    return model(torch.randn(2, 6))
+
+
+def dual(model: nn.Module) -> Any:
+    """Forward differentiation, of the input."""
+    with torch.autograd.forward_ad.dual_level():
+        return model(torch.autograd.forward_ad.make_dual(torch.randn(2, 6), torch.ones(2, 6)))
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [
+        (lambda: fully_shard(net(), shard_placement_fn=lambda one: Shard(1)), r"gives S\(1\) for \w+\.weight"),
+        (lambda: fully_shard(net(), reshard_after_forward=3), "reshard_after_forward=3"),
+        (lambda: fully_shard(net(), policy=Policy(clip=1.0)), "clip_grad_norm_"),
+        (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), "do not implement forward"),
+        (lambda: fully_shard(fully_shard(net())), "before"),
+        (lambda: copy.deepcopy(fully_shard(net())), "cannot be copied"),
+        (lambda: fully_shard(net()).set_gradient_divide_factor(0.0), "positive number"),
+        (lambda: fully_shard(net()).set_all_reduce_hook(print), "register_hook"),
+        (lambda: torch.func.vjp(fully_shard(net()), torch.randn(2, 6)), "torch.func transform"),
+        (lambda: dual(fully_shard(net())), "tangents would be lost"),
+        (lambda: tied_later(fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))), "tied after fully_shard"),
+        (lambda: fully_shard(nn.ParameterList([nn.Parameter(torch.ones(()))])), "scalar"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(what: Callable[[], Any], named: str) -> None:
+    with pytest.raises((ValueError, NotImplementedError, TypeError), match=named):
+        what()
+
+
+class How(enum.Enum):
+    SUM = 1
+    DIFFERENCE = 2
+
+    def __repr__(self) -> str:
+        return "how"
+
+
+class Chooses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, how: How = How.SUM) -> torch.Tensor:
+        return self.one(x) + self.two(y) if how is How.SUM else self.one(x) - self.two(y)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x)
+
+
+def test_a_method_is_checked_by_its_own_arguments() -> None:
+    model, x = Chooses(), torch.randn(2, 6)
+    expected = model.encode(x)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "encode")
+    assert torch.equal(model.encode(x), expected)
+    with pytest.raises(ValueError, match=r"Chooses.encode does not take this batch.*\n  Expected: \(x\)"):
+        model.encode(x, x)
+
+
+def test_each_member_of_an_enum_is_a_program_of_its_own() -> None:
+    model, x = Chooses(), torch.randn(2, 6)
+    expected = [model(x, x, how) for how in How]
+    fully_shard(model)
+    assert all(torch.equal(model(x, x, how), one) for how, one in zip(How, expected, strict=True))
+    assert not torch.equal(*expected)
+
+
+@pytest.mark.parametrize("placement", [None, Shard(0)])
+def test_a_placement_by_rows_is_what_there_is(placement: Shard | None) -> None:
+    plain, asked = net(), []
+    model = copy.deepcopy(plain)
+    fully_shard(model, shard_placement_fn=lambda one: asked.append(one.shape) or placement)
+    assert asked == [one.shape for one in plain.parameters()]
+    x = torch.randn(2, 4)
+    assert torch.equal(model(x), plain(x))
+
+
+def test_a_rank_that_skips_a_backward_is_an_error_on_every_rank() -> None:
+    said = launch(ROOT / "tests" / "workers" / "skipped_backward.py", 2)
+    assert len(said) == 2
+    assert all(one.startswith("RankError: ") and "different calls" in one for one in said), said
+    assert all("then RankError: An earlier call failed for good:" in one for one in said), said
+
+
+def test_a_call_without_a_process_group_says_so() -> None:
+    model = fully_shard(net())
+    model(torch.randn(2, 4))
+    torch.distributed.destroy_process_group()
+    with pytest.raises(RuntimeError, match="There is no process group any more"):
+        model(torch.randn(2, 4))
+
+
+def test_a_name_that_was_removed_says_what_to_do_instead() -> None:
+    with pytest.raises(ImportError, match="Use the optimizer as it is"):
+        from fsdp_compiled import compile_optimizer  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name"):  # as any other that is not there
+        from fsdp_compiled import compile_everything  # type: ignore[attr-defined]  # noqa: F401

@@ -1,0 +1,211 @@
+"""What forward is given and gives back under `fully_shard`: structures, caches, lengths, modules that are compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune, weight_norm
+
+from fsdp_compiled import CaptureError, Policy, fully_shard
+from fsdp_compiled.capture.dynamo_run import Trace
+from fsdp_compiled.capture.side_effects import SideEffects
+from tests.fully_shard_loops import X, full, loss_of, plain_gradients, same
+from tests.toys import net
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    others: list[Any]
+    length: int
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        return Output(self.one(x), [self.two(x), x * 2], 3)
+
+
+def test_a_dataclass_comes_back_with_the_tensors_of_its_call() -> None:
+    model = fully_shard(Heads())
+    first, second = model(X), model(X + 1)
+    assert type(first) is Output and first.length == 3
+    assert torch.equal(first.others[1], X * 2) and torch.equal(second.others[1], X * 2 + 2)
+    second.logits.sum().backward()
+    assert model.two.weight.grad is None and model.two.bias.grad is None
+    assert torch.allclose(model.one.weight.grad.full_tensor(), (X + 1).sum(0).expand(2, 4))
+
+
+def compiled_inside() -> nn.Module:
+    model = net()
+    model[0] = torch.compile(model[0])
+    fully_shard(model[0])
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize(
+    "make", [compiled_inside, lambda: torch.compile(fully_shard(net()))], ids=["inside", "outside"]
+)
+def test_modules_under_torch_compile(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    loss_of(model).backward()
+    assert same(full(one.grad for one in model.parameters()), plain_gradients())
+
+
+def test_inductor() -> None:
+    model = fully_shard(net(), policy=Policy())
+    loss_of(model).backward()
+    for one, expected in zip(model.parameters(), plain_gradients(), strict=True):
+        torch.testing.assert_close(one.grad.full_tensor(), expected)
+
+
+def test_lengths_that_move_without_synchronisation() -> None:
+    model, plain = net(), net()
+    fully_shard(model, policy=Policy(lower="eager", dynamic=(0, 1)))
+    for sizes in ((2, 3), (3, 5), (5, 7), (4, 6)):
+        model.set_requires_gradient_sync(sizes == (4, 6))
+        for one in (model, plain):
+            one(torch.ones(*sizes, 4)).square().mean().backward()
+    assert same(full(one.grad for one in model.parameters()), [one.grad for one in plain.parameters()])
+    assert len(model._fsdp_compiled.calls["forward"].programs.cached) == 1
+
+
+class Cached(nn.Module):
+    """Keeps what it has seen in an object that it is given, as language models do while they generate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        y = self.linear(x) * self.scale
+        if cache is not None:
+            cache.seen.append(y)
+            y = torch.stack(cache.seen).sum(0)
+        return y
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+
+def test_a_cache_and_many_lengths_run_without_gradients() -> None:
+    torch.manual_seed(0)
+    plain = Cached()
+    model = Cached()
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model, policy=Policy(lower="eager", cuda_graph=False, dynamic=False))
+    caches = Cache(), Cache()
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(X, cache=caches[0]), plain(X, cache=caches[1]))
+        for rows in range(2, 13):
+            model.scale = plain.scale = torch.tensor(float(rows))
+            assert torch.equal(model(torch.ones(rows, 4)), plain(torch.ones(rows, 4)))
+        assert torch.equal(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))  # a buffer replaced in an eager call
+    call = model._fsdp_compiled.calls["forward"]
+    assert sum(one.kind == "forward" for one in call.programs.cached) == 8
+    with pytest.raises(ValueError, match=r"holds a .*Cache"):
+        model(X, cache=Cache())
+
+
+class Leaves(nn.Module):
+    """Leaves the loss of a layer where it is told to."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where = nn.Linear(4, 2), where
+        self.found: Any = 0.0
+        self.all: list[Any] = []
+
+    def forward(self, x: torch.Tensor, into: Any = None) -> torch.Tensor:
+        y = self.linear(x)
+        left = y.square().mean()
+        if self.where == "attribute":
+            self.found = left
+        elif self.where == "list":
+            self.all.append(left)
+        elif self.where == "argument":
+            into.append(left)
+        elif self.where == "dictionary":
+            into["loss"] = left
+        elif self.where == "place":
+            into[0] = (left, left)
+        elif self.where == "batch":
+            into["y"] = into.pop("x").double()
+        return y
+
+
+INTO: dict[str, Callable[[], Any]] = {"argument": list, "dictionary": dict, "place": lambda: [None, 1]}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "evaluates"])
+@pytest.mark.parametrize("where", ["attribute", "list", *INTO])
+def test_tensors_that_forward_leaves_elsewhere_are_refused(where: str, trains: bool) -> None:
+    """A loop would train without them."""
+    model, into = fully_shard(Leaves(where)), INTO.get(where, lambda: None)
+    with torch.set_grad_enabled(trains), pytest.raises(CaptureError, match=r"Forward leaves tensors in .*Return them"):
+        model(X, into())
+    given = into()
+    with torch.no_grad(), model.gathered():
+        model(X, given)
+    assert where not in ("argument", "dictionary") or len(given) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("hook", [weight_norm, lambda layer: prune.l1_unstructured(layer, "weight", 0.5)])
+def test_a_weight_that_is_made_before_each_call_is_not(hook: Callable[[nn.Module], Any]) -> None:
+    plain, model = net(), net()
+    for one in (plain, model):
+        hook(one[0])
+    fully_shard(model)
+    for one in (plain, model):
+        loss_of(one).backward()
+    gradients = [one.grad for one in plain.parameters()]
+    assert all(map(torch.allclose, full(one.grad for one in model.parameters()), gradients))
+
+
+def test_control_where_it_is_not_asked_a_loop_goes_on_with_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SideEffects, "lost", lambda *_: [])
+    model = fully_shard(Leaves("attribute"))
+    model(X)
+    assert model.found == 0.0
+
+
+def test_what_forward_takes_out_of_the_batch_or_writes_there_for_itself_is_not_refused() -> None:
+    batch = {"x": X}
+    assert fully_shard(Leaves("batch"))(X, batch).shape == (3, 2) and list(batch) == ["x"]
+
+
+def test_where_nothing_is_left_nobody_works_out_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which writes out all blocks, and looks at each of their operators; the second is the control."""
+    asked: list[Trace] = []
+    tables = Trace.tables
+
+    def counting(self: Trace) -> dict[int, str]:
+        asked.append(self)
+        return tables(self)
+
+    monkeypatch.setattr(Trace, "tables", counting)
+    loss_of(fully_shard(net())).backward()
+    assert not asked
+    with pytest.raises(CaptureError):
+        fully_shard(Leaves("attribute"))(X)
+    assert asked
+
+
+def test_a_slice_of_a_container_is_of_its_own_class() -> None:
+    model = net()
+    fully_shard(model[0])
+    fully_shard(model)
+    assert type(model[1:]) is nn.Sequential and type(model[:1][0]) is type(model[0])
