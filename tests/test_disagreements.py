@@ -24,7 +24,7 @@ DISAGREEMENTS = {
     "known_and_new_shapes": "rank 1: step (float32[3, 4]",
     "known_and_other_mode": "rank 1: step (float32[2, 4], float32[2, 2]), eval mode",
     "replaced_on_one": "rank 1: refused: 0.weight was replaced after compile_sharded",
-    "odd_object": "rank 1: refused: The batch holds a builtins.set",
+    "odd_object": "rank 1: refused: The batch holds a builtins.object",
     "branches": "rank 1: step (int64[4], plain=True)",
     "collects_alone": "rank 1: full_state_dict",
     "autocast_on_one": "rank 1: step (float32[2, 4], float32[2, 2]), under autocast(cpu, bfloat16)",
