@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard, register_fsdp_forward_method
+from fsdp_compiled.runtime.fsdp.fully_shard import _move_buffers
 from tests.fully_shard_loops import X, full, loss_of, plain_gradients, same
 from tests.launch import ROOT, launch
 from tests.toys import net
@@ -123,7 +124,7 @@ class Shares(nn.Module):
 def test_buffers_that_modules_share_are_shared_after_they_were_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     model, moved = Shares(), []
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device: moved.append(device) or self.detach().clone())
-    fully_shard._move_buffers([model], torch.device("cuda"))
+    _move_buffers([model], torch.device("cuda"))
     assert moved and model.one.running_mean is model.two.running_mean
 
 
