@@ -42,7 +42,7 @@ def test_a_rank_without_any_batch_shadows_calls_that_it_has_never_made(results: 
     ("case", "message"),
     [
         ("joined_differently", "rank 1: step (float32[3, 4], float32[3, 2])"),
-        ("joined_refusing", "rank 0: has run out of batches\n  rank 1: refused: The batch holds a builtins.set"),
+        ("joined_refusing", "rank 0: has run out of batches\n  rank 1: refused: The batch holds a builtins.object"),
     ],
 )
 def test_what_cannot_be_joined_is_an_error_on_every_rank(results: dict[str, Any], case: str, message: str) -> None:

@@ -137,7 +137,7 @@ def joined_refusing() -> Any:
     def both() -> None:
         with sharded.join():
             if RANK:
-                sharded.step({1, 2})
+                sharded.step(object())
 
     return unchanged(sharded, both)
 
