@@ -199,3 +199,10 @@ def test_t5_is_simulated() -> None:
         lambda model, tokens: model(input_ids=tokens, labels=tokens).loss, (tokens,), 8, "h100", Policy(),
     )  # fmt: skip
     assert found.seconds > 0 and not found.memory.unknown
+
+
+def test_a_group_of_the_models_own_is_as_far_apart_as_it_can_be() -> None:
+    plan = replace(gpt(shape=(2, 8)).plan, shard=8, replicate=2)
+    size = 1e9
+    assert plan.transfer(size, "group 0 of 2 ranks") == plan.transfer(size, "replicate")  # between two nodes
+    assert plan.transfer(size, "all 16 ranks") == plan.machine.transfer(size, 16, 1)

@@ -250,3 +250,16 @@ def test_a_browser_shows_it(dumped: Dumped, page: Page, width: int, dark: bool, 
     assert page.ask(shown) >= len(dumped.plan.units)
     page.picture(tmp_path / "page.png")
     assert page.errors() == [] and {*page.requests()} == {(dumped.folder / "report.html").resolve().as_uri()}
+
+
+@pytest.mark.parametrize("stored", [{"offload": True}, {"memory_gb": 0.004}])
+def test_copies_from_and_to_the_host_have_a_lane(stored: dict[str, Any]) -> None:
+    policy = Policy(lower="eager", bucket_mb=0, **stored)
+    model = Stack(8, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    programs, plan = stages(model, optimizer, None, (torch.ones(256, 32),), policy, shard=4)
+    taken = peak_memory.predict(programs[-1], plan, memory.persistent(plan), "fake")
+    drawn = figures(plan, programs[-1], taken, timeline.estimate(programs[-1], plan))
+    if "offload" in stored:
+        assert "host" in drawn["predicted"]["lane"] and sum(unit["host"] for unit in drawn["units"]) > 0
+    assert all(set(drawn["predicted"]["lane"]) <= {*unit, "compute"} for unit in drawn["units"])

@@ -226,8 +226,10 @@ class Plan:
         return known[axis] if axis in known else int(axis.split()[-2])
 
     def stride(self, axis: str) -> int:
-        """How far apart, by rank, neighbours along this axis are: tp is the innermost, replicate the outermost."""
-        return {"tp": 1, "shard": self.tp, "replicate": self.tp * self.shard}[axis]
+        """How far apart, by rank, neighbours along this axis are: tp is the innermost, replicate the outermost. Those
+        of a group of the model's own are taken to be as far apart as they can be."""
+        known = {"tp": 1, "shard": self.tp, "replicate": self.tp * self.shard}
+        return known[axis] if axis in known else max(self.shard * self.replicate * self.tp // self.size(axis), 1)
 
     def transfer(self, nbytes: float, axis: str, both: bool = False) -> float:
         """Seconds of an all-gather to, or a reduce-scatter from, so many bytes; ``both``: of an all-reduce."""

@@ -228,7 +228,7 @@ def units(plan: Plan, timeline: Timeline, nodes: Mapping[str, fx.Node]) -> list[
             "parameters": sum(len(buffer.slots) for buffer in unit.buffers),
             "gathered": sum(buffer.nbytes for buffer in unit.buffers),
             "held": sum(plan.shard_numel(buffer) * buffer.dtype.itemsize for buffer in unit.buffers),
-            "compute": 0.0, "gathers": 0.0, "reductions": 0.0, "tp": 0.0, "exposed": 0.0,
+            **dict.fromkeys(("compute", "gathers", "reductions", "tp", "host", "exposed"), 0.0),
         }  # fmt: skip
     rest = next(iter(rows), "")
     for span in timeline.nodes:

@@ -166,7 +166,7 @@ if (data.peak) {
 }
 
 // ---- units; neighbours of one form are one row, which opens
-const COLUMNS = [["unit", x => x], ["parameters", x => x], ["gathered", bytes], ["held", bytes], ["compute", time], ["gathers", time], ["reductions", time], ["tp", time], ["exposed", time]].filter(([name]) => name !== "tp" || data.units.some(u => u.tp));
+const COLUMNS = [["unit", x => x], ["parameters", x => x], ["gathered", bytes], ["held", bytes], ["compute", time], ["gathers", time], ["reductions", time], ["tp", time], ["host", time], ["exposed", time]].filter(([name]) => !["tp", "host"].includes(name) || data.units.some(u => u[name]));
 { const row = make("tr"); for (const [name] of COLUMNS) row.append(make("th", name === "held" ? "a rank holds" : name, name === "unit" ? "" : "n")); $("units").tHead.append(row); }
 const form = u => u.unit.replace(/\d+/g, "#") + [u.parameters, u.gathered, u.held];
 function unitRow(u, label, kind) {
