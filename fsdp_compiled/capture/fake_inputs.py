@@ -106,7 +106,7 @@ def capture_on(
 
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, example, (args, dict(kwargs)))
     tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()}, whole)
-    with _casting(inside(model), plan.policy.precision), synchronised(plan.axes), along_sequences(plan.axes):
+    with casting(inside(model), plan.policy.precision), synchronised(plan.axes), along_sequences(plan.axes):
         made = capture(
             model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, results=results, modes=modes,
             parts=parts_of(plan, tp_mesh), groups=groups,
@@ -134,7 +134,7 @@ def _example(mode: FakeTensorMode, tensor: torch.Tensor, sizes: Sizes, hints: Si
 
 
 @contextlib.contextmanager
-def _casting(model: nn.Module, precision: MixedPrecisionPolicy) -> Iterator[None]:
+def casting(model: nn.Module, precision: MixedPrecisionPolicy) -> Iterator[None]:
     """Casts what goes into the model and what comes out of it, as FSDP2 does at its root."""
 
     def cast(value: Any, dtype: torch.dtype) -> Any:

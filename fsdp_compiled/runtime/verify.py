@@ -29,6 +29,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.fake_inputs import casting
 from fsdp_compiled.capture.mutations import PLAIN
 from fsdp_compiled.capture.objective import find_loss
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
@@ -100,7 +101,7 @@ class Verification:
                 self._numbers.repeated(state.drawn_from),
                 request.modes.entered(),
                 torch.enable_grad(),
-                _casts(model, self._plan),
+                casting(model, self._plan.policy.precision),
                 torch.autograd.graph.saved_tensors_hooks(weights.pack, weights.unpack),
                 weights,
             ):
@@ -278,33 +279,6 @@ class _Weights(TorchFunctionMode):
             return kept
         key, size, stride, offset = kept
         return self._flat(key).as_strided(size, stride, offset)
-
-
-@contextlib.contextmanager
-def _casts(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """Inside, calls of the model cast what goes in and out, as ``Policy.precision`` says."""
-    precision = plan.policy.precision
-    inner, outer = precision.param_dtype if precision.cast_forward_inputs else None, precision.output_dtype
-
-    def cast(value: Any, dtype: torch.dtype | None) -> Any:
-        return pytree.tree_map_only(
-            torch.Tensor, lambda one: one.to(dtype) if dtype is not None and one.is_floating_point() else one, value
-        )
-
-    hooks = []
-    if inner is not None:
-        hooks.append(
-            model.register_forward_pre_hook(
-                lambda _, args, kwargs: cast((args, kwargs), inner), prepend=True, with_kwargs=True
-            )
-        )
-    if outer is not None:
-        hooks.append(model.register_forward_hook(lambda _, _args, result: cast(result, outer)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextlib.contextmanager
