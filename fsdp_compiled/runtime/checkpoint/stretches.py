@@ -125,20 +125,6 @@ def held(
             yield from _of_buffer(buffer, name, optimizer[f"{buffer.key}.{name}"], which, cuts, holders)
 
 
-def updated_ranges(plan: Plan, place: Place, holders: Holders | None) -> Iterator[tuple[Slot, int, int]]:
-    """Which elements of each parameter that is updated a rank here holds of a state per element; of those it writes.
-
-    Of all such parameters, also where there are none.
-    """
-    for buffer in plan.buffers:
-        if buffer.updated:
-            size = buffer.numel // plan.shard if plan.placement.state else buffer.numel
-            first, last = _range(buffer, size, place.shard if plan.placement.state else None, holders)
-            for slot in buffer.slots:
-                start, stop = slot.within(first, last)
-                yield slot, start - slot.offset, stop - slot.offset
-
-
 def _range(buffer: Buffer, size: int, which: int | None, holders: Holders | None) -> tuple[int, int]:
     """The elements of a buffer that are held, or written: ``size`` of them in each slice, of which this is one."""
     begin = (which or 0) * size
