@@ -34,9 +34,9 @@ ROWS, TIME = 3, 5  # sizes that no number of heads or ranks is likely to be
 TOLERANCE = 1e-3  # of a tensor's norm; a wrong cut is off by its order
 NOISE = 1e-5  # of the largest gradient's norm; what is zero but for rounding (a key's bias) is as good as equal
 CURE = (
-    "A number of heads, or a width, that the code takes for the whole is 1 / {ranks} of it on a rank: write -1 for it in "
-    "view, reshape and split, and let {ranks} divide the heads of queries and of keys. Several things in one layer (q, k "
-    "and v, or gate and up), which a cut would mix: make each an nn.Linear of its own"
+    "A number of heads, or a width, that the code takes for the whole is 1 / {ranks} of it on a rank: write -1 for it "
+    "in view, reshape and split, and let {ranks} divide the heads of queries and of keys. Several things in one layer "
+    "(q, k and v, or gate and up), which a cut would mix: make each an nn.Linear of its own"
 )
 Loss = Callable[..., Any] | None
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # of a module's forward; tensors are on the meta device
