@@ -152,6 +152,8 @@ LARGER = [pytest.param(name, marks=() if name == "T5" else pytest.mark.exhaustiv
 @pytest.mark.parametrize("name", LARGER)
 def test_architectures_of_transformers_are_read_as_they_were_traced(watch: Watch, tmp_path: Path, name: str) -> None:
     pytest.importorskip("transformers")
+    if name == "T5" and TORCH < (2, 13):
+        pytest.skip("Dynamo copies a configuration from torch 2.13 on")
     watch.compare = name != "Mixtral"  # which has an operator that is not PyTorch's
     sharded = compile_sharded(huggingface.build(name), loss=huggingface.loss, policy=Policy(lower="eager"))
     sharded.value_and_grad(*huggingface.MODELS[name].batch())

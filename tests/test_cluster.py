@@ -187,6 +187,7 @@ def test_a_given_cluster_is_a_cpus_unless_it_says_so() -> None:
         assert made.plan.device.type == kind
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo copies a configuration from torch 2.13 on")
 def test_t5_is_simulated() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.T5Config(

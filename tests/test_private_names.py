@@ -76,7 +76,7 @@ def test_the_plain_way_gives_the_same_program(like: str) -> None:
 def test_the_plain_way_replaces_no_function_of_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     whole, own = aot.aot_module_simplified, [name for use in names.FAST for name in names.TABLE[use].names]
-    known = {name: one for name in own if callable(one := names.find(name))}
+    known = {name: one for name in own if names.has(name) and callable(one := names.find(name))}
 
     def looking(*given: object, **named: object) -> object:
         now = {name: getattr(*names.attribute(name)) for name in known}

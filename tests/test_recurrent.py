@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.capture import aot
+from fsdp_compiled.capture import dynamo
 from tests.chosen import chosen
 
 
@@ -95,7 +95,7 @@ def test_dropout_between_layers_is_that_of_eager(kind: type[nn.RNNBase], options
 
 def test_pytorchs_decomposition_leaves_the_dropout_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control; where it fails, PyTorch has mended it and `capture/recurrent_layers.py` may go."""
-    monkeypatch.setattr(aot, "dropout_between_layers", nullcontext)
+    monkeypatch.setattr(dynamo, "recurrent_layers_mended", nullcontext)
     found, expected = losses(nn.GRU, {})
     assert found != pytest.approx(expected, abs=1e-3)
 

@@ -131,8 +131,8 @@ WRITTEN = {
          "one of a global's kind", "another partial function"), LAYERS - 3
     ),
     # blocks, and within each that is walked through; in torch 2.11 a list's method differs from the next one's
-    "experts": (LAYERS - 2) * (1 + 2 if TORCH >= (2, 13) else LAYERS),
-    "an attribute more": LAYERS - 3 if TORCH >= (2, 13) else 0,
+    "experts": (LAYERS - 2) * (1 + 2 if TORCH >= (2, 12) else LAYERS),
+    "an attribute more": LAYERS - 3 if TORCH >= (2, 12) else 0,
     **dict.fromkeys(("numbers", "some without gradient", "strides"), 3 - 1),
     # none
     **dict.fromkeys(

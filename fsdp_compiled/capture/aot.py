@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.capture.folded_views import DETACH, fold_views
-from fsdp_compiled.capture.recurrent_layers import dropout_between_layers, lost_dropout
+from fsdp_compiled.capture.recurrent_layers import misread_layers
 from fsdp_compiled.capture.source_lines import is_backward, path_of, stretch_of, user_line
 from fsdp_compiled.ir.nodes import Phase, fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
@@ -70,7 +70,7 @@ class _Captured(Exception):
 
 def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """AOTAutograd's joint graph of what Dynamo traced; its forward graph where nothing requires a gradient."""
-    if (why := lost_dropout(module.graph)) is not None:
+    if (why := misread_layers(module.graph)) is not None:
         raise CaptureError(why)
     taken: list[fx.GraphModule] = []
 
@@ -92,7 +92,7 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
             # A restart is meant for Dynamo, which would make no unknown again of a number that had to be a certain one.
             # What was asked of it stands in the guards (`closed_numbers`), and its name is known the second time.
             restart = contextlib.suppress(_Captured, TensorifyScalarRestartAnalysis)
-            with restart, draws, backward, dropout_between_layers():
+            with restart, draws, backward:
                 compiler(module, list(inputs))
                 raise AssertionError("AOTAutograd handed over no graph")
     except KeyError as error:

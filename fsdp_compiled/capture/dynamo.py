@@ -36,6 +36,7 @@ from fsdp_compiled.capture.model_tensors import check_parameters, in_place, plac
 from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
 from fsdp_compiled.capture.output_ports import closed, output_ports
 from fsdp_compiled.capture.recorded_outputs import put_hooks
+from fsdp_compiled.capture.recurrent_layers import recurrent_layers_mended
 from fsdp_compiled.capture.side_effects import (
     WRAPPED,
     SideEffects,
@@ -283,6 +284,7 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
             torch.compiler.set_stance("default"),
             config.patch(wanted),
             random_calls.refused(),
+            recurrent_layers_mended(),
             unknown_reads.refused(asked),
             one_object.asked_again(),
             ordered_keys.asked_of_lists(),

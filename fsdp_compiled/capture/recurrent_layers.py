@@ -1,8 +1,10 @@
-"""Dropout between the layers of RNN, LSTM and GRU, which PyTorch's decomposition of them leaves out.
+"""Two faults of PyTorch's decomposition of RNN, LSTM and GRU, ``torch._decomp.decompositions._rnn_helper``.
 
-``torch._decomp.decompositions._rnn_helper`` (torch 2.11 to 2.14) sets its ``dropout`` to 0 before the first layer: it
-asks whether ``num_layers < i - 1``, which no layer ``i`` is. While a step is traced, several layers with dropout are
-given to it one by one, with `torch.dropout` between them, as the kernels in eager PyTorch have it.
+- Dropout between layers is left out (torch 2.11 to 2.14): it asks whether ``num_layers < i - 1``, which no layer ``i``
+  is. While a step is traced, several layers with dropout are given to it one by one, with `torch.dropout` between them,
+  as the kernels in eager PyTorch have it.
+- The last states of an LSTM have a dim too many (torch 2.11 and 2.12): [layers, 1, rows, features]. They get the shape
+  of the states that are given.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from unittest import mock
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.source_lines import user_line
 from fsdp_compiled.torch_private.names import attribute, find, uses
@@ -22,25 +25,29 @@ NAME = "torch._decomp.decompositions._rnn_helper"
 _PYTORCHS = find(NAME)
 
 
-def lost_dropout(graph: fx.Graph) -> str | None:
-    """Why a trace of this graph would leave out dropout that eager PyTorch has; None where it would not."""
+def misread_layers(graph: fx.Graph) -> str | None:
+    """Why a trace of this graph would compute something else than eager PyTorch; None where it would not."""
     if uses("dropout of recurrent layers"):
         return None
     for node in graph.nodes:
-        if getattr(node.target, "__name__", "") in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        name = getattr(node.target, "__name__", "")
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
             biases_layers_dropout_train = [one for one in node.args if isinstance(one, bool | int | float)]
             _, layers, dropout, train = biases_layers_dropout_train[:4]
             if layers > 1 and dropout and train:
-                return (
-                    f"{node.target.__name__} has dropout between its {layers} layers, which a trace of PyTorch "
-                    f"{torch.__version__} leaves out.\n{user_line(RuntimeError(node.stack_trace))}\n"
-                    "  Cure: make each layer a module of its own, with nn.Dropout between them."
-                )
+                what = f"dropout between its {layers} layers, which a trace of PyTorch {torch.__version__} leaves out"
+                cure = "make each layer a module of its own, with nn.Dropout between them"
+            elif name == "lstm" and torch.__version__ < "2.13":
+                what = f"last states, to which a trace of PyTorch {torch.__version__} gives a dim too many"
+                cure = "use PyTorch 2.13 or later, or leave out FSDP_COMPILED_PLAIN=1"
+            else:
+                continue
+            return f"{name} has {what}.\n{user_line(RuntimeError(node.stack_trace))}\n  Cure: {cure}."
     return None
 
 
 @contextmanager
-def dropout_between_layers() -> Iterator[None]:
+def recurrent_layers_mended() -> Iterator[None]:
     """Inside, the decompositions of recurrent layers have their dropout."""
     if not uses("dropout of recurrent layers"):
         yield
@@ -64,9 +71,10 @@ def _layers(
     """What `_PYTORCHS` returns: the last layer's output, [time, rows, features] or as ``batch_first`` says, and each
     layer's last hidden state, of both directions."""
     if not (train and dropout and num_layers > 1):
-        return _PYTORCHS(
+        values, last = _PYTORCHS(
             values, hidden, params, has_biases, num_layers, dropout, train, bidirectional, batch_first, layer_fn
         )
+        return values, pytree.tree_map(_like, last, list(hidden))
     values = values.transpose(0, 1) if batch_first else values
     last: list[Any] = []
     directions = 2 if bidirectional else 1
@@ -77,5 +85,9 @@ def _layers(
         values, states = _PYTORCHS(
             values, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False, layer_fn
         )
-        last += states
+        last += pytree.tree_map(_like, states, list(hidden[own]))
     return (values.transpose(0, 1) if batch_first else values), last
+
+
+def _like(state: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    return state if state.shape == given.shape else state.view(given.shape)

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch
 
 from fsdp_compiled.torch_private.dynamo import ConstantVariable, UserError, UserErrorType
-from fsdp_compiled.torch_private.names import TABLE, attribute, find, has, uses
+from fsdp_compiled.torch_private.names import TABLE, attribute, find, uses
 
 NEVER = {
     "_version": "how often a tensor was written",
@@ -61,8 +61,7 @@ def refused(asked: set[str]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(*attribute(of_tensors), var_getattr))
         stack.enter_context(patch.object(*attribute(of_storages), call_method))
-        if has(of_texts):  # torch 2.11 refuses by itself
-            stack.enter_context(patch.object(*attribute(of_texts), hash_impl))
+        stack.enter_context(patch.object(*attribute(of_texts), hash_impl))
         yield
 
 

@@ -69,7 +69,7 @@ TABLE: dict[str, Use] = {
     "unknown reads": Use("defence", (
         f"{VARIABLES}.tensor.TensorVariable.var_getattr|{VARIABLES}.tensor.TensorVariable.tp_getattro_impl",
         f"{VARIABLES}.tensor.UntypedStorageVariable.call_method", f"{VARIABLES}.ConstantVariable",
-        f"{VARIABLES}.misc.StringFormatVariable.hash_impl?",
+        f"{VARIABLES}.misc.StringFormatVariable.hash_impl|{VARIABLES}.misc.StringFormatVariable.is_python_hashable",
         f"{DYNAMO}.exc.UserError", f"{DYNAMO}.exc.UserErrorType",
     ), "a tensor's version, base, gradient or storage that forward asks for is not refused"),
     "one object": Use("defence", (
