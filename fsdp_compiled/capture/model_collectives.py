@@ -136,9 +136,9 @@ class _AllGather(torch.autograd.Function):
         return parts.sum(0), None, None, None
 
 
-def _all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = dist.group.WORLD) -> torch.Tensor:
+def _all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = dist.group.WORLD) -> torch.Tensor:
     group = group or dist.group.WORLD
-    return _AllReduce.apply(tensor, SUMS[op], group.group_name)
+    return _AllReduce.apply(tensor, "sum" if op is None else SUMS[op], group.group_name)
 
 
 def _all_gather(tensor: torch.Tensor, group: Any = dist.group.WORLD) -> tuple[torch.Tensor, ...]:
