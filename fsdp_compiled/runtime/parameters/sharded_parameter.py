@@ -21,9 +21,8 @@ from torch import nn
 
 from fsdp_compiled.runtime.autograd_hooks import ON_PARAMETER
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
-from fsdp_compiled.runtime.parameters.sharded_tensor import READ, ShardedTensor, Values, refusing, sharded
+from fsdp_compiled.runtime.parameters.sharded_tensor import READ, WRITE, ShardedTensor, Values, refusing, sharded
 
-WRITE = "Write into it in place, parameter.copy_(...) under torch.no_grad()."
 SWAP = "Call torch.__future__.set_swap_module_params_on_conversion(False) first: then values are copied into it."
 # What gives a tensor another shape, or other memory.
 RESHAPING = (
