@@ -115,7 +115,7 @@ def replace(parameter: nn.Parameter, place: ShardPlace) -> nn.Parameter:
     shard = place.layout.shards[place.buffer.key]
     made: Any
     if place.layout.whole:
-        made = nn.Parameter.__new__(WholeParameter, place.leaf.at(shard, place.first), parameter.requires_grad)
+        made = nn.Parameter.__new__(WholeParameter, place.leaf.at(shard, place.part.offset), parameter.requires_grad)
         found = _swapped(parameter, made, notes)
         _register(found, place)
         return found
