@@ -126,6 +126,11 @@ class Leaf:
             return contiguous
         return tuple(sorted(contiguous, key=lambda dim: -self.stride[dim]))
 
+    def chunk(self, ranks: int) -> int:
+        """Elements of the rows that each of so many ranks has, as ``torch.chunk`` deals them out, with what fills up
+        the last ones."""
+        return -(-self.shape[0] // ranks) * (self.numel // self.shape[0] if self.shape[0] else 0)
+
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
         """``[numel]``, in the parameter's memory order -> the view in its shape."""
         if (order := self.order) == tuple(range(len(order))):

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -55,9 +54,29 @@ class Slot:
     def end(self) -> int:
         return self.offset + self.leaf.numel
 
-    def within(self, start: int, stop: int) -> tuple[int, int]:
-        """The part of this parameter in ``[start, stop)`` of the buffer, as ``(first, last + 1)`` in the buffer."""
-        return max(self.offset, start), max(min(self.end, stop), max(self.offset, start))
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank's shard has of a parameter: elements ``[first, last)``, in memory order, often none of them.
+
+    They begin at ``offset`` of the shard.
+    """
+
+    first: int
+    last: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return self.last - self.first
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+    def of(self, shard: torch.Tensor) -> torch.Tensor:
+        """They themselves, ``[numel]``, a view of the shard, or of what lies like it: a gradient, an average."""
+        return shard[self.offset : self.end]
 
 
 @dataclass(frozen=True)
@@ -104,6 +123,20 @@ class Buffer:
             for slot in self.slots
         ]
         return _LYING.setdefault((self.dtype, self.numel, self.by_rows, tuple(slots)), len(_LYING))
+
+    def part(self, slot: Slot, rank: int, ranks: int) -> Part:
+        """What of a parameter lies in the shard of one of so many ranks; of one rank, which has all, whatever its
+        number is. The one answer to that question, for both layouts."""
+        numel, size = slot.leaf.numel, self.numel // ranks
+        rank = rank if ranks > 1 else 0
+        if self.by_rows:
+            each = slot.leaf.chunk(ranks)
+            first = min(rank * each, numel)
+            return Part(first, min(first + each, numel), slot.offset)
+        start = rank * size
+        first = min(max(start - slot.offset, 0), numel)
+        last = max(min(start + size - slot.offset, numel), first)
+        return Part(first, last, min(max(slot.offset - start, 0), size))
 
     @property
     def nbytes(self) -> int:
@@ -187,11 +220,9 @@ class Plan:
         """What is updated whole, and how many of its elements lie on each rank along the shard axis."""
         found = []
         for buffer in self.buffers:
-            ends = [buffer.numel // self.shard * rank for rank in range(self.shard + 1)]
             for slot in buffer.slots if buffer.updated else ():
                 if slot.leaf.owned:
-                    parts = [slot.within(start, stop) for start, stop in pairwise(ends)]
-                    found.append((slot, [last - first for first, last in parts]))
+                    found.append((slot, [part.numel for part in self.parts(buffer, slot)]))
         return found
 
     @property
@@ -264,10 +295,18 @@ class Plan:
         wanted = self.kernels if self.policy.copies == "auto" else self.policy.copies
         return wanted and not self.policy.offload and buffer.updated and self.compute_dtype(buffer) != buffer.dtype
 
-    def slice_of(self, buffer: Buffer, rank: int) -> tuple[int, int]:
-        """``[start, stop)`` of the buffer that the rank at this place of the shard axis owns."""
-        size = self.shard_numel(buffer)
-        return (rank * size, (rank + 1) * size) if self.placement.parameter else (0, size)
+    def part(self, buffer: Buffer, slot: Slot, rank: int, cut: bool) -> Part:
+        """What the rank at this place of the shard axis has of a parameter, or of what lies like it: its gradient, its
+        state. ``cut``: whether ranks have parts of that, or all the whole, as the placement says."""
+        return buffer.part(slot, rank, self.shard if cut else 1)
+
+    def parts(self, buffer: Buffer, slot: Slot) -> list[Part]:
+        """The same of each rank, of what is cut."""
+        return [buffer.part(slot, rank, self.shard) for rank in range(self.shard)]
+
+    def own(self, flat: torch.Tensor, rank: int, cut: bool) -> torch.Tensor:
+        """``[numel]`` -> what the rank at this place of the shard axis has of it: its shard, or all; a view."""
+        return flat.view(self.shard, -1)[rank] if cut else flat
 
     @property
     def persistent_bytes(self) -> int:

@@ -18,24 +18,15 @@ from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer, Slot
 
 
-def chunk(leaf: Leaf, world: int) -> int:
-    """Elements of the parameter's part on each of ``world`` ranks, zeros at the end included."""
-    return rows_per_rank(leaf, world) * (leaf.numel // leaf.shape[0] if leaf.shape[0] else 0)
-
-
 def widths(buffer: Buffer, world: int) -> list[int]:
     """Elements of each parameter's part on each rank, by slot; together a rank's shard."""
     ends = [*(slot.offset for slot in buffer.slots[1:]), buffer.numel // world]
     return [end - slot.offset for slot, end in zip(buffer.slots, ends, strict=True)]
 
 
-def rows_per_rank(leaf: Leaf, world: int) -> int:
-    return -(-leaf.shape[0] // world)
-
-
 def own_rows(leaf: Leaf, world: int, rank: int) -> tuple[int, int]:
     """``[first, last + 1)`` of the rows that this rank owns."""
-    size = rows_per_rank(leaf, world)
+    size = -(-leaf.shape[0] // world)
     return min(rank * size, leaf.shape[0]), min((rank + 1) * size, leaf.shape[0])
 
 
@@ -47,7 +38,7 @@ def lay_out_by_rows(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> 
     slots, offset = [], 0
     for leaf in leaves:
         slots.append(Slot(leaf, offset))
-        offset += chunk(leaf, world)
+        offset += leaf.chunk(world)
     first = leaves[0]
     numel = world * max(offset, 1)  # nothing is a collective of nothing
     return Buffer(key, unit, first.dtype, first.trainable, None, tuple(slots), numel, by_rows=True, split=first.split)

@@ -29,7 +29,7 @@ from fsdp_compiled.optim.optimizer_copy import Refused, attributes_of, step_of
 from fsdp_compiled.optim.param_groups import options_of
 from fsdp_compiled.optim.state_containers import filled, form_of, leaves_of, named_leaves
 from fsdp_compiled.optim.ways import noted_by
-from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.plan.plan import Buffer, Part, Plan, Slot
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, encode
 
 INSTEAD = "Use one whose update of a parameter is a function of its own gradient and state alone, such as AdamW."
@@ -65,13 +65,11 @@ class EagerUpdate(ABC):
         self._own = [optimizer.param_groups[index] for index in groups]  # those whose parameters it updates
         self._slots = self._slots_of()
         self._shards: dict[str, torch.Tensor] = {}  # that the pieces are views of
-        self._places: dict[str, tuple[Buffer, int, int]] = {}  # of pieces in their shards, by parameter's name
+        self._parts: dict[str, tuple[Buffer, Part]] = {}  # what of each parameter is in a shard here, by name
         self._pieces: dict[str, nn.Parameter] = {}
         self._views: dict[str, torch.Tensor] = {}
         for name, (buffer, slot) in self._slots.items():
-            begin, end = self._slice(buffer, mesh.shard_rank)
-            first, last = slot.within(begin, end)
-            self._places[name] = (buffer, first - begin, last - begin)
+            self._parts[name] = buffer, plan.part(buffer, slot, mesh.shard_rank, plan.placement.state)
         self._follow(shards)
         self._groups = [[self._pieces[name] for name in row if name in self._pieces] for row in self._names_of_groups()]
         self._state: Any = defaultdict(dict)
@@ -208,13 +206,6 @@ class EagerUpdate(ABC):
         return {
             slot.name: (buffer, slot) for buffer in self._plan.buffers for slot in buffer.slots if slot.name in names
         }
-
-    def _slice(self, buffer: Buffer, rank: int) -> tuple[int, int]:
-        """The part of the buffer that the rank at this place of the shard axis updates."""
-        if not self._plan.placement.state:
-            return 0, buffer.numel
-        size = buffer.numel // self._plan.shard
-        return rank * size, (rank + 1) * size
 
     def _names_of_groups(self) -> list[list[str]]:
         return [[parameter._sharded_name for parameter in group["params"]] for group in self._own]

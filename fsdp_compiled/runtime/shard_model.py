@@ -167,7 +167,7 @@ def take_over(
             del values
             yield buffer.key
             broadcast(flat, mesh, parts=buffer.split)
-            shards[buffer.key] = _own_slice(flat, buffer, plan, mesh)
+            shards[buffer.key] = _own_slice(flat, plan, mesh)
             del flat
             if resumed and optimizer is not None:
                 existing_state |= yield from _shard_existing_state(optimizer, buffer, parameters, plan, mesh)
@@ -267,10 +267,9 @@ def read_slot(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
     return slot.leaf.in_shape(flat[slot.offset : slot.end])
 
 
-def _own_slice(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> torch.Tensor:
-    start, stop = plan.slice_of(buffer, mesh.shard_rank)
-    own = flat if stop - start == len(flat) else flat[start:stop].clone()
-    return to_state_device(own, plan)
+def _own_slice(flat: torch.Tensor, plan: Plan, mesh: Mesh) -> torch.Tensor:
+    own = plan.own(flat, mesh.shard_rank, plan.placement.parameter)
+    return to_state_device(flat if len(own) == len(flat) else own.clone(), plan)
 
 
 def _replace(original: nn.Parameter, holders: Sequence[Holder], place: ShardPlace, optimizer: Optimizer | None) -> None:
@@ -306,7 +305,7 @@ def _shard_existing_state(
                 write_slot(flat, slot, laid_part(value, slot.leaf))
         yield f"the optimizer's {name} of {buffer.key}, {dtype}"
         broadcast(flat, mesh, parts=buffer.split)
-        found[f"{buffer.key}.{name}"] = _own_slice(flat, buffer, plan, mesh)
+        found[f"{buffer.key}.{name}"] = _own_slice(flat, plan, mesh)
     return found
 
 

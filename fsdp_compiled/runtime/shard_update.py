@@ -125,13 +125,11 @@ class ShardUpdate:
         each = {rule.group: [entry.name for entry in rule.state if not entry.scalar] for rule in rules}
         for buffer in self._buffers:
             slots = [slot for slot in buffer.slots if slot.name in idle]
-            size = shards[buffer.key].numel()
-            begin = self._mesh.shard_rank * size if self._plan.placement.state else 0
             for slot in slots if len(slots) < len(buffer.slots) else ():
-                first, last = slot.within(begin, begin + size)
+                own = self._plan.part(buffer, slot, self._mesh.shard_rank, self._plan.placement.state)
                 for values in (
                     shards[buffer.key],
                     *(state[f"{buffer.key}.{name}"] for name in each[buffer.group or 0]),
                 ):
-                    part = values.detach()[first - begin : last - begin]
+                    part = own.of(values.detach())
                     yield part, part.clone()

@@ -92,11 +92,9 @@ class Sharded(ShardedCheckpoints):
         for buffer in self.plan.buffers:
             port = Port("out", "gradient", buffer.key)
             if port in outputs:
-                size = outputs[port].numel()
-                start = self._mesh.shard_rank * size if self.plan.placement.gradient else 0
                 for slot in buffer.slots:
-                    first, last = slot.within(start, start + size)
-                    gradients[slot.name] = outputs[port][first - start : last - start]
+                    part = self.plan.part(buffer, slot, self._mesh.shard_rank, self.plan.placement.gradient)
+                    gradients[slot.name] = part.of(outputs[port])
         flats = {port.key: one for port, one in outputs.items() if port.kind == "gradient"}
         self._taken.leave_gradients(flats, compiled.idle)
         return compiled.capture.rebuild(outputs), gradients

@@ -124,8 +124,8 @@ class WholeUpdate(EagerUpdate):
         if self._shards and all(shards[key] is known for key, known in self._shards.items()):
             return
         self._shards = {buffer.key: shards[buffer.key] for buffer, _ in self._slots.values()}
-        for name, (buffer, first, last) in self._places.items():
-            self._views[name] = self._shards[buffer.key].detach()[first:last]
+        for name, (buffer, part) in self._parts.items():
+            self._views[name] = part.of(self._shards[buffer.key].detach())
         owners = self._plan.owners
         for name, (buffer, slot) in self._slots.items() if not self._pieces else ():
             if owners.get(name, self._mesh.shard_rank) == self._mesh.shard_rank:
@@ -140,10 +140,10 @@ class WholeUpdate(EagerUpdate):
         self._follow(shards)
         of_buffers = {key: outputs.get(Port("out", "update", key)) for key in self._shards}
         gradients: dict[str, torch.Tensor] = {}
-        for name, (buffer, first, last) in self._places.items():
+        for name, (buffer, part) in self._parts.items():
             gradient = of_buffers[buffer.key]
             if gradient is not None and name not in idle:
-                gradients[name] = gradient[first:last]
+                gradients[name] = part.of(gradient)
         parameters = {name: self._views[name] for name in gradients}
         if self._plan.owners:
             self._by_owners(gradients, parameters)
@@ -255,13 +255,8 @@ class WholeUpdate(EagerUpdate):
 
     def _row(self, name: str) -> Owned:
         """Who owns a parameter, and which of its elements each rank has."""
-        buffer, slot = self._slots[name]
-        parts = []
-        for rank in range(self._plan.shard):
-            first, last = slot.within(*self._slice(buffer, rank))
-            begin = min(max(first - slot.offset, 0), slot.leaf.numel)
-            parts.append((begin, max(min(last - slot.offset, slot.leaf.numel), begin)))
-        return Owned(self._plan.owners[name], tuple(parts))
+        parts = self._plan.parts(*self._slots[name])
+        return Owned(self._plan.owners[name], tuple((part.first, part.last) for part in parts))
 
 
 def first_rank_s(value: Any, mesh: Mesh, device: torch.device) -> Any:

@@ -1,5 +1,6 @@
-"""What DTensors are made of without communication, in torch 2.11 to 2.14, as FSDP2 and torchrec make them; and the
-operators that DTensor has handlers for, as ``torch.distributed.tensor.parallel.loss_parallel`` gives it some."""
+"""What DTensors are made of without communication, in torch 2.11 to 2.14, as FSDP2 and torchrec make them; the
+operators that DTensor has handlers for, as ``torch.distributed.tensor.parallel.loss_parallel`` gives it some; and
+whether it is PyTorch's dispatcher that asks whether something is a DTensor."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fsdp_compiled.torch_private.names import find, has
+from fsdp_compiled.torch_private.names import find, has, there
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -33,6 +34,23 @@ def handlers() -> dict[Any, Any]:
     return getattr(_dispatcher, "_custom_op_handlers", {}) if has(DISPATCHER) else {}
 
 
+if there("operators on parameters in shards"):
+    _is_excluded: Any = find("torch._C._dispatch_tls_is_dispatch_key_excluded")
+    _snapshot: Any = find("torch._C.DispatchKey").PythonTLSSnapshot
+
+    def is_dispatching() -> bool:
+        """Whether PyTorch hands an operator to a class of tensors now, this thread.
+
+        Meanwhile it leaves out all dispatch keys before the one that does so. The key that is asked for here has no
+        other use.
+        """
+        return _is_excluded(_snapshot)  # type: ignore[no-any-return]
+else:
+
+    def is_dispatching() -> bool:
+        return False
+
+
 def over_slices(locals_of: Iterable[tuple[torch.Tensor, DTensorSpec]]) -> Iterator[DTensor]:
     """DTensors over slices of other tensors.
 
@@ -49,4 +67,7 @@ def over_slices(locals_of: Iterable[tuple[torch.Tensor, DTensorSpec]]) -> Iterat
         yield made
 
 
-__all__ = ["DTensorSpec", "LocalShardsWrapper", "StridedShard", "TensorMeta", "handlers", "losses", "over_slices"]
+__all__ = [
+    "DTensorSpec", "LocalShardsWrapper", "StridedShard", "TensorMeta", "handlers", "is_dispatching", "losses",
+    "over_slices",
+]  # fmt: skip

@@ -94,6 +94,9 @@ TABLE: dict[str, Use] = {
     ), "numbers that are read out of closed-over tensors are refused"),
     "unused draws": Use("defence", ("torch._inductor.config",),
         "random numbers that forward draws, and that nothing uses, are not drawn: later ones are others"),
+    "operators on parameters in shards": Use("defence", (
+        "torch._C.DispatchKey", "torch._C._dispatch_tls_is_dispatch_key_excluded",
+    ), "torch 2.11 takes a parameter in shards for a DTensor of its own, and fails on operators outside of a step"),
     "backward by parts": Use("defence", ("torch._C._will_engine_execute_node",),
         "gradients pass through autograd one by one, and set_requires_gradient_sync(False) reduces them all the same"),
     "hooks of parameters": Use("defence", ("torch.Tensor._post_accumulate_grad_hooks",),

@@ -94,7 +94,6 @@ def vit() -> Any:
     own = dict(reference.named_parameters())
     apart, cuts, other = 0.0, 0, 0.0
     for buffer in sharded.plan.buffers:
-        size = buffer.numel // 2
         for slot in buffer.slots:
             whole = own[slot.name].grad
             assert whole is not None
@@ -102,9 +101,9 @@ def vit() -> Any:
             if slot.leaf.tp is not None and slot.leaf.tp.dim is not None:
                 cuts += 1
                 parts = list(whole.chunk(2, slot.leaf.tp.dim))
-            first, last = slot.within(row * size, (row + 1) * size)
+            own = sharded.plan.part(buffer, slot, row, cut=True)
             for part, mine in ((parts[place], True), (parts[1 - place], False)):
-                expected = part.flatten()[first - slot.offset : last - slot.offset]
+                expected = part.flatten()[own.first : own.last]
                 far = (gradients[slot.name] - expected).abs().max().item() if expected.numel() else 0.0
                 apart, other = (max(apart, far), other) if mine else (apart, max(other, far))
     return {"apart": apart, "other parts": other, "cuts": cuts}

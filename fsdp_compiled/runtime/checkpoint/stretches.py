@@ -126,11 +126,10 @@ def held(
 
 
 def _range(buffer: Buffer, size: int, which: int | None, holders: Holders | None) -> tuple[int, int]:
-    """The elements of a buffer that are held, or written: ``size`` of them in each slice, of which this is one."""
-    begin = (which or 0) * size
+    """The elements of a shard of ``size`` that are held, or written."""
     part, parts = holders.share(which is not None, buffer.split) if holders is not None else (0, 1)
     grains = -(-size // GRAIN)
-    return begin + grains * part // parts * GRAIN, begin + min(grains * (part + 1) // parts * GRAIN, size)
+    return grains * part // parts * GRAIN, min(grains * (part + 1) // parts * GRAIN, size)
 
 
 def _of_buffer(
@@ -141,12 +140,12 @@ def _of_buffer(
     cuts: Mapping[str, Cut | None],
     holders: Holders | None,
 ) -> Iterator[Stretch]:
-    """``which``: the slice of the buffer that ``values`` are; None: all of it."""
-    size = values.numel()
-    begin = (which or 0) * size
-    first, last = _range(buffer, size, which, holders)
+    """``which``: the rank whose shard ``values`` are; None: they are all of the buffer."""
+    first, last = _range(buffer, values.numel(), which, holders)
     for slot in buffer.slots:
-        start, stop = slot.within(first, last)
+        part = buffer.part(slot, which or 0, buffer.numel // values.numel())
+        begin = slot.offset + part.first - part.offset  # where its shard does, if the parameter begins at its offset
+        start, stop = begin + max(part.offset, first), begin + min(part.end, last)
         if start < stop:
             tensor = parameter_name(slot) if name is None else state_name(slot, name)
             own = values[start - begin : stop - begin]

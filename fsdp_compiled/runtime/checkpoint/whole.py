@@ -94,10 +94,8 @@ def _spread(
                 write_slot(flat, slot, part_of(values[slot.name].detach(), slot.leaf, plan.tp, index))
         yield f"{buffer.key}, part {index}"
         broadcast(flat, mesh)
-        size = flat.numel() // plan.shard if cut else flat.numel()
-        start = mesh.shard_rank * size if cut else 0
         if not buffer.split or index == mesh.tp_rank:
-            found.append(flat[start : start + size].clone())
+            found.append(plan.own(flat, mesh.shard_rank, cut).clone())
     return found[0]
 
 

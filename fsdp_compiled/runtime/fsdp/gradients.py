@@ -48,14 +48,15 @@ def reduced_mean(flat: torch.Tensor, buffer: Buffer, plan: Plan, mesh: Mesh) -> 
 def parts(flat: torch.Tensor, entries: Iterable[Entry], start: int) -> dict[Entry, DTensor]:
     """These parameters' gradients, each a DTensor like the parameter over a slice of the flat gradient, in which those
     of their flat shard begin at ``start``."""
-    entries = sorted(entries, key=attrgetter("first"))
+    entries = sorted(entries, key=attrgetter("part.offset"))
     sizes, places, end = [start], [], 0
     for entry in entries:  # one cut takes a third of the time of as many slices
-        if entry.first > end:
-            sizes.append(entry.first - end)
+        part = entry.part
+        if part.offset > end:
+            sizes.append(part.offset - end)
         places.append(len(sizes))
-        sizes.append(entry.last - entry.first)
-        end = entry.last
+        sizes.append(part.numel)
+        end = part.end
     cut = flat[: start + end].split_with_sizes(sizes)
     views = (cut[place].view(entry.local.shape) for place, entry in zip(places, entries, strict=True))  # type: ignore[union-attr]
     made = over_slices(zip(views, (entry.spec for entry in entries), strict=True))

@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_compiled.distributed.device_mesh import beside
 from fsdp_compiled.distributed.mesh import Mesh, gather_shards
 from fsdp_compiled.plan.leaf import Leaf, TensorParallel, contiguous_stride
-from fsdp_compiled.plan.plan import Buffer, Division
+from fsdp_compiled.plan.plan import Buffer, Division, Part
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, widths
 from fsdp_compiled.runtime.fsdp.loop_hooks import OURS, Mark, mark
 from fsdp_compiled.runtime.tensor_parallel.parts import local_part, tensor_parallel
@@ -36,6 +36,7 @@ from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, Tenso
 
 Holder = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
 ENTRY = "_fsdp_compiled_entry"  # of a plain parameter, the entry that took its place
+NOTHING = Part(0, 0, 0)
 
 
 # In C, since each call asks it of all parameters.
@@ -45,14 +46,13 @@ _local_now_and_then = attrgetter("parameter._local_tensor", "local")
 
 @dataclass(eq=False)
 class Entry:
-    """One parameter. ``first``, ``last``: its place in the flat shard; ``local``: the view of it."""
+    """One parameter. ``part``: what of it the flat shard holds; ``local``: the view of that."""
 
     parameter: nn.Parameter
     holders: list[Holder]
     spec: DTensorSpec
     tp: TensorParallel | None = None  # of one that `parallelize_module` cut, or made whole on each rank
-    first: int = 0
-    last: int = 0
+    part: Part = NOTHING
     local: torch.Tensor | None = None
     mark: Mark = field(default_factory=mark)
 
@@ -276,8 +276,8 @@ class ParameterGroup:
                 if known is None or (known.shape, known.dtype) != (entry.parameter.shape, entry.parameter.dtype):
                     entry.spec = self._spec(entry.parameter, entry.tp)
                 old = entry.parameter._local_tensor  # type: ignore[attr-defined]
-                entry.first, entry.last = slot.offset, slot.offset + old.numel()
-                entry.local = part_of(tensor, entry.first, entry.last, old.shape)
+                entry.part = buffer.part(slot, self.mesh.shard_rank, self.mesh.shard)
+                entry.local = part_of(tensor, entry.part.offset, entry.part.end, old.shape)
                 if not tensor.is_meta:
                     entry.local.copy_(old)
                 entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
@@ -295,7 +295,7 @@ class ParameterGroup:
             moved.append(FlatShard(tensor, flat.buffer, flat.entries))
             for entry in flat.entries:
                 assert entry.local is not None
-                entry.local = part_of(tensor, entry.first, entry.last, entry.local.shape)
+                entry.local = part_of(tensor, entry.part.offset, entry.part.end, entry.local.shape)
                 entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
         self.flats = moved
         self.version += 1

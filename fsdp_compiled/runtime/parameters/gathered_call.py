@@ -246,8 +246,7 @@ class _Gathered(torch.autograd.Function):
                         flat[place.slot.offset : place.slot.end].copy_(place.leaf.in_memory_order(gradient))
                 mean = reduced_mean(flat, buffer, plan, mesh)
                 if mean.numel() == buffer.numel and plan.placement.parameter:  # under zero1, all of it
-                    start, stop = plan.slice_of(buffer, mesh.shard_rank)
-                    mean = mean[start:stop]
+                    mean = plan.own(mean, mesh.shard_rank, cut=True)
                 flats[buffer.key] = mean
         found: list[torch.Tensor | None] = []
         for place, gradient in zip(ctx.places, gradients, strict=True):

@@ -23,7 +23,7 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.device_mesh import device_mesh_of_all
 from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_parts, gather_shards
 from fsdp_compiled.plan.leaf import Leaf, contiguous_stride
-from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.plan.plan import Buffer, Part, Plan, Slot
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.parameters.parameter_writes import Writes
 from fsdp_compiled.runtime.tensor_parallel.parts import part_of, whole_value
@@ -86,13 +86,12 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardPlace:
-    """One parameter's place in this rank's shard: ``[first, last)``. Where the plan cuts nothing, all of it."""
+    """One parameter's place in this rank's shard. Where the plan cuts nothing, all of it."""
 
     layout: Layout
     buffer: Buffer
     slot: Slot
-    first: int
-    last: int
+    part: Part
 
     @property
     def leaf(self) -> Leaf:
@@ -113,9 +112,9 @@ class ShardPlace:
 
     @property
     def live(self) -> torch.Tensor:
-        """This rank's values, ``[last - first]``, as the next step reads them."""
+        """This rank's values, ``[part.numel]``, as the next step reads them."""
         wait_for_host_memory(self.layout.plan)
-        return self.layout.shards[self.buffer.key][self.first : self.last]
+        return self.part.of(self.layout.shards[self.buffer.key])
 
     def written(self, operator: str) -> None:
         """Says that the operator wrote to the shard past autograd."""
@@ -123,29 +122,16 @@ class ShardPlace:
         increment_version(self.layout.shards[self.buffer.key])
 
     @property
-    def stretches(self) -> list[tuple[int, int]]:
-        """``[first, last)`` of the parameter's elements on each rank of the shard axis."""
-        plan = self.layout.plan
-        size = self.buffer.numel // self.layout.mesh.shard
-        bounds = [(rank * size, (rank + 1) * size) for rank in range(self.layout.mesh.shard)]
-        if not plan.placement.parameter:
-            bounds = [(0, self.buffer.numel)]
-        return [
-            (first - self.slot.offset, last - self.slot.offset)
-            for first, last in (self.slot.within(*bound) for bound in bounds)
-        ]
-
-    @property
     def own(self) -> tuple[int, int]:
-        """This rank's."""
-        return self.stretches[self.layout.mesh.shard_rank if len(self.stretches) > 1 else 0]
+        """``[first, last)`` of the parameter's elements that this rank has."""
+        return self.part.first, self.part.last
 
     def gather(self, local: torch.Tensor) -> torch.Tensor:
-        """The whole, of what each rank has: ``[last - first]`` -> the parameter's shape. Collective."""
+        """The whole, of what each rank has: ``[part.numel]`` -> the parameter's shape. Collective."""
         mesh, plan = self.layout.mesh, self.layout.plan
         flat = local.to(plan.device)
-        sizes = [last - first for first, last in self.stretches]
-        if len(sizes) > 1:
+        if plan.placement.parameter and plan.shard > 1:
+            sizes = [part.numel for part in plan.parts(self.buffer, self.slot)]
             packed = flat.view(torch.uint8) if flat.dtype == torch.bool else flat
             padded = packed.new_zeros(max(sizes))
             padded[: packed.numel()] = packed
@@ -155,7 +141,7 @@ class ShardPlace:
         return whole_value([self.leaf.in_shape(part) for part in parts], self.leaf).to(local.device)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the whole: the parameter's shape -> ``[last - first]``."""
+        """This rank's part of the whole: the parameter's shape -> ``[part.numel]``."""
         mesh = self.layout.mesh
         value = part_of(whole, self.leaf, mesh.tp, mesh.tp_rank) if self.leaf.split else whole
         first, last = self.own
@@ -168,7 +154,8 @@ class ShardPlace:
 
 def places_of(layout: Layout, buffer: Buffer) -> Iterator[ShardPlace]:
     """This rank's, of each of a buffer's slots."""
-    start, stop = layout.plan.slice_of(buffer, layout.mesh.shard_rank)
+    plan = layout.plan
     for slot in buffer.slots:
-        first, last = slot.within(start, stop)
-        yield ShardPlace(layout, buffer, slot, first - start, last - start)
+        yield ShardPlace(
+            layout, buffer, slot, plan.part(buffer, slot, layout.mesh.shard_rank, plan.placement.parameter)
+        )

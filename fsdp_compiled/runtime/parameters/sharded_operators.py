@@ -81,14 +81,13 @@ def stretch(flat: torch.Tensor, place: ShardPlace) -> ShardedTensor:
 def gradient_at(place: ShardPlace, flat: torch.Tensor) -> torch.Tensor:
     """One parameter's gradient, a view of the flat one: this rank's shard of it, or all of it."""
     if place.layout.whole:
-        return place.leaf.in_shape(flat[place.first : place.last])
+        return place.leaf.in_shape(place.part.of(flat))
     if flat.numel() < place.buffer.numel or place.layout.mesh.shard == 1:
-        return stretch(flat[place.first : place.last], place)
-    whole = flat[place.slot.offset : place.slot.end]
+        return stretch(place.part.of(flat), place)
     if place.leaf.split:
-        first, last = place.own
-        return stretch(whole[first:last], place)
-    return wrapped(place.leaf.in_shape(whole), place)
+        mesh, plan = place.layout.mesh, place.layout.plan
+        return stretch(place.part.of(plan.own(flat, mesh.shard_rank, plan.placement.parameter)), place)
+    return wrapped(place.leaf.in_shape(flat[place.slot.offset : place.slot.end]), place)
 
 
 def _check_meaning(func: Any, ours: Sequence[ShardedTensor]) -> None:

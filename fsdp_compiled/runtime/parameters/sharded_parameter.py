@@ -21,9 +21,8 @@ from torch import nn
 
 from fsdp_compiled.runtime.autograd_hooks import ON_PARAMETER
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
-from fsdp_compiled.runtime.parameters.sharded_tensor import READ, ShardedTensor, Values, refusing, sharded
+from fsdp_compiled.runtime.parameters.sharded_tensor import READ, WRITE, ShardedTensor, Values, refusing, sharded
 
-WRITE = "Write into it in place, parameter.copy_(...) under torch.no_grad()."
 SWAP = "Call torch.__future__.set_swap_module_params_on_conversion(False) first: then values are copied into it."
 # What gives a tensor another shape, or other memory.
 RESHAPING = (
@@ -116,7 +115,7 @@ def replace(parameter: nn.Parameter, place: ShardPlace) -> nn.Parameter:
     shard = place.layout.shards[place.buffer.key]
     made: Any
     if place.layout.whole:
-        made = nn.Parameter.__new__(WholeParameter, place.leaf.at(shard, place.first), parameter.requires_grad)
+        made = nn.Parameter.__new__(WholeParameter, place.leaf.at(shard, place.part.offset), parameter.requires_grad)
         found = _swapped(parameter, made, notes)
         _register(found, place)
         return found

@@ -19,8 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
+from fsdp_compiled.torch_private.dtensor import is_dispatching
 
 READ = "Take parameter.full_tensor(), on every rank, for all of its values, or parameter.to_local() for this rank's."
+WRITE = "Write into it in place, parameter.copy_(...) under torch.no_grad()."
 PICKLE = (
     "Save with sharded.save(folder) or torch.distributed.checkpoint, or sharded.full_state_dict(), which is the "
     "ordinary state_dict."
@@ -78,9 +80,10 @@ class ShardedTensor(torch.Tensor):
     _sharded: Values
 
     def _class(self) -> type:
-        return DTensor if "_sharded" in self.__dict__ else type(self)
+        return DTensor if "_sharded" in self.__dict__ and not is_dispatching() else type(self)
 
-    # Whoever asks gets DTensor; `swap_tensors` the class itself, for what is not in its place yet.
+    # Whoever asks gets DTensor; `swap_tensors` the class itself, for what is not in its place yet; and so does the
+    # dispatcher, which in torch 2.11 has code of its own for DTensors, whatever `__torch_dispatch__` says.
     __class__ = property(_class, object.__dict__["__class__"].__set__)  # type: ignore[assignment]
     __torch_function__ = nn.Parameter.__torch_function__  # results are what operators say
 
@@ -139,6 +142,8 @@ class ShardedTensor(torch.Tensor):
             )
         mesh = self.device_mesh
         return DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    data = property(lambda self: self.detach(), refusing(".data = ...", WRITE))  # PyTorch's is of its own DTensors
 
     # What `torch.distributed.checkpoint` asks for: rectangles of the whole.
 
