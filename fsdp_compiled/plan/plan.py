@@ -8,6 +8,7 @@ Terms, used with these meanings everywhere in the package:
   tensor. Gathered, the buffer *is* the parameters: each is a view of it and nothing is copied out.
 - *slot*: one parameter's place in its buffer.
 - *shard*: the slice of a buffer that one rank owns. Rank ``r`` owns elements ``[r * n, (r + 1) * n)``.
+- *part*: the elements of one parameter that a rank's shard has. `Buffer.part` says which, whatever the layout.
 - *by rows*: the other layout (`rows`): a rank owns rows of each parameter, as FSDP2's DTensors say it, so that shards
   are true DTensors by themselves, and gathered parameters are copied out of the buffer.
 - *owner*: the rank along the shard axis that updates a parameter whole, where its optimizer cannot do so in parts.
