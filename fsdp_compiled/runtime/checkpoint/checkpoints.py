@@ -13,32 +13,20 @@ from torch import nn
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.lockstep import Exchange, Last, Work, last_exchange, lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import (
-    dcp,
-    dcp_owned,
-    loading,
-    saving,
-    weight_export,
-    weight_import,
-    whole,
-    writing,
-)
+from fsdp_compiled.runtime.checkpoint import dcp, hugging_face, loading, saving, whole, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import (
+    Trained,
     check_generators,
     dealt_out,
     values_of,
 )
-from fsdp_compiled.runtime.checkpoint.extra import check_extra, load_extra
 from fsdp_compiled.runtime.checkpoint.image import Image
-from fsdp_compiled.runtime.checkpoint.loaded_values import chosen_values, write_values
+from fsdp_compiled.runtime.checkpoint.loaded_values import check_extra, chosen_values, load_extra, write_values
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.match import Match, refusal
-from fsdp_compiled.runtime.checkpoint.matching import match
-from fsdp_compiled.runtime.checkpoint.matching_options import write_groups
+from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.saving import Wish
 from fsdp_compiled.runtime.checkpoint.stretches import Place
-from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import decode
 from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
@@ -171,7 +159,7 @@ class Checkpoints:
             self._ranks.append(dcp.device_mesh(self._mesh))
         found = dcp.state_dict(trained, self._mesh, self._ranks[0])
         if trained.updates:
-            owned = self._run(trained, "What state_dict collects of owners", dcp_owned.of_owners(trained))
+            owned = self._run(trained, "What state_dict collects of owners", dcp.of_owners(trained))
             found["optim"]["state"] |= owned.pop("state")
             found |= owned
         return found
@@ -181,7 +169,7 @@ class Checkpoints:
         wait_for_host_memory(trained.plan)
 
         def load() -> Work[None]:
-            writes = [dcp_owned.loaded(given, trained), dcp.load_state_dict(given, trained, self._mesh)]
+            writes = [dcp.loaded(given, trained), dcp.load_state_dict(given, trained, self._mesh)]
             yield "what it is given"
             for write in writes:
                 write()
@@ -190,11 +178,11 @@ class Checkpoints:
 
     def export(self, folder: Path, model: nn.Module, trained: Trained) -> None:
         """Collective."""
-        self._run(trained, "What export writes", weight_export.export(folder, model, trained, self._mesh))
+        self._run(trained, "What export writes", hugging_face.export(folder, model, trained, self._mesh))
 
     def import_weights(self, folder: Path, strict: bool, model: nn.Module, trained: Trained) -> None:
         """Collective. Nothing is changed unless every rank has read all of it."""
-        work = weight_import.read(folder, strict, model, trained, self._mesh)
+        work = hugging_face.read_weights(folder, strict, model, trained, self._mesh)
         staged, buffers, wrong = self._run(trained, "What import_weights reads", work)
         loading.write(staged)
         whole.write([(to, staged.tensors[key]) for to, key in buffers])

@@ -22,14 +22,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, header_check, loading, weight_files
+from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, header_check, hugging_face, loading
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
-from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out, refuse_pairs
-from fsdp_compiled.runtime.checkpoint.dcp_owned import STEPPED
+from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out, memory_of, refuse_pairs
+from fsdp_compiled.runtime.checkpoint.dcp import STEPPED
 from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
-from fsdp_compiled.runtime.checkpoint.memory import memory_of
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 
 Layout = Literal["ours", "dcp", "hf"]
@@ -99,8 +98,8 @@ def read(source: Path) -> Contents:
         return _from_ours(source)
     if steps := folders.steps(source):
         return _from_ours(folders.path_of(source, steps[-1]))
-    if weight_files.is_there(source):
-        manifest = weight_files.read_manifest(source)
+    if hugging_face.is_there(source):
+        manifest = hugging_face.read_manifest(source)
         return Contents(parameters={name: _lazy(source, manifest, name) for name in manifest.tensors})
     raise ValueError(
         f"{source} is no checkpoint: it has neither {manifests.NAME} nor step-N folders, nor {dcp_files.NAME}, nor "
@@ -275,8 +274,8 @@ def _write_hf(folder: Path, contents: Contents) -> None:
     for key, one in tensors.items():
         refuse_pairs(key, one.dtype)
     sizes = _sizes(tensors)
-    weight_files.write_index(folder, sizes)
-    for name, row in weight_files.names_of(sizes).items():
+    hugging_face.write_index(folder, sizes)
+    for name, row in hugging_face.names_of(sizes).items():
         _write_file(folder / name, {key: tensors[key] for key in row}, {"format": "pt"})
     contents.left_out += ["optimizer"] * bool(contents.state)
 
@@ -323,7 +322,7 @@ def _write_ours(folder: Path, contents: Contents) -> None:
         names = [parameters for parameters, _ in contents.groups]
         values["optimizer"] = {"same": {"class": contents.kind, "groups": options, "parameters": names}}
     made = Manifest(contents.step, 1, {}, values, contents.aliases, {}, {"id": folder.parent.name})
-    rows = weight_files.rows_of(_sizes(tensors), FILE)
+    rows = hugging_face.rows_of(_sizes(tensors), FILE)
     for index, row in enumerate(rows):
         name = f"shard-00000-of-00001{f'-{index:05d}' if index else ''}.safetensors"
         file, offsets = _write_file(folder / name, {key: tensors[key] for key in row}, {})

@@ -9,6 +9,7 @@ which has several GB/s: less time than the disk takes, where zlib's crc32 takes 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,18 @@ from pathlib import Path
 import torch
 import xxhash
 
-from fsdp_compiled.runtime.checkpoint.memory import memory_of
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, writable; they keep the tensor alive."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"no bytes of a tensor on {tensor.device} with strides {tensor.stride()}")
+    size = tensor.numel() * tensor.itemsize
+    if size == 0:
+        return memoryview(bytearray())
+    memory = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    return memoryview(memory).cast("B")
+
 
 BLOCK = 4 << 20  # bytes
 ALIGNMENT = 64  # bytes, a cache line: where the first tensor may start

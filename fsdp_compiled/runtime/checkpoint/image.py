@@ -4,6 +4,9 @@
 
 The image is kept for the next checkpoint: fresh memory costs as much as the copy. What a load reads of a rank's shards
 stands in the same memory until it is verified.
+
+What this rank writes of the flat shards is found at the first save, and again only when what it depends on is another:
+the plan, the optimizer's rules, who else holds the same elements, and where in memory the shards are.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from typing import Any
 
 import torch
 
-from fsdp_compiled.runtime.checkpoint.cuts import Cut
-from fsdp_compiled.runtime.checkpoint.data_file import ALIGNMENT, Item, Layout, lay_out
-from fsdp_compiled.runtime.checkpoint.memory import memory_of
+from fsdp_compiled.runtime.checkpoint.contents import Trained
+from fsdp_compiled.runtime.checkpoint.data_file import ALIGNMENT, Item, Layout, lay_out, memory_of
+from fsdp_compiled.runtime.checkpoint.geometry import Cut
+from fsdp_compiled.runtime.checkpoint.manifest import Entry
+from fsdp_compiled.runtime.checkpoint.stretches import Holders, aliases, held, tensors
 
 FILE = 4 << 30  # bytes: a file is closed when it has as many
 
@@ -206,3 +211,39 @@ def described(files: Sequence[Arranged], checksums: Sequence[Sequence[str]]) -> 
             for one in file.parts
         ],
     }
+
+
+@dataclass(frozen=True)
+class Shards:
+    """``entries``: of all ranks together, without pieces; ``parts``: this rank's."""
+
+    entries: Mapping[str, Entry]
+    parts: Sequence[Part]
+    aliases: Mapping[str, str]
+
+
+class WrittenShards:
+    """Remembers the last that were found."""
+
+    def __init__(self) -> None:
+        self._of: tuple[object, ...] = ()
+        self._by: tuple[object, ...] = ()  # what is compared by identity, kept so that it stays one
+        self._found: Shards | None = None
+
+    def find(self, trained: Trained, holders: Holders) -> Shards:
+        plan, state, rules = trained.plan, trained.state, trained.rules
+        by = (plan, *rules)
+        of = (holders, _memory(state.parameters), _memory(state.optimizer))
+        alike = len(by) == len(self._by) and all(one is other for one, other in zip(by, self._by))
+        if self._found is None or not alike or of != self._of:
+            entries = tensors(plan, rules, state.optimizer)
+            own = held(plan, rules, holders.places[holders.rank], state.parameters, state.optimizer, holders)
+            parts = [part(one.name, one.start, one.values, entries[one.name].shape, one.cut) for one in own]
+            self._found = Shards(entries, parts, aliases(plan))
+            self._by, self._of = by, of
+        return self._found
+
+
+def _memory(shards: Mapping[str, torch.Tensor]) -> list[tuple[object, ...]]:
+    """Where each lies. What was found holds views of them, so no other comes to the same place."""
+    return [(name, one.data_ptr(), one.dtype, one.shape, one.stride()) for name, one in shards.items()]

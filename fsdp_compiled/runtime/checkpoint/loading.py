@@ -19,10 +19,9 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import header_check
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
-from fsdp_compiled.runtime.checkpoint.cuts import Cut, common, part_shape, runs
-from fsdp_compiled.runtime.checkpoint.data_file import BLOCK, Reader, Request
+from fsdp_compiled.runtime.checkpoint.data_file import BLOCK, Reader, Request, memory_of
+from fsdp_compiled.runtime.checkpoint.geometry import Cut, common, part_shape, runs
 from fsdp_compiled.runtime.checkpoint.manifest import Entry, Manifest
-from fsdp_compiled.runtime.checkpoint.memory import memory_of
 from fsdp_compiled.runtime.checkpoint.values import Tensors, tensor_names
 
 Room = Callable[[int, torch.dtype], torch.Tensor]

@@ -19,15 +19,13 @@ import torch
 from fsdp_compiled.distributed.lockstep import Exchange, Last
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
-from fsdp_compiled.runtime.checkpoint.contents import OWNED
+from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained
 from fsdp_compiled.runtime.checkpoint.data_file import check_dtype
-from fsdp_compiled.runtime.checkpoint.image import Files, Part, part
+from fsdp_compiled.runtime.checkpoint.image import Files, Part, WrittenShards, part
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place
-from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
 from fsdp_compiled.runtime.checkpoint.writing import Save, Written
-from fsdp_compiled.runtime.checkpoint.written_shards import WrittenShards
 
 ALIKE = ("updates", "scale", "optimizer", "scalars", "owners")  # values that ranks cannot differ in
 

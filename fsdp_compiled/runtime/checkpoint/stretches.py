@@ -19,9 +19,10 @@ import torch
 from fsdp_compiled.optim.rule import Rule, rule_for
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
-from fsdp_compiled.runtime.checkpoint.cuts import Cut
+from fsdp_compiled.runtime.checkpoint.geometry import Cut, length_in_whole, part_offsets, part_shape, rectangles
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 
+Parts = list[tuple[tuple[int, ...], torch.Tensor]]  # offsets in the whole tensor, and a view
 GRAIN = 64  # elements: replicas share a shard's elements in multiples of it
 
 
@@ -151,3 +152,20 @@ def _of_buffer(
             tensor = parameter_name(slot) if name is None else state_name(slot, name)
             own = values[start - begin : stop - begin]
             yield Stretch(tensor, start - slot.offset, stop - slot.offset, own, cuts[slot.name])
+
+
+def parts_of(entry: Entry, one: Stretch) -> Parts:
+    """A stretch as rectangles of the whole tensor: views of its values, in the tensor's own dims."""
+    back = [entry.order.index(dim) for dim in range(len(entry.shape))]
+    shape, begin = part_shape(entry.shape, one.cut), part_offsets(entry.shape, one.cut)
+    found = []
+    for offsets, sizes, first in rectangles([shape[dim] for dim in entry.order], one.start, one.stop):
+        count = torch.Size(sizes).numel()
+        view = one.values[first - one.start : first - one.start + count].view(sizes).permute(back)
+        at = [offsets[place] for place in back]
+        if one.cut is not None:  # without what is not in the whole
+            dim = one.cut.dim
+            view = view.narrow(dim, 0, min(max(length_in_whole(entry.shape, one.cut) - at[dim], 0), view.shape[dim]))
+        if view.numel():
+            found.append((tuple(map(sum, zip(at, begin, strict=True))), view))
+    return found

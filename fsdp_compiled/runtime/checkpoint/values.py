@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from fsdp_compiled.runtime.checkpoint.memory import memory_of
+from fsdp_compiled.runtime.checkpoint.data_file import memory_of
 
 Tensors = dict[str, torch.Tensor]
 SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {

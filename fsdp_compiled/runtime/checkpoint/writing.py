@@ -26,7 +26,7 @@ import torch
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.call_store import Board
 from fsdp_compiled.runtime.checkpoint import data_file, folder, manifest
-from fsdp_compiled.runtime.checkpoint.cuts import Cut
+from fsdp_compiled.runtime.checkpoint.geometry import Cut
 from fsdp_compiled.runtime.checkpoint.image import Arranged, described
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
 
