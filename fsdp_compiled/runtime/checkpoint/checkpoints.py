@@ -21,7 +21,7 @@ from fsdp_compiled.runtime.checkpoint.contents import (
     dealt_out,
     values_of,
 )
-from fsdp_compiled.runtime.checkpoint.image import Image
+from fsdp_compiled.runtime.checkpoint.image import Image, Plans
 from fsdp_compiled.runtime.checkpoint.loaded_values import check_extra, chosen_values, load_extra, write_values
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, write_groups
@@ -58,7 +58,7 @@ class Checkpoints:
     def __init__(self, mesh: Mesh, calls: Calls) -> None:
         self._mesh, self._calls = mesh, calls
         self._images = [Image(mesh.device)]  # a second one where `busy` was "double_buffer"
-        self._plans = saving.Plans()
+        self._plans = Plans()
         self._open: list[tuple[Saving, Image]] = []  # that are written, or nobody was told that they failed
         self._count = 0
         self._ranks: list[Any] = []  # as a `DeviceMesh`, once one was asked for

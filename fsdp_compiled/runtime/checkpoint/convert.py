@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, header_check, hugging_face, loading
+from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, hugging_face, loading
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out, memory_of, refuse_pairs
 from fsdp_compiled.runtime.checkpoint.dcp import STEPPED
-from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
+from fsdp_compiled.runtime.checkpoint.stretches import Stretch
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 
 Layout = Literal["ours", "dcp", "hf"]
@@ -113,7 +113,7 @@ def _lazy(folder: Path, manifest: Manifest, name: str) -> Lazy:
 
     def whole() -> torch.Tensor:
         values = torch.empty(entry.numel, dtype=entry.dtype)
-        wanted = Wanted(name, 0, entry.numel, tuple(range(len(entry.shape))), values)
+        wanted = Stretch(name, 0, entry.numel, values, entry.shape, tuple(range(len(entry.shape))))
         staged = lockstep(ALONE, "what is read", loading.read(folder, manifest, ALONE, [wanted], [], rest=False))
         return staged.pairs[0][1].reshape(entry.shape)
 
@@ -122,7 +122,7 @@ def _lazy(folder: Path, manifest: Manifest, name: str) -> Lazy:
 
 def _from_ours(folder: Path) -> Contents:
     manifest = manifests.read(folder)
-    header_check.check(folder, manifest, manifest.files)
+    loading.check_headers(folder, manifest, manifest.files)
     found = Contents(aliases=dict(manifest.aliases), step=manifest.step)
     for name in manifest.tensors:
         if name.startswith("model."):
@@ -299,7 +299,7 @@ def _write_file(
         for key in sorted(layout.offsets, key=lambda key: (layout.offsets[key], tensors[key].shape.count(0) == 0)):
             yield memory_of(tensors[key].read().contiguous())
 
-    return DataFile(path.name, layout.size, data_file.write_parts(path, parts())), layout.offsets
+    return DataFile(path.name, layout.size, data_file.write(path, parts())), layout.offsets
 
 
 def _write_ours(folder: Path, contents: Contents) -> None:
@@ -332,4 +332,4 @@ def _write_ours(folder: Path, contents: Contents) -> None:
             count = torch.Size(one.shape).numel()
             pieces = [Piece(0, count, name, offsets[key])] if count else []
             made.tensors[key] = Entry(one.shape, one.dtype, tuple(range(len(one.shape))), pieces)
-    data_file.write(folder / manifests.NAME, memoryview(manifests.to_bytes(made)))
+    data_file.write(folder / manifests.NAME, [memoryview(manifests.to_bytes(made))])

@@ -124,7 +124,7 @@ def _tensor(
         return torch.empty(entry.shape, dtype=entry.dtype)
     if one is None:
         return None
-    parts = parts_of(entry, one)
+    parts = parts_of(one)
     if not parts:
         return None
     if ranks is None or not (cut or one.cut):
@@ -144,7 +144,7 @@ def rectangles_of(place: ShardPlace, values: torch.Tensor) -> LocalShardsWrapper
     start, stop = place.own
     if start == stop:
         return None
-    parts = parts_of(Entry(tuple(place.shape), values.dtype, leaf.order), Stretch(place.name, start, stop, values, cut))
+    parts = parts_of(Stretch(place.name, start, stop, values, tuple(place.shape), leaf.order, cut))
     return LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts]) if parts else None
 
 
@@ -154,18 +154,17 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> C
     Raises ``ValueError`` for what does not fit.
     """
     plan, state, rules = trained.plan, trained.state, trained.rules
-    whole = tensors(plan, rules, state.optimizer)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     wrong: list[str] = []
     place = Place(mesh.shard_rank, mesh.tp_rank)
     for one in held(plan, rules, place, state.parameters, state.optimizer):
         source = _given(given, one.name)
-        if one.cut is not None and not parts_of(whole[one.name], one):
+        if one.cut is not None and not parts_of(one):
             continue  # the zeros that end a part
         if source is None:
             wrong.append(f"{one.name} is not given")
         else:
-            copies += _copies(one, whole[one.name], source, wrong)
+            copies += _copies(one, source, wrong)
     for name, tensor in state.buffers.items():
         source = given.get("model", {}).get(name)
         if not isinstance(source, torch.Tensor) or source.shape != tensor.shape:
@@ -210,19 +209,19 @@ def _given(given: Mapping[str, Any], name: str) -> Any:
     return given.get("optim", {}).get("state", {}).get(parameter, {}).get(entry)
 
 
-def _copies(one: Stretch, entry: Entry, source: Any, wrong: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    if tuple(source.shape) != entry.shape:
-        wrong.append(f"{one.name} has shape {list(source.shape)}, not {list(entry.shape)}")
+def _copies(one: Stretch, source: Any, wrong: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if tuple(source.shape) != one.shape:
+        wrong.append(f"{one.name} has shape {list(source.shape)}, not {list(one.shape)}")
         return []
     if not isinstance(source, DTensor):
         if one.cut is None:
-            return [(one.values, source.detach().permute(entry.order).reshape(-1)[one.start : one.stop])]
+            return [(one.values, source.detach().permute(one.order).reshape(-1)[one.start : one.stop])]
         return [
             (view, source.detach()[tuple(slice(o, o + size) for o, size in zip(at, view.shape, strict=True))])
-            for at, view in parts_of(entry, one)
+            for at, view in parts_of(one)
         ]
     local = source.to_local()
-    here = dict(parts_of(entry, one))
+    here = dict(parts_of(one))
     if isinstance(local, LocalShardsWrapper):
         there = dict(zip(map(tuple, local.local_offsets()), local.local_shards(), strict=True))
         if {place: tensor.shape for place, tensor in here.items()} == {k: v.shape for k, v in there.items()}:

@@ -20,7 +20,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,10 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import loading
 from fsdp_compiled.runtime.checkpoint.contents import Trained
-from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Item, Layout, lay_out, memory_of, refuse_pairs
-from fsdp_compiled.runtime.checkpoint.loading import Staged, Wanted
+from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Item, Layout, header_of, lay_out, memory_of, refuse_pairs
+from fsdp_compiled.runtime.checkpoint.loading import Staged
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
-from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, held, parts_of, tensors
+from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, Stretch, held, parts_of, tensors
 from fsdp_compiled.runtime.managed_model import holding
 
 LARGEST = 5 << 30  # bytes of a file
@@ -113,15 +113,7 @@ def _indexed(path: Path) -> list[str]:
 
 def _read_header(path: Path, found: Manifest) -> None:
     size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise ValueError(f"{path} is no safetensors file: its header would be {length} bytes long, of {size}.")
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no safetensors file, or damaged: its header is no JSON ({error}).") from error
+    header, first = header_of(path)
     found.files[path.name] = DataFile(path.name, size, None)
     spans = []
     for key, described in header.items():
@@ -132,7 +124,7 @@ def _read_header(path: Path, found: Manifest) -> None:
                 f"{path}: {key} is {described!r}. The file is damaged, or of a dtype that is not known here."
             ) from error
         if entry.numel:
-            entry.pieces.append(Piece(0, entry.numel, path.name, 8 + length + begin))
+            entry.pieces.append(Piece(0, entry.numel, path.name, first + begin))
         found.tensors[key] = entry
         spans.append((begin, end, key))
     position = 0
@@ -142,8 +134,8 @@ def _read_header(path: Path, found: Manifest) -> None:
                 f"{path}: {key} begins at byte {begin}, and what is before it ends at {position}: damaged."
             )
         position = end
-    if 8 + length + position != size:
-        raise ValueError(f"{path} has {size} bytes, and its tensors end at {8 + length + position}: damaged.")
+    if first + position != size:
+        raise ValueError(f"{path} has {size} bytes, and its tensors end at {first + position}: damaged.")
 
 
 def _entry(described: Any) -> tuple[Entry, int, int]:
@@ -249,8 +241,8 @@ def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work
             for one in held(trained.plan, (), own, state.parameters, {}, holders):
                 for key in of.get(one.name, ()):
                     file, offset = files.places[key]
-                    for offsets, view in parts_of(whole[one.name], one):
-                        _write(opened[file], offset, whole[one.name].shape, offsets, view.detach().cpu())
+                    for offsets, view in parts_of(one):
+                        _write(opened[file], offset, one.shape, offsets, view.detach().cpu())
             for key, name in keys.buffers.items() if mesh.rank == 0 else ():
                 file, offset = files.places[key]
                 _write_all(opened[file], memory_of(state.buffers[name].detach().cpu().contiguous()), offset)
@@ -369,7 +361,7 @@ def read_weights(
             + "\nBuild that model, or pass strict=False, which loads what fits."
         )
     wanted = [
-        Wanted(key, one.start, one.stop, whole[one.name].order, one.values, one.cut)
+        replace(one, name=key)
         for one in held(trained.plan, (), Place(mesh.shard_rank, mesh.tp_rank), trained.state.parameters, {})
         for key in places.get(one.name, ())
     ]
@@ -383,15 +375,15 @@ def _loses(there: torch.dtype, here: torch.dtype) -> bool:
     return (there.is_floating_point, there.is_complex) != (here.is_floating_point, here.is_complex)
 
 
-def _once(pairs: Sequence[tuple[Wanted, torch.Tensor]], folder: Path) -> list[tuple[Wanted, torch.Tensor]]:
+def _once(pairs: Sequence[tuple[Stretch, torch.Tensor]], folder: Path) -> list[tuple[Stretch, torch.Tensor]]:
     """Each place with one tensor. Raises ``ValueError`` where a tied parameter's are not equal."""
-    found: list[tuple[Wanted, torch.Tensor]] = []
+    found: list[tuple[Stretch, torch.Tensor]] = []
     for one, values in pairs:
-        if not found or found[-1][0].into is not one.into:
+        if not found or found[-1][0].values is not one.values:
             found.append((one, values))
         elif not torch.equal(found[-1][1], values):
             raise ValueError(
-                f"{found[-1][0].tensor} and {one.tensor} are one parameter here, and differ in {folder}, so nothing "
+                f"{found[-1][0].name} and {one.name} are one parameter here, and differ in {folder}, so nothing "
                 "was loaded. Build the model without the tie, or remove the one that is not meant."
             )
     return found

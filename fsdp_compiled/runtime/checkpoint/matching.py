@@ -7,7 +7,7 @@ optimizer's rule all of the state fits or nothing.
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,8 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, class_name, plain
-from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.stretches import Place, held, parameter_name, per_element, state_name
+from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, parameter_name, per_element, state_name
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.param_step_counts import Names, Numbers, of_group, parted
 from fsdp_compiled.runtime.state import State
@@ -33,7 +32,7 @@ SHOWN = 20  # differences in one message
 class Match:
     """What fits. ``wanted``: what is read into this rank's shards. ``scalars``: by a rule's key, its numbers."""
 
-    wanted: list[Wanted] = field(default_factory=list)
+    wanted: list[Stretch] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     owned: dict[str, str] = field(default_factory=dict)  # by parameter, the value that is its optimizer's state
     buffers: list[str] = field(default_factory=list)
@@ -290,15 +289,9 @@ def match(manifest: Manifest, trained: Trained, place: Place) -> Match:
     found = Match()
     places = _parameters(manifest, plan, state.buffers, found)
     match_optimizer(manifest, trained, places, found)
-    orders = {
-        name: slot.leaf.order
-        for buffer in plan.buffers
-        for slot in buffer.slots
-        for name in (parameter_name(slot), *(state_name(slot, one) for one in per_element(buffer, rules)))
-    }
     for one in held(plan, rules, place, state.parameters, state.optimizer):
         if one.name in places:
-            found.wanted.append(Wanted(places[one.name], one.start, one.stop, orders[one.name], one.values, one.cut))
+            found.wanted.append(replace(one, name=places[one.name]))
     _buffers(manifest, state, found)
     _constants(manifest, state, found)
     return found

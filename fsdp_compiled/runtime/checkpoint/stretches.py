@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -28,13 +29,31 @@ GRAIN = 64  # elements: replicas share a shard's elements in multiples of it
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements ``[start, stop)`` of a tensor, or of a part; ``values`` are they, a flat view of the state."""
+    """Elements ``[start, stop)`` of a tensor of this shape, or of a part, in the memory order of its dims (``order``,
+    slowest first). ``values`` are they, 1-d: a view of the state, which a save reads and a load writes."""
 
     name: str
     start: int
     stop: int
     values: torch.Tensor
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
     cut: Cut | None = None
+
+    @property
+    def whole(self) -> bool:
+        return self.cut is None and self.start == 0 and self.stop == torch.Size(self.shape).numel()
+
+    @cached_property
+    def key(self) -> str:
+        """Its name in a file."""
+        return key_of(self.name, self.start, self.stop, self.whole, self.cut)
+
+
+def key_of(name: str, start: int, stop: int, whole: bool, cut: Cut | None) -> str:
+    """The tensor's own name where it is whole, so that any reader of safetensors finds it."""
+    key = f"{name}, {cut}" if cut is not None else name
+    return name if whole else f"{key}[{start}:{stop}]"
 
 
 @dataclass(frozen=True)
@@ -151,21 +170,22 @@ def _of_buffer(
         if start < stop:
             tensor = parameter_name(slot) if name is None else state_name(slot, name)
             own = values[start - begin : stop - begin]
-            yield Stretch(tensor, start - slot.offset, stop - slot.offset, own, cuts[slot.name])
+            leaf, at = slot.leaf, slot.offset
+            yield Stretch(tensor, start - at, stop - at, own, leaf.whole_shape, leaf.order, cuts[slot.name])
 
 
-def parts_of(entry: Entry, one: Stretch) -> Parts:
+def parts_of(one: Stretch) -> Parts:
     """A stretch as rectangles of the whole tensor: views of its values, in the tensor's own dims."""
-    back = [entry.order.index(dim) for dim in range(len(entry.shape))]
-    shape, begin = part_shape(entry.shape, one.cut), part_offsets(entry.shape, one.cut)
+    back = [one.order.index(dim) for dim in range(len(one.shape))]
+    shape, begin = part_shape(one.shape, one.cut), part_offsets(one.shape, one.cut)
     found = []
-    for offsets, sizes, first in rectangles([shape[dim] for dim in entry.order], one.start, one.stop):
+    for offsets, sizes, first in rectangles([shape[dim] for dim in one.order], one.start, one.stop):
         count = torch.Size(sizes).numel()
         view = one.values[first - one.start : first - one.start + count].view(sizes).permute(back)
         at = [offsets[place] for place in back]
         if one.cut is not None:  # without what is not in the whole
             dim = one.cut.dim
-            view = view.narrow(dim, 0, min(max(length_in_whole(entry.shape, one.cut) - at[dim], 0), view.shape[dim]))
+            view = view.narrow(dim, 0, min(max(length_in_whole(one.shape, one.cut) - at[dim], 0), view.shape[dim]))
         if view.numel():
             found.append((tuple(map(sum, zip(at, begin, strict=True))), view))
     return found
