@@ -22,7 +22,7 @@ from fsdp_compiled.runtime.checkpoint.contents import (
     values_of,
 )
 from fsdp_compiled.runtime.checkpoint.image import Image, Plans
-from fsdp_compiled.runtime.checkpoint.loaded_values import check_extra, chosen_values, load_extra, write_values
+from fsdp_compiled.runtime.checkpoint.loaded_values import check_saved_extra, chosen_values, load_extra, write_values
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.saving import Wish
@@ -146,11 +146,7 @@ class Checkpoints:
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
     ) -> int | None:
         """Collective. Nothing is changed unless every rank has read and verified all of it."""
-        work = self._load(folder, step, strict, trained, extra)
-        try:
-            return lockstep(self._mesh, "What load reads", work)
-        finally:
-            work.close()
+        return self._run(trained, "What load reads", self._load(folder, step, strict, trained, extra))
 
     def state_dict(self, trained: Trained) -> dcp.StateDict:
         """Collective at its first call, which makes a `DeviceMesh`."""
@@ -166,15 +162,13 @@ class Checkpoints:
 
     def load_state_dict(self, given: Mapping[str, Any], trained: Trained) -> None:
         """Collective: all ranks are given what fits, or none takes it."""
-        wait_for_host_memory(trained.plan)
 
         def load() -> Work[None]:
-            writes = [dcp.loaded(given, trained), dcp.load_state_dict(given, trained, self._mesh)]
+            write = dcp.load_state_dict(given, trained, self._mesh)
             yield "what it is given"
-            for write in writes:
-                write()
+            write()
 
-        lockstep(self._mesh, "What load_state_dict is given", load())
+        self._run(trained, "What load_state_dict is given", load())
 
     def export(self, folder: Path, model: nn.Module, trained: Trained) -> None:
         """Collective."""
@@ -222,7 +216,6 @@ class Checkpoints:
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
     ) -> Work[int | None]:
         mesh = self._mesh
-        wait_for_host_memory(trained.plan)
         chosen = loading.choose(folder, step) if mesh.rank == 0 else None
         said = yield Exchange("which checkpoint", (chosen, saving.row_of(mesh)))
         chosen, rows = said[0][0], [row for _, row in said]
@@ -234,11 +227,11 @@ class Checkpoints:
             f"extra[{name!r}] is not in the checkpoint" for name in extra if f"extra {name}" not in manifest.values
         ]
         if found.differences and strict:
-            raise ValueError(refusal(chosen, found.differences))
+            raise ValueError(refusal(f"{chosen} is of another model or optimizer", found.differences))
         values = chosen_values(manifest, found, extra, mesh.rank, rows)
         trees = [tree for tree, _ in values.values()]
         staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees, room=self._images[0].room())
-        check_extra(manifest, values, extra, len(set(rows)))
+        check_saved_extra(manifest, values, extra, len(set(rows)))
         if values.get("random", (None, False))[1]:
             check_generators(decode(values["random"][0], staged.tensors))
         undo = load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)

@@ -145,9 +145,6 @@ def _from_ours(folder: Path) -> Contents:
                 found.numbers |= dict.fromkeys(record["parameters"], numbers)
         elif kind != "updates":
             found.left_out.append(name)
-    if "eager" in manifest.values:  # in forms of the optimizer's own code
-        found.state, found.numbers, found.groups, found.kind = {}, {}, [], None
-        found.left_out.append("optimizer")
     return found
 
 
@@ -288,11 +285,7 @@ def _write_file(
     path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str]
 ) -> tuple[DataFile, dict[str, int]]:
     """Writes one file, a tensor at a time; what the manifest says of it, and where each tensor begins."""
-    items = [
-        Item(key, one.dtype, one.shape, torch.Size(one.shape).numel() * one.dtype.itemsize)
-        for key, one in tensors.items()
-    ]
-    layout = lay_out(items, metadata)
+    layout = lay_out((Item(key, one.dtype, one.shape) for key, one in tensors.items()), metadata)
 
     def parts() -> Iterator[memoryview]:
         yield memoryview(layout.header)

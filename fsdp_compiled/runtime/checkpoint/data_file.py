@@ -54,7 +54,10 @@ class Item:
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

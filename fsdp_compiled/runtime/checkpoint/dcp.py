@@ -36,9 +36,8 @@ from fsdp_compiled.runtime.checkpoint.contents import Trained, options
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.owned_state import kept_by
-from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, parts_of, per_element, tensors
+from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, parts_of, per_element, tensors, wrapped
 from fsdp_compiled.runtime.param_step_counts import Names, fresh, names_of, of_group, parted
-from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, LocalShardsWrapper, TensorMeta
 
@@ -130,22 +129,7 @@ def _tensor(
     if ranks is None or not (cut or one.cut):
         return parts[0][1]
     meta = TensorMeta(torch.Size(entry.shape), contiguous_stride(entry.shape), entry.dtype)
-    wrapper = LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts])
-    return DTensor(wrapper, DTensorSpec(ranks, (Shard(0),), tensor_meta=meta), requires_grad=False)
-
-
-def rectangles_of(place: ShardPlace, values: torch.Tensor) -> LocalShardsWrapper | None:
-    """What this rank has of a parameter, or of its gradient or average, as DCP writes and reads it; None: nothing.
-
-    ``values``: this rank's, 1-d, at ``place``.
-    """
-    leaf, mesh = place.leaf, place.layout.mesh
-    cut = Place(mesh.shard_rank, mesh.tp_rank).cut(leaf, place.layout.plan)
-    start, stop = place.own
-    if start == stop:
-        return None
-    parts = parts_of(Stretch(place.name, start, stop, values, tuple(place.shape), leaf.order, cut))
-    return LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts]) if parts else None
+    return DTensor(wrapped(parts), DTensorSpec(ranks, (Shard(0),), tensor_meta=meta), requires_grad=False)
 
 
 def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Callable[[], None]:
@@ -174,9 +158,12 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> C
     updated: dict[str, Names] = {}
     scalars = _scalars(given, trained, updated, wrong)
     groups = _groups(given, trained, wrong)
+    owned = _owned(given, trained, wrong)
     if wrong:
-        raise ValueError(refusal("What load_state_dict was given", wrong))
-    return partial(_write, given, trained, [*copies, *scalars], groups, updated)
+        raise ValueError(
+            refusal("What load_state_dict was given is of another model or optimizer", wrong, "Build what was saved.")
+        )
+    return partial(_write, given, trained, [*copies, *scalars], groups, updated, owned)
 
 
 def _write(
@@ -185,8 +172,12 @@ def _write(
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
     groups: Sequence[Mapping[str, Any]],
     updated: Mapping[str, Names],
+    owned: Sequence[tuple[WholeUpdate, States]],
 ) -> None:
     state = trained.state
+    for update, own in owned:
+        update.go_on(own, {"written": [], "attributes": {}})
+        update.show(state.optimizer)
     state.ages.loaded(updated)
     with torch.no_grad():
         for to, source in copies:
@@ -298,11 +289,10 @@ def of_owners(trained: Trained) -> Work[dict[str, Any]]:
     return {"state": found or fresh, STEPPED: torch.tensor(int(stepped))}
 
 
-def loaded(given: Mapping[str, Any], trained: Trained) -> Callable[[], None]:
-    """A function that gives owners what is given of their state. Raises ``ValueError`` for what does not fit."""
+def _owned(given: Mapping[str, Any], trained: Trained, wrong: list[str]) -> list[tuple[WholeUpdate, States]]:
+    """What is given of each optimizer's state that is kept on owners."""
     states = given.get("optim", {}).get("state", {})
     stepped = bool(given.get(STEPPED, True))
-    wrong: list[str] = []
     put: list[tuple[WholeUpdate, States]] = []
     for update in trained.updates:
         forms, now = _forms(update), update.of_parameters()
@@ -320,15 +310,7 @@ def loaded(given: Mapping[str, Any], trained: Trained) -> Callable[[], None]:
                 else:
                     own = value is now.get(name, {}).get(key)  # which DCP has written into
                     put[-1][1].setdefault(name, {})[key] = value if own else value.detach().to(dtype, copy=True)
-    if wrong:
-        raise ValueError(refusal("What load_state_dict was given", wrong))
-
-    def write() -> None:
-        for update, own in put:
-            update.go_on(own, {"written": [], "attributes": {}})
-            update.show(trained.state.optimizer)
-
-    return write
+    return put
 
 
 def _is_filled(its: Mapping[str, Any]) -> bool:

@@ -35,6 +35,7 @@ from fsdp_compiled.runtime.checkpoint.contents import Trained
 from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Item, Layout, header_of, lay_out, memory_of, refuse_pairs
 from fsdp_compiled.runtime.checkpoint.loading import Staged
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
+from fsdp_compiled.runtime.checkpoint.matching import refusal
 from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, Stretch, held, parts_of, tensors
 from fsdp_compiled.runtime.managed_model import holding
 
@@ -215,7 +216,7 @@ def plan(keys: Keys, whole: Mapping[str, Entry], buffers: Mapping[str, torch.Ten
 
 def _item(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Item:
     refuse_pairs(key, dtype)
-    return Item(key, dtype, tuple(shape), torch.Size(shape).numel() * dtype.itemsize)
+    return Item(key, dtype, tuple(shape))
 
 
 def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work[None]:
@@ -356,10 +357,7 @@ def read_weights(
             buffers.append((trained.state.buffers[name], prefix(key)))
     wrong += [f"{key} is not in the model" for key in sorted(manifest.tensors.keys() - used)]
     if wrong and strict:
-        raise ValueError(
-            "\n  ".join([f"The weights in {folder} are of another model, so nothing was loaded:", *wrong[:20]])
-            + "\nBuild that model, or pass strict=False, which loads what fits."
-        )
+        raise ValueError(refusal(f"The weights in {folder} are of another model", wrong))
     wanted = [
         replace(one, name=key)
         for one in held(trained.plan, (), Place(mesh.shard_rank, mesh.tp_rank), trained.state.parameters, {})

@@ -57,8 +57,7 @@ def arrange(parts: Sequence[Stretch], rank: int, world: int) -> list[Arranged]:
 
 def _item(one: Stretch) -> Item:
     in_shape = one.whole and list(one.order) == sorted(one.order)
-    count = one.values.numel()
-    return Item(one.key, one.values.dtype, one.shape if in_shape else (count,), count * one.values.itemsize)
+    return Item(one.key, one.values.dtype, one.shape if in_shape else (one.values.numel(),))
 
 
 @dataclass(frozen=True)

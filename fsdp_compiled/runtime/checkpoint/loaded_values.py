@@ -19,7 +19,7 @@ from fsdp_compiled.runtime.state import State
 log = logging.getLogger("fsdp_compiled")
 
 
-def check_extra(
+def check_saved_extra(
     manifest: Manifest, values: Mapping[str, tuple[Any, bool]], extra: Mapping[str, Any], world: int
 ) -> None:
     """``world``: how many ranks with batches of their own there are."""

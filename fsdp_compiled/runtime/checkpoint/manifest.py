@@ -145,7 +145,6 @@ FORMS: dict[str, Callable[[Any], bool]] = {
     "scale": _numbers,
     "optimizer": _optimizer,
     "scalars": lambda tree: all(_names(one["parameters"]) and _numbers(one["scalars"]) for one in tree),
-    "eager": lambda tree: _names(tree["written"]) and {"states", "named", "attributes"} <= set(tree),
     "buffer": lambda tree: list(tree) == ["$tensor"],
     "constant": lambda tree: list(tree) == ["$tensor"],
 }

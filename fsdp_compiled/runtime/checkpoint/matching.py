@@ -26,6 +26,7 @@ from fsdp_compiled.runtime.param_step_counts import Names, Numbers, of_group, pa
 from fsdp_compiled.runtime.state import State
 
 SHOWN = 20  # differences in one message
+FITS = "Build what was saved, or pass strict=False, which loads what fits and leaves the rest as it is."
 
 
 @dataclass
@@ -60,18 +61,12 @@ def _kind(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def refusal(path: Any, differences: Sequence[str]) -> str:
+def refusal(what: str, differences: Sequence[str], cure: str = FITS) -> str:
     """The message for what does not fit."""
     lines = [f"  {line}" for line in differences[:SHOWN]]
     if len(differences) > SHOWN:
         lines.append(f"  ... and {len(differences) - SHOWN} more")
-    return "\n".join(
-        [
-            f"{path} is of another model or optimizer, so nothing was loaded:",
-            *lines,
-            "Build what was saved, or pass strict=False, which loads what fits and leaves the rest as it is.",
-        ]
-    )
+    return "\n".join([f"{what}, so nothing was loaded:", *lines, cure])
 
 
 def match_options(
@@ -159,11 +154,6 @@ def _same_optimizer(manifest: Manifest, trained: Trained, found: Match) -> bool:
     saved = manifest.values["optimizer"]["same"]
     if (own := class_name(trained.optimizer)) != saved["class"] and saved["class"] is not None:
         found.differences.append(f"the optimizer is {own} here, and {saved['class']} in the checkpoint")
-        return False
-    if "eager" in manifest.values:
-        found.differences.append(
-            f"the state of {own} was saved by a version that ran it on parts of parameters, in a form of its own"
-        )
         return False
     return True
 

@@ -22,6 +22,8 @@ from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.runtime.checkpoint.geometry import Cut, length_in_whole, part_offsets, part_shape, rectangles
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
+from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
+from fsdp_compiled.torch_private.dtensor import LocalShardsWrapper
 
 Parts = list[tuple[tuple[int, ...], torch.Tensor]]  # offsets in the whole tensor, and a view
 GRAIN = 64  # elements: replicas share a shard's elements in multiples of it
@@ -189,3 +191,22 @@ def parts_of(one: Stretch) -> Parts:
         if view.numel():
             found.append((tuple(map(sum, zip(at, begin, strict=True))), view))
     return found
+
+
+def wrapped(parts: Parts) -> LocalShardsWrapper:
+    """Rectangles as DCP writes and reads them."""
+    return LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts])
+
+
+def rectangles_of(place: ShardPlace, values: torch.Tensor) -> LocalShardsWrapper | None:
+    """What this rank has of a parameter, or of its gradient or average, as DCP writes and reads it; None: nothing.
+
+    ``values``: this rank's, 1-d, at ``place``.
+    """
+    leaf, mesh = place.leaf, place.layout.mesh
+    cut = Place(mesh.shard_rank, mesh.tp_rank).cut(leaf, place.layout.plan)
+    start, stop = place.own
+    if start == stop:
+        return None
+    parts = parts_of(Stretch(place.name, start, stop, values, tuple(place.shape), leaf.order, cut))
+    return wrapped(parts) if parts else None
