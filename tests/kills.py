@@ -65,8 +65,8 @@ def soon(seconds: float) -> Callable[..., None]:
     return lambda *_, **__: threading.Timer(seconds, die).start()
 
 
-def half_written(path: Path, image: memoryview, *_: Any) -> None:
-    Path(path).write_bytes(bytes(image[: len(image) // 2]))
+def half_written(path: Path, parts: list[memoryview], *_: Any) -> None:
+    Path(path).write_bytes(bytes(parts[0][: len(parts[0]) // 2]))
     die()
 
 

@@ -12,7 +12,7 @@ from fsdp_compiled.optim.rule import Rule, StateTensor
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import data_file, writing
-from fsdp_compiled.runtime.checkpoint.image import Image, arrange, described, part
+from fsdp_compiled.runtime.checkpoint.image import Image, arrange, described
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, held, tensors
 from fsdp_compiled.runtime.shard_model import write_slot
@@ -72,11 +72,9 @@ def save(plan: Plan, whole: dict[str, torch.Tensor], folder: Path) -> Manifest:
         parameters, optimizer = shards(plan, place, whole)
         entries = tensors(plan, RULES, optimizer)
         own = list(held(plan, RULES, place, parameters, optimizer, Holders(rank, places(plan))))
-        shapes = {name: entry.shape for name, entry in entries.items() if list(entry.order) == sorted(entry.order)}
-        cut = [part(o.name, o.start, o.values, entries[o.name].shape, o.cut) for o in own]
-        files = arrange(cut, shapes, rank, len(places(plan)))
+        files = arrange(own, rank, len(places(plan)))
         images = Image(CPU).fill(files)
-        sums = [data_file.write(folder / file.name, image) for file, image in zip(files, images)]
+        sums = [data_file.write(folder / file.name, [image]) for file, image in zip(files, images)]
         parts.append({**described(files, sums), "values": {}, "shapes": {}})
     made = writing.Save(1, folder, 0, None, len(places(plan)), entries, {}, {}, {})
     return writing.assemble(made, parts)  # raises where an element is missing or written twice

@@ -16,9 +16,8 @@ from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import data_file, loading
-from fsdp_compiled.runtime.checkpoint.loading import Wanted
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.stretches import Place, held
+from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held
 from tests.saved_plans import CPU, RULES, places, save, shards, values
 
 BLOCK = 256
@@ -45,12 +44,9 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Manife
     return tmp_path, save(plan(4), values(LEAVES), tmp_path), read
 
 
-def load(folder: Path, manifest: Manifest, new: Plan, place: Place) -> Sequence[Wanted]:
+def load(folder: Path, manifest: Manifest, new: Plan, place: Place) -> Sequence[Stretch]:
     parameters, optimizer = shards(new, place, None)
-    wanted = [
-        Wanted(one.name, one.start, one.stop, (0, 1), one.values)
-        for one in held(new, RULES, place, parameters, optimizer)
-    ]
+    wanted = list(held(new, RULES, place, parameters, optimizer))
     loading.write(lockstep(Mesh(CPU), "it", loading.read(folder, manifest, Mesh(CPU), wanted, [], rest=False)))
     expected = shards(new, place, values(LEAVES))
     for made, right in zip((parameters, optimizer), expected, strict=True):
@@ -58,11 +54,11 @@ def load(folder: Path, manifest: Manifest, new: Plan, place: Place) -> Sequence[
     return wanted
 
 
-def blocks_of(manifest: Manifest, wanted: Sequence[Wanted]) -> set[tuple[str, int]]:
+def blocks_of(manifest: Manifest, wanted: Sequence[Stretch]) -> set[tuple[str, int]]:
     """The blocks in which any of these elements is, one element at a time."""
     found = set()
     for one in wanted:
-        for piece in manifest.tensors[one.tensor].pieces:
+        for piece in manifest.tensors[one.name].pieces:
             for element in range(max(one.start, piece.start), min(one.stop, piece.stop)):
                 found.add((piece.file, (piece.offset + 4 * (element - piece.start)) // BLOCK))
     return found

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.runtime.checkpoint import data_file, folder
-from fsdp_compiled.runtime.checkpoint.memory import memory_of
+from fsdp_compiled.runtime.checkpoint.data_file import memory_of
 from fsdp_compiled.runtime.checkpoint.values import decode, digest, encode
 from fsdp_compiled.runtime.sharded import Sharded
 

@@ -21,9 +21,8 @@ from fsdp_compiled.plan.leaf import Leaf, TensorParallel, dense_stride
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import loading
-from fsdp_compiled.runtime.checkpoint.loading import Wanted
-from fsdp_compiled.runtime.checkpoint.rectangles import rectangles
-from fsdp_compiled.runtime.checkpoint.stretches import held, tensors
+from fsdp_compiled.runtime.checkpoint.geometry import rectangles
+from fsdp_compiled.runtime.checkpoint.stretches import held
 from tests.saved_plans import CPU, RULES, places, save, shards, values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -82,11 +81,7 @@ def test_any_plan_reads_what_any_other_wrote(data: st.DataObject) -> None:
         for place in dict.fromkeys(places(second)):
             parameters, optimizer = shards(second, place, None)
             expected = shards(second, place, whole)
-            orders = {n: entry.order for n, entry in tensors(second, RULES, optimizer).items()}
-            wanted = [
-                Wanted(one.name, one.start, one.stop, orders[one.name], one.values, one.cut)
-                for one in held(second, RULES, place, parameters, optimizer)
-            ]
+            wanted = list(held(second, RULES, place, parameters, optimizer))
             work = loading.read(Path(name), manifest, Mesh(CPU), wanted, [])
             loading.write(lockstep(Mesh(CPU), "it", work))
             for made, right in zip((parameters, optimizer), expected):

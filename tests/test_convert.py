@@ -123,6 +123,33 @@ def test_ours_goes_to_fsdp2_and_to_weights(tmp_path: Path, flat: bool) -> None:
     assert torch.equal(other.step(X), sharded.step(X))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_what_fsdp2_wrote_loads_as_it_is_and_the_other_way_round(tmp_path: Path) -> None:
+    """By DCP alone, over `state_dict`."""
+    model, optimizer = build(0)
+    for _ in range(2):
+        plain_step(model, optimizer)
+    optimizer.param_groups[1]["lr"] = 0.02
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "theirs")
+    sharded = shard(1)
+    found = sharded.state_dict()
+    dcp.load({name: found[name] for name in ("model", "optim")}, checkpoint_id=tmp_path / "theirs")
+    sharded.load_state_dict(found)
+    assert sharded.optimizer is not None and sharded.optimizer.param_groups[1]["lr"] == 0.02
+    assert not torch.equal(shard(1).step(X), plain_step(*build(0)))  # the control
+    for _ in range(2):
+        assert torch.equal(sharded.step(X), plain_step(model, optimizer))
+    dcp.save(sharded.state_dict(), checkpoint_id=tmp_path / "ours")
+    model, optimizer = build(2)
+    weights, state = get_state_dict(model, optimizer)
+    theirs = {"model": weights, "optim": state}
+    dcp.load(theirs, checkpoint_id=tmp_path / "ours")
+    set_state_dict(model, optimizer, model_state_dict=theirs["model"], optim_state_dict=theirs["optim"])
+    for _ in range(2):
+        assert torch.equal(plain_step(model, optimizer), sharded.step(X))
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return os.mkdir, (str(EVIL),)

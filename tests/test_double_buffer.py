@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed import lockstep
-from fsdp_compiled.runtime.checkpoint import data_file, saving, written_shards
+from fsdp_compiled.runtime.checkpoint import data_file, image, saving
 from fsdp_compiled.runtime.checkpoint.image import Image
 from fsdp_compiled.runtime.checkpoint.writing import SaveError
 
@@ -118,8 +118,8 @@ def test_ranks_meet_once_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_written_is_found_again_where_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, held = [], written_shards.held
-    monkeypatch.setattr(written_shards, "held", lambda *given: (found.append(1), held(*given))[1])
+    found, held = [], image.held
+    monkeypatch.setattr(image, "held", lambda *given: (found.append(1), held(*given))[1])
     sharded = build()
     for _ in range(3):
         sharded.step(X)

@@ -12,7 +12,7 @@ from safetensors import torch as safetensors
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.runtime.checkpoint import weight_files
+from fsdp_compiled.runtime.checkpoint import hugging_face
 from fsdp_compiled.runtime.sharded import Sharded
 
 EAGER = Policy(lower="eager")
@@ -88,11 +88,11 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
 
 
 def test_an_export_is_the_state_dict_in_files_of_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_files, "LARGEST", 200)
+    monkeypatch.setattr(hugging_face, "LARGEST", 200)
     sharded = shard(0)
     sharded.step(X)
     sharded.export(tmp_path / "weights")
-    index = json.loads((tmp_path / "weights" / weight_files.INDEX).read_text())["weight_map"]
+    index = json.loads((tmp_path / "weights" / hugging_face.INDEX).read_text())["weight_map"]
     assert set(index.values()) == {f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)}
     found: dict[str, torch.Tensor] = {}
     for name in set(index.values()):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compiled.runtime.checkpoint.cuts import Cut, common, part_shape, runs
+from fsdp_compiled.runtime.checkpoint.geometry import Cut, common, part_shape, runs
 from tests.launch import answers, launch
 
 WORKER = Path(__file__).parent / "workers" / "uneven_parts.py"

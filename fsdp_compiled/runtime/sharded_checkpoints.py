@@ -11,8 +11,7 @@ from typing import Any, get_args
 from fsdp_compiled.capture.global_modes import outside_modes, untraced
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, check_wish, path
-from fsdp_compiled.runtime.checkpoint.contents import check_extra
-from fsdp_compiled.runtime.checkpoint.trained import Trained
+from fsdp_compiled.runtime.checkpoint.contents import Trained, check_extra
 from fsdp_compiled.runtime.checkpoint.writing import Saving
 from fsdp_compiled.runtime.full_state_dict import full_state_dict
 from fsdp_compiled.runtime.module_buffers import take

@@ -13,32 +13,20 @@ from torch import nn
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.lockstep import Exchange, Last, Work, last_exchange, lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import (
-    dcp,
-    dcp_owned,
-    loading,
-    saving,
-    weight_export,
-    weight_import,
-    whole,
-    writing,
-)
+from fsdp_compiled.runtime.checkpoint import dcp, hugging_face, loading, saving, whole, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import (
+    Trained,
     check_generators,
     dealt_out,
     values_of,
 )
-from fsdp_compiled.runtime.checkpoint.extra import check_extra, load_extra
-from fsdp_compiled.runtime.checkpoint.image import Image
-from fsdp_compiled.runtime.checkpoint.loaded_values import chosen_values, write_values
+from fsdp_compiled.runtime.checkpoint.image import Image, Plans
+from fsdp_compiled.runtime.checkpoint.loaded_values import check_saved_extra, chosen_values, load_extra, write_values
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.match import Match, refusal
-from fsdp_compiled.runtime.checkpoint.matching import match
-from fsdp_compiled.runtime.checkpoint.matching_options import write_groups
+from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.saving import Wish
 from fsdp_compiled.runtime.checkpoint.stretches import Place
-from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import decode
 from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
@@ -70,7 +58,7 @@ class Checkpoints:
     def __init__(self, mesh: Mesh, calls: Calls) -> None:
         self._mesh, self._calls = mesh, calls
         self._images = [Image(mesh.device)]  # a second one where `busy` was "double_buffer"
-        self._plans = saving.Plans()
+        self._plans = Plans()
         self._open: list[tuple[Saving, Image]] = []  # that are written, or nobody was told that they failed
         self._count = 0
         self._ranks: list[Any] = []  # as a `DeviceMesh`, once one was asked for
@@ -158,11 +146,7 @@ class Checkpoints:
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
     ) -> int | None:
         """Collective. Nothing is changed unless every rank has read and verified all of it."""
-        work = self._load(folder, step, strict, trained, extra)
-        try:
-            return lockstep(self._mesh, "What load reads", work)
-        finally:
-            work.close()
+        return self._run(trained, "What load reads", self._load(folder, step, strict, trained, extra))
 
     def state_dict(self, trained: Trained) -> dcp.StateDict:
         """Collective at its first call, which makes a `DeviceMesh`."""
@@ -171,30 +155,28 @@ class Checkpoints:
             self._ranks.append(dcp.device_mesh(self._mesh))
         found = dcp.state_dict(trained, self._mesh, self._ranks[0])
         if trained.updates:
-            owned = self._run(trained, "What state_dict collects of owners", dcp_owned.of_owners(trained))
+            owned = self._run(trained, "What state_dict collects of owners", dcp.of_owners(trained))
             found["optim"]["state"] |= owned.pop("state")
             found |= owned
         return found
 
     def load_state_dict(self, given: Mapping[str, Any], trained: Trained) -> None:
         """Collective: all ranks are given what fits, or none takes it."""
-        wait_for_host_memory(trained.plan)
 
         def load() -> Work[None]:
-            writes = [dcp_owned.loaded(given, trained), dcp.load_state_dict(given, trained, self._mesh)]
+            write = dcp.load_state_dict(given, trained, self._mesh)
             yield "what it is given"
-            for write in writes:
-                write()
+            write()
 
-        lockstep(self._mesh, "What load_state_dict is given", load())
+        self._run(trained, "What load_state_dict is given", load())
 
     def export(self, folder: Path, model: nn.Module, trained: Trained) -> None:
         """Collective."""
-        self._run(trained, "What export writes", weight_export.export(folder, model, trained, self._mesh))
+        self._run(trained, "What export writes", hugging_face.export(folder, model, trained, self._mesh))
 
     def import_weights(self, folder: Path, strict: bool, model: nn.Module, trained: Trained) -> None:
         """Collective. Nothing is changed unless every rank has read all of it."""
-        work = weight_import.read(folder, strict, model, trained, self._mesh)
+        work = hugging_face.read_weights(folder, strict, model, trained, self._mesh)
         staged, buffers, wrong = self._run(trained, "What import_weights reads", work)
         loading.write(staged)
         whole.write([(to, staged.tensors[key]) for to, key in buffers])
@@ -234,7 +216,6 @@ class Checkpoints:
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
     ) -> Work[int | None]:
         mesh = self._mesh
-        wait_for_host_memory(trained.plan)
         chosen = loading.choose(folder, step) if mesh.rank == 0 else None
         said = yield Exchange("which checkpoint", (chosen, saving.row_of(mesh)))
         chosen, rows = said[0][0], [row for _, row in said]
@@ -246,11 +227,11 @@ class Checkpoints:
             f"extra[{name!r}] is not in the checkpoint" for name in extra if f"extra {name}" not in manifest.values
         ]
         if found.differences and strict:
-            raise ValueError(refusal(chosen, found.differences))
+            raise ValueError(refusal(f"{chosen} is of another model or optimizer", found.differences))
         values = chosen_values(manifest, found, extra, mesh.rank, rows)
         trees = [tree for tree, _ in values.values()]
         staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees, room=self._images[0].room())
-        check_extra(manifest, values, extra, len(set(rows)))
+        check_saved_extra(manifest, values, extra, len(set(rows)))
         if values.get("random", (None, False))[1]:
             check_generators(decode(values["random"][0], staged.tensors))
         undo = load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)

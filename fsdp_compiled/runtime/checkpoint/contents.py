@@ -21,6 +21,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -215,3 +216,14 @@ def _numpy() -> Any:
     except ImportError:
         return None
     return numpy
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model in shards with its optimizer."""
+
+    plan: Plan
+    state: State
+    optimizer: Optimizer | None
+    rules: Sequence[Rule]
+    updates: Sequence[WholeUpdate] = ()  # of optimizers that keep state in forms of their own, on owners

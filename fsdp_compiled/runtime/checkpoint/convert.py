@@ -22,14 +22,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, header_check, loading, weight_files
+from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, hugging_face, loading
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
-from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out, refuse_pairs
-from fsdp_compiled.runtime.checkpoint.dcp_owned import STEPPED
-from fsdp_compiled.runtime.checkpoint.loading import Wanted
+from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out, memory_of, refuse_pairs
+from fsdp_compiled.runtime.checkpoint.dcp import STEPPED
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
-from fsdp_compiled.runtime.checkpoint.memory import memory_of
+from fsdp_compiled.runtime.checkpoint.stretches import Stretch
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 
 Layout = Literal["ours", "dcp", "hf"]
@@ -99,8 +98,8 @@ def read(source: Path) -> Contents:
         return _from_ours(source)
     if steps := folders.steps(source):
         return _from_ours(folders.path_of(source, steps[-1]))
-    if weight_files.is_there(source):
-        manifest = weight_files.read_manifest(source)
+    if hugging_face.is_there(source):
+        manifest = hugging_face.read_manifest(source)
         return Contents(parameters={name: _lazy(source, manifest, name) for name in manifest.tensors})
     raise ValueError(
         f"{source} is no checkpoint: it has neither {manifests.NAME} nor step-N folders, nor {dcp_files.NAME}, nor "
@@ -114,7 +113,7 @@ def _lazy(folder: Path, manifest: Manifest, name: str) -> Lazy:
 
     def whole() -> torch.Tensor:
         values = torch.empty(entry.numel, dtype=entry.dtype)
-        wanted = Wanted(name, 0, entry.numel, tuple(range(len(entry.shape))), values)
+        wanted = Stretch(name, 0, entry.numel, values, entry.shape, tuple(range(len(entry.shape))))
         staged = lockstep(ALONE, "what is read", loading.read(folder, manifest, ALONE, [wanted], [], rest=False))
         return staged.pairs[0][1].reshape(entry.shape)
 
@@ -123,7 +122,7 @@ def _lazy(folder: Path, manifest: Manifest, name: str) -> Lazy:
 
 def _from_ours(folder: Path) -> Contents:
     manifest = manifests.read(folder)
-    header_check.check(folder, manifest, manifest.files)
+    loading.check_headers(folder, manifest, manifest.files)
     found = Contents(aliases=dict(manifest.aliases), step=manifest.step)
     for name in manifest.tensors:
         if name.startswith("model."):
@@ -146,9 +145,6 @@ def _from_ours(folder: Path) -> Contents:
                 found.numbers |= dict.fromkeys(record["parameters"], numbers)
         elif kind != "updates":
             found.left_out.append(name)
-    if "eager" in manifest.values:  # in forms of the optimizer's own code
-        found.state, found.numbers, found.groups, found.kind = {}, {}, [], None
-        found.left_out.append("optimizer")
     return found
 
 
@@ -275,8 +271,8 @@ def _write_hf(folder: Path, contents: Contents) -> None:
     for key, one in tensors.items():
         refuse_pairs(key, one.dtype)
     sizes = _sizes(tensors)
-    weight_files.write_index(folder, sizes)
-    for name, row in weight_files.names_of(sizes).items():
+    hugging_face.write_index(folder, sizes)
+    for name, row in hugging_face.names_of(sizes).items():
         _write_file(folder / name, {key: tensors[key] for key in row}, {"format": "pt"})
     contents.left_out += ["optimizer"] * bool(contents.state)
 
@@ -289,18 +285,14 @@ def _write_file(
     path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str]
 ) -> tuple[DataFile, dict[str, int]]:
     """Writes one file, a tensor at a time; what the manifest says of it, and where each tensor begins."""
-    items = [
-        Item(key, one.dtype, one.shape, torch.Size(one.shape).numel() * one.dtype.itemsize)
-        for key, one in tensors.items()
-    ]
-    layout = lay_out(items, metadata)
+    layout = lay_out((Item(key, one.dtype, one.shape) for key, one in tensors.items()), metadata)
 
     def parts() -> Iterator[memoryview]:
         yield memoryview(layout.header)
         for key in sorted(layout.offsets, key=lambda key: (layout.offsets[key], tensors[key].shape.count(0) == 0)):
             yield memory_of(tensors[key].read().contiguous())
 
-    return DataFile(path.name, layout.size, data_file.write_parts(path, parts())), layout.offsets
+    return DataFile(path.name, layout.size, data_file.write(path, parts())), layout.offsets
 
 
 def _write_ours(folder: Path, contents: Contents) -> None:
@@ -323,7 +315,7 @@ def _write_ours(folder: Path, contents: Contents) -> None:
         names = [parameters for parameters, _ in contents.groups]
         values["optimizer"] = {"same": {"class": contents.kind, "groups": options, "parameters": names}}
     made = Manifest(contents.step, 1, {}, values, contents.aliases, {}, {"id": folder.parent.name})
-    rows = weight_files.rows_of(_sizes(tensors), FILE)
+    rows = hugging_face.rows_of(_sizes(tensors), FILE)
     for index, row in enumerate(rows):
         name = f"shard-00000-of-00001{f'-{index:05d}' if index else ''}.safetensors"
         file, offsets = _write_file(folder / name, {key: tensors[key] for key in row}, {})
@@ -333,4 +325,4 @@ def _write_ours(folder: Path, contents: Contents) -> None:
             count = torch.Size(one.shape).numel()
             pieces = [Piece(0, count, name, offsets[key])] if count else []
             made.tensors[key] = Entry(one.shape, one.dtype, tuple(range(len(one.shape))), pieces)
-    data_file.write(folder / manifests.NAME, memoryview(manifests.to_bytes(made)))
+    data_file.write(folder / manifests.NAME, [memoryview(manifests.to_bytes(made))])

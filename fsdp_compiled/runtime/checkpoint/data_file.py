@@ -9,16 +9,29 @@ which has several GB/s: less time than the disk takes, where zlib's crc32 takes 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
 
-from fsdp_compiled.runtime.checkpoint.memory import memory_of
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, writable; they keep the tensor alive."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"no bytes of a tensor on {tensor.device} with strides {tensor.stride()}")
+    size = tensor.numel() * tensor.itemsize
+    if size == 0:
+        return memoryview(bytearray())
+    memory = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    memory.tensor = tensor
+    return memoryview(memory).cast("B")
+
 
 BLOCK = 4 << 20  # bytes
 ALIGNMENT = 64  # bytes, a cache line: where the first tensor may start
@@ -41,7 +54,10 @@ class Item:
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -100,43 +116,47 @@ def lay_out(items: Iterable[Item], metadata: Mapping[str, str] | None = None) ->
     return Layout(header, {key: offset + len(header) for key, offset in offsets.items()}, position + len(header))
 
 
-def write(path: Path, image: memoryview, progress: Callable[[], None] = lambda: None) -> list[str]:
-    """Writes a new file and has it on the disk when it returns; the checksums of its blocks."""
+def write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None] = lambda: None) -> list[str]:
+    """Writes a new file of these bytes, end to end, and syncs it; returns the checksums of its blocks.
+
+    Nothing is copied, and no more than one part is held. ``progress`` is called after each block.
+    """
     checksums = []
+    digest, size = xxhash.xxh3_64(), 0  # of the block that is being written
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
     try:
-        for start in range(0, len(image), BLOCK):
-            block = image[start : start + BLOCK]
-            checksums.append(xxhash.xxh3_64_hexdigest(block))
-            while block:
-                block = block[os.write(descriptor, block) :]
-            progress()
+        for part in parts:
+            while part:
+                rest, part = part[: BLOCK - size], part[BLOCK - size :]
+                digest.update(rest)
+                size += len(rest)
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+                if size == BLOCK:
+                    checksums.append(digest.hexdigest())
+                    digest, size = xxhash.xxh3_64(), 0
+                    progress()
+        if size:
+            checksums.append(digest.hexdigest())
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return checksums
 
 
-def write_parts(path: Path, parts: Iterable[memoryview]) -> list[str]:
-    """Writes a new file of these parts, end to end, without holding more than one; the checksums of its blocks."""
-    checksums = []
-    held = bytearray()
-    with path.open("xb") as file:
-        for part in parts:
-            while part:
-                room = BLOCK - len(held)
-                held += part[:room]
-                part = part[room:]
-                if len(held) == BLOCK:
-                    checksums.append(xxhash.xxh3_64_hexdigest(held))
-                    file.write(held)
-                    held.clear()
-        if held:
-            checksums.append(xxhash.xxh3_64_hexdigest(held))
-            file.write(held)
-        file.flush()
-        os.fsync(file.fileno())
-    return checksums
+def header_of(path: Path) -> tuple[dict[str, Any], int]:
+    """What a safetensors file says of its tensors, by key, and at which byte they begin. Raises `Corrupt`."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise Corrupt(f"{path} is no safetensors file: its header would be {length} bytes long, of {size}.")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise Corrupt(f"{path} is no safetensors file, or damaged: its header is no JSON ({error}).") from error
+    return header, 8 + length
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,14 @@
 What a rank holds a part of is a DTensor over a `LocalShardsWrapper`, whose rectangles are views of the shards: DCP
 copies out of them and into them, and `async_save` out of a deep copy that its stager makes. Relies, in torch 2.11 to
 2.14, on ``torch.distributed.tensor._shards_wrapper`` and ``_dtensor_spec``, as torchrec does.
+
+What owners of whole parameters keep is whole tensors, each on its owner alone:
+
+    {"optim": {"state": {"layers.0.up.weight": {"momentum_buffer": tensor}}, ...}, "optim_stepped": 1}
+
+DCP reads into what it is given, and before a first step nothing is kept: then there are zeros of the form that a step
+would make, and ``optim_stepped`` is 0, which says, saved too, that they are none. Only an optimizer whose state is
+tensors of the parameter's shape has a form that is known beforehand (Muon); others are refused.
 """
 
 from __future__ import annotations
@@ -21,21 +29,17 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.leaf import contiguous_stride
-from fsdp_compiled.runtime.checkpoint.contents import options
-from fsdp_compiled.runtime.checkpoint.cuts import length_in_whole, part_offsets, part_shape
+from fsdp_compiled.runtime.checkpoint.contents import Trained, options
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
-from fsdp_compiled.runtime.checkpoint.match import refusal
-from fsdp_compiled.runtime.checkpoint.matching_options import write_groups
-from fsdp_compiled.runtime.checkpoint.rectangles import rectangles
-from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, per_element, tensors
-from fsdp_compiled.runtime.checkpoint.trained import Trained
+from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
+from fsdp_compiled.runtime.checkpoint.owned_state import kept_by
+from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, parts_of, per_element, tensors, wrapped
 from fsdp_compiled.runtime.param_step_counts import Names, fresh, names_of, of_group, parted
-from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
+from fsdp_compiled.runtime.whole_update import WholeUpdate
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, LocalShardsWrapper, TensorMeta
-
-Parts = list[tuple[tuple[int, ...], torch.Tensor]]  # offsets in the whole tensor, and a view
 
 
 class StateDict(dict[str, Any]):
@@ -119,45 +123,13 @@ def _tensor(
         return torch.empty(entry.shape, dtype=entry.dtype)
     if one is None:
         return None
-    parts = parts_of(entry, one)
+    parts = parts_of(one)
     if not parts:
         return None
     if ranks is None or not (cut or one.cut):
         return parts[0][1]
     meta = TensorMeta(torch.Size(entry.shape), contiguous_stride(entry.shape), entry.dtype)
-    wrapper = LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts])
-    return DTensor(wrapper, DTensorSpec(ranks, (Shard(0),), tensor_meta=meta), requires_grad=False)
-
-
-def parts_of(entry: Entry, one: Stretch) -> Parts:
-    """A stretch as rectangles of the whole tensor: views of its values, in the tensor's own dims."""
-    back = [entry.order.index(dim) for dim in range(len(entry.shape))]
-    shape, begin = part_shape(entry.shape, one.cut), part_offsets(entry.shape, one.cut)
-    found = []
-    for offsets, sizes, first in rectangles([shape[dim] for dim in entry.order], one.start, one.stop):
-        count = torch.Size(sizes).numel()
-        view = one.values[first - one.start : first - one.start + count].view(sizes).permute(back)
-        at = [offsets[place] for place in back]
-        if one.cut is not None:  # without what is not in the whole
-            dim = one.cut.dim
-            view = view.narrow(dim, 0, min(max(length_in_whole(entry.shape, one.cut) - at[dim], 0), view.shape[dim]))
-        if view.numel():
-            found.append((tuple(map(sum, zip(at, begin, strict=True))), view))
-    return found
-
-
-def rectangles_of(place: ShardPlace, values: torch.Tensor) -> LocalShardsWrapper | None:
-    """What this rank has of a parameter, or of its gradient or average, as DCP writes and reads it; None: nothing.
-
-    ``values``: this rank's, 1-d, at ``place``.
-    """
-    leaf, mesh = place.leaf, place.layout.mesh
-    cut = Place(mesh.shard_rank, mesh.tp_rank).cut(leaf, place.layout.plan)
-    start, stop = place.own
-    if start == stop:
-        return None
-    parts = parts_of(Entry(tuple(place.shape), values.dtype, leaf.order), Stretch(place.name, start, stop, values, cut))
-    return LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts]) if parts else None
+    return DTensor(wrapped(parts), DTensorSpec(ranks, (Shard(0),), tensor_meta=meta), requires_grad=False)
 
 
 def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Callable[[], None]:
@@ -166,18 +138,17 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> C
     Raises ``ValueError`` for what does not fit.
     """
     plan, state, rules = trained.plan, trained.state, trained.rules
-    whole = tensors(plan, rules, state.optimizer)
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     wrong: list[str] = []
     place = Place(mesh.shard_rank, mesh.tp_rank)
     for one in held(plan, rules, place, state.parameters, state.optimizer):
         source = _given(given, one.name)
-        if one.cut is not None and not parts_of(whole[one.name], one):
+        if one.cut is not None and not parts_of(one):
             continue  # the zeros that end a part
         if source is None:
             wrong.append(f"{one.name} is not given")
         else:
-            copies += _copies(one, whole[one.name], source, wrong)
+            copies += _copies(one, source, wrong)
     for name, tensor in state.buffers.items():
         source = given.get("model", {}).get(name)
         if not isinstance(source, torch.Tensor) or source.shape != tensor.shape:
@@ -187,9 +158,12 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> C
     updated: dict[str, Names] = {}
     scalars = _scalars(given, trained, updated, wrong)
     groups = _groups(given, trained, wrong)
+    owned = _owned(given, trained, wrong)
     if wrong:
-        raise ValueError(refusal("What load_state_dict was given", wrong))
-    return partial(_write, given, trained, [*copies, *scalars], groups, updated)
+        raise ValueError(
+            refusal("What load_state_dict was given is of another model or optimizer", wrong, "Build what was saved.")
+        )
+    return partial(_write, given, trained, [*copies, *scalars], groups, updated, owned)
 
 
 def _write(
@@ -198,8 +172,12 @@ def _write(
     copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
     groups: Sequence[Mapping[str, Any]],
     updated: Mapping[str, Names],
+    owned: Sequence[tuple[WholeUpdate, States]],
 ) -> None:
     state = trained.state
+    for update, own in owned:
+        update.go_on(own, {"written": [], "attributes": {}})
+        update.show(state.optimizer)
     state.ages.loaded(updated)
     with torch.no_grad():
         for to, source in copies:
@@ -222,19 +200,19 @@ def _given(given: Mapping[str, Any], name: str) -> Any:
     return given.get("optim", {}).get("state", {}).get(parameter, {}).get(entry)
 
 
-def _copies(one: Stretch, entry: Entry, source: Any, wrong: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    if tuple(source.shape) != entry.shape:
-        wrong.append(f"{one.name} has shape {list(source.shape)}, not {list(entry.shape)}")
+def _copies(one: Stretch, source: Any, wrong: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    if tuple(source.shape) != one.shape:
+        wrong.append(f"{one.name} has shape {list(source.shape)}, not {list(one.shape)}")
         return []
     if not isinstance(source, DTensor):
         if one.cut is None:
-            return [(one.values, source.detach().permute(entry.order).reshape(-1)[one.start : one.stop])]
+            return [(one.values, source.detach().permute(one.order).reshape(-1)[one.start : one.stop])]
         return [
             (view, source.detach()[tuple(slice(o, o + size) for o, size in zip(at, view.shape, strict=True))])
-            for at, view in parts_of(entry, one)
+            for at, view in parts_of(one)
         ]
     local = source.to_local()
-    here = dict(parts_of(entry, one))
+    here = dict(parts_of(one))
     if isinstance(local, LocalShardsWrapper):
         there = dict(zip(map(tuple, local.local_offsets()), local.local_shards(), strict=True))
         if {place: tensor.shape for place, tensor in here.items()} == {k: v.shape for k, v in there.items()}:
@@ -276,4 +254,81 @@ def _scalars(
             else:
                 value = given_of[next(iter(numbers))][key]
                 found.append((trained.state.optimizer[f"{rule.key}.{key}"], torch.as_tensor(value)))
+    return found
+
+
+States = dict[str, dict[str, torch.Tensor]]  # by parameter's name, and by the name of what is kept
+STEPPED = "optim_stepped"
+CURE = "Call save and load."
+
+
+def of_owners(trained: Trained) -> Work[dict[str, Any]]:
+    """What goes into the dictionary: of this rank's parameters what is kept, the tensors themselves; ``STEPPED``."""
+    found: States = {}
+    fresh: States = {}
+    for update in trained.updates:
+        forms = _forms(update)
+        for name, kept in update.of_parameters().items():
+            if {key: getattr(value, "dtype", None) for key, value in kept.items()} != forms[name] or any(
+                value.shape != update.leaves[name].shape for value in kept.values()
+            ):
+                update.refuse(
+                    "state_dict", f"what it keeps of {name} has another form than after its first step. {CURE}"
+                )
+            found[name] = kept
+        for name in (name for name in update.owned if name not in found):
+            fresh[name] = {
+                key: torch.zeros(update.leaves[name].shape, dtype=dtype, device=trained.plan.device)
+                for key, dtype in forms[name].items()
+            }
+    said = yield Exchange("which parameters have state", (bool(found), min(fresh, default=None)))
+    stepped = any(some for some, _ in said)
+    without = [name for _, name in said if name is not None]
+    if stepped and without:
+        raise ValueError(f"state_dict where {min(without)} has no state of an optimizer, and others have. {CURE}")
+    return {"state": found or fresh, STEPPED: torch.tensor(int(stepped))}
+
+
+def _owned(given: Mapping[str, Any], trained: Trained, wrong: list[str]) -> list[tuple[WholeUpdate, States]]:
+    """What is given of each optimizer's state that is kept on owners."""
+    states = given.get("optim", {}).get("state", {})
+    stepped = bool(given.get(STEPPED, True))
+    put: list[tuple[WholeUpdate, States]] = []
+    for update in trained.updates:
+        forms, now = _forms(update), update.of_parameters()
+        put.append((update, {}))
+        for name in update.owned:
+            its = states.get(name, {})
+            if not stepped and not _is_filled(its):
+                continue
+            for key, dtype in forms[name].items():
+                value = its.get(key)
+                if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                    wrong.append(f"optimizer.state.{name}.{key} is not given as a whole tensor")
+                elif value.shape != update.leaves[name].shape:
+                    wrong.append(f"optimizer.state.{name}.{key} has shape {list(value.shape)}")
+                else:
+                    own = value is now.get(name, {}).get(key)  # which DCP has written into
+                    put[-1][1].setdefault(name, {})[key] = value if own else value.detach().to(dtype, copy=True)
+    return put
+
+
+def _is_filled(its: Mapping[str, Any]) -> bool:
+    """Whether something was read into these zeros: FSDP2 saves state alone, which does not say that it is some."""
+    return any(
+        not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or value.any() for value in its.values()
+    )
+
+
+def _forms(update: WholeUpdate) -> dict[str, dict[str, torch.dtype]]:
+    """Of each parameter, what is kept after a step. Raises ``ValueError`` where that is not known beforehand."""
+    update.of_all_ranks()  # raises for state that belongs to no parameter
+    found = {}
+    for name, kept in kept_by(update).items():
+        if kept.written or kept.names != kept.shaped.keys():
+            update.refuse(
+                "state_dict",
+                f"it keeps more than tensors of the shape of {name}, and DCP reads only into what is there. {CURE}",
+            )
+        found[name] = dict(kept.shaped)
     return found

@@ -1,9 +1,12 @@
 """What one rank writes: its files as they will be, in host memory, so that the step need not wait for the disk.
 
-    stretches and values  ->  names and offsets in files (`Files`)  ->  one copy into the image (`fill`)  ->  files
+    stretches and values  ->  names and offsets in files (`Plans`)  ->  one copy into the image (`fill`)  ->  files
 
 The image is kept for the next checkpoint: fresh memory costs as much as the copy. What a load reads of a rank's shards
 stands in the same memory until it is verified.
+
+What this rank writes of the flat shards is found at the first save, and again only when what it depends on is another:
+the plan, the optimizer's rules, who else holds the same elements, and where in memory the shards are.
 """
 
 from __future__ import annotations
@@ -14,23 +17,12 @@ from typing import Any
 
 import torch
 
-from fsdp_compiled.runtime.checkpoint.cuts import Cut
-from fsdp_compiled.runtime.checkpoint.data_file import ALIGNMENT, Item, Layout, lay_out
-from fsdp_compiled.runtime.checkpoint.memory import memory_of
+from fsdp_compiled.runtime.checkpoint.contents import Trained
+from fsdp_compiled.runtime.checkpoint.data_file import ALIGNMENT, Item, Layout, lay_out, memory_of
+from fsdp_compiled.runtime.checkpoint.manifest import Entry
+from fsdp_compiled.runtime.checkpoint.stretches import Holders, Stretch, aliases, held, tensors
 
 FILE = 4 << 30  # bytes: a file is closed when it has as many
-
-
-@dataclass(frozen=True)
-class Part:
-    """Elements ``[start, stop)`` of a tensor, or of a part of it, under this key in a file."""
-
-    tensor: str
-    start: int
-    stop: int
-    key: str
-    values: torch.Tensor
-    cut: Cut | None = None
 
 
 @dataclass(frozen=True)
@@ -39,25 +31,13 @@ class Arranged:
 
     name: str
     layout: Layout
-    parts: Sequence[Part]
+    parts: Sequence[Stretch]
     runs: Sequence[tuple[int, torch.Tensor]]
 
 
-def part(tensor: str, start: int, values: torch.Tensor, shape: Sequence[int], cut: Cut | None = None) -> Part:
-    """Keyed by the tensor's name where it is whole, so that any reader of safetensors finds it."""
-    stop = start + values.numel()
-    whole = cut is None and start == 0 and stop == torch.Size(shape).numel()
-    return Part(tensor, start, stop, key_of(tensor, start, stop, whole, cut), values, cut)
-
-
-def key_of(tensor: str, start: int, stop: int, whole: bool, cut: Cut | None) -> str:
-    key = f"{tensor}, {cut}" if cut is not None else tensor
-    return tensor if whole else f"{key}[{start}:{stop}]"
-
-
-def arrange(parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]], rank: int, world: int) -> list[Arranged]:
-    """The files, with everything's place in them. ``shapes``: of tensors that are row-major and may be whole."""
-    rows: list[list[Part]] = [[]]
+def arrange(parts: Sequence[Stretch], rank: int, world: int) -> list[Arranged]:
+    """The files, with everything's place in them."""
+    rows: list[list[Stretch]] = [[]]
     size = 0
     for one in parts:
         nbytes = one.values.numel() * one.values.itemsize
@@ -68,57 +48,63 @@ def arrange(parts: Sequence[Part], shapes: Mapping[str, tuple[int, ...]], rank: 
         size += nbytes
     found = []
     for index, row in enumerate(rows):
+        layout = lay_out(map(_item, row))
         more = f"-{index:05d}" if index else ""
-        items = [
-            Item(
-                one.key,
-                one.values.dtype,
-                shapes[one.tensor] if one.key == one.tensor and one.tensor in shapes else (one.values.numel(),),
-                one.values.numel() * one.values.itemsize,
-            )
-            for one in row
-        ]
-        layout = lay_out(items)
         name = f"shard-{rank:05d}-of-{world:05d}{more}.safetensors"
         found.append(Arranged(name, layout, row, list(runs(row, layout))))
     return found
 
 
-class Files:
-    """A rank's files, arranged anew only where what is in them is not what was in them the last time."""
+def _item(one: Stretch) -> Item:
+    in_shape = one.whole and list(one.order) == sorted(one.order)
+    return Item(one.key, one.values.dtype, one.shape if in_shape else (one.values.numel(),))
+
+
+@dataclass(frozen=True)
+class Shards:
+    """``entries``: of all ranks together, without pieces; ``parts``: what this rank writes of them."""
+
+    entries: Mapping[str, Entry]
+    parts: Sequence[Stretch]
+    aliases: Mapping[str, str]
+
+
+class Plans:
+    """What is the same at each save as long as what is saved is: which elements, and where in which file."""
 
     def __init__(self) -> None:
-        self._parts: Sequence[Part] = ()
-        self._alike: object = None
-        self._files: Sequence[Arranged] = ()  # with the runs of `_parts` alone
+        self._of: tuple[object, ...] = ()
+        self._by: tuple[object, ...] = ()  # what is compared by identity, kept so that it stays one
+        self._shards: Shards | None = None
+        self._alike: object = None  # what the files hold beside them
+        self._files: Sequence[Arranged] = ()  # with the runs of the shards alone
 
-    def arrange(
-        self, parts: Sequence[Part], extra: Sequence[Part], shapes: Mapping[str, tuple[int, ...]], rank: int, world: int
-    ) -> Sequence[Arranged]:
-        """``parts``: the same sequence again says that they are the same, of values in the same memory.
+    def find(self, trained: Trained, holders: Holders) -> Shards:
+        plan, state, rules = trained.plan, trained.state, trained.rules
+        by = (plan, *rules)
+        of = (holders, _memory(state.parameters), _memory(state.optimizer))
+        alike = len(by) == len(self._by) and all(one is other for one, other in zip(by, self._by))
+        if self._shards is None or not alike or of != self._of:
+            place = holders.places[holders.rank]
+            parts = list(held(plan, rules, place, state.parameters, state.optimizer, holders))
+            self._shards = Shards(tensors(plan, rules, state.optimizer), parts, aliases(plan))
+            self._by, self._of, self._alike = by, of, None
+        return self._shards
 
-        ``extra``: whose values lie elsewhere at each save.
-        """
-        alike = (
-            [(one.tensor, one.start, one.key, one.values.dtype, one.values.shape) for one in extra],
-            rank,
-            world,
-            FILE,
-        )
-        if parts is not self._parts or alike != self._alike:
-            found = arrange([*parts, *extra], shapes, rank, world)
-            moving = {one.key: replace(one, values=one.values.new_empty(0)) for one in extra}  # no longer held
-            self._files = [
+    def arrange(self, extra: Sequence[Stretch], rank: int, world: int) -> Sequence[Arranged]:
+        """This rank's files, of what `find` found last and ``extra``, whose values lie elsewhere at each save."""
+        assert self._shards is not None
+        alike = [(one.key, one.values.dtype, one.values.shape) for one in extra], FILE
+        fresh = {one.key: one for one in extra}
+        if alike != self._alike:
+            self._alike, self._files = alike, [
                 replace(
                     file,
-                    parts=[moving.get(one.key, one) for one in file.parts],
-                    runs=list(runs([one for one in file.parts if one.key not in moving], file.layout)),
+                    parts=[replace(p, values=p.values.new_empty(0)) if p.key in fresh else p for p in file.parts],
+                    runs=list(runs([p for p in file.parts if p.key not in fresh], file.layout)),
                 )
-                for file in found
-            ]
-            self._parts, self._alike = parts, alike
-            return found
-        fresh = {one.key: one for one in extra}
+                for file in arrange([*self._shards.parts, *extra], rank, world)
+            ]  # fmt: skip
         found = []
         for file in self._files:
             own = [fresh[one.key] for one in file.parts if one.key in fresh]
@@ -169,7 +155,7 @@ class Image:
         return [memory_of(memory)[: file.layout.size] for memory, file in zip(self._memory, files)]
 
 
-def runs(parts: Sequence[Part], layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
+def runs(parts: Sequence[Stretch], layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
     """Where in the file what goes, 1-d: parts that follow each other in memory and in the file as one, a single copy.
 
     Of a flat buffer these are nearly all. One copy of many MiB costs less than many of one.
@@ -201,8 +187,13 @@ def described(files: Sequence[Arranged], checksums: Sequence[Sequence[str]]) -> 
             for file, found in zip(files, checksums, strict=True)
         ],
         "pieces": [
-            [one.tensor, one.start, one.stop, index, file.layout.offsets[one.key], *(one.cut or ())]
+            [one.name, one.start, one.stop, index, file.layout.offsets[one.key], *(one.cut or ())]
             for index, file in enumerate(files)
             for one in file.parts
         ],
     }
+
+
+def _memory(shards: Mapping[str, torch.Tensor]) -> list[tuple[object, ...]]:
+    """Where each lies. What was found holds views of them, so no other comes to the same place."""
+    return [(name, one.data_ptr(), one.dtype, one.shape, one.stride()) for name, one in shards.items()]

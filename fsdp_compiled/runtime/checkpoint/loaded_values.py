@@ -1,21 +1,65 @@
-"""What a checkpoint has beside shards: which of it a rank takes, and writing it into the state that is trained."""
+"""What a checkpoint has beside shards: which of it a rank takes, and giving it to what is trained and to ``extra``."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fsdp_compiled.runtime.checkpoint import loading
-from fsdp_compiled.runtime.checkpoint.contents import derive_generators, set_generators
+from fsdp_compiled.runtime.checkpoint.contents import Trained, dealt_out, derive_generators, set_generators
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.match import Match
-from fsdp_compiled.runtime.checkpoint.matching import buffer_value
-from fsdp_compiled.runtime.checkpoint.matching_options import write_groups
-from fsdp_compiled.runtime.checkpoint.trained import Trained
+from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, write_groups
 from fsdp_compiled.runtime.checkpoint.values import decode, digest
 from fsdp_compiled.runtime.state import State
+
+log = logging.getLogger("fsdp_compiled")
+
+
+def check_saved_extra(
+    manifest: Manifest, values: Mapping[str, tuple[Any, bool]], extra: Mapping[str, Any], world: int
+) -> None:
+    """``world``: how many ranks with batches of their own there are."""
+    before = len(set(manifest.rows))
+    for name, holder in extra.items():
+        if f"extra {name}" in values and before != world and dealt_out(holder):
+            raise ValueError(
+                f"extra[{name!r}] deals examples out to {world} ranks, and its state in the checkpoint says how many "
+                f"each of {before} had taken: examples would be skipped or seen twice. Load on as many ranks, or leave "
+                "it out, and begin behind the examples that all ranks together have taken."
+            )
+        if not values.get(f"extra {name}", (None, True))[1]:
+            raise ValueError(
+                f"extra[{name!r}] was saved with another state on each of {manifest.world} ranks, and cannot be "
+                "given to another number of them. Load on as many ranks, or leave it out; what is to be loaded on any "
+                "number has a state_dict() that is the same on all ranks."
+            )
+
+
+def load_extra(values: Mapping[str, Any], extra: Mapping[str, Any]) -> Any:
+    """Gives the user's objects their states; the function that is returned gives them those that they had."""
+    before: list[tuple[Any, Any]] = []
+
+    def undo() -> None:
+        for holder, state in reversed(before):
+            try:
+                holder.load_state_dict(state)
+            except Exception as error:
+                log.error("a %s cannot be given its state back: %s", type(holder).__name__, error)
+
+    try:
+        for name, holder in extra.items():
+            if f"extra {name}" in values:
+                if callable(getattr(holder, "state_dict", None)):
+                    before.append((holder, copy.deepcopy(holder.state_dict())))
+                holder.load_state_dict(values[f"extra {name}"])
+    except BaseException:
+        undo()
+        raise
+    return undo
 
 
 def chosen_values(

@@ -7,7 +7,7 @@ newest or named step -> manifest -> compare with this Sharded -> read into stagi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,31 +17,16 @@ import torch
 from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
-from fsdp_compiled.runtime.checkpoint import header_check
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
-from fsdp_compiled.runtime.checkpoint.cuts import Cut, common, part_shape, runs
-from fsdp_compiled.runtime.checkpoint.data_file import BLOCK, Reader, Request
-from fsdp_compiled.runtime.checkpoint.manifest import Entry, Manifest
-from fsdp_compiled.runtime.checkpoint.memory import memory_of
+from fsdp_compiled.runtime.checkpoint.data_file import BLOCK, Corrupt, Reader, Request, header_of, memory_of, stored
+from fsdp_compiled.runtime.checkpoint.geometry import Cut, common, part_shape, runs
+from fsdp_compiled.runtime.checkpoint.manifest import Entry, Manifest, Piece
+from fsdp_compiled.runtime.checkpoint.stretches import Stretch, key_of
 from fsdp_compiled.runtime.checkpoint.values import Tensors, tensor_names
 
 Room = Callable[[int, torch.dtype], torch.Tensor]
+Row = tuple[str, str, tuple[int, ...], int]  # key, dtype, shape, where it ends
 log = logging.getLogger("fsdp_compiled")
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Elements ``[start, stop)`` of a saved tensor, in the memory order of ``order``, to be copied into ``into``.
-
-    ``cut``: they are those of a part of it.
-    """
-
-    tensor: str
-    start: int
-    stop: int
-    order: tuple[int, ...]
-    into: torch.Tensor
-    cut: Cut | None = None
 
 
 def choose(folder: Path, step: int | None) -> Path | None:
@@ -68,7 +53,7 @@ def choose(folder: Path, step: int | None) -> Path | None:
 class Staged:
     """Read and verified, and not yet anybody's: what is wanted with its values, and tensors of values by name."""
 
-    pairs: Sequence[tuple[Wanted, torch.Tensor]]
+    pairs: Sequence[tuple[Stretch, torch.Tensor]]
     tensors: Tensors
 
 
@@ -76,7 +61,7 @@ def read(
     path: Path,
     manifest: Manifest,
     mesh: Mesh,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[Stretch],
     trees: Iterable[Any],
     rest: bool = True,
     room: Room | None = None,
@@ -96,7 +81,7 @@ def read(
         for file in manifest.files.values()
     }
     requests: dict[str, list[Request]] = {name: [] for name in readers}
-    pairs = [(one, _request(manifest.tensors[one.tensor], one, requests, take)) for one in wanted]
+    pairs = [(one, _request(manifest.tensors[one.name], one, requests, take)) for one in wanted]
     tensors: Tensors = {}
     for name in dict.fromkeys(name for tree in trees for name in tensor_names(tree)):
         entry = manifest.tensors[name]
@@ -110,9 +95,9 @@ def read(
             unseen = sorted(set(range(count)) - {block for one in seen for block in one[name]})
             reader.read([], unseen[mesh.rank :: mesh.world])
         known = [file.name for file in manifest.files.values() if file.checksums is not None]
-        header_check.check(path, manifest, known[mesh.rank :: mesh.world])
+        check_headers(path, manifest, known[mesh.rank :: mesh.world])
     return Staged(
-        [(one, _finished(manifest.tensors[one.tensor], one, values)) for one, values in pairs],
+        [(one, _finished(manifest.tensors[one.name], one, values)) for one, values in pairs],
         {name: _in_dims(manifest.tensors[name], values).contiguous() for name, values in tensors.items()},
     )
 
@@ -121,7 +106,7 @@ def _fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype)
 
 
-def _request(entry: Entry, one: Wanted, requests: dict[str, list[Request]], take: Room) -> torch.Tensor:
+def _request(entry: Entry, one: Stretch, requests: dict[str, list[Request]], take: Room) -> torch.Tensor:
     """Memory for it; for all of the tensor, or its part, where its dims lie in another order."""
     if one.order != entry.order:
         return _all_of(entry, one.cut, requests)
@@ -161,7 +146,7 @@ def _ask(
             requests[piece.file].append(Request(begin, end, memory, places))
 
 
-def _finished(entry: Entry, one: Wanted, values: torch.Tensor) -> torch.Tensor:
+def _finished(entry: Entry, one: Stretch, values: torch.Tensor) -> torch.Tensor:
     """The wanted elements, in the order in which they are wanted."""
     if one.order == entry.order:
         return values
@@ -180,7 +165,7 @@ def write(staged: Staged) -> None:
     """Puts the values in their places; the tensors stay where they are."""
     with torch.no_grad():
         for one, values in staged.pairs:
-            one.into.copy_(values)
+            one.values.copy_(values)
 
 
 def open_manifest(path: Path, mesh: Mesh) -> Work[Manifest]:
@@ -210,3 +195,50 @@ def values_for(manifest: Manifest, name: str, rank: int, rows: Sequence[int]) ->
     if set(saved) == set(rows) and alike:
         return found["by_rank"][saved.index(rows[rank])], True
     return found["by_rank"][0], False
+
+
+def check_headers(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raises `Corrupt`, with the file and the tensor, where one of these files says something else."""
+    said: dict[str, dict[int, Row]] = {name: {} for name in names}
+    for name, entry in manifest.tensors.items():
+        for piece in entry.pieces:
+            if piece.file in said and piece.stop > piece.start:
+                said[piece.file][piece.offset] = _row(name, entry, piece)
+    for file, rows in said.items():
+        found = dict(_rows(folder / file))
+        for offset in sorted({*rows, *found}):
+            if rows.get(offset) != found.get(offset):
+                raise Corrupt(
+                    f"{folder / file} has {_shown(found.get(offset))} at byte {offset}, where the manifest says "
+                    f"{_shown(rows.get(offset))}: somebody has edited one of them. Load another checkpoint: "
+                    "load(folder, step=...)."
+                )
+
+
+def _row(name: str, entry: Entry, piece: Piece) -> Row:
+    count = piece.stop - piece.start
+    whole = piece.cut is None and count == entry.numel
+    row_major = list(entry.order) == sorted(entry.order)
+    dtype, shape = stored(entry.dtype, entry.shape if whole and row_major else (count,))
+    key = key_of(name, piece.start, piece.stop, whole, piece.cut)
+    return key, dtype, shape, piece.offset + count * entry.dtype.itemsize
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """What has bytes in the file, by where it begins."""
+    try:
+        header, first = header_of(path)
+        for key, one in header.items():
+            start, stop = (first + place for place in one["data_offsets"])
+            if start < stop:
+                yield start, (key, one["dtype"], tuple(one["shape"]), stop)
+    except OSError as error:
+        raise Corrupt(f"{path} cannot be read: {error.strerror}. Load another checkpoint.") from error
+    except (TypeError, KeyError, ValueError) as error:
+        raise Corrupt(
+            f"{path} does not begin with a header of safetensors ({error}). Load another checkpoint."
+        ) from error
+
+
+def _shown(row: Row | None) -> str:
+    return "nothing" if row is None else f"{row[0]} ({row[1]} {list(row[2])}, to byte {row[3]})"

@@ -26,9 +26,8 @@ from fsdp_compiled.optim.optimizer_copy import attributes_of, copy_of, plain_opt
 from fsdp_compiled.optim.param_groups import options_of
 from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.plan.leaf import Leaf
-from fsdp_compiled.runtime.checkpoint.contents import OWNED
+from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.trained import Trained
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 

@@ -19,15 +19,13 @@ import torch
 from fsdp_compiled.distributed.lockstep import Exchange, Last
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
-from fsdp_compiled.runtime.checkpoint.contents import OWNED
+from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained
 from fsdp_compiled.runtime.checkpoint.data_file import check_dtype
-from fsdp_compiled.runtime.checkpoint.image import Files, Part, part
+from fsdp_compiled.runtime.checkpoint.image import Plans
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
-from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place
-from fsdp_compiled.runtime.checkpoint.trained import Trained
+from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, Stretch
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
 from fsdp_compiled.runtime.checkpoint.writing import Save, Written
-from fsdp_compiled.runtime.checkpoint.written_shards import WrittenShards
 
 ALIKE = ("updates", "scale", "optimizer", "scalars", "owners")  # values that ranks cannot differ in
 
@@ -43,14 +41,6 @@ class Wish:
 
     def __str__(self) -> str:
         return f"{self.folder}, step {self.step}, keep={self.keep}, replace={self.replace}"
-
-
-class Plans:
-    """What is the same at each save as long as what is saved is."""
-
-    def __init__(self) -> None:
-        self.shards = WrittenShards()
-        self.files = Files()
 
 
 Divide = Callable[[list[Any]], tuple[Save, Written]]
@@ -88,15 +78,12 @@ def prepare(
         rows = [row for _, _, row, _ in said]
         writers = _writers([digests for *_, digests in said], rows)
         holders = Holders(mesh.rank, [place for _, place, *_ in said])
-        own = plans.shards.find(trained, holders)
-        described, parts = dict(own.entries), own.parts
-        shapes = {name: entry.shape for name, entry in described.items() if list(entry.order) == sorted(entry.order)}
+        own = plans.find(trained, holders)
         trees, extra, entries = _own_values(mesh.rank, writers, values, found)
-        shapes |= {name: entry.shape for name, entry in entries.items()}
-        files = plans.files.arrange(parts, extra, shapes, mesh.rank, mesh.world)
+        files = plans.arrange(extra, mesh.rank, mesh.world)
         written_by = {"torch": str(torch.__version__), "shard": trained.plan.policy.shard, "id": said[0][0].name}
         save = Save(
-            number, said[0][0], wish.step, wish.keep, mesh.world, described, own.aliases, writers, written_by, rows,
+            number, said[0][0], wish.step, wish.keep, mesh.world, own.entries, own.aliases, writers, written_by, rows,
             wish.replace,
         )  # fmt: skip
         return save, Written(files, trees, entries)
@@ -140,10 +127,10 @@ def _writers(digests: list[dict[str, str]], rows: Sequence[int]) -> dict[str, li
 
 def _own_values(
     rank: int, writers: Mapping[str, list[int]], values: Mapping[str, Any], found: Tensors
-) -> tuple[dict[str, Any], list[Part], dict[str, Entry]]:
+) -> tuple[dict[str, Any], list[Stretch], dict[str, Entry]]:
     """The values that this rank writes: as JSON, and their tensors."""
     trees: dict[str, Any] = {}
-    parts: list[Part] = []
+    parts: list[Stretch] = []
     entries: dict[str, Entry] = {}
     for name, ranks in writers.items():
         if rank not in ranks:
@@ -154,5 +141,5 @@ def _own_values(
             value = found[key]
             shape = tuple(value.shape)
             entries[key + suffix] = Entry(shape, value.dtype, tuple(range(len(shape))))
-            parts.append(part(key + suffix, 0, value, shape))
+            parts.append(Stretch(key + suffix, 0, value.numel(), value, shape, entries[key + suffix].order))
     return trees, parts, entries

@@ -13,27 +13,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from fsdp_compiled.optim.rule import Rule, rule_for
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
-from fsdp_compiled.runtime.checkpoint.cuts import Cut
+from fsdp_compiled.runtime.checkpoint.geometry import Cut, length_in_whole, part_offsets, part_shape, rectangles
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
+from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
+from fsdp_compiled.torch_private.dtensor import LocalShardsWrapper
 
+Parts = list[tuple[tuple[int, ...], torch.Tensor]]  # offsets in the whole tensor, and a view
 GRAIN = 64  # elements: replicas share a shard's elements in multiples of it
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Elements ``[start, stop)`` of a tensor, or of a part; ``values`` are they, a flat view of the state."""
+    """Elements ``[start, stop)`` of a tensor of this shape, or of a part, in the memory order of its dims (``order``,
+    slowest first). ``values`` are they, 1-d: a view of the state, which a save reads and a load writes."""
 
     name: str
     start: int
     stop: int
     values: torch.Tensor
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
     cut: Cut | None = None
+
+    @property
+    def whole(self) -> bool:
+        return self.cut is None and self.start == 0 and self.stop == torch.Size(self.shape).numel()
+
+    @cached_property
+    def key(self) -> str:
+        """Its name in a file."""
+        return key_of(self.name, self.start, self.stop, self.whole, self.cut)
+
+
+def key_of(name: str, start: int, stop: int, whole: bool, cut: Cut | None) -> str:
+    """The tensor's own name where it is whole, so that any reader of safetensors finds it."""
+    key = f"{name}, {cut}" if cut is not None else name
+    return name if whole else f"{key}[{start}:{stop}]"
 
 
 @dataclass(frozen=True)
@@ -149,4 +171,41 @@ def _of_buffer(
         if start < stop:
             tensor = parameter_name(slot) if name is None else state_name(slot, name)
             own = values[start - begin : stop - begin]
-            yield Stretch(tensor, start - slot.offset, stop - slot.offset, own, cuts[slot.name])
+            leaf, at = slot.leaf, slot.offset
+            yield Stretch(tensor, start - at, stop - at, own, leaf.whole_shape, leaf.order, cuts[slot.name])
+
+
+def parts_of(one: Stretch) -> Parts:
+    """A stretch as rectangles of the whole tensor: views of its values, in the tensor's own dims."""
+    back = [one.order.index(dim) for dim in range(len(one.shape))]
+    shape, begin = part_shape(one.shape, one.cut), part_offsets(one.shape, one.cut)
+    found = []
+    for offsets, sizes, first in rectangles([shape[dim] for dim in one.order], one.start, one.stop):
+        count = torch.Size(sizes).numel()
+        view = one.values[first - one.start : first - one.start + count].view(sizes).permute(back)
+        at = [offsets[place] for place in back]
+        if one.cut is not None:  # without what is not in the whole
+            dim = one.cut.dim
+            view = view.narrow(dim, 0, min(max(length_in_whole(one.shape, one.cut) - at[dim], 0), view.shape[dim]))
+        if view.numel():
+            found.append((tuple(map(sum, zip(at, begin, strict=True))), view))
+    return found
+
+
+def wrapped(parts: Parts) -> LocalShardsWrapper:
+    """Rectangles as DCP writes and reads them."""
+    return LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts])
+
+
+def rectangles_of(place: ShardPlace, values: torch.Tensor) -> LocalShardsWrapper | None:
+    """What this rank has of a parameter, or of its gradient or average, as DCP writes and reads it; None: nothing.
+
+    ``values``: this rank's, 1-d, at ``place``.
+    """
+    leaf, mesh = place.leaf, place.layout.mesh
+    cut = Place(mesh.shard_rank, mesh.tp_rank).cut(leaf, place.layout.plan)
+    start, stop = place.own
+    if start == stop:
+        return None
+    parts = parts_of(Stretch(place.name, start, stop, values, tuple(place.shape), leaf.order, cut))
+    return wrapped(parts) if parts else None

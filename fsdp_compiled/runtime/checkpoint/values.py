@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import xxhash
 
-from fsdp_compiled.runtime.checkpoint.memory import memory_of
+from fsdp_compiled.runtime.checkpoint.data_file import memory_of
 
 Tensors = dict[str, torch.Tensor]
 SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
@@ -39,30 +39,26 @@ NAMES: dict[Any, str] = {
 MAPS: dict[Any, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter", defaultdict: "$dict"}
 
 
-def encode(value: Any, name: str, tensors: Tensors) -> Any:
+def encode(value: Any, name: str, tensors: Tensors, where: str = "") -> Any:
     """The value as JSON; its tensors are copied to the host into ``tensors``, by ``"<name>:<where>"``.
 
     Raises ``ValueError``, by the place in the value, for what is neither a tensor nor plain data.
     """
-    return _encode(value, name, "", tensors)
-
-
-def _encode(value: Any, name: str, where: str, tensors: Tensors) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     if kind in NAMES:
-        found = [_encode(one, name, f"{where}[{index}]", tensors) for index, one in enumerate(_ordered(value, kind))]
+        found = [encode(one, name, tensors, f"{where}[{index}]") for index, one in enumerate(_ordered(value, kind))]
         if kind is deque and value.maxlen is not None:
             return {"$bounded": [value.maxlen, found]}
         return found if kind is list else {NAMES[kind]: found}
     if kind in MAPS:
         if kind in (dict, defaultdict) and all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: _encode(one, name, f"{where}.{key}", tensors) for key, one in value.items()}
+            return {key: encode(one, name, tensors, f"{where}.{key}") for key, one in value.items()}
         return {MAPS[kind]: [
-            [_encode(key, name, f"{where}.{key} (key)", tensors), _encode(one, name, f"{where}.{key}", tensors)]
+            [encode(key, name, tensors, f"{where}.{key} (key)"), encode(one, name, tensors, f"{where}.{key}")]
             for key, one in value.items()
         ]}  # fmt: skip
     if kind in (bytes, bytearray):

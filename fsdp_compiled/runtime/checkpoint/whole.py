@@ -14,10 +14,10 @@ from fsdp_compiled.distributed.mesh import Mesh, broadcast
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.checkpoint import owned_state
-from fsdp_compiled.runtime.checkpoint.contents import options
+from fsdp_compiled.runtime.checkpoint.contents import Trained, options
+from fsdp_compiled.runtime.checkpoint.hugging_face import keys_of
+from fsdp_compiled.runtime.checkpoint.matching import refusal
 from fsdp_compiled.runtime.checkpoint.owned_state import Loaded
-from fsdp_compiled.runtime.checkpoint.trained import Trained
-from fsdp_compiled.runtime.checkpoint.weight_keys import keys_of
 from fsdp_compiled.runtime.full_state_dict import collected
 from fsdp_compiled.runtime.param_step_counts import Names, Numbers, names_of, of_group, parted
 from fsdp_compiled.runtime.shard_model import write_slot
@@ -75,7 +75,7 @@ def _check(given: Any, wanted: Mapping[str, tuple[int, ...]], tied: set[str]) ->
         if isinstance(given.get(key), torch.Tensor) and tuple(given[key].shape) != tuple(shape)
     ]
     if wrong:
-        raise ValueError("\n  ".join(["The weights are of another model, so nothing was loaded:", *wrong[:20]]))
+        raise ValueError(refusal("The weights are of another model", wrong, "Build that model."))
 
 
 def _spread(

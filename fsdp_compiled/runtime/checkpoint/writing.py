@@ -26,7 +26,7 @@ import torch
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.call_store import Board
 from fsdp_compiled.runtime.checkpoint import data_file, folder, manifest
-from fsdp_compiled.runtime.checkpoint.cuts import Cut
+from fsdp_compiled.runtime.checkpoint.geometry import Cut
 from fsdp_compiled.runtime.checkpoint.image import Arranged, described
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
 
@@ -165,7 +165,8 @@ def _write(save: Save, own: Written, copied: Copied, rank: int, beat: Heartbeat)
         if isinstance(copied, Exception):
             raise copied
         checksums = [
-            data_file.write(save.aside / file.name, image, beat) for file, image in zip(own.files, copied, strict=True)
+            data_file.write(save.aside / file.name, [image], beat)
+            for file, image in zip(own.files, copied, strict=True)
         ]
     except OSError as error:
         return json.dumps({"error": f"rank {rank}: {error.strerror or error} ({error.filename or save.aside})"})
@@ -203,7 +204,7 @@ def _finish(save: Save, posts: Posts) -> str:
         if not errors:
             made = assemble(save, [part for part in found if part is not None])
             _check_files(save.aside, made)
-            data_file.write(save.aside / manifest.NAME, memoryview(manifest.to_bytes(made)))
+            data_file.write(save.aside / manifest.NAME, [memoryview(manifest.to_bytes(made))])
             folder.commit(save.aside, save.step, save.keep, save.replace)
     except folder.Committed as error:
         end = f"{save.what} is there and complete, but {error}. Earlier checkpoints were kept."

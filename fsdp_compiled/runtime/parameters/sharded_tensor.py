@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from fsdp_compiled.runtime.checkpoint.stretches import rectangles_of
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.torch_private.dtensor import is_dispatching
 
@@ -159,8 +160,6 @@ class ShardedTensor(torch.Tensor):
         return self._rectangles().__get_tensor_shard__(index)
 
     def _rectangles(self) -> Any:
-        from fsdp_compiled.runtime.checkpoint.dcp import rectangles_of
-
         if self._sharded.whole or self._sharded.replay is not None:
             raise NotImplementedError("A view of a parameter, or what was computed of one, cannot be saved by DCP.")
         return rectangles_of(self._sharded.place, self.local)
