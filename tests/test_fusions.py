@@ -38,6 +38,7 @@ SEEN = {
     "optimizer_update": r"fsdp_compiled\.adam_\(",
     "exchange": r"all_to_all_single\(.*(?s:.)*combine\(",
     "direct_gradients": r"fsdp_compiled\.product_\(",
+    "in_place_all_reduce": r"all_reduce_\(",
 }
 
 
@@ -76,7 +77,7 @@ def test_each_alone_and_all_together_train_as_none_do(shard: str, alone: str | N
     without = tuple(name for name in NAMES if alone is not None and name != alone)
     plain, fused = result(shard, "all", 2), result(shard, without, 2)
     assert furthest(fused, plain) < CLOSE
-    wanted = {alone} if alone is not None else set(BY_KERNELS)
+    wanted = {alone} if alone is not None else {*BY_KERNELS, "in_place_all_reduce"}
     assert seen(fused.program) == wanted and seen(plain.program) == set()
     assert {name for name in fused.program.history if name in NAMES} == wanted
     assert {name for name in plain.program.history if name in NAMES} == set()
@@ -123,14 +124,14 @@ def test_which_suit_what() -> None:
         return [fusion.name for fusion in FUSIONS if fusion.suits(target)]
 
     over = ("shard",)
-    assert names(over) == ["exchange"]
-    assert names() == [] == names(over, lower="eager")
+    assert names(over) == ["exchange", "in_place_all_reduce"]
+    assert names() == ["in_place_all_reduce"] == names(over, lower="eager")
     assert names(over, kernels=True, precision=BF16) == list(NAMES)
     assert "compute_copies" not in names(over, kernels=True, precision=BF16, trains=False)
     assert "direct_gradients" not in names(tuned=True, kernels=True)
     assert "optimizer_update" not in names(over, kernels=True, offload=True)
-    assert len(fusions_for(Target(plan, (), True, over))) == 1
-    without = replace(plan, policy=replace(plan.policy, without=("exchange",)))
+    assert len(fusions_for(Target(plan, (), True, over))) == 2
+    without = replace(plan, policy=replace(plan.policy, without=("exchange", "in_place_all_reduce")))
     assert fusions_for(Target(without, (), True, over)) == ()
 
 

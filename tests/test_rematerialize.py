@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compiled import Policy, Program
+from fsdp_compiled import Policy, Program, compile_sharded
 from fsdp_compiled.analysis.memory import Persistent
 from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.ir.nodes import is_random
@@ -22,6 +23,7 @@ from tests.recipes import trained
 from tests.simulate import stages
 
 aten = torch.ops.aten
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 class Block(nn.Module):
@@ -111,3 +113,63 @@ def test_left_to_itself_it_depends_on_whether_anything_fuses(lower: str, remater
     assert (
         not Policy(lower=lower, recompute=None).rematerializes and Policy(lower=lower, recompute="cheap").rematerializes
     )
+
+
+# Casts of a residual.
+
+
+class RMSNorm(nn.Module):
+    """In float32, as Llama's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = x.float()
+        return self.weight * (whole * torch.rsqrt(whole.square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int = 32, layers: int = 4) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(RMSNorm(width) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, layer in zip(self.norms, self.layers, strict=True):
+            x = x + layer(norm(x))
+        return x.float().square().mean()
+
+
+def cast(recompute: str | None) -> tuple[Program, int]:
+    model = Residual()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = replace(policy(recompute), precision=HALF)
+    found, plan = stages(model, optimizer, None, (torch.ones(512, 32),), wanted)
+    return found[-1], predict(found[-1], plan, Persistent()).peak.nbytes
+
+
+def test_of_a_residual_that_is_cast_up_the_residual_is_kept() -> None:
+    """Once, in its own dtype, where autograd keeps the norm's float32 copy of it."""
+    (plain, high), (kept, low) = cast(None), cast("cheap")
+    size = 512 * 32
+    wide = [value for value in crossing(plain).values() if value.numel() == size and value.dtype == torch.float32]
+    left = [value for value in crossing(kept).values() if value.numel() == size]
+    assert len(wide) >= 4 and {value.dtype for value in left} == {torch.bfloat16}
+    assert len(left) == 4  # the input, as it was given or cast, counts as the others do
+    assert low <= high - 3 * size * 2
+    assert heavy(kept) == heavy(plain)
+
+
+def test_the_numbers_are_the_same_bits_where_a_residual_is_cast_up_again() -> None:
+    policies = [Policy(lower="eager", recompute=recompute, precision=HALF) for recompute in (None, "cheap")]
+    results = []
+    for one in policies:
+        torch.manual_seed(0)
+        model = Residual(8)
+        sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), lr=0.1), policy=one)
+        losses = [sharded.step(torch.linspace(-1, 1, 32).view(4, 8)).item() for _ in range(3)]
+        results.append((losses, [value.clone() for value in sharded.full_state_dict().values()]))
+    assert results[0][0] == results[1][0]
+    assert all(map(torch.equal, results[0][1], results[1][1]))

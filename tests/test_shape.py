@@ -21,6 +21,7 @@ from fsdp_compiled import Program
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import is_collective, is_random, is_wait, role_of
 from fsdp_compiled.ir.program import Port
+from fsdp_compiled.ir.text import collective_name
 from fsdp_compiled.passes.check import check
 from fsdp_compiled.plan.plan import Unit
 from fsdp_compiled.runtime.parameters.sharded_parameter import is_live
@@ -34,20 +35,13 @@ GOLDEN = Path(__file__).parent / "golden"
 aten = torch.ops.aten
 
 
-def kind(node: fx.Node) -> str:
-    """``all_gather``, ``reduce_scatter`` or ``all_reduce``."""
-    return (
-        str(node.target).split(".")[1].removesuffix("_coalesced").removesuffix("_into_tensor").removesuffix("_tensor")
-    )
-
-
 def collectives(program: Program) -> list[fx.Node]:
     return [node for node in program.graph.nodes if node.op == "call_function" and is_collective(node)]
 
 
 def counts(program: Program) -> dict[str, int]:
     """Collectives by kind; those of the loss and the norm, which belong to no unit, by ``report``."""
-    return dict(Counter(kind(node) if node.meta["mark"].unit else "report" for node in collectives(program)))
+    return dict(Counter(collective_name(node) if node.meta["mark"].unit else "report" for node in collectives(program)))
 
 
 # Counts.
@@ -77,7 +71,7 @@ def test_hsdp_reduces_over_both_axes() -> None:
     what = recipe("zero3", replicate=2)
     program, units = program_of(what), len(built(what)[1].units)
     assert counts(program) == {"all_gather": 2 * units - 1, "reduce_scatter": units, "all_reduce": units, "report": 2}
-    assert {(kind(node), node.args[-1]) for node in collectives(program)} == {
+    assert {(collective_name(node), node.args[-1]) for node in collectives(program)} == {
         ("all_gather", "shard"),
         ("reduce_scatter", "shard"),
         ("all_reduce", "shard"),
@@ -295,11 +289,11 @@ def wire(program: Program) -> Iterator[str]:
             yield phase
         if sends:
             operation = [argument for argument in node.args if argument in ("avg", "sum")]
-            name = " ".join([kind(node), *operation])
+            name = " ".join([collective_name(node), *operation])
             yield f"    {node.meta['mark'].unit or '(all)':<10}{name} along {node.args[-1]}: {_size(node)}"
         elif waits:
             source = node.all_input_nodes[0]
-            name = kind(source.all_input_nodes[0] if role_of(source) == "part" else source)
+            name = collective_name(source.all_input_nodes[0] if role_of(source) == "part" else source)
             yield f"    {node.meta['mark'].unit or '(all)':<10}wait for {name}"
         else:
             compute += role_of(node) is None or phase == "update"

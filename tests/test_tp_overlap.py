@@ -108,7 +108,7 @@ def counts(found: Estimate) -> dict[str, int]:
     counted: dict[str, int] = {}
     for node in found.program.graph.nodes:
         if node.op == "call_function" and is_collective(node):
-            key = f"{str(node.target).split('.')[1]} {node.args[-1]}"
+            key = f"{str(node.target).split('.')[1].removesuffix('_')} {node.args[-1]}"
             counted[key] = counted.get(key, 0) + 1
     return counted
 

@@ -98,10 +98,9 @@ def _communication(node: fx.Node) -> str:
 
 
 def collective_name(node: fx.Node) -> str:
-    """``_c10d_functional.all_gather_into_tensor.default`` -> ``all_gather``."""
-    return (
-        str(node.target).split(".")[1].removesuffix("_coalesced").removesuffix("_into_tensor").removesuffix("_tensor")
-    )
+    """``_c10d_functional.all_gather_into_tensor.default`` -> ``all_gather``; the same for one that writes its input."""
+    name = str(node.target).split(".")[1].removesuffix("_")
+    return name.removesuffix("_coalesced").removesuffix("_into_tensor").removesuffix("_tensor")
 
 
 def _collectives(program: Program) -> str:

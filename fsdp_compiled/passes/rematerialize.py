@@ -12,7 +12,8 @@
 
 Autograd keeps both ``u`` and ``a``. What is cheap: operators that map elements, copies, views, and normalisations, all
 bound by memory traffic; under Inductor they fuse with what reads them. A matrix product, a convolution, an attention or
-a random number is never made again. The idea, without its minimum cut, is that of AOTAutograd's
+a random number is never made again. Of a cast to a wider dtype, such as a norm makes of a residual in bfloat16, what is
+cast is kept in its place, for half the bytes. The idea, without its minimum cut, is that of AOTAutograd's
 min_cut_rematerialization_partition.
 """
 
@@ -82,12 +83,23 @@ class _Choice:
                 and node not in self.leaving
                 and nbytes(node.meta["val"]) > SMALL
             ):
+                if self._widens(node):
+                    self.read.add(base_of(node.all_input_nodes[0], self.parameters))
                 made = self._made_of(node)
                 if made is not None:
                     self.again.add(node)
                     self.nodes |= made
         self.nodes |= {node for node in crossing if is_alias(node) and base_of(node, self.parameters) in self.again}
         self._complete()
+
+    def _widens(self, node: fx.Node) -> bool:
+        """Whether the value is a cast of one that takes less memory and is not made again either."""
+        if node.target is not aten._to_copy.default or not _is_cheap(node):
+            return False
+        source: fx.Node = node.args[0]  # type: ignore[assignment]
+        base = base_of(source, self.parameters)
+        computed = base.op == "call_function" and base not in self.parameters and not is_collective(base)
+        return computed and self._available(source) is None and nbytes(base.meta["val"]) < nbytes(node.meta["val"])
 
     def _made_of(self, node: fx.Node) -> set[fx.Node] | None:
         """The nodes to repeat for this one, itself among them; None where that takes more than cheap ones."""

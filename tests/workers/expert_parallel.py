@@ -132,7 +132,9 @@ def values() -> Any:
         found[name] = compare(mine, unsharded(reference, make(reference), mesh["shard"].size()))
         found[f"{name} copies"] = copies_equal(sharded, mesh)
         nodes = [node for node in sharded.program.graph.nodes if node.op == "call_function" and is_collective(node)]
-        found[f"{name} counts"] = Counter(f"{str(node.target).split('.')[1]} {node.args[-1]}" for node in nodes)
+        found[f"{name} counts"] = Counter(
+            f"{str(node.target).split('.')[1].removesuffix('_')} {node.args[-1]}" for node in nodes
+        )
     reference = build(None)
     found["control"] = compare(trained(four, sgd, "kept")[1], unsharded(reference, sgd(reference), 1))
     found["program"] = str(sharded.program)

@@ -74,7 +74,7 @@ class Experts(nn.Module):
 
 def counts(sharded: Sharded) -> dict[str, int]:
     nodes = [node for node in sharded.program.graph.nodes if node.op == "call_function" and is_collective(node)]
-    return dict(Counter(f"{str(node.target).split('.')[1]} {node.args[-1]}" for node in nodes))
+    return dict(Counter(f"{str(node.target).split('.')[1].removesuffix('_')} {node.args[-1]}" for node in nodes))
 
 
 def gpt() -> Any:

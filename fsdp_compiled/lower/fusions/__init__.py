@@ -12,6 +12,7 @@ and run: nothing rewrites a program after them.
 | `optimizer_update`    | one operator a group                             | scaling, and the update   | a GPU    |
 | `exchange`            | an exchange and a sum                            | a reduce-scatter          | gloo     |
 | `direct_gradients`    | products that write into the buffer that is sent | a flatten and its sources | Inductor |
+| `in_place_all_reduce` | an all-reduce that writes its input              | one that copies it first  | ranks    |
 
 To leave one out: ``Policy(without=("exchange",))``. To add one: a file here, its test, and an entry in `FUSIONS`. A
 fusion finds its work by ports, marks and the operators that passes emit, and knows nothing of other fusions.
@@ -27,6 +28,7 @@ from fsdp_compiled.lower.fusions.direct_gradients import direct_gradients
 from fsdp_compiled.lower.fusions.exchange import exchange
 from fsdp_compiled.lower.fusions.flatten_gradients import flatten_gradients
 from fsdp_compiled.lower.fusions.gradient_statistics import gradient_statistics
+from fsdp_compiled.lower.fusions.in_place_all_reduce import in_place_all_reduce
 from fsdp_compiled.lower.fusions.microbatch_sums import microbatch_sums
 from fsdp_compiled.lower.fusions.optimizer_update import optimizer_update
 from fsdp_compiled.optim.rule import Rule
@@ -92,6 +94,7 @@ FUSIONS: tuple[Fusion, ...] = (
             _compiled(target) and _kernels(target) and (target.plan.policy.unrounded_gradients or not target.tuned)
         ),
     ),
+    Fusion("in_place_all_reduce", lambda target: in_place_all_reduce, lambda target: bool(target.plan.all_axes)),
 )
 
 
