@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench.rivals import RIVALS
 from fsdp_compiled.cli.options import fraction, not_negative, positive, whole
-from fsdp_compiled.cli.presets import PRESETS
+from fsdp_compiled.cli.simulate import PRESETS
 
 MEASURES = ("steps", "first-step", "checkpoint", "muon")
 SIZES = ("layers", "width", "heads", "context", "batch", "rounds", "steps")  # of a preset

@@ -20,8 +20,8 @@ from torch.optim import AdamW
 
 import fsdp_compiled
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.cli.presets import Preset
 from fsdp_compiled.cli.rank import RankInfo
+from fsdp_compiled.cli.simulate import Preset
 
 Step = Callable[[Tensor, Tensor], Tensor]
 ADAMW: Mapping[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}

@@ -7,7 +7,7 @@ of the compiler, a compiled header: `lower/warm_up.py`), and ended after forty s
 machine with nothing else to do; the processor time of all processes until the end of step 2, compilers included, stands
 beside them, and that of a later step on all ranks, which a busy machine moves less. Of several rounds the one with the
 least of it stands. Compiling has paid after so many tokens as make
-up, in processor time, for the longer start: `cli/toolchain.py` tells a run that is shorter. ``--beside``: another
+up, in processor time, for the longer start: `cli/machine.py` tells a run that is shorter. ``--beside``: another
 checkout, measured in turns with this one. Linux.
 """
 

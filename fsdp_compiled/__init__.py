@@ -7,7 +7,7 @@ asks for none.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import fsdp_compiled.capture.cache_folder  # noqa: F401  before anything that imports Dynamo
+import fsdp_compiled.capture.disk_cache  # noqa: F401  before anything that imports Dynamo
 
 if TYPE_CHECKING:
     from fsdp_compiled.api import compile_sharded as compile_sharded

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.capture import aot, aot_cache, cache_key, disk_cache
+from fsdp_compiled.capture import aot, aot_cache, disk_cache
 from fsdp_compiled.capture.blocks import repeats
 from fsdp_compiled.ir.nodes import describe
 from fsdp_compiled.torch_private.names import UnsupportedTorch, plainly
@@ -273,9 +273,9 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
     "cuDNN": lambda: torch.backends.cudnn.flags(enabled=False),
     "functorch": lambda: torch._functorch.config.patch(view_replay_for_aliased_outputs=False),
-    "the versions": lambda: mock.patch.object(cache_key, "versions", lambda: {"torch": "3.0"}),
-    "the sources": lambda: mock.patch.object(cache_key, "versions", lambda: {"sources": "another hash"}),
-    "the machine": lambda: mock.patch.object(cache_key, "_machine", lambda: {"cpu": "another"}),
+    "the versions": lambda: mock.patch.object(aot_cache, "versions", lambda: {"torch": "3.0"}),
+    "the sources": lambda: mock.patch.object(aot_cache, "versions", lambda: {"sources": "another hash"}),
+    "the machine": lambda: mock.patch.object(aot_cache, "_machine", lambda: {"cpu": "another"}),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from bench import run_all, tables
 from bench.rivals import RIVALS
-from fsdp_compiled.cli.presets import PRESETS
+from fsdp_compiled.cli.simulate import PRESETS
 
 ROOT = Path(__file__).parents[1]
 

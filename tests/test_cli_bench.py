@@ -22,8 +22,8 @@ from bench.rivals import ADAMW, REFERENCE, RIVALS, Rival, Setting, Step, plain
 from bench.screen import Silent
 from bench.summary import BASELINE, Spread, ratio, rows
 from fsdp_compiled.cli import main, parser
-from fsdp_compiled.cli.presets import PRESETS, rows_of_rank, sized
 from fsdp_compiled.cli.rank import RankInfo, Ranks
+from fsdp_compiled.cli.simulate import PRESETS, rows_of_rank, sized
 from tests.launch import launch
 
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.capture import closed_tensors
-from fsdp_compiled.capture.closed_tensors import Closed
+from fsdp_compiled.capture import closure_values
+from fsdp_compiled.capture.closure_values import Closed
 
 Held = list[Any]
 # What is held, how it is read, and what is done to it; before and after the second of three steps.
@@ -80,7 +80,7 @@ def test_in_a_block_like_others_it_is_seen(kind: str) -> None:
 def test_control_without_the_question_it_is_not_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = Closed.__init__
     monkeypatch.setattr(Closed, "__init__", lambda self, closed, scope, *_: begin(self, closed, scope))
-    monkeypatch.setattr(closed_tensors, "_place", id)
+    monkeypatch.setattr(closure_values, "_place", id)
     eager, ours = losses(kind, 1, 0)
     assert ours[0] == eager[0] and ours[1] == ours[0] != eager[1]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.capture import guards, ordered_keys
-from fsdp_compiled.capture.equal_values import EqualValues, has_equals
+from fsdp_compiled.capture import guards, object_identity
+from fsdp_compiled.capture.object_identity import EqualValues, has_equals
 
 LISTS = torch.__version__ >= "2.13"  # Dynamo asked the keys of ``list(table)`` itself before
 READ: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {  # what is read first, what is then, and how
@@ -81,7 +81,7 @@ def test_in_a_block_like_others_it_is_seen(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["zero", "number in a tuple", "key", *["another key in a list of keys"] * LISTS])
 def test_control_without_the_question_it_is_not_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "has_equals", lambda *_: False)
-    monkeypatch.setattr(ordered_keys, "ConstDictVariable", ())
+    monkeypatch.setattr(object_identity, "ConstDictVariable", ())
     eager, ours, captures = losses(kind, 1, 0)
     assert ours[:2] == eager[:2] and ours[2] != eager[2] and captures == 1
 

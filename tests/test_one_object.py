@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.capture import one_object
+from fsdp_compiled.capture import object_identity
 from fsdp_compiled.capture.blocks import inline_blocks
 from fsdp_compiled.torch_private.names import attribute
 
@@ -119,7 +119,7 @@ def test_the_same_object_is_captured_once() -> None:
 
 @pytest.mark.parametrize("name", ["options", "other_scale"])
 def test_control_without_the_question_it_is_not_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_object, "asked_again", contextlib.nullcontext)
+    monkeypatch.setattr(object_identity, "asked_again", contextlib.nullcontext)
     eager, ours, captures = losses(_another(name))
     assert ours[:2] == eager[:2] and ours[2:] != eager[2:] and captures == 1
 
@@ -127,7 +127,7 @@ def test_control_without_the_question_it_is_not_seen(name: str, monkeypatch: pyt
 def test_dynamo_is_left_as_it_was() -> None:
     builder, _ = attribute("torch._dynamo.variables.builder.make_dupe_guard")
     before = builder.make_dupe_guard
-    with one_object.asked_again():
+    with object_identity.asked_again():
         assert builder.make_dupe_guard is not before
     assert builder.make_dupe_guard is before
 

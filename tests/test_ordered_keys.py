@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture.blocks.walked_blocks import WalkedBlock
-from fsdp_compiled.capture.ordered_keys import KeyOrders
+from fsdp_compiled.capture.object_identity import KeyOrders
 
 
 class Ordered(OrderedDict[str, float]):

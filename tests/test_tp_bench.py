@@ -14,7 +14,7 @@ from bench.options import BenchOptions, bench_options
 from bench.start import selection
 from bench.summary import ratio
 from fsdp_compiled.cli import parser
-from fsdp_compiled.cli.presets import PRESETS, sized
+from fsdp_compiled.cli.simulate import PRESETS, sized
 
 
 class Done(dist._Work):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded, fully_shard
-from fsdp_compiled.capture import closed_numbers
+from fsdp_compiled.capture import closure_values
 from tests.toys import EAGER, batches, net, sgd
 
 Loss = Callable[..., torch.Tensor]
@@ -64,7 +64,7 @@ def test_a_number_in_a_closed_over_tensor_is_read_as_it_is_now(name: str) -> Non
 
 
 def test_without_asking_again_the_number_is_that_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(closed_numbers.Numbers, "hold", lambda _: True)
+    monkeypatch.setattr(closure_values.Numbers, "hold", lambda _: True)
     assert _read("a branch", ours=True) != pytest.approx(_read("a branch", ours=False), rel=1e-3)
 
 

@@ -21,12 +21,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture import one_object, ordered_keys, random_calls, unknown_reads
+from fsdp_compiled.capture import object_identity, random_calls, unknown_reads
 from fsdp_compiled.capture.absent_names import failed_lookups
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.batch_changes import changed, contents, given
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
-from fsdp_compiled.capture.captured import CURE, Capture, Tensors, batch_tensors
+from fsdp_compiled.capture.captured import CURE, Capture, Tensors, batch_tensors, closed, output_ports
 from fsdp_compiled.capture.dynamo_run import Trace
 from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.capture.guards import Recorder
@@ -34,7 +34,6 @@ from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.model_collectives import name_axes, substitute
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, places_of, put_back
 from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
-from fsdp_compiled.capture.output_ports import closed, output_ports
 from fsdp_compiled.capture.recorded_outputs import put_hooks
 from fsdp_compiled.capture.recurrent_layers import recurrent_layers_mended
 from fsdp_compiled.capture.side_effects import (
@@ -286,8 +285,8 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
             random_calls.refused(),
             recurrent_layers_mended(),
             unknown_reads.refused(asked),
-            one_object.asked_again(),
-            ordered_keys.asked_of_lists(),
+            object_identity.asked_again(),
+            object_identity.asked_of_lists(),
         ):
             yield
     finally:

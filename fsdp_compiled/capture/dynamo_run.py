@@ -20,7 +20,7 @@ from fsdp_compiled.capture.blocks.expand_repeats import Unequal
 from fsdp_compiled.capture.blocks.inline_blocks import blocks_of, with_own_tensors, written_out
 from fsdp_compiled.capture.blocks.repeats import differentiate
 from fsdp_compiled.capture.captured import CURE, Tensors
-from fsdp_compiled.capture.closed_numbers import Numbers
+from fsdp_compiled.capture.closure_values import Numbers
 from fsdp_compiled.capture.guards import Guards
 from fsdp_compiled.capture.model_collectives import without_derivatives
 from fsdp_compiled.capture.model_tensors import Place

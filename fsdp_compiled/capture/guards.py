@@ -47,9 +47,8 @@ from typing import Any
 from torch import nn
 
 from fsdp_compiled.capture.absent_names import AbsentNames
-from fsdp_compiled.capture.closed_tensors import Closed, name_of
-from fsdp_compiled.capture.equal_values import EqualValues, has_equals
-from fsdp_compiled.capture.ordered_keys import KeyOrders, has_order
+from fsdp_compiled.capture.closure_values import Closed, name_of
+from fsdp_compiled.capture.object_identity import EqualValues, KeyOrders, has_equals, has_order
 from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
 from fsdp_compiled.capture.traced_functions import HOOKS, Hooks, Methods, is_ours

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compiled.capture import disk_cache
 from fsdp_compiled.capture.aot import CaptureError
-from fsdp_compiled.capture.cache_key import versions
+from fsdp_compiled.capture.aot_cache import versions
 from fsdp_compiled.capture.captured import Capture, Tensors
 from fsdp_compiled.capture.dynamo import trace_whole
 from fsdp_compiled.capture.global_modes import outside_modes

@@ -71,10 +71,10 @@ def _layers(
     """What `_PYTORCHS` returns: the last layer's output, [time, rows, features] or as ``batch_first`` says, and each
     layer's last hidden state, of both directions."""
     if not (train and dropout and num_layers > 1):
-        values, last = _PYTORCHS(
+        values, states = _PYTORCHS(
             values, hidden, params, has_biases, num_layers, dropout, train, bidirectional, batch_first, layer_fn
         )
-        return values, pytree.tree_map(_like, last, list(hidden))
+        return values, pytree.tree_map(_like, states, list(hidden))
     values = values.transpose(0, 1) if batch_first else values
     last: list[Any] = []
     directions = 2 if bidirectional else 1

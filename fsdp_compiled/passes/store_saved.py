@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.analysis.host_copies import AHEAD
-from fsdp_compiled.analysis.storable import Kept, kept
+from fsdp_compiled.analysis.saved_values import Kept, kept
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, fake_tensor, owner, positions
 from fsdp_compiled.ir.program import Port, Program

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from bench.observe import Observer
 from bench.rivals import RIVALS, Setting, Step, ours
-from fsdp_compiled.cli.presets import PRESETS, rows_of_rank, sized
 from fsdp_compiled.cli.rank import RankInfo
+from fsdp_compiled.cli.simulate import PRESETS, rows_of_rank, sized
 from tests.chosen import examples
 
 LAYERS = examples(12, 24)

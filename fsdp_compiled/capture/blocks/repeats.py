@@ -1,4 +1,6 @@
-"""Equal stretches of a graph that follow one another, such as a model's blocks, are differentiated once.
+"""The graph that is differentiated in the place of one with many equal stretches: with few of them (see `repeats`).
+
+Equal stretches of a graph that follow one another, such as a model's blocks, are differentiated once.
 
     traced by Dynamo      before  0  1  2  3  4  5  6  7  after
     differentiated        before  0  1  2              7  after    after'  7'              2'  1'  0'  before'
@@ -15,18 +17,74 @@ everything is differentiated as it stands.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from fsdp_compiled.capture.aot import Traced
 from fsdp_compiled.capture.aot_cache import traced
-from fsdp_compiled.capture.blocks.drop_repeats import ReducedGraph
 from fsdp_compiled.capture.blocks.elided_blocks import Absent, Elided
-from fsdp_compiled.capture.blocks.equal_blocks import LATER, Run, has_lists, runs_of
+from fsdp_compiled.capture.blocks.equal_blocks import LATER, THIRD, Run, has_lists, runs_of, with_body
 from fsdp_compiled.capture.blocks.expand_repeats import ExpandedProgram, Unequal
+from fsdp_compiled.capture.source_lines import MARK
 from fsdp_compiled.ir.program import Port
+
+
+class ReducedGraph:
+    """The graph without the stretches that are like the third, and its inputs."""
+
+    def __init__(
+        self, module: fx.GraphModule, inputs: Sequence[Any], given: Sequence[Port], runs: Sequence[Run]
+    ) -> None:
+        self._marks: dict[fx.Node, str] = {}  # of nodes that are kept
+        instead: dict[fx.Node, fx.Node] = {}
+        gone: set[Port] = set()
+        for number, run in enumerate(runs):
+            for index, stretch in enumerate(run.stretches):
+                if isinstance(stretch, Absent):
+                    continue
+                if (kept := run.kept(index)) is None:
+                    instead.update(zip(stretch, run.stretches[THIRD], strict=True))
+                    gone.update(run.own[index])
+                else:
+                    self._marks.update(dict.fromkeys(stretch, f"{MARK} {number} {kept}"))
+        left = [place for place, port in enumerate(given) if port not in gone]
+        self.inputs, self.given = [inputs[place] for place in left], [given[place] for place in left]
+        places = module.graph.find_nodes(op="placeholder")
+        away = {place for place, port in zip(places, given, strict=True) if port in gone}
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        self._marked: list[tuple[fx.Node, str]] = []
+        for node in module.graph.nodes:
+            if node in away or node in instead:
+                continue
+            copy = copies[node] = graph.node_copy(node, lambda source: copies[instead.get(source, source)])
+            if hasattr(node, "_dynamo_source"):
+                copy._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+            if (mark := self._marks.get(node)) is not None:
+                self._marked += [(inner, mark) for inner in (copy, *list(with_body(module, node))[1:])]
+        self.module = fx.GraphModule(module, graph)
+        self.module.meta.update(module.meta)
+        for name in ("_param_name_to_source",):
+            if hasattr(module, name):
+                setattr(self.module, name, getattr(module, name))
+
+    @contextmanager
+    def marked(self) -> Iterator[None]:
+        """Inside, nodes say in which stretch they are, where AOTAutograd takes it on to what it makes of them."""
+        before = [(node, node.meta.get("nn_module_stack")) for node, _ in self._marked]
+        for node, mark in self._marked:
+            node.meta["nn_module_stack"] = {**(node.meta.get("nn_module_stack") or {}), mark: (mark, nn.Module)}
+        try:
+            yield
+        finally:
+            for node, stack in before:
+                node.meta.pop("nn_module_stack")
+                if stack is not None:
+                    node.meta["nn_module_stack"] = stack
+
 
 log = logging.getLogger("fsdp_compiled")
 

@@ -28,11 +28,11 @@ from fsdp_compiled.runtime.fsdp import merged_units
 from fsdp_compiled.runtime.fsdp.merged_units import Row
 from fsdp_compiled.runtime.fsdp.module_state import state_of, traced
 from fsdp_compiled.runtime.fsdp.parameter_group import Entry, FlatShard, ParameterGroup
-from fsdp_compiled.runtime.loop_random import LoopRandom
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
+from fsdp_compiled.runtime.rng import LoopRandom
 
 
 class Opened:

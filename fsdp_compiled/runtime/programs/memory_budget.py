@@ -23,8 +23,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_compiled import passes
 from fsdp_compiled.analysis.memory import Memory
-from fsdp_compiled.analysis.saved_values import Saved, cheapest, saved_values
-from fsdp_compiled.analysis.storable import storable
+from fsdp_compiled.analysis.saved_values import Saved, cheapest, saved_values, storable
 from fsdp_compiled.ir.liveness import live_ranges, most_gathered
 from fsdp_compiled.ir.nodes import base_of
 from fsdp_compiled.ir.program import Program

@@ -40,10 +40,18 @@ from fsdp_compiled.runtime.programs.compile import (
     rows_of,
 )  # fmt: skip
 from fsdp_compiled.runtime.programs.input_binding import flatten, replaced, same_tensors
-from fsdp_compiled.runtime.programs.moving_sizes import MovingSizes
 from fsdp_compiled.runtime.programs.no_collection import no_collection
 from fsdp_compiled.runtime.programs.program_maker import ProgramMaker
-from fsdp_compiled.runtime.programs.request import CALLS, ONE_OF, Changed, Request, differentiable, full, misfit
+from fsdp_compiled.runtime.programs.request import (
+    CALLS,
+    ONE_OF,
+    Changed,
+    MovingSizes,
+    Request,
+    differentiable,
+    full,
+    misfit,
+)
 from fsdp_compiled.runtime.programs.training import Backward
 
 log = logging.getLogger("fsdp_compiled")

@@ -36,7 +36,6 @@ from fsdp_compiled.lower.pending_collectives import PendingCollectives
 from fsdp_compiled.lower.split_forward_backward import whole_gradients
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.loop_random import check_random
 from fsdp_compiled.runtime.programs import compile_only
 from fsdp_compiled.runtime.programs.compile import (
     Compiled,
@@ -54,6 +53,7 @@ from fsdp_compiled.runtime.programs.compile import (
 from fsdp_compiled.runtime.programs.no_collection import no_collection
 from fsdp_compiled.runtime.programs.request import Request, misfit
 from fsdp_compiled.runtime.programs.training import Backward, backward_of
+from fsdp_compiled.runtime.rng import check_random
 
 Buffers = Mapping[str, torch.Tensor]  # the model's, by name, as the state has them
 Room = Callable[[], None]  # drops a program for the one that is made

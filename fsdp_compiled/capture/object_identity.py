@@ -1,0 +1,175 @@
+"""An object that a trace reached by two names stays one object.
+
+    STATE.factor                 a global          guards: STATE.factor == 2.0
+    self.layers[0].state         the same object   guards: none, in Dynamo; here: self.layers[0].state is STATE
+
+Dynamo knows the object when it comes to it again, and looks at nothing that the second name leads to. Where both begin
+at arguments, or both at globals, it notes that they are one (DUPLICATE_INPUT); where one does and the other does not,
+it notes nothing, and of a closure's cell that it knows it never does: another object that is put there later is not
+seen. Here it notes it of all of them; what is there under either name may be another object, as long as it is one.
+Written for torch 2.11 to 2.14.
+
+The keys of dictionaries that a trace went through, where Dynamo's guards do not ask for all that it read.
+
+Dynamo asks a dictionary's keys in the order of the table below it. `OrderedDict.move_to_end` changes the order in which
+keys are read, and not that table: it is asked for here. And of ``list(table)`` and ``[*table]`` it asks no keys at all
+(since 2.13; 2.11 asks them). Written for torch 2.11 to 2.14.
+
+Values that are equal and not the same: 0.0 and -0.0; (2, 1) and (2.0, True); keys 1 and 1.0 of a dictionary.
+
+Dynamo asks whether a value is the one that it was by ``==``, and by its class. What that lets through is asked here, by
+how it is written: zeros, and numbers inside of tuples, sets and keys. Where a trace read none of these, nothing is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from fsdp_compiled.torch_private.dynamo import (
+    ClosureSource,
+    CommonListMethodsVariable,
+    ConstDictVariable,
+    GetItemSource,
+    GuardBuilder,
+    Source,
+    UserFunctionVariable,
+    install_guard,
+)
+from fsdp_compiled.torch_private.names import attribute, uses
+
+
+@contextlib.contextmanager
+def asked_again() -> Iterator[None]:
+    """Inside, what this thread's trace reaches by two names is asked of the second as well."""
+    if not uses("one object"):
+        yield
+        return
+    builder, name = attribute("torch._dynamo.variables.builder.make_dupe_guard")
+    dupe, bind, thread = getattr(builder, name), UserFunctionVariable.bind_args, threading.get_ident()
+
+    def make_dupe_guard(source: Source, known: Source | None) -> Any:
+        guard = dupe(source, known)
+        if threading.get_ident() != thread or guard is not None or known is None or known == source:
+            return guard
+        return functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=known)
+
+    def bind_args(self: Any, parent: Any, *given: Any) -> Any:
+        source = self.get_source() if threading.get_ident() == thread else None
+        for place, cell in enumerate(self.fn.__closure__ or ()) if source is not None else ():
+            if cell in parent.output.side_effects:
+                of_cell = GetItemSource(ClosureSource(source), place)
+                guard = make_dupe_guard(of_cell, parent.output.side_effects[cell].source)
+                if guard is not None:
+                    install_guard(of_cell.make_guard(guard))
+        return bind(self, parent, *given)
+
+    setattr(builder, name, make_dupe_guard)
+    UserFunctionVariable.bind_args = bind_args
+    try:
+        yield
+    finally:
+        UserFunctionVariable.bind_args = bind
+        setattr(builder, name, dupe)
+
+
+def has_order(value: Any, guard_type: str) -> bool:
+    """Whether this guard asks for keys that have an order of their own."""
+    return guard_type == "DICT_KEYS_MATCH" and isinstance(value, OrderedDict)
+
+
+@contextlib.contextmanager
+def asked_of_lists() -> Iterator[None]:
+    """Inside, of a dictionary that this thread's trace makes a list of, the keys are guarded."""
+    if not uses("keys of lists"):
+        yield
+        return
+    call, thread = CommonListMethodsVariable.call_method, threading.get_ident()
+
+    def call_method(self: Any, parent: Any, name: str, args: Any, kwargs: Any) -> Any:
+        for one in args if name == "extend" and threading.get_ident() == thread else ():
+            if isinstance(one, ConstDictVariable) and one.source is not None:
+                one.install_dict_keys_match_guard()
+                parent.output.guard_on_key_order.add(one.source)
+        return call(self, parent, name, args, kwargs)
+
+    CommonListMethodsVariable.call_method = call_method
+    try:
+        yield
+    finally:
+        CommonListMethodsVariable.call_method = call
+
+
+class KeyOrders:
+    def __init__(self) -> None:
+        self.read: list[tuple[str, Any, list[Any]]] = []  # Dynamo's name, its code, and the keys as they were
+
+    def note(self, name: str, value: Any) -> None:
+        self.read.append((name, compile(name, "<guard>", "eval"), list(value)))
+
+    def changed(self, scope: dict[str, Any]) -> str | None:
+        """Which is in another order now, by Dynamo's name; asked where Dynamo's own guards hold."""
+        return next((name for name, code, keys in self.read if list(eval(code, scope)) != keys), None)
+
+
+KEYS = "DICT_KEYS_MATCH"
+BY_EQUALITY = ("CONSTANT_MATCH", "EQUALS_MATCH", "CONSTANT_SUBCLASS_MATCH")
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+OF_A_MODULE = re.compile(r"(.*)(?:\.__dict__\['\w+'\]|\.\w+)$")  # in Dynamo's names
+
+
+def has_equals(value: Any, guard_type: str) -> bool:
+    """Whether this guard holds for another value too."""
+    if guard_type == KEYS:
+        return any(map(_has_number, value))
+    if guard_type not in BY_EQUALITY:
+        return False
+    if isinstance(value, complex):
+        return value.real == 0 or value.imag == 0
+    return value == 0 if isinstance(value, float) else not isinstance(value, int) and _has_number(value)
+
+
+def _has_number(value: Any) -> bool:
+    if isinstance(value, tuple | list | set | frozenset):
+        return any(map(_has_number, value))
+    return isinstance(value, int | float | complex)
+
+
+class EqualValues:
+    def __init__(self) -> None:
+        self.read: dict[str, tuple[str, str]] = {}  # by Dynamo's name: how it was written, and the code that reads it
+        self._all: tuple[CodeType, str] | None = None
+
+    def note(self, name: str, value: Any, guard_type: str) -> None:
+        self.read[name] = (repr(list(value)), f"list({name})") if guard_type == KEYS else (repr(value), name)
+
+    def changed(self, scope: dict[str, Any]) -> str | None:
+        """Which is written otherwise now, by Dynamo's name; asked where Dynamo's own guards hold."""
+        if self._all is None:  # one expression
+            self.read = {name: one for name, one in self.read.items() if not _means_nothing(name, scope)}
+            texts = [", ".join(one) for one in zip(*self.read.values(), strict=True)] or ["", ""]
+            self._all = compile(f"[{texts[1]}]", "<guard>", "eval"), f"[{texts[0]}]"
+        code, expected = self._all
+        now = eval(code, scope)
+        if repr(now) == expected:
+            return None
+        both = zip(self.read.items(), now, strict=True)
+        return next((name for (name, (was, _)), one in both if repr(one) != was), None)
+
+
+def _means_nothing(name: str, scope: dict[str, Any]) -> bool:
+    """Sizes of PyTorch's own modules, and the probability of a Dropout: most models have many."""
+    owner = None
+    if (found := OF_A_MODULE.match(name)) is not None:
+        owner = eval(found[1], scope)
+    if not isinstance(owner, nn.Module) or not type(owner).__module__.startswith("torch.nn."):
+        return False
+    return isinstance(owner, DROPOUTS) or isinstance(eval(name, scope), tuple)
