@@ -25,10 +25,10 @@ from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.lockstep import Work, lockstep
 from fsdp_compiled.distributed.mesh import Mesh, agree
-from fsdp_compiled.optim.discovery import all_leaves
 from fsdp_compiled.optim.given_optimizer import members, numbered, unwrapped
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rule import Rule, described
+from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice

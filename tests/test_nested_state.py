@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.optim.discovery import named_leaves
+from fsdp_compiled.optim.state_containers import named_leaves
 
 EAGER = Policy(lower="eager", shard="zero1")
 BETAS = (0.0, 0.9, 0.99)

@@ -3,34 +3,17 @@
 Ranks that make the same call tell the board the same, and one that is killed in it says no last word. Gloo's error has
 the address at the other end of the connection that broke, and each rank's addresses are on the board. Where an error
 has none (NCCL), the ranks are asked for signs of life: a process that ended gives no other one.
-
-Closing the connections between ranks, so that collectives that wait on them fail.
-
-Gloo has no other way to end a collective that waits: `abort` returns and leaves it waiting (torch 2.11 and 2.13), and
-a process group may only be destroyed by the thread that waits. But its connections are TCP sockets of this process, and
-a shut down socket is what a dead peer looks like: an error, at once, at both ends.
-
-Which sockets those are, both ends tell: a connection between two ranks has the same two addresses on both, the other
-way round. Nothing else is touched; nor is the store, where the ranks read the reason. Nor do the sockets that are only
-looked at change: where the script has set ``socket.setdefaulttimeout``, Python makes each socket that it is given
-non-blocking, for all who hold it, unless it is told that it is already.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import socket
-import stat
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
-
-import torch.distributed as dist
+from collections.abc import Sequence
 
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.call_store import ABSENT, CLOSED, Board, StoreError, different, times
+from fsdp_compiled.distributed.connections import read
 
 ADDRESS = re.compile(r"\[([^\[\]\s]+)\]:(\d+)")
 
@@ -115,69 +98,3 @@ def parting_of(board: Board | None, made: int, error: BaseException | None) -> s
 
 def nth(count: int) -> str:
     return f"{count}{'th' if 10 < count % 100 < 14 else {1: 'st', 2: 'nd', 3: 'rd'}.get(count % 10, 'th')}"
-
-
-Ends = tuple[str, int, str, int]  # address and port, here and there
-AS_IT_IS = socket.SOCK_STREAM | getattr(socket, "SOCK_NONBLOCK", 0)  # the type of a socket that Python leaves alone
-
-
-def store_port(store: dist.Store) -> int | None:
-    """Where the store listens, if it does."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store.port if isinstance(store, dist.TCPStore) else None
-
-
-def connections(but: int | None) -> set[Ends]:
-    """The ends of this process's TCP connections, but for those of this port."""
-    found = set()
-    for connection, ends in _sockets():
-        with closing(connection):
-            if but not in (ends[1], ends[3]):
-                found.add(ends)
-    return found
-
-
-def written(ends: set[Ends]) -> str:
-    """As JSON, for `read`."""
-    return json.dumps(sorted(ends))
-
-
-def read(text: str) -> set[Ends]:
-    """The ends that another rank has written."""
-    return {tuple(ends) for ends in json.loads(text)}
-
-
-def cut(theirs: set[Ends]) -> int:
-    """Shuts down the connections to the rank that has these ends; says how many they were."""
-    count = 0
-    for connection, (here, port, there, other) in _sockets():
-        with closing(connection):
-            if (there, other, here, port) in theirs:
-                with suppress(OSError):  # closed meanwhile
-                    connection.shutdown(socket.SHUT_RDWR)
-                    count += 1
-    return count
-
-
-def _sockets() -> Iterator[tuple[socket.socket, Ends]]:
-    """Each connected TCP socket, as another handle on it, to be closed, and its ends."""
-    try:
-        names = os.listdir("/dev/fd")
-    except OSError:
-        return
-    for name in names:
-        with suppress(OSError):  # not connected, or closed meanwhile
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            connection = socket.socket(-1, AS_IT_IS, fileno=os.dup(int(name)))
-            try:
-                here, there = connection.getsockname(), connection.getpeername()
-                kind = connection.getsockopt(socket.SOL_SOCKET, socket.SO_TYPE)
-            except OSError:
-                connection.close()
-                continue
-            if connection.family in (socket.AF_INET, socket.AF_INET6) and kind == socket.SOCK_STREAM:
-                yield connection, (here[0], here[1], there[0], there[1])
-            else:
-                connection.close()

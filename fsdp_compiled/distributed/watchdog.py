@@ -37,7 +37,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fsdp_compiled.distributed.call_store import CLOSED, MEETS, Board, Posted, StoreError, different
-from fsdp_compiled.distributed.lost_rank import Ends, connections, cut, read, store_port, written
+from fsdp_compiled.distributed.connections import Ends, connections, cut, read, store_port, written
 
 BEAT = 2.0  # seconds between two signs of life
 SILENCE = 60.0  # seconds without one after which a rank is given up

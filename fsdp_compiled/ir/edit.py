@@ -1,9 +1,4 @@
-"""Copies of the nodes of ``torch.fx`` graphs, in the same graph and in others.
-
-A *row* is a node with all of it that may be changed but its place. What is noted of it is not copied: a pass notes
-things of nodes that it makes, and gives another one that it changes new notes.
-
-`Edit`: the only place where a graph is copied or changed; a pass makes one, changes it, and is `done`.
+"""`Edit`: the only place where a graph is copied or changed; a pass makes one, changes it, and is `done`.
 
 A program is a value: an edit changes a copy of it. Who needs a program no more donates it, as `passes.run` does with
 what one pass has made for the next; the edit then takes the graph itself, and nothing may look at that program again.
@@ -23,65 +18,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.ir.inference import Inference, Made, Of
+from fsdp_compiled.ir.inference import Inference
+from fsdp_compiled.ir.kept import copied
+from fsdp_compiled.ir.node_copies import names_of, row_of
 from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, fake_tensor, is_random, mutated, positions
-from fsdp_compiled.ir.program import Port, Program, copied
-from fsdp_compiled.torch_private.names import there
-
-map_arg = fx.node.map_arg
-Row = tuple[fx.Node, Any, tuple[Any, ...], Mapping[str, Any], dict[str, Any]]
-Names = tuple[set[str], dict[str, int]]
-# The call that one is like, its operator and arguments, and the name that it would have.
-Like = tuple[fx.Node, Any, tuple[Any, ...], dict[str, Any], str]
-
-
-def row_of(node: fx.Node) -> Row:
-    return node, node.target, node.args, node.kwargs, node.meta
-
-
-def new_calls(graph: fx.Graph, rows: Iterable[Like], mapping: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """A call for each, in order, of what ``mapping`` has for the nodes among its arguments, which it joins."""
-    change, found = mapping.__getitem__, []
-    for first, target, args, kwargs, stem in rows:
-        given: Any = map_arg(args, change)
-        named: Any = map_arg(kwargs, change) if kwargs else {}
-        mapping[first] = node = graph.create_node("call_function", target, given, named, stem)
-        found.append(node)
-    return found
-
-
-def copied_node(graph: fx.Graph, row: Row, change: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """A copy in another graph, which has no node of its name, in whose arguments nodes are changed."""
-    node, target, args, kwargs, meta = row
-    given: Any = map_arg(args, change)
-    named: Any = map_arg(kwargs, change) if kwargs else {}
-    copy = graph.create_node(node.op, target, given, named, node.name, node.type)
-    copy.meta.update(meta)
-    return copy
-
-
-def input_for(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """A placeholder in another graph, which has no node of its name, for what the node computes."""
-    made = graph.create_node("placeholder", node.name, (), {}, node.name)
-    made.meta.update(node.meta)
-    return made
-
-
-def names_of(graph: fx.Graph) -> Names:
-    """The names that nodes of the graph have or had, which no other gets."""
-    if not there("nodes' names"):
-        return set(), {}
-    names = graph._graph_namespace
-    return set(names._used_names), dict(names._base_count)
-
-
-def give_names(graph: fx.Graph, names: Names) -> None:
-    """What is inserted into this graph, a copy, has the same name as in that of which these are."""
-    if not there("nodes' names"):
-        return
-    taken = graph._graph_namespace
-    taken._used_names, taken._base_count = set(names[0]), dict(names[1])
-
+from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.ir.repeated import Made, Of
 
 c10d = torch.ops._c10d_functional
 SET_ARGS, SET_KWARGS = (vars(fx.Node)[name].fset for name in ("args", "kwargs"))

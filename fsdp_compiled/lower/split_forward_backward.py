@@ -22,7 +22,8 @@ from operator import getitem
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.edit import Edit, copied_node, give_names, input_for, names_of, row_of
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.node_copies import copied_node, give_names, input_for, names_of, row_of
 from fsdp_compiled.ir.nodes import Mark, base_of, gathered, is_view, mutated, origin, role_of
 from fsdp_compiled.ir.program import Port, Program
 

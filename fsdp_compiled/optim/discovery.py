@@ -2,28 +2,19 @@
 
 State may live in ``state[parameter]``, in the param group (``group["step"] += 1``) or in attributes of the optimizer.
 An entry of the parameter's shape is state per element; a number is one for the whole group.
-
-Containers in an optimizer's state: what they hold, by names of its own.
-
-    state["momentum_buffer"] = {0.9: a, 0.99: b}        momentum_buffer_0_9: a, momentum_buffer_0_99: b
-
-Dictionaries, lists, tuples and deques, in one another. Containers keep their form from step to step, or the optimizer
-is not traced.
 """
 
 from __future__ import annotations
 
 import copy
-import re
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from fsdp_compiled.optim.optimizer_copy import (
     OWN,
@@ -36,6 +27,7 @@ from fsdp_compiled.optim.optimizer_copy import (
     step_of,
 )
 from fsdp_compiled.optim.rule import Kept, Location, StateTensor
+from fsdp_compiled.optim.state_containers import all_leaves, copied, form_of, is_container, named_leaves
 
 SHAPE = (2, 3)
 NUMBERS = (bool, int, float)
@@ -203,52 +195,3 @@ def _number(name: str, value: Any, place: Location, taken: set[str]) -> StateTen
     if name in taken or (place == "optimizer" and name in OWN):
         raise Refused(f"it keeps {name!r} in two places")
     return StateTensor(name, True, float(value), torch.float64, place, number=type(value))
-
-
-Form: TypeAlias = pytree.TreeSpec
-
-
-def is_container(value: Any) -> bool:
-    """Whether it is one that can be looked into, and made again."""
-    return type(value) in (dict, OrderedDict, defaultdict, list, tuple, deque)
-
-
-def form_of(value: Any) -> Form:
-    """Its containers, without what is in them."""
-    return pytree.tree_structure(value)
-
-
-def leaves_of(value: Any) -> list[Any]:
-    """What is in its containers, in order."""
-    return pytree.tree_leaves(value)
-
-
-def filled(form: Form, leaves: Sequence[Any]) -> Any:
-    """Containers of this form that hold these, in order."""
-    return pytree.tree_unflatten(leaves, form)
-
-
-def named_leaves(name: str, value: Any) -> dict[str, Any]:
-    """What is in the container of this name, in order; a value that is no container, by its own name."""
-    if not is_container(value):
-        return {name: value}
-    found: dict[str, Any] = {}
-    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-        place = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
-        label = f"{name}_{place}"
-        while label in found:  # -1 and 1, for one
-            label += "_"
-        found[label] = leaf
-    return found
-
-
-def all_leaves(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """What a parameter's state holds, by name."""
-    return {label: leaf for name, value in state.items() for label, leaf in named_leaves(str(name), value).items()}
-
-
-def copied(value: Any) -> Any:
-    """The value with copies of its tensors, in containers of its own."""
-    return pytree.tree_map(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf), value
-    )

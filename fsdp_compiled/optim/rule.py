@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import fx
 
-from fsdp_compiled.optim.discovery import Form
 from fsdp_compiled.optim.fused import Formula
+from fsdp_compiled.optim.state_containers import Form
 
 Location = Literal["parameter", "group", "optimizer", "state", "ours"]
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fsdp_compiled.optim.discovery import filled, form_of, leaves_of
 from fsdp_compiled.optim.element_wise import element_wise_only
 from fsdp_compiled.optim.optimizer_copy import MISSING, Refused, attributes_of, step_of
 from fsdp_compiled.optim.rule import Kept, StateTensor
+from fsdp_compiled.optim.state_containers import filled, form_of, leaves_of
 
 Named = Mapping[str, torch.Tensor]
 WORDS = {"group": "its group entry", "optimizer": "its attribute", "state": "its state"}

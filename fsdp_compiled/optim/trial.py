@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_compiled.optim.discovery import all_leaves
 from fsdp_compiled.optim.optimizer_copy import Refused, copy_of, fresh_of, named_state, step_of
 from fsdp_compiled.optim.param_groups import with_hyper
 from fsdp_compiled.optim.rule import RuleInput, StateTensor, inputs_of
+from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.optim.tracing import Subject
 
 SHAPES: tuple[tuple[int, ...], ...] = ((5,), (2, 3), (), (2, 1, 3, 2), (3, 4, 2))

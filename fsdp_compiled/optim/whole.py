@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compiled.optim.discovery import all_leaves, begin_of
+from fsdp_compiled.optim.discovery import begin_of
 from fsdp_compiled.optim.optimizer_copy import (
     Refused,
     attributes_of,
@@ -39,6 +39,7 @@ from fsdp_compiled.optim.optimizer_copy import (
     step_of,
 )
 from fsdp_compiled.optim.param_groups import hyper, options_of, scheduled, with_hyper
+from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.optim.trial import BOUNDS, FACTORS, LATE
 
 Guard: TypeAlias = Callable[[Any], AbstractContextManager[Any]]  # around a step of this side

@@ -24,10 +24,10 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.inference import Of
 from fsdp_compiled.ir.nodes import Mark, Role
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.reduction import Call, reduction
+from fsdp_compiled.ir.repeated import Of
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
 

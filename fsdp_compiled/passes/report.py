@@ -33,7 +33,6 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit, weighed
-from fsdp_compiled.ir.inference import Of
 from fsdp_compiled.ir.nodes import ASSERT, DISAGREE, OTHER_BATCHES, Mark
 from fsdp_compiled.ir.program import (
     CALL,
@@ -47,6 +46,7 @@ from fsdp_compiled.ir.program import (
     Port,
     Program,
 )
+from fsdp_compiled.ir.repeated import Of
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten

@@ -27,9 +27,9 @@ import torch
 from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.inference import Of
 from fsdp_compiled.ir.nodes import Mark, mutated, origin
 from fsdp_compiled.ir.program import Port, Program
+from fsdp_compiled.ir.repeated import Of
 from fsdp_compiled.optim.rule import Rule, RuleInput, rule_for
 from fsdp_compiled.plan.plan import Buffer, Plan
 

@@ -1,7 +1,7 @@
 """Every decision that a user can make."""
 
+from fsdp_compiled.policy.loss_scale import LossScale as LossScale
 from fsdp_compiled.policy.policy import MOST_AHEAD as MOST_AHEAD
 from fsdp_compiled.policy.policy import PLACEMENTS as PLACEMENTS
-from fsdp_compiled.policy.policy import LossScale as LossScale
 from fsdp_compiled.policy.policy import Placement as Placement
 from fsdp_compiled.policy.policy import Policy as Policy

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compiled.policy.policy import LossScale, is_number
+from fsdp_compiled.policy.loss_scale import LossScale, is_number
 
 if TYPE_CHECKING:
     from fsdp_compiled.policy.policy import Policy

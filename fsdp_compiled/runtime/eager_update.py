@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.program import OVERFLOW, Port
-from fsdp_compiled.optim.discovery import filled, form_of, leaves_of, named_leaves
 from fsdp_compiled.optim.optimizer_copy import Refused, attributes_of, step_of
 from fsdp_compiled.optim.param_groups import options_of
+from fsdp_compiled.optim.state_containers import filled, form_of, leaves_of, named_leaves
 from fsdp_compiled.optim.ways import noted_by
 from fsdp_compiled.plan.plan import Buffer, Part, Plan, Slot
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, encode

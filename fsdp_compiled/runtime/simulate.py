@@ -31,8 +31,9 @@ from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.distributed.simulated_ranks import simulated_ranks
 from fsdp_compiled.ir.edit import moved
+from fsdp_compiled.ir.kept import Kept
 from fsdp_compiled.ir.nodes import carried, is_collective
-from fsdp_compiled.ir.program import Kept, Program
+from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.hardware import HARDWARE, Cluster, with_bandwidth
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan

@@ -38,8 +38,8 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
 from fsdp_compiled.distributed.owners import Divided, Message, Owned
 from fsdp_compiled.ir.program import Port
-from fsdp_compiled.optim.discovery import all_leaves
 from fsdp_compiled.optim.optimizer_copy import attributes_of
+from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.optim.whole import OnItsOwn, is_known
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.owners import update_cost

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture.aot import Traced, stem
 from fsdp_compiled.capture.blocks.elided_blocks import Absent
 from fsdp_compiled.capture.blocks.equal_blocks import LATER, SECOND, THIRD, Run, Token, layout_of, texts_of
-from fsdp_compiled.ir.edit import Like, new_calls
+from fsdp_compiled.ir.node_copies import Like, new_calls
 from fsdp_compiled.ir.nodes import fake_mode, fake_tensor
 from fsdp_compiled.ir.program import Port, Program
 

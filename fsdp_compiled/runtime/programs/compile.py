@@ -24,7 +24,8 @@ from fsdp_compiled.capture.captured import Capture, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.fake_inputs import capture_on
 from fsdp_compiled.capture.global_modes import GlobalModes
-from fsdp_compiled.ir.nodes import calls, is_random, may_be_random
+from fsdp_compiled.ir.calls import calls
+from fsdp_compiled.ir.nodes import is_random, may_be_random
 from fsdp_compiled.ir.program import CALL, SILENT, Port, Program
 from fsdp_compiled.lower.fusions import Target, fusions_for
 from fsdp_compiled.lower.lowering import Boxed, Runner

@@ -1,0 +1,66 @@
+"""Containers in an optimizer's state: what they hold, by names of its own.
+
+    state["momentum_buffer"] = {0.9: a, 0.99: b}        momentum_buffer_0_9: a, momentum_buffer_0_99: b
+
+Dictionaries, lists, tuples and deques, in one another. Containers keep their form from step to step, or the optimizer
+is not traced.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+
+Form: TypeAlias = pytree.TreeSpec
+
+
+def is_container(value: Any) -> bool:
+    """Whether it is one that can be looked into, and made again."""
+    return type(value) in (dict, OrderedDict, defaultdict, list, tuple, deque)
+
+
+def form_of(value: Any) -> Form:
+    """Its containers, without what is in them."""
+    return pytree.tree_structure(value)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """What is in its containers, in order."""
+    return pytree.tree_leaves(value)
+
+
+def filled(form: Form, leaves: Sequence[Any]) -> Any:
+    """Containers of this form that hold these, in order."""
+    return pytree.tree_unflatten(leaves, form)
+
+
+def named_leaves(name: str, value: Any) -> dict[str, Any]:
+    """What is in the container of this name, in order; a value that is no container, by its own name."""
+    if not is_container(value):
+        return {name: value}
+    found: dict[str, Any] = {}
+    for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+        place = re.sub(r"\W+", "_", pytree.keystr(path)).strip("_")
+        label = f"{name}_{place}"
+        while label in found:  # -1 and 1, for one
+            label += "_"
+        found[label] = leaf
+    return found
+
+
+def all_leaves(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """What a parameter's state holds, by name."""
+    return {label: leaf for name, value in state.items() for label, leaf in named_leaves(str(name), value).items()}
+
+
+def copied(value: Any) -> Any:
+    """The value with copies of its tensors, in containers of its own."""
+    return pytree.tree_map(
+        lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.copy(leaf), value
+    )
