@@ -35,6 +35,7 @@ from fsdp_compiled.capture.model_collectives import name_axes, substitute
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, places_of, put_back
 from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
 from fsdp_compiled.capture.output_ports import closed, output_ports
+from fsdp_compiled.capture.python_answers import Answers, noted
 from fsdp_compiled.capture.recorded_outputs import put_hooks
 from fsdp_compiled.capture.recurrent_layers import recurrent_layers_mended
 from fsdp_compiled.capture.side_effects import (
@@ -120,7 +121,10 @@ def trace_whole(
         repeats = Repeats(objective.model)
         try:
             with repeats.watched():
-                return walk(symbolic, repeats)
+                made = walk(symbolic, repeats)
+            if not answers.two:
+                return made
+            made.undo()  # of blocks that were not walked through, nobody knows which two objects they compare
         except Exception as error:
             if not (repeats.failed or repeats.wrote):
                 raise
@@ -133,7 +137,7 @@ def trace_whole(
         fresh = types.FunctionType(
             function.__code__.replace(), function.__globals__, "objective", None, function.__closure__
         )
-        recorder = Recorder(objective.model, wrapped, taken=not results, failed=failed)
+        recorder = Recorder(objective.model, wrapped, taken=not results, failed=failed, answers=answers)
         options = {"guard_filter_fn": recorder.select}
         backend = [made.backend]  # until it is traced: Dynamo holds for good what it was given, which holds the model
         compiled = torch.compile(
@@ -188,6 +192,7 @@ def trace_whole(
 
     asked: set[str] = set()
     failed: set[str] = set()
+    answers = Answers(objective.cached)
     around = modes.entered() if modes is not None else contextlib.nullcontext()
     classes = loss_parallel() if parts.mesh is not None else contextlib.nullcontext()
     with (
@@ -197,6 +202,7 @@ def trace_whole(
         torch.set_grad_enabled(gradient),
         _dynamo(asked),
         failed_lookups(failed),
+        noted(answers),
         unwrapped(objective),
         put_back(objective.model),  # after all that is undone, which knows the tensors of the trace alone
     ):

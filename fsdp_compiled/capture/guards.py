@@ -28,7 +28,8 @@ are kept, less those that this package answers for in another way:
 What Dynamo does not note is noted here: the methods of classes that the trace went through, and global
 hooks of modules (`traced_functions`); an object that an argument and a global lead to (`one_object`); the order of an
 `OrderedDict` (`ordered_keys`); which of two equal values it was, 0.0 or -0.0 (`equal_values`); and that an object whose
-class looks elsewhere for a name has none of its own, and what a trace did not find is not there (`absent_names`).
+class looks elsewhere for a name has none of its own, and what a trace did not find is not there (`absent_names`); and
+what it asked of two objects, of caches, loggers and the interpreter (`python_answers`).
 
 Written for torch 2.11 to 2.14, where guards, the filter for them and the manager that checks them have the same form.
 """
@@ -49,6 +50,7 @@ from torch import nn
 from fsdp_compiled.capture.absent_names import AbsentNames
 from fsdp_compiled.capture.closure_values import Closed, name_of
 from fsdp_compiled.capture.object_identity import EqualValues, KeyOrders, has_equals, has_order
+from fsdp_compiled.capture.python_answers import SIGNATURE, Answers, Asked
 from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
 from fsdp_compiled.capture.traced_functions import HOOKS, Hooks, Methods, is_ours
@@ -59,7 +61,6 @@ ELSEWHERE = {
     "DEFAULT_DEVICE", "AUTOGRAD_SAVED_TENSORS_HOOKS", "EMPTY_NN_MODULE_HOOKS_DICT",
 }  # fmt: skip
 ONE_OBJECT = ("DUPLICATE_INPUT", "ID_MATCH")
-SIGNATURE = ("L['named']", "L['args']", "L['kwargs']", "L['buffers']")
 NOTHING = contextlib.nullcontext()
 READ = attrgetter("read")
 # How the hooks of a module are called; fixed when one is registered.
@@ -80,10 +81,16 @@ class Recorder:
     """
 
     def __init__(
-        self, root: nn.Module, wrapped: bool = False, taken: bool = False, failed: set[str] | None = None
+        self,
+        root: nn.Module,
+        wrapped: bool = False,
+        taken: bool = False,
+        failed: set[str] | None = None,
+        answers: Answers | None = None,
     ) -> None:
         self.root, self.wrapped, self.taken = root, wrapped, taken
         self.failed = failed if failed is not None else set()  # what was looked up in vain
+        self.answers = answers if answers is not None else Answers([])
         self._met: dict[str, Any] = {}  # of blocks that were not walked through, what else guards look at
         self.values: dict[str, Any] = {}  # what guards look at, by Dynamo's name
         self.empty: list[dict[Any, Any]] = []
@@ -166,6 +173,7 @@ class Recorder:
             self._orders,
             self._equals,
             AbsentNames({**self._met, **self.values}, self.root, self.failed, self.code),
+            self.answers.of([*self._met.values(), *self.values.values()], self.code),
         )
         found = Guards(entry, scope, hooks, methods, unseen, self._alive, self.wrapped)
         answered = {name_of(source) for _, source in closed.values()}
@@ -205,7 +213,7 @@ class Guards:
         scope: dict[str, Any],
         hooks: Hooks,
         methods: Methods,
-        unseen: tuple[KeyOrders, EqualValues, AbsentNames],
+        unseen: tuple[KeyOrders, EqualValues, AbsentNames, Asked],
         alive: list[Any],
         wrapped: bool,
     ) -> None:
@@ -213,7 +221,7 @@ class Guards:
         self._check = self._manager.root.check
         self._locals = scope
         self._hooks, self._methods, self._alive = hooks, methods, alive
-        self._asked: list[KeyOrders | EqualValues | AbsentNames] = [one for one in unseen if one.read]
+        self._asked: list[KeyOrders | EqualValues | AbsentNames | Asked] = [one for one in unseen if one.read]
         # Dynamo names modules in the globals of what it traces, for as long as the code that it made is there.
         self._code = entry.code
         self.scope = {"L": scope, "G": self._manager.global_scope["G"], **closure_vars()}

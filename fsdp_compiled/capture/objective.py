@@ -19,6 +19,7 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.loss = loss
+        self.cached: list[Any] = []  # what functions under `lru_cache` return
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs) if self.loss is None else self.loss(self.model, *args, **kwargs)

@@ -35,7 +35,7 @@ _TOLD: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionar
 SPOKEN = (
     builtins.print, warnings.warn, warnings.warn_explicit, warnings.simplefilter, warnings.filterwarnings,
 )  # fmt: skip
-LEVELS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
+LEVELS = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log")
 
 
 def speech() -> set[Callable[..., Any]]:

@@ -80,6 +80,15 @@ TABLE: dict[str, Use] = {
     "failed lookups": Use("defence", (
         f"{DYNAMO}.exc.ObservedException", f"{DYNAMO}.exc.ObservedKeyError", f"{DYNAMO}.exc.ObservedAttributeError",
     ), "a key or an attribute that forward looks up in vain, and catches that, may appear unseen"),
+    "answers of Python": Use("defence", (
+        f"{DYNAMO}.symbolic_convert.compare_op_handlers",
+        f"{VARIABLES}.functions.WrapperUserFunctionVariable.call_function",
+        f"{VARIABLES}.misc.LoggingLoggerVariable.call_method", f"{VARIABLES}.tensor.NumpyNdarrayVariable.python_type",
+        f"{VARIABLES}.builtin.vt_identity_compare?", f"{VARIABLES}.object_protocol.vt_identity_compare?",
+        f"{DYNAMO}.source.AttrSource", f"{DYNAMO}.source.GetItemSource", f"{DYNAMO}.source.LocalSource",
+        f"{VARIABLES}.base.VariableTracker", f"{VARIABLES}.ConstantVariable",
+        f"{DYNAMO}.exc.UserError", f"{DYNAMO}.exc.UserErrorType",
+    ), "two objects that become one, what functions under lru_cache keep, and classes of numbers of NumPy go unseen"),
     "keys of lists": Use("defence", (
         f"{VARIABLES}.lists.CommonListMethodsVariable.call_method", f"{VARIABLES}.ConstDictVariable",
     ), "keys of a dictionary that forward makes a list of may change unseen"),
@@ -169,7 +178,8 @@ TABLE: dict[str, Use] = {
 
 # What is done by the fast way alone.
 FAST = (
-    "names in guards", "unknown reads", "one object", "failed lookups", "keys of lists", "random calls",
+    "names in guards", "unknown reads", "one object", "failed lookups", "answers of Python", "keys of lists",
+    "random calls",
     "dropout of recurrent layers",
     "numbers of tensors", "loss on parts of the logits", "moving sizes", "equal blocks",
 )  # fmt: skip

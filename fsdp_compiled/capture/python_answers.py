@@ -1,0 +1,223 @@
+"""What a trace asked of Python past all guards, asked again at every call.
+
+    if self.first is self.second:               two objects that are not one: they stay two
+    mask = table(8)                             a function under `functools.lru_cache`: it returns the same object
+    if log.isEnabledFor(logging.DEBUG):         a logger: it answers the same
+    if isinstance(self.part, Kind):             an ABC: nothing is registered with it that the trace came to
+    if sys.getrecursionlimit() > 2000:          the interpreter: it answers the same
+
+Dynamo answers each of these while it traces, and guards none: of two objects it notes that they are one, and not that
+they are two; it looks through `lru_cache`, so that a random table would be drawn at every call; and it calls a logger's
+methods nothing at all. A number of NumPy's is an array to it, and what asks for its class is refused.
+Written for torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import enum
+import sys
+import threading
+import types
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from fsdp_compiled.capture.closed_tensors import name_of
+from fsdp_compiled.torch_private.dynamo import (
+    AttrSource,
+    ConstantVariable,
+    GetItemSource,
+    LocalSource,
+    UserError,
+    UserErrorType,
+    VariableTracker,
+)
+from fsdp_compiled.torch_private.names import TABLE, attribute, find, has, uses
+
+HANDLERS, CACHED, LOGGER, NUMBER, *COMPARE = TABLE["answers of Python"].names[:6]
+ASKED = ("isEnabledFor", "getEffectiveLevel", "hasHandlers")  # of loggers
+INTERPRETER = ("getrecursionlimit", "get_int_max_str_digits")  # of `sys`
+# What Dynamo guards by its value, or by its address.
+GUARDED = (
+    int, float, complex, str, bytes, bool, type(None), enum.Enum, type, types.ModuleType, types.FunctionType,
+    types.BuiltinFunctionType, torch.dtype, torch.device,
+)  # fmt: skip
+SIGNATURE = ("L['named']", "L['args']", "L['kwargs']", "L['buffers']")
+
+
+class Answers:
+    """What one capture asked. ``cached``: what functions under `lru_cache` returned, at home in the objective."""
+
+    def __init__(self, cached: list[Any]) -> None:
+        self.two: dict[str, str] = {}  # a comparison of two objects, and the one on its left, by Dynamo's names
+        self.calls: dict[str, tuple[Callable[[], Any], Any]] = {}  # by what is said of it: a call, and its answer
+        self.cached = cached
+
+    def differ(self, left: Any, right: Any) -> None:
+        """Two of Dynamo's variables were compared, and are two objects."""
+        sources = left.source, right.source
+        if left is right or None in sources:
+            return
+        if any(isinstance(_value(one), GUARDED) for one in (left, right)):
+            return
+        first, second = map(name_of, sources)
+        if first != second and not any(given in f"{first} {second}" for given in SIGNATURE):
+            self.two[f"{first} is {second}"] = first
+
+    def of(self, values: Collection[Any], code: Collection[types.CodeType]) -> Asked:
+        """What has to hold of a program; ``values``: what the trace came to, ``code``: what it went through."""
+        names = {name for one in code for name in one.co_names}
+        calls = self.calls | {
+            f"sys.{name}()": (read := getattr(sys, name), read()) for name in INTERPRETER if name in names
+        }
+        return Asked(self.two, calls, values)
+
+
+class Asked:
+    """What one program relies on."""
+
+    def __init__(
+        self, two: Mapping[str, str], calls: Mapping[str, tuple[Callable[[], Any], Any]], values: Collection[Any]
+    ) -> None:
+        self._two, self._calls = dict(two), dict(calls)
+        self._code = compile(f"[{', '.join(self._two)}]", "<guard>", "eval") if two else None
+        kinds = {id(one): one for one in values if isinstance(one, abc.ABCMeta)}
+        types_ = {id(kind): kind for one in values for kind in (type(one), one) if isinstance(kind, type)}
+        self._pairs = [(one, kind) for kind in kinds.values() for one in types_.values()]
+        self._token, self._subclasses = abc.get_cache_token(), self._registered()
+        self.read = [*self._two, *self._calls, *kinds]
+
+    def _registered(self) -> list[bool]:
+        return [issubclass(one, kind) for one, kind in self._pairs]
+
+    def changed(self, scope: dict[str, Any]) -> str | None:
+        """Which has another answer now."""
+        if self._code is not None and any(found := eval(self._code, scope)):
+            return list(self._two.values())[found.index(True)]
+        for name, (ask, was) in self._calls.items():
+            if not _same(ask(), was):
+                return name
+        if self._pairs and (token := abc.get_cache_token()) != self._token:
+            now = self._registered()
+            if now != self._subclasses:
+                pairs = zip(self._pairs, now, self._subclasses, strict=True)
+                one, kind = next(pair for pair, is_, was in pairs if is_ != was)
+                return f"issubclass({one.__name__}, {kind.__name__})"
+            self._token = token
+        return None
+
+
+def _same(now: Any, was: Any) -> bool:
+    return now is was or (type(now) is type(was) and isinstance(was, GUARDED) and bool(now == was))
+
+
+def _value(variable: Any) -> Any:
+    """The object that a variable of Dynamo's stands for, where it says so."""
+    with contextlib.suppress(Exception):
+        return variable.as_python_constant()
+    return variable
+
+
+def _refuse(what: str) -> None:
+    raise UserError(UserErrorType.ANTI_PATTERN, what)
+
+
+@contextlib.contextmanager
+def noted(answers: Answers) -> Iterator[None]:
+    """Inside, what this thread's trace asks of Python is noted."""
+    if not uses("answers of Python"):
+        yield
+        return
+    thread = threading.get_ident()
+
+    def compared(compare: Any, negated: bool) -> Any:
+        def handler(tx: Any, args: Any, kwargs: Any) -> Any:
+            found = compare(tx, args, kwargs)
+            if threading.get_ident() == thread and _value(found) is negated:
+                answers.differ(*args)
+            return found
+
+        return handler
+
+    def compares(compare: Any) -> Any:
+        def identical(left: Any, right: Any) -> Any:
+            found = compare(left, right)
+            if threading.get_ident() == thread and found is not None and _value(found) is False:
+                answers.differ(left, right)
+            return found
+
+        return identical
+
+    call, method, kind = find(CACHED), find(LOGGER), find(NUMBER)
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        wrapper = self.wrapper_obj
+        own = getattr(wrapper, "__module__", None) or ""
+        if threading.get_ident() != thread or not hasattr(wrapper, "cache_info") or own.split(".")[0] == "torch":
+            return call(self, tx, args, kwargs)
+        return _of_cache(answers, tx, wrapper, [*self.self_args(), *args], kwargs)
+
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != thread or name not in ASKED:
+            return method(self, tx, name, args, kwargs)
+        ask = _bound(getattr(self.value, name), [one.as_python_constant() for one in args], {})
+        answer = ask()
+        answers.calls[f"logging.getLogger({self.value.name!r}).{name}()"] = ask, answer
+        return ConstantVariable.create(answer)
+
+    def python_type(self: Any) -> Any:
+        if threading.get_ident() == thread and not self.ndim:
+            _refuse("a number of NumPy's is asked for its class, which is an array's when a program is traced.")
+        return kind(self)
+
+    with contextlib.ExitStack() as stack:
+        table = find(HANDLERS)
+        asked = {name: compared(table[name], name == "is not") for name in ("is", "is not")}
+        stack.enter_context(patch.dict(table, asked))
+        for name in filter(has, (one.rstrip("?") for one in COMPARE)):
+            stack.enter_context(patch.object(*attribute(name), compares(find(name))))
+        stack.enter_context(patch.object(*attribute(CACHED), call_function))
+        stack.enter_context(patch.object(*attribute(LOGGER), call_method))
+        stack.enter_context(patch.object(*attribute(NUMBER), python_type))
+        yield
+
+
+def _bound(function: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
+    return lambda: function(*args, **kwargs)
+
+
+def _of_cache(answers: Answers, tx: Any, wrapper: Any, args: Any, kwargs: Any) -> Any:
+    """What a function under `lru_cache` returns: it is called, as eager PyTorch calls it."""
+    name = wrapper.__qualname__
+    try:
+        given = [one.as_python_constant() if one.python_type() is not int else _whole(one) for one in args]
+        named = {key: one.as_python_constant() for key, one in kwargs.items()}
+    except Exception:
+        return _refuse(
+            f"{name} is under functools.lru_cache, and is called with an object: what it keeps for that object is not "
+            "known when a program is traced. Call it with numbers and texts, or keep its result in a buffer."
+        )
+    ask = _bound(wrapper, given, named)
+    before = torch.get_rng_state()
+    value = ask()
+    if not torch.equal(before, torch.get_rng_state()):
+        return _refuse(
+            f"{name} is under functools.lru_cache, and draws random numbers, which eager PyTorch does once: a program "
+            "would draw them at every call. Call it once before, or keep its result in a buffer."
+        )
+    answers.calls[f"{name}({', '.join(map(repr, given))})"] = ask, value
+    if isinstance(value, GUARDED) and not isinstance(value, enum.Enum | type | types.ModuleType | types.FunctionType):
+        return VariableTracker.build(tx, value)
+    place = next((place for place, one in enumerate(answers.cached) if one is value), len(answers.cached))
+    answers.cached[place:] = answers.cached[place:] or [value]
+    source = GetItemSource(AttrSource(LocalSource("objective", is_derefed_cell_contents=True), "cached"), place)
+    return VariableTracker.build(tx, value, source)
+
+
+def _whole(one: Any) -> int:
+    """An integer, which the program is for from here on where it is a size."""
+    return one.evaluate_expr() if hasattr(one, "evaluate_expr") else one.as_python_constant()
