@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import torch
 
-from fsdp_compiled.capture.closed_tensors import name_of
+from fsdp_compiled.capture.closure_values import name_of
 from fsdp_compiled.torch_private.dynamo import (
     AttrSource,
     ConstantVariable,

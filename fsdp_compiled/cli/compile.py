@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_compiled.capture import disk_cache
-from fsdp_compiled.capture.disk_cache import VARIABLE as CACHE
+from fsdp_compiled.capture.cache_folder import VARIABLE as CACHE
 from fsdp_compiled.cli.launch import launch
 from fsdp_compiled.lower.bundle import VARIABLE, write_bundle
 from fsdp_compiled.lower.isa_probes import PROBES

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsdp_compiled.capture import disk_cache
+from fsdp_compiled.capture import cache_folder
 from fsdp_compiled.cli import forked
 
 OUT = Path(sys.argv[1])
@@ -71,7 +71,7 @@ def main() -> None:
 
         launch(until_stopped, 2, OUT, {"TORCHELASTIC_RESTART_COUNT": "0"})
         return
-    temporary = disk_cache._temporary
+    temporary = cache_folder._temporary
     temporary.append(tempfile.TemporaryDirectory())  # as where the user's cannot be written
     forked.prepare(2, "eager")
     import torch
