@@ -36,11 +36,11 @@ class WrittenShards:
     def find(self, trained: Trained, holders: Holders) -> Shards:
         plan, state, rules = trained.plan, trained.state, trained.rules
         by = (plan, *rules)
-        of = (holders, _memory(state.parameters), _memory(state.optimizer))
+        of = (holders, _memory(trained.weights), _memory(state.optimizer))
         alike = len(by) == len(self._by) and all(one is other for one, other in zip(by, self._by))
         if self._found is None or not alike or of != self._of:
             entries = tensors(plan, rules, state.optimizer)
-            own = held(plan, rules, holders.places[holders.rank], state.parameters, state.optimizer, holders)
+            own = held(plan, rules, holders.places[holders.rank], trained.weights, state.optimizer, holders)
             parts = [part(one.name, one.start, one.values, entries[one.name].shape, one.cut) for one in own]
             self._found = Shards(entries, parts, aliases(plan))
             self._by, self._of = by, of
