@@ -7,7 +7,7 @@ asks for none.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import fsdp_compiled.capture.disk_cache  # noqa: F401  before anything that imports Dynamo
+import fsdp_compiled.capture.cache_folder  # noqa: F401  before anything that imports Dynamo
 
 if TYPE_CHECKING:
     from fsdp_compiled.api import compile_sharded as compile_sharded
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fsdp_compiled.plan.hardware import Cluster as Cluster
     from fsdp_compiled.plan.plan import Plan as Plan
     from fsdp_compiled.policy import LossScale as LossScale
+    from fsdp_compiled.policy import OuterSGD as OuterSGD
     from fsdp_compiled.policy import Policy as Policy
     from fsdp_compiled.runtime.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from fsdp_compiled.runtime.fsdp.fully_shard import CPUOffloadPolicy as CPUOffloadPolicy
@@ -49,6 +50,7 @@ _MODULES = {  # where each is; what a type checker reads above says the same
     "LossScale": "policy",
     "MixedPrecisionPolicy": "runtime.fsdp.fully_shard",
     "OffloadPolicy": "runtime.fsdp.fully_shard",
+    "OuterSGD": "policy",
     "Plan": "plan.plan",
     "Policy": "policy",
     "Port": "ir.program",

@@ -33,9 +33,10 @@ from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
-from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal
+from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal, local_refusal
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import state_by_name
+from fsdp_compiled.runtime.local_steps import LocalSteps, exchanges, own_sites
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.param_step_counts import brought_by
 from fsdp_compiled.runtime.programs.no_collection import no_collection
@@ -128,11 +129,15 @@ def _sharded(
             checked, failure = None, error
     if checked is not None:
         leaves, rules, policy = checked
+        if policy.sync_every is not None:
+            place = own_sites(place, policy.shard)
         failure = device_refusal(policy, place.device) or eager_refusal(policy, rules, place)
+        failure = failure or local_refusal(policy, rules, model.modules(), place)
         try:
             check_tensor_parallel(model, place, leaves, policy)
-            plan = make_plan(leaves, policy, place.device, place.shard, place.replicate, place.tp)
-            plan = replace(plan, notes=(*plan.notes, *notes, *described(rules)))
+            replicas = place.replicate if policy.sync_every is None else 1  # which a step then does not know
+            plan = make_plan(leaves, policy, place.device, place.shard, replicas, place.tp)
+            plan = replace(plan, notes=(*plan.notes, *notes, *described(rules), *exchanges(policy, place.replicate)))
             text = _fingerprint(model, plan, rules, own) if place.world > 1 else ""
         except Exception as error:
             failure = failure or error
@@ -143,8 +148,9 @@ def _sharded(
         taken, state, random, whole, on_shards = lockstep(place, "What compile_sharded takes over", begin)
     maker = ProgramMaker(taken, loss, plan, place, Calls(place), random.bound)
     hyperparameters = Hyperparameters(own, plan.device)
+    local = LocalSteps(plan, place, maker, state) if plan.policy.sync_every and own is not None else None
     return Sharded(
-        taken, own, Programs(maker, checked[1]), hyperparameters, Copies(plan), state, random, whole, on_shards
+        taken, own, Programs(maker, checked[1]), hyperparameters, Copies(plan), state, random, whole, on_shards, local
     )
 
 

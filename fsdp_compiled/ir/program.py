@@ -112,6 +112,7 @@ SAME_PARTS = 2
 CALL = Port("in", "call")  # float64
 DRAWN = Port("in", "drawn")  # float64
 SILENT = "none"  # the wire of what sends nothing
+ANCHOR, MOMENTUM = "outer.anchor", "outer.momentum"  # parts of what sites that step by themselves have in common
 CALL_PARTS = 3  # of 20 bits each, in one element each
 
 

@@ -21,6 +21,7 @@ from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.host_offload import offload
 from fsdp_compiled.passes.limit import limit
 from fsdp_compiled.passes.loss_scale import scale, skip, unscale
+from fsdp_compiled.passes.outer_update import outer_update, shards_of
 from fsdp_compiled.passes.overlap import overlap
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.recompute_saved import recompute_saved
@@ -69,6 +70,11 @@ def step(rules: Sequence[Rule], added: Collection[str] | None = None) -> tuple[P
     means, cleared = ((average(added),), (clear,)) if added is not None else ((), ())
     begin = ROW if added is not None else DIFFERENTIATION
     return (*begin, *means, *REPORTING, *cleared, clip, update(rules), skip, count_updates, *CLOSING)
+
+
+def outer(plan: Plan) -> Program:
+    """The program of an exchange between the sites of this plan, which its ``replicate`` axis joins."""
+    return run(shards_of(plan), plan, (outer_update,))
 
 
 def run(
@@ -138,6 +144,7 @@ __all__ = [
     "SCHEDULING",
     "Observer",
     "Pass",
+    "outer",
     "recompute",
     "recompute_saved",
     "run",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdp_compiled.policy.local_steps import OuterSGD
 from fsdp_compiled.policy.loss_scale import LossScale, is_number
 
 if TYPE_CHECKING:
@@ -82,6 +83,12 @@ def _check_numbers(policy: Policy) -> None:
         raise ValueError(f"Policy.programs is {policy.programs!r}; expected a whole number, 1 or more.")
     if not isinstance(policy.verify, int) or policy.verify < 0:
         raise ValueError(f"Policy.verify is {policy.verify!r}; expected True, False, or a whole number, 1 or more.")
+    if policy.sync_every is not None and not (
+        isinstance(policy.sync_every, int) and policy.sync_every is not True and policy.sync_every > 0
+    ):
+        raise ValueError(f"Policy.sync_every is {policy.sync_every!r}; expected a whole number, 1 or more, or None.")
+    if not (policy.outer is None or isinstance(policy.outer, OuterSGD)):
+        raise ValueError(f"Policy.outer is a {type(policy.outer).__name__}; expected an OuterSGD, or None.")
     for name in ("clip", "clip_value", "bandwidth_gbps", "memory_gb"):
         value = getattr(policy, name)
         if value is not None and not (is_number(value) and 0 < value < math.inf):
@@ -111,7 +118,27 @@ def _check_precision(policy: Policy) -> None:
         raise ValueError(f'Policy.loss_scale is {scale!r}; expected None, "dynamic", a positive number or a LossScale.')
 
 
+def _check_local_steps(policy: Policy) -> None:
+    if policy.sync_every is None:
+        if policy.outer is not None:
+            raise ValueError(
+                f"Policy.outer={policy.outer} moves weights every sync_every steps, which is None. Give it."
+            )
+        return
+    for name, off, why in (
+        ("loss_scale", None, "a step may be void on one site and not on another. Train in bfloat16"),
+        ("offload", False, "the exchange does not work in host memory yet"),
+        ("weigh", "ranks", "sites count the same in an exchange, however many rows they had"),
+        ("verify", False, "a step is held against the mean of all ranks, and here is one of a site"),
+    ):
+        if (value := getattr(policy, name)) != off:
+            raise ValueError(
+                f"Policy.{name} is {value!r} with sync_every={policy.sync_every}: {why}. Leave {name} out."
+            )
+
+
 def _check_together(policy: Policy) -> None:
+    _check_local_steps(policy)
     if policy.loss_rows is not None and policy.dynamic not in ("auto", False):
         raise ValueError(
             f"Policy.loss_rows={policy.loss_rows} makes so many slices as there are rows for, but under "

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled.policy.check import check
+from fsdp_compiled.policy.local_steps import OuterSGD
 from fsdp_compiled.policy.loss_scale import LossScale
 
 
@@ -182,6 +183,25 @@ class Policy:
         more than rounding explains, every rank raises and the state is as before. A copy of this rank's state is held
         until then. Not compared are gradients, updates, microbatches, and random numbers on a GPU, whose order is
         another there. What it took is said once, in the log. False, the default: never.
+    sync_every
+        After how many steps sites exchange what they learned; between exchanges each trains by itself, and nothing
+        crosses the replicate axis (local steps, DiLoCo: Douillard et al., 2023). None: every step is one of all ranks.
+        A site is a row of the mesh, ``("replicate", "shard")``: inside of it a step is as without this. Under ``"ddp"``
+        on a mesh of one axis each rank is a site. After the last of so many calls of `Sharded.step`, the mean over the
+        sites of how far weights came since the last exchange is the gradient of ``outer``, which moves the weights from
+        where they were then: one all-reduce of parameters' size on the replicate axis, the program
+        `Sharded.outer_program`. `Sharded.synchronize` exchanges earlier, as at the end of a run.
+
+        Meanwhile losses, norms, clipping, evaluation and parameters that are read are of this rank's site, as are
+        SyncBatchNorm's statistics. Optimizer state stays with its site; module buffers stay with their rank. Rates are
+        compared at an exchange. What is written to parameters before the first step after one counts for where they
+        were; later, for how far a site came. For each element of a parameter a rank holds where it was, and ``outer``'s
+        momentum. `Sharded.save` keeps all of it at any step, and goes on bit for bit on the same mesh.
+
+        Not with ``loss_scale``, ``offload``, ``weigh="rows"`` or ``verify``, and not yet under tensor parallelism or
+        with optimizers of whole matrices.
+    outer
+        How an exchange moves the weights: `OuterSGD`. None: with its defaults.
     """
 
     shard: str = "zero3"
@@ -210,6 +230,8 @@ class Policy:
     without: tuple[str, ...] | Literal["all"] = ()
     programs: int = 16
     verify: bool | int = False
+    sync_every: int | None = None
+    outer: OuterSGD | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.tp, Mapping):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from fsdp_compiled.capture.sequence_attention import check_attention
+from fsdp_compiled.capture.sequence_attention import SequenceAttention, check_attention
 from fsdp_compiled.capture.sync_batchnorm import check_norms
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.kernels.products import widening
@@ -107,6 +107,31 @@ def device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
             "Policy.unrounded_gradients needs matrix products of bfloat16 that are written in float32, which PyTorch "
             f"does not have on {device}: {why}. Leave it out: gradients are then rounded to the compute dtype, as "
             "FSDP2's are."
+        )
+    return None
+
+
+def local_refusal(
+    policy: Policy, rules: Sequence[Rule], modules: Iterable[nn.Module], place: Mesh
+) -> ValueError | None:
+    """Of local steps. ``place``: with sites along its replicate axis."""
+    if policy.sync_every is None:
+        return None
+    what = f"Policy.sync_every is {policy.sync_every}, but "
+    if place.replicate == 1 and place.world > 1:
+        return ValueError(
+            f"{what}the mesh has one site of {place.shard} ranks, which exchange in every step. Give a mesh with two "
+            'axes, ("replicate", "shard"), whose rows are the sites; or shard="ddp", where each rank is one.'
+        )
+    if place.tp > 1:
+        return ValueError(f"{what}local steps are not supported under tensor parallelism yet. Leave one of them out.")
+    if whole := next((rule for rule in rules if rule.whole), None):
+        return ValueError(
+            f"{what}{whole.name} updates whole matrices on owners, whose state no site has by itself yet."
+        )
+    if any(isinstance(module, SequenceAttention) and module.axis == "replicate" for module in modules):
+        return ValueError(
+            f'{what}a SequenceAttention goes along "replicate", which no step crosses. Put it along "shard".'
         )
     return None
 

@@ -48,6 +48,23 @@ class Sharded(ShardedCheckpoints):
 
     @untraced
     @one_thread
+    def synchronize(self) -> None:
+        """Exchanges between sites now, of the steps since the last exchange, as at the end of a run; see
+        ``Policy.sync_every``. Nothing where there are none. Collective."""
+        if self._local is None:
+            return
+        with self._refusing():
+            self._between_steps("synchronize")
+            self._checkpoints.check()
+            self._taken.check()
+        if self._local.steps:
+            self._exchange_sites(self._local, self._state)
+        else:
+            with self._meeting(f"exchange after 0 local steps{self._hyperparameters}"):
+                pass
+
+    @untraced
+    @one_thread
     def accumulate(self, *batch: Any, **named: Any) -> Any:
         """Adds one microbatch's gradient, without an update; the next `step` uses the mean over all of them.
 
@@ -68,6 +85,9 @@ class Sharded(ShardedCheckpoints):
         draws (see `State`). `state` itself draws from PyTorch's default generator, as `step` does.
         """
         self._need_optimizer("apply")
+        if self._local is not None:
+            with self._refusing():
+                raise ValueError("apply under Policy.sync_every: what a round has come to is in no State. Call step.")
         for update in self._updates:
             with self._refusing():
                 update.refuse("apply", "what its code keeps in groups and attributes is in no State. Call step.")
@@ -208,6 +228,13 @@ class Sharded(ShardedCheckpoints):
     def program(self) -> Program:
         """The newest program that trains; before there is one, the newest that differentiates or runs forward."""
         return self._programs.newest.program
+
+    @property
+    def outer_program(self) -> Program:
+        """The program of an exchange between sites, under ``Policy.sync_every``."""
+        if self._local is None:
+            raise RuntimeError("There is no exchange between sites: Policy.sync_every is None.")
+        return self._local.program
 
     @property
     def programs(self) -> tuple[Program, ...]:

@@ -27,12 +27,13 @@ from fsdp_compiled.runtime.checkpoint.checkpoints import Checkpoints
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.fsdp.loop_hooks import idle as idle_hooks
 from fsdp_compiled.runtime.fsdp.loop_hooks import remove_idle
+from fsdp_compiled.runtime.local_steps import LocalSteps
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.parameters.parameter_writes import Writes
 from fsdp_compiled.runtime.programs import compile_only
 from fsdp_compiled.runtime.programs.compile import Compiled, Kind
-from fsdp_compiled.runtime.programs.failed_calls import FailedCalls
+from fsdp_compiled.runtime.programs.failed_calls import HALF, FailedCalls
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
@@ -60,8 +61,10 @@ class ShardedCalls:
         random: RandomNumbers,
         updates: Sequence[WholeUpdate] = (),
         shard_updates: Sequence[ShardUpdate] = (),
+        local: LocalSteps | None = None,
     ) -> None:
-        """``updates``: of optimizers that run as they are, on whole parameters; ``shard_updates``: on shards."""
+        """``updates``: of optimizers that run as they are, on whole parameters; ``shard_updates``: on shards.
+        ``local``: under ``Policy.sync_every``."""
         plan, mesh = programs.plan, programs.mesh
         self.plan = plan
         self.model = taken.model
@@ -70,7 +73,7 @@ class ShardedCalls:
         self._mesh = mesh
         self._state = state
         self._programs, self._hyperparameters, self._copies = programs, hyperparameters, copies
-        self._updates, self._shard_updates = updates, shard_updates
+        self._updates, self._shard_updates, self._local = updates, shard_updates, local
         self.calling = RLock()  # for `one_thread`
         self._rank = torch.tensor([mesh.shard_rank], device=plan.device)
         # Numbers that the host sets from call to call, and the tensors that hold them and keep their places.
@@ -99,10 +102,30 @@ class ShardedCalls:
             )
 
     def _run_step(self, state: State, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, State]:
+        if self._local is not None:
+            if self._local.steps == self._local.every:  # the exchange failed, and the step before it did not
+                self._exchange_sites(self._local, state)
+            self._local.step_begins(state)
         compiled, outputs = self._run("last" if state.sums else "step", state, batch, named)
         self._row.end()
         self._norm = outputs.get(NORM)
-        return compiled.capture.rebuild(outputs), state.consume()
+        result = compiled.capture.rebuild(outputs), state.consume()
+        if self._local is not None:
+            self._local.steps += 1
+            if self._local.steps == self._local.every:
+                self._exchange_sites(self._local, result[1])
+        return result
+
+    def _exchange_sites(self, local: LocalSteps, state: State) -> None:
+        """Collective: all ranks have made as many steps since the last one, by the same rates."""
+        label = f"exchange after {local.steps} local steps{self._hyperparameters}"
+        with self._meeting(label), outside_modes():
+            try:
+                local.exchange(state)
+            except BaseException as error:
+                if self._calls.closed is None and not isinstance(error, RankError):
+                    self._calls.abandon(f"{HALF} It said:\n{type(error).__name__}: {error}")
+                raise
 
     def _run(
         self, kind: Kind, state: State, batch: tuple[Any, ...], named: dict[str, Any]

@@ -30,6 +30,7 @@ class ShardedCheckpoints(ShardedCalls):
         if self._joined is not None:
             raise RuntimeError("full_state_dict inside join: the other ranks may still train. Call it after the block.")
         with self._refusing():
+            self._as_one("full_state_dict")
             self._taken.check()
             take(self._programs.replaced_buffers(), state.buffers, self._state.buffers)
         with self._meeting("full_state_dict"), outside_modes():
@@ -54,6 +55,8 @@ class ShardedCheckpoints(ShardedCalls):
         ``step``: N; left out, how many updates were made. ``keep``: how many checkpoints stay, older ones are removed
         once this one is complete; None: all. ``extra``: objects by name, whose ``state_dict()`` goes along: a
         scheduler, a sampler. ``replace``: a checkpoint of this step may be there already.
+
+        Under ``Policy.sync_every`` each rank's own state is saved too, at any step; on another mesh `load` refuses it.
 
         Returns a future once the state is copied; files are written in the background (``wait``: not so), and
         ``result()`` is the checkpoint's folder, or raises `SaveError` on every rank, as does the next call. ``busy``:
@@ -120,6 +123,7 @@ class ShardedCheckpoints(ShardedCalls):
         """
         with self._refusing():
             place = path(folder)
+            self._as_one("export")
             trained = self._trained("export", optimizer=False)
         with self._meeting(f"export to {place}"), outside_modes():
             self._checkpoints.export(place, self.model, trained)
@@ -137,6 +141,8 @@ class ShardedCheckpoints(ShardedCalls):
             trained = self._trained("import_weights", optimizer=False)
         with self._meeting(f"import from {place}, strict={bool(strict)}"), outside_modes():
             self._checkpoints.import_weights(place, bool(strict), self.model, trained)
+        if self._local is not None:
+            self._local.steps = 0  # what was loaded is where the sites begin
 
     @untraced
     @one_thread
@@ -149,6 +155,8 @@ class ShardedCheckpoints(ShardedCalls):
             trained = self._trained("load_full_state_dict", optimizer=False)
         with self._meeting("load_full_state_dict"), outside_modes():
             self._checkpoints.load_weights(state_dict, self.model, trained)
+        if self._local is not None:
+            self._local.steps = 0  # what was loaded is where the sites begin
 
     @untraced
     @one_thread
@@ -185,6 +193,7 @@ class ShardedCheckpoints(ShardedCalls):
         """
         with self._refusing():
             self._between_steps("state_dict")
+            self._of_all_sites("state_dict")
             self._checkpoints.wait()
             trained = self._trained("state_dict")
         with self._meeting("state_dict"), outside_modes():
@@ -198,6 +207,7 @@ class ShardedCheckpoints(ShardedCalls):
         Raises ``ValueError`` by name, with nothing changed, for what does not fit.
         """
         with self._refusing():
+            self._of_all_sites("load_state_dict")
             trained = self._trained("load_state_dict")
         with self._meeting("load_state_dict"), outside_modes():
             self._checkpoints.load_state_dict(state_dict, trained)
@@ -212,6 +222,21 @@ class ShardedCheckpoints(ShardedCalls):
                 f"{call} between microbatches: their sums are no part of a checkpoint. Call it after sharded.step."
             )
 
+    def _as_one(self, call: str) -> None:
+        """Raises for a call that gives weights away, where sites differ in them."""
+        if self._local is not None and self._local.steps:
+            raise RuntimeError(
+                f"{call} between exchanges: sites have made {self._local.steps} steps by themselves since the last, "
+                "and have other weights each. Call sharded.synchronize() before."
+            )
+
+    def _of_all_sites(self, call: str) -> None:
+        if self._local is not None:
+            raise ValueError(
+                f"{call} under Policy.sync_every: sites have an optimizer's state of their own each, for which DCP's "
+                "layout has no place. Use sharded.save and sharded.load."
+            )
+
     def _trained(self, call: str, optimizer: bool = True) -> Trained:
         """What is saved and loaded. ``optimizer``: whether its state is."""
         updates = self._updates if optimizer else ()
@@ -219,4 +244,4 @@ class ShardedCheckpoints(ShardedCalls):
             update.read(self._state.optimizer)
         self._taken.check()
         take(self._programs.replaced_buffers(), self._state.buffers)
-        return Trained(self.plan, self._state, self.optimizer, self._programs.rules, updates)
+        return Trained(self.plan, self._state, self.optimizer, self._programs.rules, updates, self._local)

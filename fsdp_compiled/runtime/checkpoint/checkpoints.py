@@ -22,7 +22,13 @@ from fsdp_compiled.runtime.checkpoint.contents import (
     values_of,
 )
 from fsdp_compiled.runtime.checkpoint.image import Image, Plans
-from fsdp_compiled.runtime.checkpoint.loaded_values import check_saved_extra, chosen_values, load_extra, write_values
+from fsdp_compiled.runtime.checkpoint.loaded_values import (
+    check_saved_extra,
+    chosen_values,
+    load_extra,
+    match_local,
+    write_values,
+)
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.saving import Wish
@@ -136,7 +142,7 @@ class Checkpoints:
     def _prepare(self, wish: Wish, trained: Trained, extra: Mapping[str, Any], begun: list[Path]) -> Work[Last]:
         self._count += 1
         values, tensors = values_of(
-            trained.state, trained.plan, trained.optimizer, trained.rules, extra, trained.updates
+            trained.state, trained.plan, trained.optimizer, trained.rules, extra, trained.updates, trained.local
         )
         dealt = [f"extra {name}" for name, holder in extra.items() if dealt_out(holder)]
         return saving.prepare(wish, self._count, self._mesh, trained, values, tensors, self._plans, begun, dealt)
@@ -223,6 +229,7 @@ class Checkpoints:
             return None
         manifest = yield from loading.open_manifest(chosen, mesh)
         found = match(manifest, trained, Place(mesh.shard_rank, mesh.tp_rank))
+        match_local(manifest, trained, found, mesh.rank, rows)
         found.differences += [
             f"extra[{name!r}] is not in the checkpoint" for name in extra if f"extra {name}" not in manifest.values
         ]

@@ -11,6 +11,7 @@
 | ``random`` | this rank's generators: PyTorch's, Python's and NumPy's |
 | ``buffer <name>`` | a buffer of the model |
 | ``constant <name>`` | a tensor that the loss closes over and updates |
+| ``local`` | what a rank has that other sites have not, under ``Policy.sync_every`` |
 | ``extra <name>`` | what the user gave along: its ``state_dict()`` |
 
 Each is written once where all ranks have the same, and else by every rank.
@@ -32,6 +33,7 @@ from fsdp_compiled.optim.param_groups import options_of
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint.values import Tensors, encode
+from fsdp_compiled.runtime.local_steps import LocalSteps
 from fsdp_compiled.runtime.param_step_counts import fresh, names_of
 from fsdp_compiled.runtime.rng import default_generator, seed
 from fsdp_compiled.runtime.state import State
@@ -47,6 +49,7 @@ def values_of(
     rules: Sequence[Rule],
     extra: Mapping[str, Any],
     updates: Sequence[WholeUpdate] = (),
+    local: LocalSteps | None = None,
 ) -> tuple[dict[str, Any], Tensors]:
     """The values as JSON, and copies of their tensors, on the host.
 
@@ -65,6 +68,8 @@ def values_of(
     values["random"] = generators(state, plan.device)
     values |= {f"buffer {name}": tensor for name, tensor in state.buffers.items()}
     values |= {f"constant {name}": tensor for name, tensor in state.constants.items()}
+    if local is not None:
+        values["local"] = local.saved(state)
     for name, holder in extra.items():
         values[f"extra {name}"] = holder.state_dict()
     tensors: Tensors = {}
@@ -227,3 +232,9 @@ class Trained:
     optimizer: Optimizer | None
     rules: Sequence[Rule]
     updates: Sequence[WholeUpdate] = ()  # of optimizers that keep state in forms of their own, on owners
+    local: LocalSteps | None = None
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Flat shards by buffer key, as a checkpoint has the model's."""
+        return self.local.weights(self.state) if self.local is not None else self.state.parameters

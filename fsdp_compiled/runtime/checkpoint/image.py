@@ -82,11 +82,11 @@ class Plans:
     def find(self, trained: Trained, holders: Holders) -> Shards:
         plan, state, rules = trained.plan, trained.state, trained.rules
         by = (plan, *rules)
-        of = (holders, _memory(state.parameters), _memory(state.optimizer))
+        of = (holders, _memory(trained.weights), _memory(state.optimizer))
         alike = len(by) == len(self._by) and all(one is other for one, other in zip(by, self._by))
         if self._shards is None or not alike or of != self._of:
             place = holders.places[holders.rank]
-            parts = list(held(plan, rules, place, state.parameters, state.optimizer, holders))
+            parts = list(held(plan, rules, place, trained.weights, state.optimizer, holders))
             self._shards = Shards(tensors(plan, rules, state.optimizer), parts, aliases(plan))
             self._by, self._of, self._alike = by, of, None
         return self._shards

@@ -66,7 +66,7 @@ def chosen_values(
     manifest: Manifest, found: Match, extra: Mapping[str, Any], rank: int, rows: Sequence[int]
 ) -> dict[str, tuple[Any, bool]]:
     """The values that this rank takes, as JSON, each with whether it is its own."""
-    fixed = ["updates", "scale", "random"]
+    fixed = ["updates", "scale", "random", *["local"] * found.local]
     constants = [f"constant {name}" for name in found.constants]
     for name in found.buffers:
         if (value := buffer_value(manifest, name)) is not None:
@@ -78,6 +78,23 @@ def chosen_values(
     return {name: pair for name, pair in pairs.items() if pair is not None}
 
 
+def match_local(manifest: Manifest, trained: Trained, found: Match, rank: int, rows: Sequence[int]) -> None:
+    """Whether this rank goes on from what was saved of local steps, and if there is some and it does not, why."""
+    pair = loading.values_for(manifest, "local", rank, rows)
+    if pair is None:
+        return
+    saved, own = pair
+    sizes = {name: manifest.tensors[tree["$tensor"]].shape for name, tree in saved["state"].items()}
+    found.local = trained.local is not None and own and trained.local.fits(saved, sizes, trained.state)
+    if not found.local:
+        found.differences.append(
+            f"it is of local steps (Policy.sync_every) of {saved['sites']} sites of {saved['ranks']} ranks, which each "
+            "have an optimizer's state of their own, and other sites, units or none are here; what fits of it are "
+            f"weights, those of the last exchange, {saved['steps']} steps before, and each element of that state as "
+            "one site had it"
+        )
+
+
 def write_values(
     values: Mapping[str, tuple[Any, bool]],
     tensors: Mapping[str, torch.Tensor],
@@ -87,6 +104,8 @@ def write_values(
 ) -> None:
     """``row``: whose batches this rank has, of how many."""
     state = trained.state
+    if trained.local is not None:
+        trained.local.load(decode(values["local"][0], tensors) if found.local else None, state)
     with torch.no_grad():
         state.ages.loaded(found.updated)
         for key, numbers in found.scalars.items():

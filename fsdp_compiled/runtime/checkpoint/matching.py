@@ -41,6 +41,7 @@ class Match:
     options: list[dict[str, Any]] | None = None  # of each group, as JSON, where rates are taken over
     updated: dict[str, Names] = field(default_factory=dict)  # by rules' keys, who has made their steps
     written: Sequence[str] = ()  # options that the optimizer's own code writes, which are taken over too
+    local: bool = False  # whether a rank goes on from what it had of local steps
     differences: list[str] = field(default_factory=list)
 
 

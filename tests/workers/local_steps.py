@@ -1,0 +1,309 @@
+"""Local steps beside a loop that a person would write: sites of ranks, an optimizer in each, an outer one over them.
+
+``local_steps.py RESULT``: all cases for this number of ranks, each rank's answers.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compiled import OuterSGD, Policy, Sharded, compile_sharded
+from fsdp_compiled.distributed.process_group import close
+from tests.launch import told, write_for_all
+
+EVERY, STEPS = 3, 7  # the last step is between exchanges
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.out(self.norm(x))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(model(x), y)
+
+
+@dataclass(frozen=True)
+class Case:
+    shard: str = "zero3"
+    flat: bool = False  # a mesh of one axis
+    optimizer: str = "sgd"
+    outer: OuterSGD | None = None
+    clip: float | None = None
+    parts: int = 1  # microbatches
+    lower: str = "eager"
+
+
+TWO = {
+    "each rank, ddp": Case("ddp", flat=True, optimizer="adamw"),
+    "each rank, a mesh": Case(optimizer="adamw"),
+    "means": Case("ddp", flat=True, outer=OuterSGD(1.0, 0.0, False)),
+    "heavy ball": Case("ddp", flat=True, outer=OuterSGD(0.5, 0.8, False)),
+    "microbatches and clipping": Case(clip=0.5, parts=2),
+    "inductor": Case(optimizer="adamw", lower="inductor"),
+}
+FOUR = {
+    "zero3": Case(optimizer="adamw"),
+    "zero2": Case("zero2"),
+    "zero1": Case("zero1"),
+    "ddp": Case("ddp"),
+    "clip": Case(clip=0.5),
+}
+
+
+def inner(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    if case.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), 0.01)
+    return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+
+
+def batches(parts: int = 1, steps: int = STEPS) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Of this rank, by step: its microbatches."""
+    numbers = torch.Generator().manual_seed(10 + dist.get_rank())
+    for _ in range(steps):
+        yield [(torch.randn(4, 8, generator=numbers), torch.randn(4, 3, generator=numbers)) for _ in range(parts)]
+
+
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def sharded_of(case: Case, every: int = EVERY) -> Sharded:
+    own = model()
+    mesh = None if case.flat else init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=AXES)
+    policy = Policy(case.shard, lower=case.lower, clip=case.clip, sync_every=every, outer=case.outer)
+    return compile_sharded(own, inner(case, own), loss=loss_of, mesh=mesh, policy=policy)
+
+
+AXES = ("replicate", "shard")
+
+
+def trained(case: Case) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses; after an exchange at the end, weights; and this rank's buffers."""
+    sharded = sharded_of(case)
+    schedule = torch.optim.lr_scheduler.StepLR(sharded.optimizer, 2, 0.7)
+    losses = []
+    for *first, last in batches(case.parts):
+        for one in first:
+            sharded.accumulate(*one)
+        losses.append(float(sharded.step(*last)))
+        schedule.step()
+    sharded.synchronize()
+    with sharded.gathered() as whole:
+        weights = {name: value.detach().clone() for name, value in whole.named_parameters()}
+    return losses, weights, {name: value.clone() for name, value in sharded.model.named_buffers()}
+
+
+def by_hand(case: Case, lr: float | None = None, crosses: bool = True) -> tuple[list[float], Any, Any]:
+    """The same in plain PyTorch; ``lr``: another rate of the outer optimizer; ``crosses``: whether sites exchange."""
+    ranks = dist.get_world_size() // 2
+    mesh = init_device_mesh("cpu", (2, ranks), mesh_dim_names=AXES)
+    site, across = mesh.get_group("shard"), mesh.get_group("replicate")
+    own, outer = model(), case.outer or OuterSGD()
+    optimizer = inner(case, own)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
+    parameters = list(own.parameters())
+    anchors = [nn.Parameter(one.detach().clone()) for one in parameters]
+    moves = torch.optim.SGD(anchors, lr or outer.lr, momentum=outer.momentum, nesterov=outer.nesterov)
+    losses = []
+    for number, parts in enumerate(batches(case.parts), 1):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for one in parts:
+            loss = loss_of(own, *one) / case.parts
+            loss.backward()
+            total += loss.detach()
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, site)
+        if case.clip:
+            nn.utils.clip_grad_norm_(parameters, case.clip)
+        optimizer.step()
+        schedule.step()
+        dist.all_reduce(total, dist.ReduceOp.AVG, site)
+        losses.append(float(total))
+        if number % EVERY == 0 or number == STEPS:
+            for anchor, parameter in zip(anchors, parameters, strict=True):
+                anchor.grad = anchor.detach() - parameter.detach()
+                if crosses:
+                    dist.all_reduce(anchor.grad, dist.ReduceOp.AVG, across)
+            moves.step()
+            with torch.no_grad():
+                for anchor, parameter in zip(anchors, parameters, strict=True):
+                    parameter.copy_(anchor)
+    return losses, dict(own.named_parameters()), dict(own.named_buffers())
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((one[name] - other[name]).detach().abs().max()) for name in other)
+
+
+def beside(case: Case) -> dict[str, Any]:
+    losses, weights, buffers = trained(case)
+    expected, others, kept = by_hand(case)
+    same = [torch.cat([one.flatten() for one in weights.values()]).double().sum()]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, float(same[0]))
+    return {
+        "losses": [losses, expected],
+        "weights": apart(weights, others),
+        "buffers": apart(buffers, kept),
+        "alike": len(set(everyone)) == 1,
+        "alone": apart(weights, by_hand(case, crosses=False)[1]),
+        "other rate": apart(weights, by_hand(case, lr=0.65)[1]),
+    }
+
+
+def state_of(sharded: Sharded) -> dict[str, torch.Tensor]:
+    state = sharded.state
+    return {**{f"weights {k}": v.clone() for k, v in state.parameters.items()},
+            **{f"state {k}": v.clone() for k, v in state.optimizer.items()},
+            **{f"buffer {k}": v.clone() for k, v in state.buffers.items()}}  # fmt: skip
+
+
+def resumed(case: Case) -> dict[str, Any]:
+    """Whether runs that were cut at each step, also between exchanges, go on bit for bit; and other checkpoints."""
+    found: dict[str, Any] = {}
+    every = list(batches(steps=STEPS))
+    whole = sharded_of(case)
+    holder = [TemporaryDirectory() if dist.get_rank() == 0 else None]
+    folder = [holder[0].name if holder[0] else None]
+    dist.broadcast_object_list(folder)
+    states, saved = {}, []
+    for number, ((one,)) in enumerate(every, 1):
+        whole.step(*one)
+        if number in (2, 3, 4):
+            whole.save(f"{folder[0]}/run", wait=True)
+            saved.append(state_of(whole))
+    final = state_of(whole)
+    for cut in (2, 3, 4):
+        again = sharded_of(case)
+        again.step(*every[5][0])  # what is loaded replaces it
+        again.load(f"{folder[0]}/run", step=cut)
+        for one in every[cut:]:
+            again.step(*one[0])
+        states[cut] = all(torch.equal(value, final[name]) for name, value in state_of(again).items())
+    found["bit for bit"] = states
+    broken = sharded_of(case)
+    broken.load(f"{folder[0]}/run", step=2)
+    broken._local.steps = 0  # type: ignore[union-attr]  # the control: where in the round it was is lost
+    for one in every[2:]:
+        broken.step(*one[0])
+    found["control"] = all(torch.equal(value, final[name]) for name, value in state_of(broken).items())
+    # Elsewhere: without local steps.
+    own = model()
+    plain = compile_sharded(own, inner(case, own), loss=loss_of, policy=Policy("ddp", lower="eager"))
+    found["elsewhere"] = told(lambda: plain.load(f"{folder[0]}/run", step=4))
+    plain.load(f"{folder[0]}/run", step=4, strict=False)
+    at_exchange = sharded_of(case)
+    at_exchange.load(f"{folder[0]}/run", step=3)
+    expected, given = at_exchange.full_state_dict(), plain.full_state_dict()
+    found["anchor"] = all(
+        torch.equal(value, given[name]) for name, value in expected.items() if not name.startswith(("norm.r", "norm.n"))
+    )
+    # And from a checkpoint without them.
+    plain.save(f"{folder[0]}/plain", step=9, wait=True)
+    at_exchange.load(f"{folder[0]}/plain")
+    found["from none"] = [
+        at_exchange._local.steps,  # type: ignore[union-attr]
+        all(not v.any() for k, v in at_exchange.state.optimizer.items() if k.endswith("outer.momentum")),
+    ]
+    dist.barrier()
+    if holder[0]:
+        holder[0].cleanup()
+    return found
+
+
+def between(case: Case) -> dict[str, Any]:
+    """Calls between exchanges."""
+    sharded = sharded_of(case)
+    (one,), (two,), *_ = batches()
+    sharded.step(*one)
+    found = {
+        "full_state_dict": told(sharded.full_state_dict),
+        "export": told(lambda: sharded.export("/nowhere")),
+        "state_dict": told(sharded.state_dict),
+        "load_state_dict": told(lambda: sharded.load_state_dict({})),
+        "apply": told(lambda: sharded.apply(sharded.state, *two)),
+    }
+    # Evaluation is with the weights of the site, which differ.
+    sharded.model.eval()
+    x = torch.ones(2, 8)
+    own = sharded(x)
+    with sharded.gathered() as whole:
+        found["gathered"] = torch.equal(own, whole(x))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own.sum().item())
+    ranks = dist.get_world_size() // 2
+    found["sites differ"] = everyone[0] != everyone[ranks]
+    sharded.synchronize()
+    sharded.synchronize()  # nothing
+    found["weights"] = sorted(sharded.full_state_dict())
+    # What is loaded in between is where the sites begin.
+    sharded.model.train()
+    sharded.step(*one)
+    whole = {name: value.clone() for name, value in model().state_dict().items()}
+    sharded.load_full_state_dict(whole)
+    sharded.step(*two)
+    found["anchor"] = {
+        name: bool(torch.equal(value, sharded_of(case).state.parameters[name.removesuffix(".outer.anchor")]))
+        for name, value in sharded.state.optimizer.items()
+        if name.endswith("anchor")
+    }
+    return found
+
+
+def disagreeing(case: Case) -> dict[str, Any]:
+    found = {"every": told(lambda: sharded_of(case, every=3 + (dist.get_rank() == 0)))}
+    one = next(batches())[0]
+
+    def rates() -> None:
+        sharded = sharded_of(case, 2)
+        for group in sharded.optimizer.param_groups:
+            group["lr"] = 0.1 * (1 + (dist.get_rank() >= dist.get_world_size() // 2))
+        sharded.step(*one)
+        sharded.step(*one)
+
+    found["rates"] = told(rates)
+
+    sharded = sharded_of(case, 3)
+    sharded.step(*one)
+    earlier = dist.get_rank() < dist.get_world_size() // 2
+    found["other call"] = told(sharded.synchronize if earlier else lambda: sharded.step(*one))
+    found["other number"] = told(sharded.synchronize)
+    return found
+
+
+def main(result: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo") if not dist.is_initialized() else None
+    two = dist.get_world_size() == 2
+    first = Case("ddp", flat=True, optimizer="adamw") if two else Case(optimizer="adamw")
+    found: dict[str, Any] = {name: beside(case) for name, case in (TWO if two else FOUR).items()}
+    calls: dict[str, Callable[[Case], Any]] = {"resumed": resumed, "between": between, "disagreeing": disagreeing}
+    for name, call in calls.items():
+        found[name] = call(copy.copy(first))
+    write_for_all(found, result)
+    close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
