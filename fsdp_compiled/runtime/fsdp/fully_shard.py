@@ -47,6 +47,7 @@ ELSEWHERE = {
     "offload": "It is not supported with fully_shard yet: leave it out.",
     "precision": "Pass it as mp_policy=.",
     "verify": "It is not supported with fully_shard yet: leave it out.",
+    "wire": "It is not supported with fully_shard yet: leave it out.",
     "tp": 'Call parallelize_module(model, mesh["tp"], plan) before fully_shard.',
 }
 FULL_PRECISION, NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
