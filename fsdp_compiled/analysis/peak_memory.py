@@ -157,7 +157,9 @@ class _Run:
 
     def _kind(self, node: fx.Node) -> str:
         role = role_of(node)
-        if role in ("gather", "unpack") or (role in ("cast", "pack") and self.shards.intersection(node.all_input_nodes)):
+        if role in ("gather", "unpack") or (
+            role in ("cast", "pack") and self.shards.intersection(node.all_input_nodes)
+        ):
             return "gathered"
         if role == "fetch":
             return "fetched"

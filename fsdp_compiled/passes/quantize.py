@@ -116,9 +116,7 @@ def _reduce(edit: Edit, node: fx.Node, plan: Plan, seed: fx.Node, salts: Iterato
         part = edit.call(operators.combine.default, wait, world, own, dtype, **options, mark=mark)
         if scattered:
             return part
-        sent = edit.call(
-            operators.pack.default, part, 1, seed, next(salts), form=form, mark=replace(mark, role="pack")
-        )
+        sent = edit.call(operators.pack.default, part, 1, seed, next(salts), form=form, mark=replace(mark, role="pack"))
         gather = c10d.all_gather_into_tensor.default
         rows = edit.call(gather, sent, world, axis, mark=replace(mark, role="reduce", purpose="gather"))
         rows = edit.call(c10d.wait_tensor.default, rows, mark=replace(mark, role="wait"))

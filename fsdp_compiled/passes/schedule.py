@@ -260,7 +260,10 @@ def _tail(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     stack = [start]
     while stack:
         for user in stack.pop().users:
-            if role_of(user) in ("wait", "reduce", "scale", "cast", "pack", "combine") and user.meta["phase"] == "backward":
+            if (
+                role_of(user) in ("wait", "reduce", "scale", "cast", "pack", "combine")
+                and user.meta["phase"] == "backward"
+            ):
                 found.append(user)
                 stack.append(user)
     return sorted(found, key=order.__getitem__)
