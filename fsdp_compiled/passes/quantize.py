@@ -67,9 +67,9 @@ def _check(node: fx.Node, plan: Plan) -> None:
     for source in node.all_input_nodes:
         if _is_real(source) and (dtype := source.meta["val"].dtype) not in PACKED:
             raise ValueError(
-                f"Policy.wire={plan.policy.wire!r} rounds what is sent to eight bits, but {node.meta['mark'].buffer} is "
-                f"sent in {dtype}. Leave wire out, or have it in float32, bfloat16 or float16: by the model's dtype or "
-                "by Policy.precision."
+                f"Policy.wire={plan.policy.wire!r} rounds what is sent to eight bits, but "
+                f"{node.meta['mark'].buffer} is sent in {dtype}. Leave wire out, or have it in float32, "
+                "bfloat16 or float16: by the model's dtype or by Policy.precision."
             )
 
 

@@ -170,7 +170,7 @@ def _room(at: int, unit: str, placed: list[LiveRange], most: int | None) -> int:
 
 
 def _issue(live_range: LiveRange) -> list[fx.Node]:
-    """What puts a unit on the wire: fetches from the host, casts, what packs, collectives and the parts of what they bring."""
+    """What puts a unit on the wire: fetches from the host, casts, packing, collectives and parts of what they bring."""
     found: list[fx.Node] = []
     for gather in live_range.gathers:
         made: list[fx.Node] = []
