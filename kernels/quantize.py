@@ -5,7 +5,8 @@
     combine     the same -> the sum, or the mean, of the rows
 
 Every element is read once and written once; a thread loads or stores what is not packed 16 bytes at a time. One
-program works on `BLOCK` elements of a row. fp8 is made and read bit by bit, so that it runs on GPUs that have no such numbers, too.
+program works on `BLOCK` elements of a row. fp8 is made and read bit by bit, so that it
+runs on GPUs that have no such numbers, too.
 """
 
 from __future__ import annotations
