@@ -13,10 +13,11 @@ from fsdp_compiled import Policy, fully_shard
 from fsdp_compiled.ir.nodes import carried
 from fsdp_compiled.kernels import reference
 from fsdp_compiled.kernels.operators import operators
+from fsdp_compiled.kernels.trial import failure
 from fsdp_compiled.plan import make_plan
+from tests.kernel_cases import LIKES
 from tests.launch import launch
 from tests.recipes import program_of, recipe
-from tests.test_kernel_trial import LIKES, failure
 from tests.workers.wire import CASES
 
 WORKER = Path(__file__).parent / "workers" / "wire.py"
