@@ -48,7 +48,9 @@ class Launch:
     @property
     def given(self) -> dict[str, Any]:
         """The arguments as the kernel gets them."""
-        made = {"GROUPS": tuple(map(group_constants, self.arguments["GROUPS"]))}
+        made = {}
+        if "GROUPS" in self.arguments:
+            made["GROUPS"] = tuple(map(group_constants, self.arguments["GROUPS"]))
         if "OPTIONS" in self.arguments:
             made["OPTIONS"] = constants(self.arguments["OPTIONS"])
         return self.arguments | made

@@ -1,4 +1,5 @@
-"""The kernels as operators of ``torch.ops.fsdp_compiled``: flatten, flatten_, accumulate_, measure, adam_ and sgd_.
+"""The kernels as operators of ``torch.ops.fsdp_compiled``: flatten, flatten_, accumulate_, measure, adam_,
+sgd_, pack, unpack and combine.
 
 On CUDA they launch Triton kernels; elsewhere they are the plain PyTorch of `reference`, whose signatures they have.
 Compilers see them whole. What they write is in their schemas, they allocate what they return and nothing else, and
@@ -18,6 +19,7 @@ from fsdp_compiled.kernels.options import SGD, Adam
 
 Function = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
+PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
 _LIBRARY = torch.library.Library("fsdp_compiled", "FRAGMENT")
 _ADAM = "float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool maximize"
@@ -34,6 +36,9 @@ _SCHEMAS = {
     f"Tensor? scheduled=None, Tensor? skipped=None, *, {_ADAM}) -> ()",
     "sgd_": "(Tensor(a!)[] parameters, Tensor[] gradients, Tensor(b!)[] buffers, Tensor(c!)[] copies, Tensor lr, "
     f"Tensor? undamped=None, Tensor? factor=None, Tensor? scheduled=None, Tensor? skipped=None, *, {_SGD}) -> ()",
+    "pack": "(Tensor values, int rows, Tensor? seed=None, int salt=0, *, str form) -> Tensor",
+    "unpack": "(Tensor packed, int rows, int numel, ScalarType dtype, *, str form) -> Tensor",
+    "combine": "(Tensor packed, int rows, int numel, ScalarType dtype, *, str form, bool mean) -> Tensor",
 }
 
 
@@ -78,6 +83,33 @@ def check_lists(*arguments: Any) -> None:
             raise ValueError(f"list {number} holds tensors of {sizes} elements; expected {expected}, as list 0.")
         if odd := [index for index, tensor in enumerate(tensors) if not tensor.is_contiguous()]:
             raise ValueError(f"tensor {odd[0]} of list {number} is not contiguous; expected slices of flat buffers.")
+
+
+def check_values(values: torch.Tensor, rows: int, *_: Any) -> None:
+    """Raises ``ValueError`` unless the values can be packed in so many rows."""
+    if values.dim() != 1 or not values.is_contiguous() or values.dtype not in PACKED or rows < 1:
+        raise ValueError(
+            f"pack: values of {values.dtype}, shape {list(values.shape)} and stride {values.stride()}, in {rows} rows; "
+            f"expected a contiguous flat tensor of {', '.join(map(str, PACKED))}, in one row or more."
+        )
+
+
+def check_packed(rows_of: Function) -> Function:
+    """A check that raises ``ValueError`` unless the bytes are those of ``rows_of(numel, rows)`` packed elements."""
+
+    def check(packed: torch.Tensor, rows: int, numel: int, *_: Any) -> None:
+        if packed.numel() != rows * (size := reference.row_of(*rows_of(numel, rows))[1]) or not packed.is_contiguous():
+            raise ValueError(f"{packed.numel()} packed bytes for {numel} elements; expected {rows} rows of {size}.")
+
+    return check
+
+
+def _packed_shape(values: torch.Tensor, rows: int, *_: Any, **__: Any) -> torch.Tensor:
+    return values.new_empty(rows * reference.row_of(values.numel(), rows)[1], dtype=torch.uint8)
+
+
+def _unpacked_shape(packed: torch.Tensor, rows: int, numel: int, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+    return packed.new_empty(numel, dtype=dtype)
 
 
 def _flat_shape(gradients: Tensors, offsets: Sequence[int], numel: int, dtype: torch.dtype, *_: Any) -> torch.Tensor:
@@ -138,6 +170,9 @@ _define("accumulate_", "accumulate", check_lists, _squares_shape)
 _define("measure", "accumulate", check_lists, _squares_shape)
 _define("adam_", "update", check_lists, _nothing, Adam)
 _define("sgd_", "update", check_lists, _nothing, SGD)
+_define("pack", "quantize", check_values, _packed_shape)
+_define("unpack", "quantize", check_packed(lambda numel, rows: (numel, rows)), _unpacked_shape)
+_define("combine", "quantize", check_packed(lambda numel, rows: (numel, 1)), _unpacked_shape)
 
 operators = torch.ops.fsdp_compiled
 KERNELS = (
@@ -148,4 +183,7 @@ KERNELS = (
     operators.measure.default,
     operators.adam_.default,
     operators.sgd_.default,
+    operators.pack.default,
+    operators.unpack.default,
+    operators.combine.default,
 )

@@ -17,6 +17,7 @@ from fsdp_compiled.kernels import host_copies
 from fsdp_compiled.kernels.operators import IMPLEMENTATIONS, OPTIONS, RUNS
 
 SIZES = (5000, 1, 33)  # elements; a block is 1,024 or 4,096
+ROWS = 3  # of what is packed
 SCALARS = {"lr": 1e-2, "step": 3.0, "factor": 0.5, "scheduled": 0.8, "undamped": 0.0, "scale": 0.5, "skipped": 0.0}
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float64: 1e-12}
 FLOAT32 = 4e-6  # multiply-adds are contracted on a GPU, and sums of squares have another order
@@ -60,7 +61,18 @@ def _arguments(like: Like, device: torch.device) -> tuple[list[Any], dict[str, A
     for argument in overload._schema.arguments:
         if argument.kwarg_only:
             continue
-        if argument.name == "gradients" and like.name.startswith("flatten"):
+        if argument.name == "values":
+            found.append(_values(generator, dict(like.scalars)["values"], device))
+        elif argument.name == "packed":
+            values = _values(generator, torch.float32, device)
+            found.append(IMPLEMENTATIONS["pack"](values, ROWS, form=dict(like.numbers)["form"]))
+        elif argument.name in ("rows", "salt"):
+            found.append(ROWS)
+        elif argument.name == "numel" and like.name in ("unpack", "combine"):
+            found.append(-(-SIZES[0] // ROWS) if like.name == "combine" else SIZES[0])
+        elif argument.name == "seed" and "seed" in dict(like.scalars):
+            found.append(torch.full((1,), 2**40 + 3, dtype=torch.int64, device=device))
+        elif argument.name == "gradients" and like.name.startswith("flatten"):
             found.append(_gradients(lists["gradients"], generator, device))
         elif argument.name in lists:
             found.append(_list(argument.name, lists[argument.name], generator, device))
@@ -87,6 +99,14 @@ def _arguments(like: Like, device: torch.device) -> tuple[list[Any], dict[str, A
     numbers = {name: value for name, value in like.numbers if name != "dtype"}
     kind = OPTIONS.get(like.name)
     return found, ({"options": kind(**numbers)} if kind else numbers)
+
+
+def _values(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Of very different sizes, some of them zero, and a NaN."""
+    values = torch.randn(SIZES[0], generator=generator) * torch.logspace(-9, 9, SIZES[0])
+    values[1000:1200] = 0
+    values[3000] = float("nan")
+    return values.to(device, dtype)
 
 
 def _list(name: str, dtypes: Sequence[torch.dtype], generator: torch.Generator, device: torch.device) -> list[Any]:

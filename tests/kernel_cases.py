@@ -294,4 +294,7 @@ LIKES = {
         {"lr": F64},
         MOMENTUM | {"dampening": 0.1},
     ),
+    "pack": like("pack", {}, {"values": F32, "seed": I64}, {"form": "int8"}),
+    "unpack": like("unpack", {}, {"packed": torch.uint8}, {"dtype": F32, "form": "fp8"}),
+    "combine": like("combine", {}, {"packed": torch.uint8}, {"dtype": F32, "form": "int8", "mean": True}),
 }

@@ -157,11 +157,13 @@ class _Run:
 
     def _kind(self, node: fx.Node) -> str:
         role = role_of(node)
-        if role == "gather" or (role == "cast" and self.shards.intersection(node.all_input_nodes)):
+        if role in ("gather", "unpack") or (
+            role in ("cast", "pack") and self.shards.intersection(node.all_input_nodes)
+        ):
             return "gathered"
         if role == "fetch":
             return "fetched"
-        if role in ("flatten", "reduce", "combine", "cast", "sum") or node in self.gradients:
+        if role in ("flatten", "reduce", "combine", "cast", "pack", "sum") or node in self.gradients:
             return "gradients"
         return {"forward": "activations", "backward": "backward", "update": "update"}[node.meta["phase"]]
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled.ir.nodes import Phase, is_view, positions, role_of
 
-CHAIN = ("part", "wait", "block", "view")
+CHAIN = ("part", "wait", "unpack", "block", "view")
 
 
 @dataclass
@@ -27,7 +27,7 @@ class LiveRange:
 
     unit: str
     gathers: list[fx.Node] = field(default_factory=list)  # the collectives
-    aliases: set[fx.Node] = field(default_factory=set)  # every node that shares memory with what they bring
+    aliases: set[fx.Node] = field(default_factory=set)  # every node that is what they bring
     uses: list[fx.Node] = field(default_factory=list)  # the nodes that read it, in order; the output node may be one
     start: int = 0  # of the first collective
     stop: int = 0  # of the last use

@@ -19,9 +19,11 @@ c10d = torch.ops._c10d_functional
 Phase = Literal["forward", "backward", "update"]
 Role = Literal[
     "cast",
+    "pack",
     "gather",
     "part",
     "wait",
+    "unpack",
     "block",
     "view",
     "flatten",
@@ -332,7 +334,7 @@ def reduction(gradient: fx.Node) -> fx.Node | None:
     return found
 
 
-GATHERED = ("fetch", "cast", "gather", "part", "wait", "block", "view")
+GATHERED = ("fetch", "cast", "pack", "gather", "part", "wait", "unpack", "block", "view")
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
 
 

@@ -78,8 +78,16 @@ def _what(nodes: Iterable[fx.Node]) -> str:
     if roles == {"update"}:
         writes = sum(1 for node in nodes if mutated(node))
         return f"update: {_count(writes, 'write')} in place"
-    names = {"view": "views", "flatten": "flatten", "cast": "cast", "scale": "scaling", "norm": "norm and loss"}
-    done = [names[role] for role in ("cast", "view", "flatten", "scale", "norm") if role in roles]
+    names = {
+        "view": "views",
+        "flatten": "flatten",
+        "cast": "cast",
+        "pack": "pack",
+        "unpack": "unpack",
+        "scale": "scaling",
+        "norm": "norm and loss",
+    }
+    done = [names[role] for role in ("cast", "pack", "unpack", "view", "flatten", "scale", "norm") if role in roles]
     compute = sum(1 for node in nodes if role_of(node) is None)
     return ", ".join(done + ["compute: " + _count(compute, "operator")] * bool(compute))
 

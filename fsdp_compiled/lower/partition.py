@@ -85,7 +85,8 @@ def _stands_alone(node: fx.Node) -> bool:
         or is_wait(node)
         or is_random(node)
         or node.target in (ASSERT, aten.linalg_vector_norm.default, *KERNELS)
-        or role in ("part", "cast", "combine", "fetch", "return", "store", "stored", "restore", "restored")
+        or role
+        in ("part", "cast", "pack", "unpack", "combine", "fetch", "return", "store", "stored", "restore", "restored")
         or (role == "update" and not node.meta["mark"].unit)  # module buffers, each written back by a copy
     )
 

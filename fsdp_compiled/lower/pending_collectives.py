@@ -106,6 +106,8 @@ class PendingCollectives:
             if any(isinstance(size, torch.SymInt) for size in value.shape):
                 raise RuntimeError(f"{node.name} has a size that is known to no other rank: {list(value.shape)}.")
             fill = float("nan") if value.dtype.is_floating_point or value.dtype.is_complex else 0
+            if role_of(node) == "pack":
+                fill = 0xFF  # in each byte of its scales: NaN
             return torch.full(tuple(value.shape), fill, dtype=value.dtype, device=value.device)
         first, *rest = chain
         known: dict[fx.Node, Any] = {first: given(self._inputs[first])}
@@ -118,7 +120,7 @@ class PendingCollectives:
         """The nodes from a shard to this one, each made of the one before; None where it is made of anything else."""
         found = [node]
         while (node := found[0]) not in self._inputs:
-            if role_of(node) not in ("cast", "fetch") or len(node.all_input_nodes) != 1 or mutated(node):
+            if role_of(node) not in ("cast", "pack", "fetch") or len(node.all_input_nodes) != 1 or mutated(node):
                 return None
             found.insert(0, node.all_input_nodes[0])
         return found

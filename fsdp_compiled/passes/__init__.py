@@ -23,6 +23,7 @@ from fsdp_compiled.passes.limit import limit
 from fsdp_compiled.passes.loss_scale import scale, skip, unscale
 from fsdp_compiled.passes.outer_update import outer_update, shards_of
 from fsdp_compiled.passes.overlap import overlap
+from fsdp_compiled.passes.quantize import quantize
 from fsdp_compiled.passes.recompute import recompute
 from fsdp_compiled.passes.recompute_saved import recompute_saved
 from fsdp_compiled.passes.reduce import reduce, reduce_row
@@ -48,11 +49,12 @@ OPTIONAL: Mapping[Pass, Callable[[Plan], bool]] = {
     rematerialize: lambda plan: plan.policy.rematerializes,
     **dict.fromkeys((weigh, unweigh), lambda plan: plan.policy.weigh == "rows"),
     offload: lambda plan: plan.policy.offload,
+    quantize: lambda plan: plan.policy.wire is not None and plan.world > 1,
     **dict.fromkeys((same_batches, compare_batches, overlap), lambda plan: plan.tp > 1),
 }
 
 SCHEDULING: tuple[Pass, ...] = (limit, schedule)  # what runs when, once it is known what runs
-CLOSING: tuple[Pass, ...] = (write_back, offload, reshape, *SCHEDULING)
+CLOSING: tuple[Pass, ...] = (write_back, quantize, offload, reshape, *SCHEDULING)
 FORWARD: tuple[Pass, ...] = (gather, overlap, same_batches, compare_batches, *CLOSING)
 SHARDING: tuple[Pass, ...] = (gather, overlap, reduce, rematerialize, recompute, weigh, same_batches)
 DIFFERENTIATION: tuple[Pass, ...] = (scale, slice_loss, *SHARDING)

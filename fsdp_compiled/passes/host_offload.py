@@ -28,7 +28,7 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
-ALONE = ("cast", "gather")  # readers that have a fetch of their own; views share one
+ALONE = ("cast", "pack", "gather")  # readers that have a fetch of their own; views share one
 
 
 def offload(program: Program, plan: Plan) -> Program:

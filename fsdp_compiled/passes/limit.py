@@ -21,11 +21,9 @@ from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.liveness import LiveRange, live_ranges
-from fsdp_compiled.ir.nodes import AGAIN, Phase, positions, role_of
+from fsdp_compiled.ir.nodes import AGAIN, GATHERED, Phase, positions, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
-
-GATHER_CHAIN = ("fetch", "cast", "gather", "part", "wait", "block", "view")
 
 
 def limit(program: Program, plan: Plan) -> Program:
@@ -105,7 +103,7 @@ def _behind(wanted: list[fx.Node], live_range: LiveRange, made: dict[fx.Node, fx
     stack = list(wanted)
     while stack:
         node = stack.pop()
-        if node not in made and node not in found and (node in chain or role_of(node) in GATHER_CHAIN):
+        if node not in made and node not in found and (node in chain or role_of(node) in GATHERED):
             found.add(node)
             stack += node.all_input_nodes
     return found

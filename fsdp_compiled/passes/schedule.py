@@ -41,7 +41,7 @@ from fsdp_compiled.analysis.roofline import nbytes, seconds_of
 from fsdp_compiled.ir.calls import calls
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.liveness import LiveRange, live_ranges, most_gathered
-from fsdp_compiled.ir.nodes import Phase, is_collective, positions, role_of
+from fsdp_compiled.ir.nodes import Phase, is_collective, positions, purpose_of, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import MOST_AHEAD
@@ -141,7 +141,7 @@ def _starts(
 
 def _while_sent(issue: list[fx.Node], plan: Plan) -> int:
     """Bytes that are alive while a unit is gathered: its buffers, and what the wire and casts need besides."""
-    made = [node for node in issue if role_of(node) in ("fetch", "cast", "gather")]
+    made = [node for node in issue if role_of(node) in ("fetch", "cast", "pack", "gather")]
     return sum(nbytes(node.meta["val"]) + on_wire(node, backend_of(plan.device)) for node in made)
 
 
@@ -170,20 +170,28 @@ def _room(at: int, unit: str, placed: list[LiveRange], most: int | None) -> int:
 
 
 def _issue(live_range: LiveRange) -> list[fx.Node]:
-    """What puts a unit on the wire: fetches from the host, casts, collectives and the parts of what they bring."""
+    """What puts a unit on the wire: fetches from the host, casts, packing, collectives and parts of what they bring."""
     found: list[fx.Node] = []
     for gather in live_range.gathers:
-        casts = [source for source in gather.all_input_nodes if role_of(source) == "cast"]
-        sources = [*gather.all_input_nodes, *(source for cast in casts for source in cast.all_input_nodes)]
-        found += [*(source for source in sources if role_of(source) == "fetch"), *casts]
+        made: list[fx.Node] = []
+        sources = gather.all_input_nodes
+        while sources := [source for source in sources if role_of(source) in ("fetch", "cast", "pack")]:
+            made[:0] = sources
+            sources = [before for source in sources for before in source.all_input_nodes]
+        found += made
         found += [gather, *sorted(user for user in gather.users if role_of(user) == "part")]  # however they were added
     return found
+
+
+def _starts_a_reduction(node: fx.Node) -> bool:
+    """Not the gather of sums that an exchange made, which belongs to the tail of it."""
+    return role_of(node) == "reduce" and purpose_of(node) != "gather"
 
 
 def _wait_at_once(edit: Edit) -> None:
     """Each reduction's wait, and what follows from it, moves to just behind its start."""
     order = positions(edit.graph)
-    for start in [node for node in edit.graph.nodes if role_of(node) == "reduce"]:
+    for start in [node for node in edit.graph.nodes if _starts_a_reduction(node)]:
         tail = _tail(start, order)
         behind = start.next
         while behind in tail:
@@ -198,7 +206,7 @@ def _wait_late(edit: Edit, in_flight: int, plan: Plan, room: Headroom | None) ->
     """
     end = next((node for node in edit.graph.nodes if node.meta.get("phase") == "update"), edit.end)
     for axis in ("shard", "replicate"):
-        starts = [node for node in edit.graph.nodes if role_of(node) == "reduce" and node.args[-1] == axis]
+        starts = [node for node in edit.graph.nodes if _starts_a_reduction(node) and node.args[-1] == axis]
         if not starts:
             continue
         order = positions(edit.graph)
@@ -239,7 +247,7 @@ def _rows_of_blocks(graph: fx.Graph, order: dict[fx.Node, int]) -> list[tuple[fx
 def _before_rows(start: fx.Node) -> fx.Node:
     """What lays the gradients of this reduction out by rows, in memory of its own; or the node itself."""
     node = start
-    while role_of(node) in ("reduce", "scale", "flatten") and node.all_input_nodes:
+    while role_of(node) in ("reduce", "pack", "scale", "flatten") and node.all_input_nodes:
         if node.target is torch.ops.aten._chunk_cat.default:
             return node
         node = node.all_input_nodes[0]
@@ -252,7 +260,10 @@ def _tail(start: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     stack = [start]
     while stack:
         for user in stack.pop().users:
-            if role_of(user) in ("wait", "reduce", "scale", "cast") and user.meta["phase"] == "backward":
+            if (
+                role_of(user) in ("wait", "reduce", "scale", "cast", "pack", "combine")
+                and user.meta["phase"] == "backward"
+            ):
                 found.append(user)
                 stack.append(user)
     return sorted(found, key=order.__getitem__)

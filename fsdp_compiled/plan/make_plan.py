@@ -16,21 +16,23 @@ from fsdp_compiled.policy import Policy
 
 ALIGNMENT = 128  # bytes: where a parameter may start, so that vector loads of any width are aligned
 SLICE = 16  # bytes: what a rank's slice is a multiple of
+SCALED = 128  # elements that have a scale in common on the wire (`Policy.wire`), as `kernels.reference` has it
 
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
-    """End to end, each at an aligned place; padded to whole slices."""
+def _lay_out(unit: str, key: str, leaves: Sequence[Leaf], world: int, scaled: int) -> Buffer:
+    """End to end, each at an aligned place; padded to whole slices. ``scaled``: elements that share a scale on the
+    wire, which are of one parameter and of one rank."""
     first = leaves[0]
     itemsize = first.dtype.itemsize
     slots, end = [], 0
     for leaf in leaves:
-        slots.append(Slot(leaf, _round_up(end, max(ALIGNMENT // itemsize, 1))))
+        slots.append(Slot(leaf, _round_up(end, max(ALIGNMENT // itemsize, scaled))))
         end = slots[-1].end
-    numel = _round_up(max(end, 1), world * max(SLICE // itemsize, 1))  # nothing is a collective of nothing
+    numel = _round_up(max(end, 1), world * max(SLICE // itemsize, scaled))  # nothing is a collective of nothing
     return Buffer(key, unit, first.dtype, first.trainable, first.group, tuple(slots), numel, split=first.split)
 
 
@@ -45,6 +47,8 @@ def _order(leaves: Sequence[Leaf], plan: Plan, place: int) -> Sequence[Leaf]:
 
 
 def _wire_bytes(leaf: Leaf, policy: Policy) -> int:
+    if policy.wire and leaf.dtype.is_floating_point:
+        return leaf.numel  # and a scale now and then
     dtype = policy.precision.param_dtype if leaf.dtype.is_floating_point else None
     return leaf.numel * (dtype or leaf.dtype).itemsize
 
@@ -83,7 +87,7 @@ def make_plan(
     for place, (name, kinds) in enumerate(by_unit.items()):
         keys = [name if len(kinds) == 1 else f"{name}#{index}" for index in range(len(kinds))]
         buffers = tuple(
-            _lay_out(name, key, _order(members, bare, place), shard)
+            _lay_out(name, key, _order(members, bare, place), shard, SCALED if policy.wire else 1)
             for key, members in zip(keys, kinds.values(), strict=True)
         )
         units.append(Unit(name, buffers))

@@ -30,6 +30,7 @@ def _check_words(policy: Policy, placements: Sequence[str]) -> None:
     _one_of("accumulate", policy.accumulate, ("shards", "full"))
     _one_of("offload", policy.offload, (False, True))
     _one_of("async_tp", policy.async_tp, (False, True))
+    _one_of("wire", policy.wire, (None, "int8", "fp8"))
     _one_of("unrounded_gradients", policy.unrounded_gradients, (False, True))
     _one_of("recompute", policy.recompute, (None, "cheap", "unit", "auto"))
     _one_of("lower", policy.lower, ("inductor", "eager"))

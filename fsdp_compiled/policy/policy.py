@@ -99,6 +99,18 @@ class Policy:
         usually have (Ethernet between GPU nodes): the ``"auto"`` choices follow it, and on CPUs owners of whole
         matrices update them while messages travel. Along a tp axis,
         which is taken to be inside of a node, estimates keep the device's own figure.
+    wire
+        ``"int8"`` or ``"fp8"``: parameters and gradients cross the wire as one byte each, with a scale in float32 for
+        each 128 of them: about a quarter of float32's bytes, half of bfloat16's. ``"fp8"`` is ``torch.float8_e4m3fn``.
+        A gather brings rounded parameters, the same to every rank, to forward and to backward; shards, optimizer
+        state and checkpoints stay as they are. A reduction is an exchange of rounded parts, which are added up in
+        float32; they are rounded at random, up as often as their value asks for, so that what is lost in one step
+        is there on average over many. The noise follows from the step, the rank and the place of an element: a
+        resumed run goes on bit for bit, and no rank keeps an error. Where gradients, or replicas, are all-reduced, the
+        sum is rounded once more. An infinity or a NaN makes its 128 elements NaN, on all ranks. With one rank nothing
+        is sent, and nothing is rounded; the loss, the norm and what travels along a tp axis are sent as they are, and
+        so is what an evaluation of `Sharded.gathered` reads. Refused for parameters in float64. None: in the compute
+        dtype, and the dtype of the reduction.
     memory_gb
         What a step may take of a rank's memory at its peak, as `Sharded.memory` predicts it, in GiB, or None. Until it
         fits, and as far as the policy leaves them on ``"auto"``, ``prefetch`` is lowered; then values that forward
@@ -216,6 +228,7 @@ class Policy:
     limit: int | Literal["auto"] = "auto"
     bucket_mb: float | Literal["auto"] = "auto"
     bandwidth_gbps: float | None = None
+    wire: Literal["int8", "fp8"] | None = None
     memory_gb: float | None = None
     loss_rows: int | None = None
     lower: str = "inductor"

@@ -33,6 +33,7 @@ from fsdp_compiled.capture.fake_inputs import casting
 from fsdp_compiled.capture.mutations import PLAIN
 from fsdp_compiled.capture.objective import find_loss
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
+from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.plan.plan import Buffer, Plan
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.managed_model import ManagedModel
@@ -248,11 +249,17 @@ class _Weights(TorchFunctionMode):
     def _own(self, buffer: Buffer) -> torch.Tensor:
         return self._shards[buffer.key].detach().to(self._plan.device, self._plan.compute_dtype(buffer))
 
+    def _sent(self, own: torch.Tensor) -> torch.Tensor:
+        """As the wire rounds it."""
+        if (form := self._plan.policy.wire) is None or not own.is_floating_point():
+            return own
+        return operators.unpack(operators.pack(own, 1, form=form), 1, own.numel(), own.dtype, form=form)
+
     def _round(self, wanted: str | None) -> dict[str, torch.Tensor]:
         """What any rank wants now, gathered: ``[numel / shard]`` on each -> ``[numel]``. Collective."""
         found = {}
         for key in sorted({one for one in exchange(wanted, self._mesh) if one is not None}):
-            own = self._own(self._buffers[key]).contiguous()
+            own = self._sent(self._own(self._buffers[key]).contiguous())
             parts = own.new_empty(len(self._owners) * own.numel())
             dist.all_gather_into_tensor(parts, own)
             rows = parts.view(len(self._owners), -1)

@@ -49,6 +49,7 @@ ELSEWHERE = {
     "verify": "It is not supported with fully_shard yet: leave it out.",
     "sync_every": "Local steps are for compile_sharded: leave it out.",
     "outer": "Local steps are for compile_sharded: leave it out.",
+    "wire": "It is not supported with fully_shard yet: leave it out.",
     "tp": 'Call parallelize_module(model, mesh["tp"], plan) before fully_shard.',
 }
 FULL_PRECISION, NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
