@@ -33,7 +33,7 @@ from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
-from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal, local_refusal
+from fsdp_compiled.runtime.checked_call import checked_call, device_refusal, eager_refusal, local_refusal, wire_refusal
 from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.eager_update import state_by_name
 from fsdp_compiled.runtime.local_steps import LocalSteps, exchanges, own_sites
@@ -132,7 +132,7 @@ def _sharded(
         if policy.sync_every is not None:
             place = own_sites(place, policy.shard)
         failure = device_refusal(policy, place.device) or eager_refusal(policy, rules, place)
-        failure = failure or local_refusal(policy, rules, model.modules(), place)
+        failure = failure or local_refusal(policy, rules, model.modules(), place) or wire_refusal(policy, rules, place)
         try:
             check_tensor_parallel(model, place, leaves, policy)
             replicas = place.replicate if policy.sync_every is None else 1  # which a step then does not know

@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import torch
 from torch import fx
@@ -92,9 +93,12 @@ def _gather(edit: Edit, node: fx.Node, plan: Plan) -> None:
     for one in (node, *(parts if several else ()), *waits):
         edit.infer(one)
     for wait, value in zip(waits, before, strict=True):
-        _behind(edit, wait, "unpack", lambda wait, mark, value=value: edit.call(
-            operators.unpack.default, wait, world, value.numel(), value.dtype, form=plan.policy.wire, mark=mark
-        ))  # fmt: skip
+
+        def unpacked(wait: fx.Node, mark: Any, value: torch.Tensor = value) -> fx.Node:
+            count, dtype = value.numel(), value.dtype
+            return edit.call(operators.unpack.default, wait, world, count, dtype, form=plan.policy.wire, mark=mark)
+
+        _behind(edit, wait, "unpack", unpacked)
 
 
 def _reduce(edit: Edit, node: fx.Node, plan: Plan, seed: fx.Node, salts: Iterator[int]) -> None:

@@ -138,8 +138,18 @@ def _check_local_steps(policy: Policy) -> None:
             )
 
 
+def _check_wire(policy: Policy) -> None:
+    for name, off in (("offload", False), ("loss_scale", None), ("sync_every", None)) if policy.wire else ():
+        if (value := getattr(policy, name)) != off:
+            raise ValueError(
+                f"Policy.{name} is {value!r} with wire={policy.wire!r}, which is not supported yet. "
+                f"Leave one of them out."
+            )
+
+
 def _check_together(policy: Policy) -> None:
     _check_local_steps(policy)
+    _check_wire(policy)
     if policy.loss_rows is not None and policy.dynamic not in ("auto", False):
         raise ValueError(
             f"Policy.loss_rows={policy.loss_rows} makes so many slices as there are rows for, but under "

@@ -111,6 +111,18 @@ def device_refusal(policy: Policy, device: torch.device) -> ValueError | None:
     return None
 
 
+def wire_refusal(policy: Policy, rules: Sequence[Rule], place: Mesh) -> ValueError | None:
+    """Of rounded messages beside what has not been held against eager PyTorch with them."""
+    if policy.wire is None:
+        return None
+    what = f"Policy.wire is {policy.wire!r}, but "
+    if place.tp > 1:
+        return ValueError(f"{what}it is not supported under tensor parallelism yet. Leave one of them out.")
+    if whole := next((rule for rule in rules if rule.whole), None):
+        return ValueError(f"{what}{whole.name} updates whole matrices on owners, which it does not work with yet.")
+    return None
+
+
 def local_refusal(
     policy: Policy, rules: Sequence[Rule], modules: Iterable[nn.Module], place: Mesh
 ) -> ValueError | None:
