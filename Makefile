@@ -40,9 +40,9 @@ test: lint ## lint, the tests, and a part of them on the newest torch (PYTEST_AR
 VERSIONS := 2.11.0 2.12.1 2.13.0 2.14.1
 NEWEST := $(lastword $(VERSIONS))
 # What of the tests shows most of what another torch may change.
-PART := $(addprefix tests/test_, $(addsuffix .py, parity fully_shard fully_shard_results guards repeated_calls families \
+PART := $(foreach name, parity fully_shard fully_shard_results guards repeated_calls families \
 	unknown_reads unseen_inputs inherited_names closed_layouts tensor_parallel tensor_parallel_loop checkpoints \
-	checkpoint_ranks fuzz examples readme cli_train kernels_compiled))
+	checkpoint_ranks fuzz examples readme cli_train kernels_compiled,$(wildcard tests/*/test_$(name).py))
 test-newest: ## that part, on the newest torch, in an environment of its own
 	@TORCH=torch==$(NEWEST) sh .ci/setup test .venv-$(basename $(NEWEST))
 	$(ENVIRONMENT) .venv-$(basename $(NEWEST))/bin/python -P -m $(PARALLEL) $(PART) $(PYTEST_ARGS)
@@ -53,13 +53,13 @@ test-versions: ## the tests on all releases of torch, and docs/versions.md, a qu
 
 # Plan, programs, passes, the face on one process, and training beside FSDP2 and DDP under each placement; what would
 # begin after the two minutes is skipped, whatever these files have grown to.
-FAST := $(addprefix tests/test_, $(addsuffix .py, imports buckets shape check clip accumulate api))
+FAST := $(foreach name, imports buckets shape check clip accumulate api,$(wildcard tests/*/test_$(name).py))
 test-fast: ## the tests for between two edits, two minutes; make test comes before a commit
 	@sh .ci/setup test
-	$(PYTEST) --no-test-after 110 $(FAST) "tests/test_parity.py::test_two_ranks_are_bitwise_fsdp2[adamw zero3]" \
-		"tests/test_parity.py::test_two_ranks_are_bitwise_fsdp2[sgd zero2 seeds]" \
-		"tests/test_parity.py::test_two_ranks_are_bitwise_ddp[adamw zero1]" \
-		"tests/test_parity.py::test_two_ranks_are_bitwise_ddp[sgd ddp]" $(PYTEST_ARGS)
+	$(PYTEST) --no-test-after 110 $(FAST) "tests/api/test_parity.py::test_two_ranks_are_bitwise_fsdp2[adamw zero3]" \
+		"tests/api/test_parity.py::test_two_ranks_are_bitwise_fsdp2[sgd zero2 seeds]" \
+		"tests/api/test_parity.py::test_two_ranks_are_bitwise_ddp[adamw zero1]" \
+		"tests/api/test_parity.py::test_two_ranks_are_bitwise_ddp[sgd ddp]" $(PYTEST_ARGS)
 
 test-all: lint ## as make test, with what only repeats it in more combinations and on more models
 	ALL_TESTS=1 $(PYTEST) -m "" $(PYTEST_ARGS)

@@ -86,10 +86,10 @@ tried() {
         "torch triton" "$1" "$1" -P -m fsdp_compiled check --out "$out/check$2"
     # In a process of their own, to the first failure: one that breaks CUDA would fail all that follow.
     run "graphs$2" 120 "steps as CUDA graphs" "torch pytest" "$1" \
-        "$1" -P -m pytest -q -x --tb=long -p no:cacheprovider tests/test_cuda_graph_gpu.py \
-        tests/test_store_saved.py::test_on_a_gpu_numbers_are_the_same_and_memory_is_less
+        "$1" -P -m pytest -q -x --tb=long -p no:cacheprovider tests/lower/test_cuda_graph_gpu.py \
+        tests/passes/test_store_saved.py::test_on_a_gpu_numbers_are_the_same_and_memory_is_less
     run "kernel-tests$2" 80 "kernels against their references" "torch triton pytest hypothesis" "$1" \
-        env KERNEL_EXAMPLES=5 "$1" -P -m pytest -q -m "gpu and not exhaustive" -p no:cacheprovider tests/test_kernels_gpu.py
+        env KERNEL_EXAMPLES=5 "$1" -P -m pytest -q -m "gpu and not exhaustive" -p no:cacheprovider tests/kernels/test_kernels_gpu.py
 }
 
 tried "$PYTHON" ""

@@ -417,7 +417,8 @@ ROWS = (
 def path_of(test: str) -> tuple[str, str]:
     """``test_scale::test_x`` -> the file, from the root, and the function."""
     module, function = test.split("::")
-    return f"tests/{module}.py", function
+    file = next((ROOT / "tests").rglob(f"{module}.py"))
+    return str(file.relative_to(ROOT)), function
 
 
 def table(rows: Collection[Row]) -> str:
@@ -441,7 +442,7 @@ def passed(*reports: Path) -> set[str]:
     """The tests of which every case in these JUnit files ran and passed, as ``module::function``."""
     good: dict[str, bool] = {}
     for case in itertools.chain.from_iterable(ElementTree.parse(report).iter("testcase") for report in reports):
-        module = case.get("classname", "").removeprefix("tests.")
+        module = case.get("classname", "").rpartition(".")[2]
         name = f"{module}::{case.get('name', '').split('[')[0]}"
         ran = not any(case.find(kind) is not None for kind in ("failure", "error", "skipped"))
         good[name] = good.get(name, True) and ran

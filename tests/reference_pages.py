@@ -1,6 +1,6 @@
 """docs/policy.md and docs/reference.md, made from docstrings, signatures and defaults.
 
-``python -m tests.reference_pages --write`` writes them; tests/test_docs.py compares them with what the code says.
+``python -m tests.reference_pages --write`` writes them; tests/house/test_docs.py compares them with what the code says.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def read(report: Path) -> tuple[Counter[str], dict[str, str], tuple[str, ...]]:
     counts: Counter[str] = Counter()
     skipped, failed = {}, []
     for case in ElementTree.parse(report).iter("testcase"):
-        name = f"{case.get('classname', '').removeprefix('tests.')}::{case.get('name')}"
+        name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
         if case.find("failure") is not None or case.find("error") is not None:
             counts["failed"] += 1
             failed.append(name)

@@ -1,5 +1,5 @@
 """Private parts of PyTorch that several files need, a module a surface: what is relied on, in which versions.
 
 A new release of PyTorch that moves one of them is met here, or in the one file that alone needs a further one
-(tests/test_imports.py lists these).
+(tests/house/test_imports.py lists these).
 """

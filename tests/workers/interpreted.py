@@ -1,7 +1,7 @@
 """The kernels in Triton's interpreter against their references.
 
 Triton decides when it is imported whether it interprets, so this runs in a process of its own, with
-TRITON_INTERPRET=1: tests/test_kernels_interpreted.py starts it.
+TRITON_INTERPRET=1: tests/kernels/test_kernels_interpreted.py starts it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,98 @@
+"""Local steps beside a loop that a person would write: an optimizer in each site, and an outer one over the sites."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import OuterSGD, Policy, compile_sharded
+from fsdp_compiled.ir.nodes import is_collective
+from tests.launch import launch
+from tests.workers.local_steps import TWO, Net, loss_of
+
+WORKER = Path(__file__).parents[1] / "workers" / "local_steps.py"
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return launch(WORKER, 2)
+
+
+@pytest.mark.parametrize("case", TWO)
+def test_sites_are_those_of_a_loop_written_by_hand(two: list[dict[str, Any]], case: str) -> None:
+    """Bit for bit, but where gradients' norms or kernels sum in another order."""
+    bound = 1e-6 if "clipping" in case or case == "inductor" else 0.0
+    for found in (one[case] for one in two):
+        mine, expected = found["losses"]
+        assert mine == pytest.approx(expected, rel=bound, abs=bound)
+        assert max(found["weights"], found["buffers"]) <= bound and found["alike"]
+        assert min(found["alone"], found["other rate"]) > 1e-3  # without an exchange, or another outer rate
+
+
+def test_runs_that_were_cut_anywhere_go_on_bit_for_bit(two: list[dict[str, Any]]) -> None:
+    for found in (one["resumed"] for one in two):
+        assert found["bit for bit"] == {"2": True, "3": True, "4": True} and not found["control"]
+        assert "it is of local steps (Policy.sync_every) of 2 sites of 1 ranks" in found["elsewhere"]
+        assert found["from none"] == [0, True]
+    assert two[0]["resumed"]["anchor"]
+
+
+def test_between_exchanges_weights_are_the_site_s_and_are_not_given_away(two: list[dict[str, Any]]) -> None:
+    for found in (one["between"] for one in two):
+        for call in ("full_state_dict", "export"):
+            assert f"{call} between exchanges" in found[call] and "sharded.synchronize()" in found[call]
+        for call in ("state_dict", "load_state_dict", "apply"):
+            assert f"{call} under Policy.sync_every" in found[call]
+        assert found["gathered"] and found["sites differ"] and all(found["anchor"].values())
+
+
+def test_ranks_that_disagree_are_told(two: list[dict[str, Any]]) -> None:
+    for found in (one["disagreeing"] for one in two):
+        assert "sync_every=4" in found["every"] and "sync_every=3" in found["every"]
+        assert "0.lr = 0.1" in found["rates"] and "0.lr = 0.2" in found["rates"]
+        assert "exchange after 1 local steps" in found["other number"]
+    assert "exchange after 1 local steps" in two[0]["disagreeing"]["other call"]
+
+
+def test_one_process_has_no_collective_and_an_exchange_of_its_own() -> None:
+    model = Net()
+    sharded = compile_sharded(
+        model, torch.optim.SGD(model.parameters(), 0.1), loss=loss_of, policy=Policy(lower="eager", sync_every=2)
+    )
+    sharded.step(torch.randn(4, 8), torch.randn(4, 3))
+    assert not any(is_collective(node) for node in sharded.program.graph.nodes)
+    assert sharded.outer_program.history == ("outer_update",)
+    assert {port.kind for port in sharded.outer_program.inputs} == {"shard", "state"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sync_every": 0}, "Policy.sync_every is 0"),
+        ({"outer": OuterSGD()}, "which is None"),
+        ({"sync_every": 2, "outer": 0.7}, "expected an OuterSGD"),
+        ({"sync_every": 2, "loss_scale": "dynamic"}, "Policy.loss_scale"),
+        ({"sync_every": 2, "weigh": "rows"}, "Policy.weigh"),
+        ({"sync_every": 2, "verify": True}, "Policy.verify"),
+        ({"sync_every": 2, "offload": True}, "Policy.offload"),
+    ],
+)
+def test_what_does_not_go_with_local_steps_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Policy(**fields)
+
+
+def test_numbers_of_the_outer_optimizer_are_checked() -> None:
+    for fields in ({"lr": 0.0}, {"momentum": 1.0}, {"momentum": 0.0}, {"nesterov": 1}):
+        with pytest.raises(ValueError, match="OuterSGD"):
+            OuterSGD(**fields)  # type: ignore[arg-type]
+
+
+def test_whole_matrices_are_refused() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    with pytest.raises(ValueError, match="whole matrices"):
+        compile_sharded(model, torch.optim.Muon(model.parameters()), loss=loss_of, policy=Policy(sync_every=2))

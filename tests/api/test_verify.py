@@ -1,0 +1,194 @@
+"""`Policy.verify`: a step is held against eager PyTorch, and what a defence has missed is an error before it counts."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.capture.guards import Guards
+from fsdp_compiled.distributed.mesh import RankError
+from tests.launch import launch
+from tests.toys import batches, build, mse
+
+WORKER = Path(__file__).parents[1] / "workers" / "verify.py"
+TABLE: dict[str, float] = {}
+GAIN = 1.0
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+class Reads(nn.Module):
+    """Reads one of several Python values, which a trace takes for constants."""
+
+    def __init__(self, read: Callable[[Reads], float]) -> None:
+        super().__init__()
+        self.linear, self.gain, self.read = nn.Linear(6, 2), 1.0, read
+        self.norm = nn.BatchNorm1d(2)
+        self.calls, self.seen = 0, []  # type: ignore[var-annotated]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.norm(self.linear(x)) * self.read(self)
+
+
+def set_global(value: float) -> None:
+    globals()["GAIN"] = value
+
+
+READS: dict[str, tuple[Callable[[Reads], float], Callable[[Reads], Any]]] = {
+    "attribute": (lambda model: model.gain, lambda model: setattr(model, "gain", 2.0)),
+    "absent key": (lambda _: TABLE.get("gain", 1.0), lambda _: TABLE.update(gain=2.0)),
+    "global": (lambda _: GAIN, lambda _: set_global(2.0)),
+    "environment": (
+        lambda _: 2.0 if os.environ.get("FSDP_COMPILED_TEST") else 1.0,
+        lambda _: os.environ.update(FSDP_COMPILED_TEST="1"),
+    ),
+    "mode": (lambda model: 1.0 if model.training else 2.0, lambda model: setattr(model, "training", False)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.delenv("FSDP_COMPILED_TEST", raising=False)
+    TABLE.clear()
+    set_global(1.0)
+    yield
+    os.environ.pop("FSDP_COMPILED_TEST", None)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_stale_read_is_an_error_and_the_state_is_as_before(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all guards off. The control, without verify, returns another loss in silence."""
+    read, change = READS[name]
+    batch = batches(1, 4)[0]
+    found = {}
+    for verify in (False, 1):
+        with monkeypatch.context() as off:
+            _clear()
+            torch.manual_seed(0)
+            model = Reads(read)
+            sharded = compile_sharded(model, adamw(model), loss=mse, policy=Policy(lower="eager", verify=verify))
+            sharded.step(*batch)
+            off.setattr(Guards, "hold", lambda _: True)
+            change(model)
+            before = [one.clone() for one in (*sharded.state.parameters.values(), *sharded.state.optimizer.values())]
+            buffers = {key: one.clone() for key, one in sharded.state.buffers.items()}
+            drawn = torch.get_rng_state()
+            try:
+                sharded.step(*batch)
+            except RankError as error:
+                found[verify] = str(error)
+                now = [*sharded.state.parameters.values(), *sharded.state.optimizer.values()]
+                assert all(map(torch.equal, before, now))
+                assert all(torch.equal(buffers[key], one) for key, one in sharded.state.buffers.items())
+                assert int(sharded.state.step) == 1 and torch.equal(drawn, torch.get_rng_state())
+    assert set(found) == {1}, found
+    assert "the loss is" in found[1] and "in eager PyTorch" in found[1]
+    if name == "attribute":
+        assert "gain was 1.0 and is 2.0" in found[1]
+
+
+def _clear() -> None:
+    TABLE.clear()
+    set_global(1.0)
+    os.environ.pop("FSDP_COMPILED_TEST", None)
+
+
+@pytest.mark.parametrize("lower", ["eager", "inductor"])
+def test_verified_steps_are_those_without(lower: str) -> None:
+    """Dropout, BatchNorm's statistics, counters, lists and random states are as if nothing had run beside."""
+    runs = []
+    for verify in (False, 2):
+        model = nn.Sequential(build(dropout=0.3), nn.BatchNorm1d(2))
+        noted: list[int] = []
+
+        def loss(model: Any, x: torch.Tensor, y: torch.Tensor, noted: list[int] = noted) -> torch.Tensor:
+            noted.append(1)
+            return mse(model, x, y)
+
+        sharded = compile_sharded(model, adamw(model), loss=loss, policy=Policy(lower=lower, verify=verify))
+        torch.manual_seed(1)
+        random.seed(1)
+        losses = [float(sharded.step(*batch)) for batch in batches(5, 4)]
+        values = [one.tolist() for one in sharded.full_state_dict().values()]
+        runs.append((losses, noted, float(torch.rand(())), random.random(), values))
+    assert runs[0] == runs[1]
+
+
+def test_which_calls_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsdp_compiled.runtime.verify import Verification
+
+    calls: list[int] = []
+    made = [0]
+    run = Verification.run
+    monkeypatch.setattr(Verification, "run", lambda *args: (calls.append(made[0]), run(*args))[1])
+    model = build()
+    sharded = compile_sharded(model, adamw(model), loss=mse, policy=Policy(lower="eager", verify=3))
+    for made[0] in range(8):
+        sharded.step(*batches(1, 4)[0])
+    assert calls == [0, 1, 3, 6]
+    for made[0] in range(8, 11):
+        sharded.value_and_grad(*batches(1, 4)[0])
+    assert calls == [0, 1, 3, 6, 8, 9]
+
+
+def test_a_model_that_would_raise_now_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Reads(lambda model: 1.0 / model.gain)
+    before = copy.deepcopy(dict(model.state_dict()))
+    sharded = compile_sharded(model, adamw(model), loss=mse, policy=Policy(lower="eager", verify=1))
+    sharded.step(*batches(1, 4)[0])
+    monkeypatch.setattr(Guards, "hold", lambda _: True)
+    model.gain = 0.0
+    with pytest.raises(RankError, match="does not run in eager PyTorch"):
+        sharded.step(*batches(1, 4)[0])
+    assert before.keys() == sharded.full_state_dict().keys() and int(sharded.state.step) == 1
+
+
+def test_what_is_not_a_number_of_steps_is_refused() -> None:
+    for wrong in (-1, 0.5, "yes"):
+        with pytest.raises(ValueError, match=r"Policy\.verify"):
+            Policy(verify=wrong)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return launch(WORKER, 2, "same_as_without", "at_once", *DIFFERENT, "another_order", "another_order_unseen")
+
+
+DIFFERENT = {
+    "stale_on_both": "gain was 1.0 and is 2.0",
+    "stale_on_one": "Policy.verify: in step",
+    "raises_on_one": "on rank 1 the model does not run in eager PyTorch",
+}
+
+
+def test_two_ranks_step_as_without_under_every_placement(results: dict[str, Any]) -> None:
+    assert [one.get("result", one) for one in results["same_as_without"]] == [repr([True] * 4)] * 2
+
+
+def test_no_rank_holds_the_model(results: dict[str, Any]) -> None:
+    largest, whole = eval(results["at_once"][0]["result"])
+    assert 0 < largest <= whole / 2
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_a_difference_is_an_error_on_every_rank_and_nothing_changes(results: dict[str, Any], case: str) -> None:
+    for one in results[case]:
+        assert DIFFERENT[case] in one["message"], one
+        assert "unchanged: True" in one["notes"], one
+
+
+def test_a_mesh_in_another_order_is_found_with_its_check_off(results: dict[str, Any]) -> None:
+    assert all("Policy.verify: in step" in one["message"] for one in results["another_order"])
+    assert all("result" in one for one in results["another_order_unseen"])

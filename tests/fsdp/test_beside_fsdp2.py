@@ -1,0 +1,56 @@
+"""Whatever a loop says to a model of FSDP2's, said to ours: the same losses, gradients and weights, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import launch
+
+WORKER = Path(__file__).parents[1] / "workers" / "beside_fsdp2.py"
+ON_TWO = (
+    "counts", "means_and_most", "features_of_all_ranks", "features_with_derivatives", "functional_collectives",
+    "into_one_tensor", "within_groups", "in_a_checkpoint", "rank_of", "accumulated_and_evaluated",
+    "dataclasses", "nested_dataclasses", "lists_of_dataclasses", "sets", "arrays",
+    "reduced_otherwise", "reductions_alone", "root_apart", "three_dtypes", "uniform", "kept",
+    "a_part_waits", "neighbours_wait", "watched",
+)  # fmt: skip
+ON_FOUR = (
+    "replicas_wait", "replicas_wait_in_bfloat16", "ranks_and_replicas_wait", "parts_wait", "divided_by_three",
+)  # fmt: skip
+REFUSED = {
+    "written": "CaptureError: A collective of torch.distributed writes a tensor that requires a gradient",
+    "changed": "Forward changes its argument, a Batch",
+    "scalar": "ValueError: The batch holds a numpy.float32",
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> dict[str, Any]:
+    return launch(WORKER, 2, *ON_TWO, "broken", "refused")
+
+
+@pytest.fixture(scope="module")
+def four() -> dict[str, Any]:
+    return launch(WORKER, 4, *ON_FOUR)
+
+
+@pytest.mark.parametrize("case", ON_TWO)
+def test_two_ranks_leave_what_they_leave_with_fsdp2(two: dict[str, Any], case: str) -> None:
+    assert not two[case]
+
+
+@pytest.mark.parametrize("case", ON_FOUR)
+def test_two_replicas_of_two_ranks_leave_what_they_leave_with_fsdp2(four: dict[str, Any], case: str) -> None:
+    assert not four[case]
+
+
+def test_another_loss_is_told_apart(two: dict[str, Any]) -> None:
+    assert "off by" in two["broken"]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_be_lost_is_refused_on_every_rank(two: dict[str, Any], case: str) -> None:
+    assert all(REFUSED[case] in one[case] for one in two["refused"]), two["refused"]
