@@ -23,6 +23,7 @@ from fsdp_compiled.optim.rule import Rule, rule_for
 from fsdp_compiled.plan.fold import Repeat, fold, repeats
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.text import human
+from fsdp_compiled.policy import OuterSGD
 
 GENERATOR = {"cpu": 5056, "cuda": 16}  # bytes of a generator's state
 BAR = 60  # the longest bar of the timeline
@@ -181,6 +182,9 @@ def persistent(
             size = buffer.numel // plan.shard if plan.placement.state else buffer.numel
             entries = [entry for entry in rule_for(rules, buffer.group).state if not entry.scalar]
             elementwise += size * sum((entry.dtype or buffer.dtype).itemsize for entry in entries)
+            if plan.policy.sync_every is not None:  # the anchor, and the outer momentum
+                kept = 2 if (plan.policy.outer or OuterSGD()).momentum else 1
+                elementwise += kept * plan.shard_numel(buffer) * buffer.dtype.itemsize
     hypers = len({(rule.group, name) for rule in rules for name in rule.hypers})
     scale = plan.policy.initial_scale(torch.device("meta"))
     inputs = program.inputs if program is not None else {}

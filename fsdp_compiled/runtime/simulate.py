@@ -187,6 +187,11 @@ class Traced:
         """Under this policy, with so many ranks along these axes. Its precision and tp are those that were captured."""
         if microbatches < 1:
             raise ValueError(f"microbatches is {microbatches}; expected 1 or more.")
+        if policy.sync_every is not None:
+            raise ValueError(
+                f"Policy.sync_every is {policy.sync_every}: local steps are not simulated yet. Leave it out, and give the "
+                "mesh_shape of one site."
+            )
         tp = self.place.tp
         leaves, rules, _ = checked_call(self.model, self.optimizer, self.loss, self.units, policy, lambda module: None)
         machine = with_bandwidth(cluster, policy.bandwidth_gbps, tp)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled import OuterSGD, Policy, compile_sharded
+from fsdp_compiled import OuterSGD, Policy, compile_sharded, simulate
 from fsdp_compiled.ir.nodes import is_collective
 from tests.launch import launch
-from tests.workers.local_steps import TWO, Net, loss_of
+from tests.workers.local_steps import FOUR, TWO, Net, loss_of
 
 WORKER = Path(__file__).parents[1] / "workers" / "local_steps.py"
 
@@ -31,6 +31,16 @@ def test_sites_are_those_of_a_loop_written_by_hand(two: list[dict[str, Any]], ca
         assert mine == pytest.approx(expected, rel=bound, abs=bound)
         assert max(found["weights"], found["buffers"]) <= bound and found["alike"]
         assert min(found["alone"], found["other rate"]) > 1e-3  # without an exchange, or another outer rate
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, Any]]:
+    return launch(WORKER, 4, timeout=300)
+
+
+@pytest.mark.parametrize("case", FOUR)
+def test_so_are_two_sites_of_two_ranks(four: list[dict[str, Any]], case: str) -> None:
+    test_sites_are_those_of_a_loop_written_by_hand(four, case)
 
 
 def test_runs_that_were_cut_anywhere_go_on_bit_for_bit(two: list[dict[str, Any]]) -> None:
@@ -67,6 +77,25 @@ def test_one_process_has_no_collective_and_an_exchange_of_its_own() -> None:
     assert not any(is_collective(node) for node in sharded.program.graph.nodes)
     assert sharded.outer_program.history == ("outer_update",)
     assert {port.kind for port in sharded.outer_program.inputs} == {"shard", "state"}
+
+
+@pytest.mark.parametrize("outer", [None, OuterSGD(1.0, 0.0, nesterov=False)])
+def test_what_is_kept_for_an_exchange_is_in_the_predicted_memory(outer: OuterSGD | None) -> None:
+    found = []
+    for fields in ({}, {"sync_every": 2, "outer": outer}):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        sharded = compile_sharded(model, optimizer, loss=loss_of, policy=Policy(lower="eager", **fields))
+        sharded.step(torch.randn(4, 8), torch.randn(4, 3))
+        found.append(sharded.memory.persistent.optimizer)
+        held = sum(one.nbytes for one in sharded.state.optimizer.values())
+        assert found[-1] == held
+    assert found[1] > found[0]
+
+
+def test_local_steps_are_not_simulated() -> None:
+    with pytest.raises(ValueError, match="local steps are not simulated yet"):
+        simulate(Net, loss_of, (torch.zeros(4, 8), torch.zeros(4, 3)), 2, "gpu", Policy(sync_every=2))
 
 
 @pytest.mark.parametrize(

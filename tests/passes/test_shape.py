@@ -1,7 +1,7 @@
 """What a program looks like: how often it sends, when, how much it keeps, and what it computes twice.
 
-``UPDATE_GOLDEN=1 pytest tests/passes/test_shape.py`` writes the texts in tests/golden/ again; read the difference before
-you commit it.
+``UPDATE_GOLDEN=1 pytest tests/passes/test_shape.py`` writes the texts in tests/golden/ again; read the difference
+before you commit it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,97 @@
+"""What it costs in loss to send less: rounded messages (`Policy.wire`) and local steps (`Policy.sync_every`).
+
+    torchrun --nproc-per-node 2 -m bench.fewer_bytes bench/results/fewer-bytes.json
+
+A small byte-level GPT on the text of this machine, two gloo ranks, the same batches for every policy. Losses are those
+of held-out text under the weights that all ranks share (with local steps: after an exchange), for equal tokens. Bytes
+are what a rank sends for a step, as its program says.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.cli.data import held_out_windows, load_corpus, train_windows
+from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
+from fsdp_compiled.cli.machine import hardware, versions
+from fsdp_compiled.ir.nodes import carried, is_collective
+
+STEPS, EVERY, ROWS = 2000, 500, 4  # rows a rank
+CONFIG = GPTConfig(layers=2, width=64, heads=4, context=64)
+POLICIES = {
+    "plain": {},
+    "int8": {"wire": "int8"},
+    "fp8": {"wire": "fp8"},
+    "all-reduced": {"shard": "ddp"},
+    "50 local steps": {"shard": "ddp", "sync_every": 50},
+}
+
+
+def sent(program: Any, world: int) -> float:
+    """Bytes that a rank sends in a run of the program, on a ring."""
+    whole = 0.0
+    for node in program.graph.nodes:
+        if is_collective(node):
+            whole += max(carried(node)) * (2 if "all_reduce" in str(node.target) else 1)
+    return whole * (world - 1) / world
+
+
+def trained(fields: dict[str, Any]) -> dict[str, Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = GPT(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sharded = compile_sharded(model, optimizer, loss=next_byte_loss, policy=Policy(clip=1.0, lower="eager", **fields))
+    corpus = load_corpus(None)
+    windows = train_windows(corpus, CONFIG.context, ROWS * world)
+    held_out = held_out_windows(corpus, CONFIG.context, 256)
+    draw = torch.Generator().manual_seed(1)
+    losses: dict[int, float] = {}
+    for step in range(1, STEPS + 1):
+        rows = torch.randint(len(windows), (ROWS * world,), generator=draw).tolist()[rank * ROWS : (rank + 1) * ROWS]
+        batch = [torch.stack(one) for one in zip(*(windows[row] for row in rows), strict=True)]
+        sharded.step(*batch)
+        if step % EVERY == 0:
+            weights = sharded.full_state_dict()
+            if rank == 0:
+                whole = GPT(CONFIG)
+                whole.load_state_dict(weights)
+                with torch.no_grad():
+                    losses[step] = next_byte_loss(whole, *held_out).item()
+                print(f"{fields or 'plain'}: {step} steps, held-out loss {losses[step]:.4f}", flush=True)
+    every = fields.get("sync_every")
+    size = sent(sharded.program, world) + (sent(sharded.outer_program, world) / every if every else 0.0)
+    return {"losses": losses, "bytes a step": round(size)}
+
+
+def main(path: str) -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    for name, fields in POLICIES.items():
+        found[name] = one = trained(fields)
+        if dist.get_rank() == 0:
+            one["loss over plain's"] = round(one["losses"][STEPS] / found["plain"]["losses"][STEPS], 5)
+            size, ratio = one["bytes a step"], one["loss over plain's"]
+            print(f"{name:16} {size:>10,} B a step   {one['losses'][STEPS]:.4f}   {ratio}")
+            command = f"torchrun --nproc-per-node {dist.get_world_size()} -m bench.fewer_bytes {path}"
+            text = {
+                "command": command,
+                "hardware": hardware(),
+                "versions": versions(),
+                "steps": STEPS,
+                "policies": found,
+            }
+            Path(path).write_text(json.dumps(text, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
