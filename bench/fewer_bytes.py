@@ -89,7 +89,7 @@ def main(path: str) -> None:
                 "steps": STEPS,
                 "policies": found,
             }
-            Path(path).write_text(json.dumps(text, indent=1) + "\n")
+            Path(path).write_text(json.dumps(text | {"policies": found}, indent=1) + "\n")
     dist.destroy_process_group()
 
 
