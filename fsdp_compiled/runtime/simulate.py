@@ -189,8 +189,8 @@ class Traced:
             raise ValueError(f"microbatches is {microbatches}; expected 1 or more.")
         if policy.sync_every is not None:
             raise ValueError(
-                f"Policy.sync_every is {policy.sync_every}: local steps are not simulated yet. Leave it out, and give the "
-                "mesh_shape of one site."
+                f"Policy.sync_every is {policy.sync_every}: local steps are not simulated yet. Leave it out, and give "
+                "the mesh_shape of one site."
             )
         tp = self.place.tp
         leaves, rules, _ = checked_call(self.model, self.optimizer, self.loss, self.units, policy, lambda module: None)
