@@ -10,7 +10,8 @@ the stream of compute (`Functional.cpp`), and its memory twice while both are th
 are in place.
 
 Not so for memory that the program was given, for what is no contiguous stretch of numbers, and where anything that has
-the memory of the input is read later, or by what may still be reading then: a collective, or a copy to the host.
+the memory of the input is read later, or by what may still be reading then: a collective, or a copy to the host. Nor
+along tp, where ranks may have parts of other shapes, of which one is contiguous and another is not.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ c10d = torch.ops._c10d_functional
 
 
 def in_place_all_reduce(program: Program, plan: Plan) -> Program:
-    """The fusion, for all axes: gradients, what ranks report, and what the model itself sums up along tp."""
+    """The fusion: of gradients, and of what ranks report."""
     edit = Edit(program)
     order = positions(edit.graph)
     for node in edit.graph.find_nodes(op="call_function", target=c10d.all_reduce.default):
-        if _is_last(node, order):
+        if node.args[-1] != "tp" and _is_last(node, order):
             node.target = c10d.all_reduce_.default
             edit.infer(node)
     return edit.done("in_place_all_reduce")
