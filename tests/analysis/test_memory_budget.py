@@ -29,7 +29,7 @@ WIDTH = 64  # gathered parameters outweigh the activations of four rows
 
 
 def fitted(memory_gb: float | None, **policy: object) -> tuple[Program, Memory, Plan]:
-    wanted = Policy(lower="eager", bucket_mb=0, memory_gb=memory_gb, **policy)  # type: ignore[arg-type]
+    wanted = Policy(**{"lower": "eager", "bucket_mb": 0, "memory_gb": memory_gb, "without": "all"} | policy)  # type: ignore[arg-type]
     found, plan = stages(Stack(6, WIDTH), None, None, (torch.ones(4, WIDTH),), wanted, kind="gradient")
     made = fit(found, plan, lambda program: predict(program, plan, Persistent()))
     return made[-1], predict(made[-1], plan, Persistent()), plan
@@ -37,7 +37,7 @@ def fitted(memory_gb: float | None, **policy: object) -> tuple[Program, Memory, 
 
 def ahead_first(shard: str) -> list[str]:
     """What is tried on a GPU, whose gathers start ahead whatever it takes, by what is said of it."""
-    wanted = Policy(lower="eager", bucket_mb=0, shard=shard)
+    wanted = Policy(lower="eager", bucket_mb=0, shard=shard, without="all")
     found, plan = stages(Stack(6, WIDTH), None, None, (torch.ones(4, WIDTH),), wanted, kind="gradient")
     on_gpu = replace(plan, device=torch.device("cuda"))
     made: list[Program] = []
@@ -105,7 +105,7 @@ class Ends(nn.Module):
 @pytest.mark.parametrize("lower", ["eager", "inductor"])
 def test_whatever_the_budget_the_program_holds_and_a_lower_one_takes_no_more(lower: str) -> None:
     """A unit that a limit gathers again within a phase is not taken for one that a pass gathered twice."""
-    wanted = Policy(lower=lower, bucket_mb=0, shard="zero2")  # type: ignore[arg-type]
+    wanted = Policy(lower=lower, bucket_mb=0, shard="zero2", without="all")  # type: ignore[arg-type]
     found, plan = stages(Ends(), None, None, (torch.zeros(16, dtype=torch.int64),), wanted, kind="gradient")
 
     def predicted(program: Program) -> Memory:
@@ -123,7 +123,7 @@ def test_whatever_the_budget_the_program_holds_and_a_lower_one_takes_no_more(low
 
 def test_a_step_that_is_simulated_keeps_the_budget_too() -> None:
     def estimated(memory_gb: float | None) -> Estimate:
-        policy = Policy(lower="eager", shard="zero2", bucket_mb=0, memory_gb=memory_gb)
+        policy = Policy(lower="eager", shard="zero2", bucket_mb=0, memory_gb=memory_gb, without="all")
         model = lambda: Stack(4, WIDTH)  # noqa: E731
         return simulate(model, lambda made, x: made(x).square().mean(), (torch.empty(4, WIDTH),), 2, policy=policy)
 

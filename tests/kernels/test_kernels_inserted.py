@@ -259,7 +259,7 @@ def test_the_comparison_notices_a_broken_program(damage: Rewrite) -> None:
 
 def test_what_must_hold_of_a_program_must_hold_of_the_fused_one() -> None:
     found, plan = built(replace(CLIPPED, policy=replace(CLIPPED.policy, kernels=True)))
-    assert found[-1].history[-1] == "optimizer_update"
+    assert "optimizer_update" in found[-1].history
     edit = Edit(found[-1])
     (call,) = [node for node in edit.graph.nodes if node.target is ADAM]
     edit.graph.erase_node(call)
