@@ -25,7 +25,7 @@ from fsdp_compiled.ir.nodes import carried, is_collective
 
 STEPS, EVERY, ROWS = 2000, 500, 4  # rows a rank
 CONFIG = GPTConfig(layers=2, width=64, heads=4, context=64)
-POLICIES = {
+POLICIES: dict[str, dict[str, Any]] = {
     "plain": {},
     "int8": {"wire": "int8"},
     "fp8": {"wire": "fp8"},
