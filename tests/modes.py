@@ -6,8 +6,8 @@ Eager is plain PyTorch with the forward inside the mode and ``loss.backward()`` 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +18,16 @@ from fsdp_compiled import Policy, Sharded, compile_sharded
 
 EAGER = Policy(lower="eager")
 X, T = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)), torch.arange(6) % 4
+
+
+@contextmanager
+def changed(change: Callable[[Any], object], value: Any, old: Any) -> Iterator[None]:
+    """Inside, a setting of the process is another one."""
+    change(value)
+    try:
+        yield
+    finally:
+        change(old)
 
 
 class Routed(nn.Module):

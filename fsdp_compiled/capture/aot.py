@@ -90,7 +90,7 @@ def _joint(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     try:
         while not taken:
             # A restart is meant for Dynamo, which would make no unknown again of a number that had to be a certain one.
-            # What was asked of it stands in the guards (`closed_numbers`), and its name is known the second time.
+            # What was asked of it stands in the guards (`closure_values`), and its name is known the second time.
             restart = contextlib.suppress(_Captured, TensorifyScalarRestartAnalysis)
             with restart, draws, backward:
                 compiler(module, list(inputs))

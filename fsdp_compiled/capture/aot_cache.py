@@ -1,19 +1,15 @@
-"""What decides of traced and compiled code besides the code itself: versions, global settings, the machine.
-
-Whatever is kept on disk is kept under these too. A setting too many costs a compilation that was not needed; one too
-few runs the wrong code.
-
-What AOTAutograd traced is kept on disk: the second start on the same model reads its program.
+"""What AOTAutograd traced is kept on disk: the second start on the same model reads its program.
 
     key                                                     file
 
     what Dynamo traced: operators, arguments, the layout    the program: ports, and for each node its operator by
     of every value, the modules and lines they came from    name, its arguments, the layout of its value, where it
     our ports                                               came from
-    `cache_key`: versions, modes, our own sources
+    versions, modes, our own sources, the machine
 
 Dynamo itself runs at every start: it alone knows what the user's code does. A key must hold all that AOTAutograd's
-trace depends on, so a program is kept only where that can be said: sizes are fixed, and every operator is PyTorch's
+trace depends on; a setting too many costs a trace that was not needed, and one too few runs the wrong code. So a
+program is kept only where that can be said: sizes are fixed, and every operator is PyTorch's
 own. Operators and autograd functions of the user's, whose code the key does not see, are traced each time, and so is
 what holds values that have no plain text.
 """

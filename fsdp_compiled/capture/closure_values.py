@@ -30,10 +30,10 @@ class Numbers:
 
     def __init__(self, env: ShapeEnv | None = None, scope: Mapping[str, Any] | None = None) -> None:
         sources = {} if env is None else env.var_to_sources
-        read = {symbol: first for symbol, (first, *_) in sources.items() if _name(first).endswith(".item()")}
+        read = {symbol: first for symbol, (first, *_) in sources.items() if name_of(first).endswith(".item()")}
         self._asked = [] if env is None else [one.expr for one in env.guards if one.expr.free_symbols & read.keys()]
         used = set().union(*(one.free_symbols for one in self._asked)) & read.keys()
-        self._names = {symbol: _name(read[symbol]) for symbol in sorted(used, key=str)}
+        self._names = {symbol: name_of(read[symbol]) for symbol in sorted(used, key=str)}
         text = "".join(f"{name}, " for name in self._names.values())
         self._read: Callable[[], tuple[Any, ...]] = eval(f"lambda: ({text})", dict(scope or {})) if used else tuple
         self._held: tuple[Any, ...] = ()  # values for which all holds
@@ -56,10 +56,6 @@ class Numbers:
                 return next(self._names[symbol] for symbol in self._names if symbol in one.free_symbols)
         self._held = now
         return None
-
-
-def _name(source: Any) -> str:
-    return source.name() if callable(source.name) else source.name
 
 
 class Closed:

@@ -5,7 +5,7 @@
     tokens int64[8, 64]   tokens int64[rows, 64]           every number of rows from 2 on
     lengths int64[8]      lengths int64[rows]
 
-Under ``"auto"`` that program is made for the second size (`runtime.programs.moving_sizes`). A dim moves in every
+Under ``"auto"`` that program is made for the second size (`runtime.programs.request`). A dim moves in every
 tensor of the batch that has the size there that the first one has. Sizes 0 and 1 stay as they are and have programs of
 their own: PyTorch treats them apart (broadcasting, contiguity), and so would one program for all.
 

@@ -12,9 +12,9 @@ are kept, less those that this package answers for in another way:
 - *The tensors and the structure of the batch* (``args``, ``kwargs``) and *sizes* (SHAPE_ENV): in the key that a program
   is found by, and in `capture.dynamic_shapes`.
 - *Tensors* (TENSOR_MATCH): parameters live in shards that keep their layout; module buffers are watched by identity
-  (`runtime.programs.program_cache`), and others, read or not, by `closed_tensors`. That two names lead to one
+  (`runtime.programs.program_cache`), and others, read or not, by `closure_values`. That two names lead to one
   of these (DUPLICATE_INPUT, ID_MATCH) is kept.
-  Of a size or number (SHAPE_ENV) that was read out of one, ``if step.item() > 3``, `closed_numbers` asks again.
+  Of a size or number (SHAPE_ENV) that was read out of one, ``if step.item() > 3``, `closure_values` asks again.
 - *Modes* (GLOBAL_STATE, GRAD_MODE, DETERMINISTIC_ALGORITHMS, TORCH_FUNCTION_STATE, DEFAULT_DEVICE,
   AUTOGRAD_SAVED_TENSORS_HOOKS): capture sets its own around the trace; those of the caller's that mean anything are in
   the key.
@@ -26,8 +26,8 @@ are kept, less those that this package answers for in another way:
   are one and the same under two names (DUPLICATE_INPUT, ID_MATCH): neither is the user's to change.
 
 What Dynamo does not note is noted here: the methods of classes that the trace went through, and global
-hooks of modules (`traced_functions`); an object that an argument and a global lead to (`one_object`); the order of an
-`OrderedDict` (`ordered_keys`); which of two equal values it was, 0.0 or -0.0 (`equal_values`); and that an object whose
+hooks of modules (`traced_functions`); an object that an argument and a global lead to, the order of an
+`OrderedDict`, and which of two equal values it was, 0.0 or -0.0 (`object_identity`); that an object whose
 class looks elsewhere for a name has none of its own, and what a trace did not find is not there (`absent_names`); and
 what it asked of two objects, of caches, loggers and the interpreter (`python_answers`).
 

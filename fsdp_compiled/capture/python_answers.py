@@ -27,13 +27,12 @@ from unittest.mock import patch
 import torch
 
 from fsdp_compiled.capture.closure_values import name_of
+from fsdp_compiled.capture.unknown_reads import refuse
 from fsdp_compiled.torch_private.dynamo import (
     AttrSource,
     ConstantVariable,
     GetItemSource,
     LocalSource,
-    UserError,
-    UserErrorType,
     VariableTracker,
 )
 from fsdp_compiled.torch_private.names import TABLE, attribute, find, has, uses
@@ -122,10 +121,6 @@ def _value(variable: Any) -> Any:
     return variable
 
 
-def _refuse(what: str) -> None:
-    raise UserError(UserErrorType.ANTI_PATTERN, what)
-
-
 @contextlib.contextmanager
 def noted(answers: Answers) -> Iterator[None]:
     """Inside, what this thread's trace asks of Python is noted."""
@@ -171,7 +166,7 @@ def noted(answers: Answers) -> Iterator[None]:
 
     def python_type(self: Any) -> Any:
         if threading.get_ident() == thread and not self.ndim:
-            _refuse("a number of NumPy's is asked for its class, which is an array's when a program is traced.")
+            refuse("a number of NumPy's is asked for its class, which is an array's when a program is traced.")
         return kind(self)
 
     with contextlib.ExitStack() as stack:
@@ -197,7 +192,7 @@ def _of_cache(answers: Answers, tx: Any, wrapper: Any, args: Any, kwargs: Any) -
         given = [one.as_python_constant() if one.python_type() is not int else _whole(one) for one in args]
         named = {key: one.as_python_constant() for key, one in kwargs.items()}
     except Exception:
-        return _refuse(
+        return refuse(
             f"{name} is under functools.lru_cache, and is called with an object: what it keeps for that object is not "
             "known when a program is traced. Call it with numbers and texts, or keep its result in a buffer."
         )
@@ -205,7 +200,7 @@ def _of_cache(answers: Answers, tx: Any, wrapper: Any, args: Any, kwargs: Any) -
     before = torch.get_rng_state()
     value = ask()
     if not torch.equal(before, torch.get_rng_state()):
-        return _refuse(
+        return refuse(
             f"{name} is under functools.lru_cache, and draws random numbers, which eager PyTorch does once: a program "
             "would draw them at every call. Call it once before, or keep its result in a buffer."
         )

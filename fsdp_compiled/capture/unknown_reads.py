@@ -24,7 +24,7 @@ NEVER = {
 }
 
 
-def _refuse(what: str) -> None:
+def refuse(what: str) -> None:
     raise UserError(UserErrorType.ANTI_PATTERN, what)
 
 
@@ -41,22 +41,22 @@ def refused(asked: set[str]) -> Iterator[None]:
 
     def var_getattr(self: Any, tx: Any, name: str) -> Any:
         if name in NEVER:
-            _refuse(f"tensor.{name} is asked for: {NEVER[name]} is not known when a program is traced.")
+            refuse(f"tensor.{name} is asked for: {NEVER[name]} is not known when a program is traced.")
         if name in ("grad", "_grad") and not tx.output.side_effects.has_pending_mutation_of_attr(self, "grad"):
             if self.source is None and self.has_grad_fn:
                 return ConstantVariable.create(None)  # as of all that is computed from parameters
-            _refuse("tensor.grad is asked for: a program is traced without the gradients that tensors have by then.")
+            refuse("tensor.grad is asked for: a program is traced without the gradients that tensors have by then.")
         if name not in known:
             asked.add(name)
         return read(self, tx, name)
 
     def call_method(self: Any, tx: Any, name: str, *given: Any) -> Any:
         if name in ("size", "nbytes"):
-            _refuse(f"untyped_storage().{name}() is asked for: a view's storage is its own when a program is traced.")
+            refuse(f"untyped_storage().{name}() is asked for: a view's storage is its own when a program is traced.")
         return storage(self, tx, name, *given)
 
     def hash_impl(*_: Any) -> Any:
-        _refuse("a text with a number in it that is read out of a tensor is looked up in a dictionary or set.")
+        refuse("a text with a number in it that is read out of a tensor is looked up in a dictionary or set.")
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(*attribute(of_tensors), var_getattr))

@@ -106,6 +106,7 @@ NORM = Port("out", "norm")
 OVERFLOW = Port("out", "overflow")
 FACTOR = Port("in", "scale", "factor")  # float32, by which the loss is scaled
 STEP = Port("in", "step")  # int64
+COUNT = Port("in", "sum", part="count")  # of microbatches, float64
 WEIGHT = Port("out", "rows")  # float64
 SAME = Port("out", "same")  # float64
 SAME_PARTS = 2

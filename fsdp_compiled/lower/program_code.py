@@ -10,7 +10,7 @@
      taken = [add]; del add; [add_1] = part_0(taken, weight_1); del weight_1
      return [add_1]
 
-Equal `stretches` are one function, and what one hands to another is one value (`bundles`): what Python takes to
+Equal `stretches` are one function, and what one hands to another is one value (`bundled`): what Python takes to
 compile hardly grows with depth.
 Collectives and waits for them stand in ``run``, which has what they brought among its values.
 

@@ -26,7 +26,7 @@ Call = Callable[[fx.Node], tuple[Callable[..., Any], Sequence[Any]]]
 
 @dataclass(frozen=True)
 class Bundle:
-    """Values that go together (`bundles`), by one name."""
+    """Values that go together (`program_code.bundled`), by one name."""
 
     name: str
     nodes: Sequence[fx.Node]

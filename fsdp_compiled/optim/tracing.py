@@ -1,4 +1,13 @@
-"""Python numbers of an optimizer's code, as tensors of the trace.
+"""The step of a class of `torch.optim` -> an ATen graph that updates one flat shard in place.
+
+The code is run once on fake tensors, with its counters, rates and state as tensors of the trace, in a
+form that asks no Python number back: the plain one, or where that branches on a number that changes (RAdam, ASGD), or
+looks at what it has to begin with, the one that PyTorch keeps for CUDA graphs, ``capturable``. Operators name no sizes,
+so that a graph traced on a matrix runs on a flat shard.
+
+Sets ``torch.compiler._is_compiling_flag``, which optimizers ask for that form on any device.
+
+Python numbers of an optimizer's code, as tensors of the trace.
 
     step_t += 1                              step' = add(step, 1)
     scale = (1 - beta2 ** step_t.item()) ** 0.5      scale = pow(rsub(pow(0.999, step'), 1), 0.5)
@@ -7,15 +16,6 @@
 
 A step count or a rate that is a Python number would be frozen in the trace at what it is now. Here it is a 0-d float64
 tensor, which computes as Python's floats do. Unlike a tensor, and like a number, ``+=`` makes a new one.
-
-The step of a class of `torch.optim` -> an ATen graph that updates one flat shard in place.
-
-The code is run once on fake tensors, with its counters, rates and state as tensors of the trace (`traced_numbers`), in
-a form that asks no Python number back: the plain one, or where that branches on a number that changes (RAdam, ASGD), or
-looks at what it has to begin with, the one that PyTorch keeps for CUDA graphs, ``capturable``. Operators name no sizes,
-so that a graph traced on a matrix runs on a flat shard.
-
-Sets ``torch.compiler._is_compiling_flag``, which optimizers ask for that form on any device.
 """
 
 from __future__ import annotations

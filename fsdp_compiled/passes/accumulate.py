@@ -33,11 +33,11 @@ from torch import fx
 
 from fsdp_compiled.ir.edit import Edit, weighed
 from fsdp_compiled.ir.nodes import Mark, reduction
-from fsdp_compiled.ir.program import LOSS, SAME, SAME_PARTS, WEIGHT, Port, Program
+from fsdp_compiled.ir.program import COUNT, LOSS, SAME, SAME_PARTS, WEIGHT, Port, Program
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
-COUNT, TOTAL, BATCHES = (Port("in", "sum", part=part) for part in ("count", "loss", "batches"))
+TOTAL, BATCHES = (Port("in", "sum", part=part) for part in ("loss", "batches"))
 Pass = Callable[[Program, Plan], Program]
 
 

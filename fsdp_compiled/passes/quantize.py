@@ -38,13 +38,12 @@ from torch import fx
 
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, is_wait, role_of
-from fsdp_compiled.ir.program import STEP, Port, Program
+from fsdp_compiled.ir.program import COUNT, STEP, Port, Program
 from fsdp_compiled.kernels.operators import PACKED, operators
 from fsdp_compiled.plan.plan import Plan
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-COUNT = Port("in", "sum", part="count")  # of microbatches, as `accumulate` has it
 GATHERS = (c10d.all_gather_into_tensor.default, c10d.all_gather_into_tensor_coalesced.default)
 
 

@@ -16,8 +16,8 @@
 A copy starts behind forward's last use, and is waited for before the copy `AHEAD` after it starts, at the latest where
 forward ends: so many values at most are in device memory for their copy alone. On the way back a copy starts where the
 value `AHEAD` before it has come, at the earliest where backward begins. Which values, `runtime.programs.
-memory_budget` chooses (`analysis.storable`). It runs behind all that moves compute, and before `limit`; a value that
-nothing in backward reads any more stays. A copy is exact: no number changes.
+memory_budget` chooses (`saved_values.storable`). It runs behind all that moves compute, and before `limit`; a value
+that nothing in backward reads any more stays. A copy is exact: no number changes.
 """
 
 from __future__ import annotations

@@ -126,25 +126,26 @@ def _check_local_steps(policy: Policy) -> None:
                 f"Policy.outer={policy.outer} moves weights every sync_every steps, which is None. Give it."
             )
         return
-    for name, off, why in (
-        ("loss_scale", None, "a step may be void on one site and not on another. Train in bfloat16"),
-        ("offload", False, "the exchange does not work in host memory yet"),
-        ("weigh", "ranks", "sites count the same in an exchange, however many rows they had"),
-        ("verify", False, "a step is held against the mean of all ranks, and here is one of a site"),
-    ):
-        if (value := getattr(policy, name)) != off:
-            raise ValueError(
-                f"Policy.{name} is {value!r} with sync_every={policy.sync_every}: {why}. Leave {name} out."
-            )
+    _check_beside(
+        policy, f"sync_every={policy.sync_every}",
+        loss_scale="a step may be void on one site and not on another. Train in bfloat16",
+        offload="the exchange does not work in host memory yet",
+        weigh="sites count the same in an exchange, however many rows they had",
+        verify="a step is held against the mean of all ranks, and here is one of a site",
+    )  # fmt: skip
 
 
 def _check_wire(policy: Policy) -> None:
-    for name, off in (("offload", False), ("loss_scale", None), ("sync_every", None)) if policy.wire else ():
-        if (value := getattr(policy, name)) != off:
-            raise ValueError(
-                f"Policy.{name} is {value!r} with wire={policy.wire!r}, which is not supported yet. "
-                f"Leave one of them out."
-            )
+    if policy.wire is not None:
+        yet = "it is not supported yet"
+        _check_beside(policy, f"wire={policy.wire!r}", offload=yet, loss_scale=yet, sync_every=yet)
+
+
+def _check_beside(policy: Policy, what: str, **fields: str) -> None:
+    """Raises where one of these fields is not as it is by itself, with why it does not go with what there is."""
+    for name, why in fields.items():
+        if (value := getattr(policy, name)) != type(policy).__dataclass_fields__[name].default:
+            raise ValueError(f"Policy.{name} is {value!r} with {what}: {why}. Leave {name} out.")
 
 
 def _check_together(policy: Policy) -> None:

@@ -115,11 +115,14 @@ def wire_refusal(policy: Policy, rules: Sequence[Rule], place: Mesh) -> ValueErr
     """Of rounded messages beside what has not been held against eager PyTorch with them."""
     if policy.wire is None:
         return None
-    what = f"Policy.wire is {policy.wire!r}, but "
+    return _not_yet(f"Policy.wire is {policy.wire!r}", rules, place)
+
+
+def _not_yet(what: str, rules: Sequence[Rule], place: Mesh) -> ValueError | None:
     if place.tp > 1:
-        return ValueError(f"{what}it is not supported under tensor parallelism yet. Leave one of them out.")
+        return ValueError(f"{what}, which is not supported under tensor parallelism yet. Leave one of them out.")
     if whole := next((rule for rule in rules if rule.whole), None):
-        return ValueError(f"{what}{whole.name} updates whole matrices on owners, which it does not work with yet.")
+        return ValueError(f"{what}, but {whole.name} updates whole matrices on owners, which it does not go with yet.")
     return None
 
 
@@ -129,23 +132,17 @@ def local_refusal(
     """Of local steps. ``place``: with sites along its replicate axis."""
     if policy.sync_every is None:
         return None
-    what = f"Policy.sync_every is {policy.sync_every}, but "
+    what = f"Policy.sync_every is {policy.sync_every}"
     if place.replicate == 1 and place.world > 1:
         return ValueError(
-            f"{what}the mesh has one site of {place.shard} ranks, which exchange in every step. Give a mesh with two "
-            'axes, ("replicate", "shard"), whose rows are the sites; or shard="ddp", where each rank is one.'
-        )
-    if place.tp > 1:
-        return ValueError(f"{what}local steps are not supported under tensor parallelism yet. Leave one of them out.")
-    if whole := next((rule for rule in rules if rule.whole), None):
-        return ValueError(
-            f"{what}{whole.name} updates whole matrices on owners, whose state no site has by itself yet."
+            f"{what}, but the mesh has one site of {place.shard} ranks, which exchange in every step. Give a mesh with "
+            'two axes, ("replicate", "shard"), whose rows are the sites; or shard="ddp", where each rank is one.'
         )
     if any(isinstance(module, SequenceAttention) and module.axis == "replicate" for module in modules):
         return ValueError(
-            f'{what}a SequenceAttention goes along "replicate", which no step crosses. Put it along "shard".'
+            f'{what}, but a SequenceAttention goes along "replicate", which no step crosses. Put it along "shard".'
         )
-    return None
+    return _not_yet(what, rules, place)
 
 
 def eager_refusal(policy: Policy, rules: Sequence[Rule], place: Mesh) -> ValueError | None:

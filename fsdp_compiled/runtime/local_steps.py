@@ -92,13 +92,12 @@ class LocalSteps:
 
     def saved(self, state: State) -> dict[str, Any]:
         """What this rank goes on from, besides what is the same on all sites."""
-        own = {name: tensor for name, tensor in state.optimizer.items() if tensor.dim()}
         weights = {key: state.parameters[key] for key in self._shards} if self.steps else {}
-        return {"steps": self.steps, **self._where, "state": own, "weights": weights}
+        return {"steps": self.steps, **self._where, "state": _apart(state), "weights": weights}
 
     def fits(self, saved: Saved, sizes: Mapping[str, Sequence[int]], state: State) -> bool:
         """Whether this rank can go on from what was saved. ``sizes``: of the saved state, by name."""
-        own = {name: tuple(tensor.shape) for name, tensor in state.optimizer.items() if tensor.dim()}
+        own = {name: tuple(tensor.shape) for name, tensor in _apart(state).items()}
         return all(saved[name] == size for name, size in self._where.items()) and own == dict(sizes)
 
     def load(self, saved: Saved | None, state: State) -> None:
@@ -113,3 +112,8 @@ class LocalSteps:
             state.optimizer[name].copy_(tensor)
         for key, tensor in saved["weights"].items():
             state.parameters[key].copy_(tensor)
+
+
+def _apart(state: State) -> dict[str, torch.Tensor]:
+    """What of the optimizer's state differs between sites: all but its numbers."""
+    return {name: tensor for name, tensor in state.optimizer.items() if tensor.dim()}

@@ -97,7 +97,7 @@ TABLE: dict[str, Use] = {
         f"{DYNAMO}.exc.UserError", f"{DYNAMO}.exc.UserErrorType",
     ), "forward may draw from Python's random numbers, which stay those of the trace, without being refused"),
     "dropout of recurrent layers": Use("defence", ("torch._decomp.decompositions._rnn_helper",),
-        "several recurrent layers with dropout are refused"),
+        "several recurrent layers with dropout are refused, and an LSTM before torch 2.13"),
     "numbers of tensors": Use("defence", (
         f"{DYNAMO}.exc.TensorifyScalarRestartAnalysis", f"{DYNAMO}.symbolic_convert.TensorifyState",
     ), "numbers that are read out of closed-over tensors are refused"),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from fsdp_compiled.torch_private.names import UnsupportedTorch, plainly
 from tests import architectures, equal_models, huggingface, models
 from tests.chosen import chosen
 from tests.models import Block, Recipe
+from tests.modes import changed
 from tests.toys import mse
 
 TORCH = architectures.TORCH
@@ -256,15 +257,6 @@ MODELS: dict[str, Callable[[], None]] = {
     "train or eval": lambda: step(Model().eval()),
     "the modules' names": lambda: step(renamed()),
 }
-
-
-@contextmanager
-def changed(change: Callable[[Any], object], value: Any, old: Any) -> Iterator[None]:
-    change(value)
-    try:
-        yield
-    finally:
-        change(old)
 
 
 SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

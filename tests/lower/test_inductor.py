@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fsdp_compiled.capture import aot_cache
 from fsdp_compiled.lower import inductor
 from fsdp_compiled.lower.piece import Piece
+from tests.modes import changed
 
 Compile = Callable[..., tuple[list[torch.Tensor], int]]
 
@@ -91,15 +92,6 @@ def test_a_damaged_file_is_compiled_anew_and_replaced(
         assert compiled()[1] == 1
     assert "is damaged" in caplog.text
     assert compiled()[1] == 0
-
-
-@contextmanager
-def changed(change: Callable[[Any], object], value: Any, old: Any) -> Iterator[None]:
-    change(value)
-    try:
-        yield
-    finally:
-        change(old)
 
 
 THREADS = torch.get_num_threads()

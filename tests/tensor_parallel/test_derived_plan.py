@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled.runtime.tensor_parallel.derived_plan import derive, generated, patterns, tried
+from fsdp_compiled.runtime.tensor_parallel.derived_plan import derive, generated, patterns, run, tried
 from tests.cut_models import GPT, VOCABULARY, WIDTH, loss_fn
 from tests.derived_models import HEAD, Attention, Experts, FeedForward, Flat, Fused, Llama, Penalty, Softmax, Stack
 
@@ -99,7 +99,8 @@ def test_the_trial_sees_cuts_that_fit_and_are_wrong() -> None:
     pair = {"qkv": "colwise", "out": "rowwise"}
 
     def trial(block: nn.Module, styles: dict[str, str], *args: torch.Tensor) -> tuple[str | None, set[str]]:
-        return tried(generated(block), ((*x, *args), {}), styles, 2)
+        whole, call = generated(block), ((*x, *args), {})
+        return tried(whole, run(whole, call, {}, 1), call, styles, 2)
 
     assert trial(Fused(by_head=True), pair) == (None, set())
     assert "another result" in str(trial(Fused(by_head=False), pair)[0])

@@ -65,7 +65,7 @@ FOUR = {
     "zero2": Case("zero2"),
     "zero1": Case("zero1"),
     "ddp": Case("ddp"),
-    "clip": Case(clip=0.5),
+    "clipping": Case(clip=0.5),
 }
 
 

@@ -229,16 +229,17 @@ def _of_block(block: nn.Module, call: Call, fixed: set[str], ranks: int) -> tupl
     rows = {name for name, one in layers.items() if one.in_features % ranks == 0}
     reasons = dict.fromkeys({*layers} - columns - rows, f"{ranks} ranks divide neither its inputs nor its outputs")
     whole = generated(block)
+    try:
+        true = run(whole, call, dict.fromkeys(columns | rows, ""), 1)
+    except Exception as error:
+        return {}, dict.fromkeys(layers, f"it could not be tried: {type(error).__name__}: {error}")
     while True:
-        try:
-            regions = _regions(run(whole, call, dict.fromkeys(columns | rows, ""), 1), columns, rows)
-        except Exception as error:
-            return {}, dict.fromkeys(layers, f"it could not be tried: {type(error).__name__}: {error}")
+        regions = _regions(true.seen, columns, rows)
         styles = {name: style for region in regions for name, style in region.items()}
-        failure, norms = tried(whole, call, styles, ranks)
+        failure, norms = tried(whole, true, call, styles, ranks)
         if failure is None:
             return styles | dict.fromkeys(norms, SUMMED), {k: why for k, why in reasons.items() if k not in styles}
-        alone = [(region, tried(whole, call, region, ranks)[0]) for region in regions]
+        alone = [(region, tried(whole, true, call, region, ranks)[0]) for region in regions]
         for region, why in [one for one in alone if one[1]] or [(one, failure) for one in regions]:
             columns -= {name for name, style in region.items() if style == "colwise"}
             why = f"cut over {ranks} ranks, {why}. {CURE.format(ranks=ranks)}"
@@ -356,13 +357,14 @@ def _same(mine: torch.Tensor | None, true: torch.Tensor | None, noise: float = 0
     return bool((mine - true).norm() <= TOLERANCE * true.norm() + noise)
 
 
-def tried(whole: nn.Module, call: Call, styles: Mapping[str, str], ranks: int) -> tuple[str | None, set[str]]:
+def tried(
+    whole: nn.Module, true: Results, call: Call, styles: Mapping[str, str], ranks: int
+) -> tuple[str | None, set[str]]:
     """Why the block, cut by these styles, is another, or None; and the norms whose gradients are summands.
 
-    ``whole``: a `generated` copy.
+    ``whole``: a `generated` copy; ``true``: what it gives.
     """
     try:
-        true = run(whole, call, styles, 1)
         mine = run(whole, call, styles, ranks, true)
     except Exception as error:
         return f"on parts it fails: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}", set()
@@ -407,12 +409,12 @@ def _leaves(nodes: list[Any], made: Mapping[Any, str], names: Mapping[int, str])
     return {names.get(id(one.variable), "") for one in _walked(nodes, made) if hasattr(one, "variable")}
 
 
-def _regions(found: Results, columns: Collection[str], rows: Collection[str]) -> list[dict[str, str]]:
+def _regions(seen: list[tuple[str, Any, Any]], columns: Collection[str], rows: Collection[str]) -> list[dict[str, str]]:
     """By what is computed from what: a layer that reads parts ends a region, one that reads no parts may begin one."""
     made: dict[Any, str] = {}  # by autograd's node, the layer whose output it is
     style: dict[str, str] = {}
     regions: list[dict[str, str]] = []
-    for name, source, result in found.seen:
+    for name, source, result in seen:
         if name not in style:
             read = {made[one] for one in _walked([source], made) if one in made and style[made[one]] == "colwise"}
             if not (name in rows if read else name in columns):
