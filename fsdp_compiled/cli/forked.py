@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from fsdp_compiled.cli.machine import choose_lower
+from fsdp_compiled.cli.toolchain import choose_lower
 
 THREADS = "OMP_NUM_THREADS"  # PyTorch, MKL and OpenBLAS read it when they are imported
 BEGAN = time.time()  # this command, before it imports PyTorch

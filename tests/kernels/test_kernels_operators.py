@@ -217,6 +217,6 @@ def test_the_operators_can_be_imported_without_triton() -> None:
         for path in root.glob("*.py")
     }
     kernels = {name for name, found in imports.items() if "triton" in found}
-    assert kernels == {"launch", "flatten", "accumulate", "update"}
+    assert kernels == {"launch", "flatten", "accumulate", "quantize", "update"}
     for name in imports.keys() - kernels:
         assert not imports[name] & {f"fsdp_compiled.kernels.{kernel}" for kernel in kernels}, name
