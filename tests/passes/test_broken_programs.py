@@ -37,12 +37,18 @@ def replaced(program: Program, nodes: Sequence[fx.Node], make: Callable[[Edit, f
     return edit.done("damage")
 
 
+def sent(edit: Edit, wait: fx.Node) -> fx.Node:
+    """What this rank gave to the collective that is waited for, which may write over it."""
+    collective: fx.Node = wait.args[0]  # type: ignore[assignment]
+    with edit.at(collective, collective.meta["phase"]):
+        return edit.call(aten.clone.default, collective.args[0])
+
+
 def one_unreduced(program: Program, plan: Plan) -> Program:
     """The last reduction hands each rank a part of its own gradient."""
 
     def own(edit: Edit, wait: fx.Node) -> fx.Node:
-        flat = wait.args[0].args[0]  # type: ignore[union-attr]
-        part = edit.call(aten.slice.Tensor, flat, 0, 0, wait.meta["val"].numel())
+        part = edit.call(aten.slice.Tensor, sent(edit, wait), 0, 0, wait.meta["val"].numel())
         return edit.call(aten.add.Tensor, part, edit.call(aten.mul.Tensor, wait, 0.0))
 
     waits = [node for node in program.marked("wait") if role_of(node.args[0]) == "reduce"]  # type: ignore[arg-type]
@@ -164,7 +170,7 @@ def _undamaged(recipe: Recipe) -> float:
 def test_a_program_whose_last_reduction_is_missing_stops_by_itself() -> None:
     def damage(program: Program, plan: Plan) -> Program:
         def own(edit: Edit, wait: fx.Node) -> fx.Node:
-            return edit.call(aten.add.Tensor, wait.args[0].args[0], edit.call(aten.mul.Tensor, wait, 0.0))  # type: ignore[union-attr]
+            return edit.call(aten.add.Tensor, sent(edit, wait), edit.call(aten.mul.Tensor, wait, 0.0))
 
         waits = [node for node in program.marked("norm") if is_wait(node)]
         return replaced(program, waits, own)
