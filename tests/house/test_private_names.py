@@ -108,7 +108,7 @@ def test_a_capture_that_fails_the_fast_way_goes_the_plain_way(
         raise TypeError("somebody took another argument away")
 
     expected = stepped()
-    monkeypatch.setattr(dynamo.ordered_keys, "asked_of_lists", lambda: nullcontext() if names.plain() else fails())
+    monkeypatch.setattr(dynamo.object_identity, "asked_of_lists", lambda: nullcontext() if names.plain() else fails())
     assert stepped() == expected
     assert "took another argument away. Please report it" in caplog.text
     assert not names.plain()
