@@ -159,6 +159,7 @@ def trained(face: str) -> list[Any]:
         config = LlamaConfig(
             vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
             num_key_value_heads=1, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+            attn_implementation="eager",  # the others ask whether they are traced, and then mask in another way
         )  # fmt: skip
         arguments = TrainingArguments(
             output_dir=there, use_cpu=True, per_device_train_batch_size=2, per_device_eval_batch_size=2, max_steps=4,
