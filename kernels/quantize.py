@@ -91,6 +91,7 @@ def _pack(
     numel,
     row,
     length,
+    size,
     across,
     BLOCK: tl.constexpr,
     SCALED: tl.constexpr,
@@ -102,15 +103,15 @@ def _pack(
     blocks, index = _places(program % across, BLOCK, SCALED)
     start = number * row
     value = tl.load(values + start + index, mask=(index < row) & (index < numel - start), other=0.0).to(tl.float32)
-    size = tl.abs(value)
-    scale = tl.div_rn(tl.max(tl.where(size == size, size, float("inf")), 1), LARGEST)
+    large = tl.abs(value)
+    scale = tl.div_rn(tl.max(tl.where(large == large, large, float("inf")), 1), LARGEST)
     value = tl.div_rn(value, tl.where(scale == 0.0, float("inf"), scale)[:, None] + tl.zeros_like(value))
     value = tl.where(value == value, value, 0.0)
     if seed is None:
         up = 0.5
     else:
         up = _noise(start + index, seed, salt)
-    begin = number * (length + length // 32)
+    begin = number * size
     tl.store(packed + begin + index, _encoded(value, up, FP8), mask=index < length)
     tl.store(scales + (begin + length) // 4 + blocks, scale, mask=blocks < length // SCALED)
 
@@ -123,6 +124,7 @@ def _unpack(
     numel,
     row,
     length,
+    size,
     across,
     rows,
     BLOCK: tl.constexpr,
@@ -135,22 +137,22 @@ def _unpack(
     blocks, index = _places(program % across, BLOCK, SCALED)
     if SUM:
         start = tl.full((), 0, tl.int64)
-        total = _row(packed, scales, start, index, blocks, length, SCALED, FP8)
+        total = _row(packed, scales, start, index, blocks, length, size, SCALED, FP8)
         for number in range(1, rows):
-            total += _row(packed, scales, start + number, index, blocks, length, SCALED, FP8)
+            total += _row(packed, scales, start + number, index, blocks, length, size, SCALED, FP8)
         if MEAN:
             total = total / rows
     else:
         start = (program // across).to(tl.int64)
-        total = _row(packed, scales, start, index, blocks, length, SCALED, FP8)
+        total = _row(packed, scales, start, index, blocks, length, size, SCALED, FP8)
         start = start * row
     inside = (index < row) & (index < numel - start)
     tl.store(values + start + index, total.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _row(packed, scales, number, index, blocks, length, SCALED: tl.constexpr, FP8: tl.constexpr):
-    begin = number * (length + length // 32)
+def _row(packed, scales, number, index, blocks, length, size, SCALED: tl.constexpr, FP8: tl.constexpr):
+    begin = number * size
     code = tl.load(packed + begin + index, mask=index < length, other=0)
     scale = tl.load(scales + (begin + length) // 4 + blocks, mask=blocks < length // SCALED, other=0.0)
     return _decoded(code, FP8) * scale[:, None]
@@ -161,7 +163,8 @@ def _sizes(numel: int, rows: int) -> tuple[dict[str, int], int]:
     row, size = row_of(numel, rows)
     length = size // (SCALED + 4) * SCALED
     across = ceil_div(length, BLOCK)
-    return {"numel": numel, "row": row, "length": length, "across": across, "BLOCK": BLOCK, "SCALED": SCALED}, across
+    sizes = {"numel": numel, "row": row, "length": length, "size": size, "across": across}
+    return {**sizes, "BLOCK": BLOCK, "SCALED": SCALED}, across
 
 
 def pack_launch(

@@ -20,10 +20,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from fsdp_compiled.kernels import accumulate, flatten, update
+from fsdp_compiled.kernels import accumulate, flatten, quantize, update
 from fsdp_compiled.kernels.launch import Launch
 from fsdp_compiled.kernels.options import SGD, Adam
-from fsdp_compiled.kernels.reference import SQUARES
+from fsdp_compiled.kernels.reference import SQUARES, row_of
 
 RECORD = Path(__file__).parent / "golden" / "registers.json"
 ARCHITECTURES = (80, 90, 100)
@@ -99,6 +99,20 @@ def sgd() -> Launch:
     return launch
 
 
+def packed(dtype: torch.dtype, form: str, numel: int = 9_437_184, ranks: int = 8) -> Launch:
+    """What a rank sends of a unit's gradients, rounded at random."""
+    rows = tensor(ranks * row_of(numel, ranks)[1], dtype=torch.uint8)
+    seed = torch.empty(1, dtype=torch.int64, device="meta")
+    return quantize.pack_launch(tensor(numel, dtype=dtype), rows, ranks, seed, 3, form)
+
+
+def unpacked(dtype: torch.dtype, form: str, adds: bool = False, numel: int = 9_437_184, ranks: int = 8) -> Launch:
+    """What it makes of gathered parameters, or of the parts of its gradients."""
+    rows = tensor(ranks * row_of(numel, ranks)[1], dtype=torch.uint8)
+    values = tensor(numel // ranks if adds else numel, dtype=dtype)
+    return quantize.unpack_launch(rows, values, ranks, form, adds, mean=adds)
+
+
 BF16, FP32 = torch.bfloat16, torch.float32
 # Beside each, the bytes that a program with all of its block inside loads and stores.
 CASES: dict[str, tuple[Any, int, int]] = {
@@ -112,6 +126,12 @@ CASES: dict[str, tuple[Any, int, int]] = {
     "adamw, 32 shards": (lambda: adam(False, 32), 16 * update.BLOCK, 12 * update.BLOCK),
     "adamw with bfloat16 copy, 32 shards": (lambda: adam(True, 32, True), 16 * update.BLOCK, 14 * update.BLOCK),
     "sgd": (sgd, 12 * update.BLOCK, 8 * update.BLOCK),
+    "pack float32, int8": (lambda: packed(FP32, "int8"), 4 * quantize.BLOCK, quantize.BLOCK),
+    "pack float32, fp8": (lambda: packed(FP32, "fp8"), 4 * quantize.BLOCK, quantize.BLOCK),
+    "unpack to bfloat16, int8": (lambda: unpacked(BF16, "int8"), quantize.BLOCK, 2 * quantize.BLOCK),
+    "unpack to bfloat16, fp8": (lambda: unpacked(BF16, "fp8"), quantize.BLOCK, 2 * quantize.BLOCK),
+    "combine, int8": (lambda: unpacked(FP32, "int8", True), 2 * quantize.BLOCK, 4 * quantize.BLOCK),
+    "combine, fp8": (lambda: unpacked(FP32, "fp8", True), 2 * quantize.BLOCK, 4 * quantize.BLOCK),
 }
 
 
@@ -227,6 +247,8 @@ def other_forms() -> dict[str, Launch]:
     found["adam in float64"] = update.adam_launches(*[double] * 4, [], [], wide, scalar, options=ADAMW)
     found["sgd"] = update.sgd_launches(mine, mine, mine, half, wide, wide, None, wide, wide, options=every)
     found["plain sgd"] = update.sgd_launches(mine, mine, [], [], wide, options=plain)
+    odd = {"numel": 5 * 2**29 + 1, "ranks": 3}  # rows that end in the midst of a block
+    found["pack"], found["unpack"] = [packed(torch.float16, "int8", **odd)], [unpacked(torch.float16, "fp8", **odd)]
     return {name: launches[0] for name, launches in found.items()}
 
 
