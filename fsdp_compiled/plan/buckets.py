@@ -15,6 +15,11 @@ and never the root, which would keep what it is merged with gathered throughout.
 that the peak comes late and there is room for more. PyTorch's own kernels keep as much as FSDP2's: memory is at its
 highest where forward ends and backward begins, and what is used there, `apart_of`, stays as it is.
 
+The root's parameters are used at the model's two ends: as one unit, an embedding is gathered and reduced where the head
+is. So it is cut between its large parameters, each with the small ones beside it; not in a model so small that a part
+would be less than an efficient message, nor along tp, where ranks that hold parts of other sizes would cut it in other
+places.
+
 Where nothing is gathered (``"ddp"``), blocks mean nothing to the network, and parameters are packed into buckets, as
 DistributedDataParallel does it; ``bucket.0`` holds the last of them and is reduced first.
 """
@@ -87,9 +92,10 @@ def regroup(
     split: float,
     gathered: bool,
     apart: float | None = None,
+    cut_root: bool = False,
 ) -> list[str]:
     """The unit of each parameter. ``blocks``, ``sizes``: as `target` has them, in registration order; ``apart``: as
-    `apart_of` has it."""
+    `apart_of` has it; ``cut_root``: that a root of several large parameters is no one unit."""
     if not gathered:
         if merge == 0:
             return list(blocks)
@@ -114,7 +120,10 @@ def regroup(
         around = name == ROOT or any(other.startswith(f"{name}.") for other in names)
         if around or size > merge or name in last:
             close()
-            units |= _cut(name, members[name], sizes, split) if size > split else {name: members[name]}
+            most = split
+            if name == ROOT and cut_root and merge:
+                most = min(split, max(4 * merge, merge + max(sizes[index] for index in members[name])))
+            units |= _cut(name, members[name], sizes, most) if size > most else {name: members[name]}
         else:
             row.append(name)
     close()

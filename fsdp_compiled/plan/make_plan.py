@@ -79,7 +79,9 @@ def make_plan(
     if gathered and apart:
         reason += ", and the last as they are"
     by_unit: dict[str, dict[tuple[torch.dtype, bool, int | None, bool], list[Leaf]]] = {}
-    for leaf, unit in zip(leaves, regroup(blocks, sizes, merge, split, gathered, apart), strict=True):
+    efficient = most * merge < sum(sizes)  # else messages are small as it is
+    grouped = regroup(blocks, sizes, merge, split, gathered, apart, cut_root=efficient and tp == 1)
+    for leaf, unit in zip(leaves, grouped, strict=True):
         kind = (leaf.dtype, leaf.trainable, leaf.group if leaf.trainable else None, leaf.split)
         by_unit.setdefault(unit, {}).setdefault(kind, []).append(leaf)
     bare = Plan((), policy, device, shard, replicate, machine, (reason,), tp)

@@ -92,3 +92,19 @@ def test_what_auto_chooses_follows_latency_bandwidth_and_the_model() -> None:
 @pytest.mark.parametrize("wanted", [0, 1, "auto"])
 def test_one_rank_needs_no_buckets(wanted: float | str) -> None:
     assert target(wanted, ["a"], [10], CPU, 1, True)[0] == 0
+
+
+def test_a_root_is_cut_between_its_large_parameters() -> None:
+    """What is used at the model's two ends; each with the small ones beside it."""
+    blocks = ["root", *[f"layers.{index}" for index in range(4)], "root", "root"]
+
+    def found(embedding: int, norm: int, head: int, merge: int, cut: bool = True) -> list[str]:
+        row = regroup(blocks, [embedding, *[200] * 4, norm, head], merge, 10_000, True, 0.0, cut)
+        return [unit for unit, block in zip(row, blocks, strict=True) if block == "root"]
+
+    assert found(1000, 1, 1000, merge=100) == ["root/0", "root/1", "root/1"]
+    assert found(1000, 100, 800, merge=100) == ["root/0", "root/1", "root/1"]
+    assert found(1000, 1, 1000, merge=100, cut=False) == ["root"] * 3  # control: along tp
+    assert found(150, 1, 150, merge=100) == ["root"] * 3  # for which another message is not worth it
+    assert found(1000, 1, 50, merge=100) == ["root"] * 3  # one large one alone
+    assert found(1000, 1, 1000, merge=0) == ["root"] * 3  # one unit a block, as was asked for
