@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled import OuterSGD, Policy, compile_sharded
 from fsdp_compiled.cli.data import held_out_windows, load_corpus, train_windows
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
 from fsdp_compiled.cli.machine import hardware, versions
@@ -30,7 +30,8 @@ POLICIES: dict[str, dict[str, Any]] = {
     "int8": {"wire": "int8"},
     "fp8": {"wire": "fp8"},
     "all-reduced": {"shard": "ddp"},
-    "50 local steps": {"shard": "ddp", "sync_every": 50},
+    "50 local steps": {"shard": "ddp", "sync_every": 50},  # DiLoCo's outer rate and momentum: made for longer runs
+    "50 local steps, momentum 0.6": {"shard": "ddp", "sync_every": 50, "outer": OuterSGD(momentum=0.6)},
 }
 
 
@@ -80,7 +81,7 @@ def main(path: str) -> None:
         if dist.get_rank() == 0:
             one["loss over plain's"] = round(one["losses"][STEPS] / found["plain"]["losses"][STEPS], 5)
             size, ratio = one["bytes a step"], one["loss over plain's"]
-            print(f"{name:16} {size:>10,} B a step   {one['losses'][STEPS]:.4f}   {ratio}")
+            print(f"{name:28} {size:>10,} B a step   {one['losses'][STEPS]:.4f}   {ratio}")
             command = f"torchrun --nproc-per-node {dist.get_world_size()} -m bench.fewer_bytes {path}"
             text = {
                 "command": command,
