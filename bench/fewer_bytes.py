@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,19 @@ def trained(fields: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses, "bytes a step": round(size)}
 
 
+def describe(result: Mapping[str, Any]) -> str:
+    """A row of markdown for each policy."""
+    steps = result["steps"]
+    lines = [
+        f"| policy | bytes that a rank sends a step | loss after {steps:,} steps | over plain's |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, one in result["policies"].items():
+        loss, over = one["losses"][str(steps)], one["loss over plain's"]
+        lines.append(f"| {name} | {one['bytes a step']:,} | {loss:.4f} | {over:.4f} |")
+    return "\n".join(lines)
+
+
 def main(path: str) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -90,7 +104,7 @@ def main(path: str) -> None:
                 "steps": STEPS,
                 "policies": found,
             }
-            Path(path).write_text(json.dumps(text | {"policies": found}, indent=1) + "\n")
+            Path(path).write_text(json.dumps(text, indent=1) + "\n")
     dist.destroy_process_group()
 
 

@@ -144,7 +144,8 @@ def take_over(
     shards = layout.shards
     existing_state = read_scalars(optimizer)
     blocks = {block: index for index, block in enumerate(plan.blocks)}
-    # Parts of one block follow each other, so that what is drawn for a meta model does not depend on where it is cut.
+    # Parts of one block follow each other, so that what is drawn for a meta model does not depend on where it is cut,
+    # unless modules are tied across the cut: these are filled with the first of them.
     for unit in sorted(plan.units, key=lambda unit: blocks[unit.members[0]]):
         if meta and plan.tp > 1:  # all of the unit, in the model's order: what is drawn does not depend on what is cut
             own = {holder for buffer in unit.buffers for slot in buffer.slots for holder in holders[slot.name]}

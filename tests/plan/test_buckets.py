@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 
 from fsdp_compiled.plan.buckets import EFFICIENT, MIB, regroup, target
 from fsdp_compiled.plan.hardware import CPU, Cluster, machine_of
+from fsdp_compiled.plan.leaf import Leaf
+from fsdp_compiled.plan.make_plan import make_plan
+from fsdp_compiled.policy import Policy
 
 BLOCKS = ["root"] * 2 + [f"layers.{index // 2}" for index in range(24)] + ["root"]
 
@@ -108,3 +111,16 @@ def test_a_root_is_cut_between_its_large_parameters() -> None:
     assert found(150, 1, 150, merge=100) == ["root"] * 3  # for which another message is not worth it
     assert found(1000, 1, 50, merge=100) == ["root"] * 3  # one large one alone
     assert found(1000, 1, 1000, merge=0) == ["root"] * 3  # one unit a block, as was asked for
+
+
+def test_the_root_of_a_small_model_is_one_message() -> None:
+    def roots(rows: int, tp: int = 1) -> int:
+        blocks = ["root", *[f"layers.{index}" for index in range(8)], "root"]
+        leaves = [
+            Leaf((f"p{index}",), (rows, 1024), (1024, 1), torch.float32, True, 0, block)
+            for index, block in enumerate(blocks)
+        ]
+        plan = make_plan(leaves, Policy(), torch.device("cpu"), shard=8, tp=tp)
+        return sum(unit.name.startswith("root") for unit in plan.units)
+
+    assert [roots(8), roots(8192), roots(8192, tp=2)] == [1, 2, 1]

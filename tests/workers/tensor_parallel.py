@@ -338,13 +338,27 @@ def meta() -> Any:
         torch.manual_seed(7 + RANK)  # rank 0's numbers are everybody's
         return compile_sharded(model, loss=loss_fn, mesh=mesh, policy=EAGER).full_state_dict()
 
-    whole = filled(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))
+    def units(bucket_mb: float) -> tuple[list[str], dict[str, torch.Tensor]]:
+        """Of a model whose head is its own: its units, and what it was filled with."""
+        with torch.device("meta"):
+            model = GPT()
+            model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        torch.manual_seed(7)
+        policy = replace(EAGER, bucket_mb=bucket_mb)
+        sharded = compile_sharded(model, loss=loss_fn, mesh=flat, units="layers.*", policy=policy)
+        return [unit.name for unit in sharded.plan.units], sharded.full_state_dict()
+
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    whole = filled(flat)
     parts = filled(two_by_two())
+    (one, drawn), (cut_up, again) = units(0.0), units(0.004)
     halves = [part.tolist() for part in parts["layers.0.up.weight"].chunk(2)] if RANK == 0 else [0, 1]
     return {
         "same": list(whole) == list(parts) and all(torch.equal(whole[name], parts[name]) for name in whole),
         "count": len(whole),
         "halves differ": halves[0] != halves[1],
+        "root cut": [sum(name.startswith("root") for name in names) for names in (one, cut_up)],
+        "same, cut": all(torch.equal(drawn[name], again[name]) for name in drawn),
     }
 
 
