@@ -26,6 +26,7 @@ from fsdp_compiled.capture.side_effects import inside
 from fsdp_compiled.capture.sync_batchnorm import synchronised
 from fsdp_compiled.capture.tensor_parallel import parts_of
 from fsdp_compiled.capture.unknown_reads import check_attributes
+from fsdp_compiled.capture.user_errors import own_exception
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.plan.plan import Plan
@@ -107,10 +108,17 @@ def capture_on(
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, example, (args, dict(kwargs)))
     tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()}, whole)
     with casting(inside(model), plan.policy.precision), synchronised(plan.axes), along_sequences(plan.axes):
-        made = capture(
-            model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, results=results, modes=modes,
-            parts=parts_of(plan, tp_mesh), groups=groups,
-        )  # fmt: skip
+        parts, refusal = parts_of(plan, tp_mesh), None
+        try:
+            made = capture(
+                model, loss, tensors, fake_args, fake_kwargs, gradient=gradient, results=results, modes=modes,
+                parts=parts, groups=groups,
+            )  # fmt: skip
+        except CaptureError as error:
+            refusal = error
+        if refusal is not None:
+            given = pytree.tree_map_only(torch.Tensor, twin, (args, dict(kwargs)))  # in their own sizes
+            raise own_exception(refusal, model, loss, tensors, *given, gradient=gradient, modes=modes) or refusal
     check_attributes(batch_tensors(args, kwargs), made.asked)
     return made
 

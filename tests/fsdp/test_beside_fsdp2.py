@@ -15,7 +15,8 @@ ON_TWO = (
     "into_one_tensor", "within_groups", "in_a_checkpoint", "rank_of", "accumulated_and_evaluated",
     "dataclasses", "nested_dataclasses", "lists_of_dataclasses", "sets", "arrays",
     "reduced_otherwise", "reductions_alone", "root_apart", "three_dtypes", "uniform", "kept",
-    "a_part_waits", "neighbours_wait", "watched",
+    "a_part_waits", "neighbours_wait", "watched", "stopped",
+    "sampled",
 )  # fmt: skip
 ON_FOUR = (
     "replicas_wait", "replicas_wait_in_bfloat16", "ranks_and_replicas_wait", "parts_wait", "divided_by_three",

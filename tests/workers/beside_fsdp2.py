@@ -98,6 +98,54 @@ def arguments(function: Callable[[int], tuple[tuple[Any, ...], dict[str, Any]]])
     return function
 
 
+class Stop(Exception):
+    """What a user's own code raises and catches."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped at step {step}")
+        self.step = step
+
+
+@case
+def stopped(api: Any) -> Any:
+    """Forward raises at the second step; the loop catches it, and trains on."""
+
+    class Stops(Net):
+        step = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            if self.step == 1:
+                raise Stop(self.step)
+            return y
+
+    def call(net: Any, step: int) -> torch.Tensor:
+        net.step = step
+        return net(rows(step))
+
+    torch.manual_seed(0)
+    net = mark(api, Stops())
+    try:
+        trained(net, call)
+    except Stop as error:
+        return [torch.tensor(float(error.step)), *weights(net), *trained(net, lambda net, step: call(net, 2 * step))]
+
+
+@case
+def sampled(api: Any) -> Any:
+    """A time that is a Python float moves from call to call, in the end each rank's own: one program is made."""
+    torch.manual_seed(0)
+    own = type("Own", (Net,), {"forward": lambda self, x, time: x + self.inner(x) * time})
+    net, x, found = mark(api, own()), rows(0), []
+    with torch.no_grad():
+        for step in range(8):
+            x = net(x, 1 - step / 8 if step < 6 else 1 / (step + dist.get_rank()))
+            found.append(x)
+    if api is ours:
+        assert net._fsdp_compiled.calls["forward"].programs.captures == 1
+    return found
+
+
 # Collectives in forward.
 
 

@@ -138,17 +138,18 @@ class ModuleCall:
             return self._eagerly(args, named)
 
     def _is_one_more(self, request: Request) -> bool:
-        """Whether this call without gradients is to run eagerly, in the place of one more program where there are many,
-        as lengths that grow make them; if it is so on all ranks, whose lengths may differ."""
+        """Whether this call without gradients is to run eagerly, in the place of one more program, on all ranks alike:
+        where there are many, as lengths that grow make them, and where only a Python float is another (a time)."""
         if request.compiled is not None:
             return False
         made = [one for one in self.programs.cached if one.kind == "forward"]
-        if len(made) < self.plan.policy.programs // 2:
+        if len(made) < self.plan.policy.programs // 2 and not self.programs.has_other_floats(request):
             return False
         if not self._said and self._mesh.rank == 0:
             log.warning(
-                "%s was called without gradients on %d kinds of inputs: on others it runs eagerly, with all of its "
-                "parameters gathered. Policy(programs=...) says how many programs are kept.",
+                "%s was called without gradients on %d kinds of inputs: on others, and with other Python floats, it "
+                "runs eagerly, with all of its parameters gathered. Policy(programs=...) says how many programs are "
+                "kept; a tensor in the place of a float needs no other program.",
                 type(self.module).__name__, len(made),
             )  # fmt: skip
         self._said = True

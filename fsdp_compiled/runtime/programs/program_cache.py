@@ -162,6 +162,10 @@ class Programs:
                     break
         return request
 
+    def has_other_floats(self, request: Request) -> bool:
+        """Whether there are programs for this call with other Python floats among its arguments."""
+        return any(_but_floats(key) == _but_floats(request.key) for key in self._variants)
+
     def _incomplete(self, request: Request) -> Request:
         """The request of a program that is to be made, with why those that there are will not do."""
         kind, batch, named, sizes = request.kind, request.batch, request.named, request.sizes
@@ -333,3 +337,8 @@ def _restored(name: str, tensor: torch.Tensor, saved: torch.Tensor) -> torch.Ten
         )
     with torch.no_grad():
         return tensor.copy_(saved)
+
+
+def _but_floats(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of `Request.key`."""
+    return key[0], tuple(one[:1] if one[0] is float else one for one in key[1]), *key[2:]

@@ -1,0 +1,132 @@
+"""A call ends in the exception that the user's code raises, as in eager PyTorch: ``except Stop`` catches it.
+
+Dynamo gives errors of its own for what the code raises while it is traced, and may not know how to make the exception
+at all. So where a trace ends at a ``raise`` or an ``assert`` of the user's, the same call is made once more, by Python
+itself, on the fake tensors of the trace. What it raises at that line is the user's exception, and what it did to
+Python objects before stays done, as in eager PyTorch.
+
+The trace's refusal stands where a fake tensor would be left somewhere, in the exception too, and where eager PyTorch
+would have written a tensor or drawn random numbers before it raised.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import linecache
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fsdp_compiled.capture.captured import Tensors, batch_tensors
+from fsdp_compiled.capture.dynamo_run import Trace
+from fsdp_compiled.capture.global_modes import GlobalModes
+from fsdp_compiled.capture.model_tensors import in_place, places_of, put_back
+from fsdp_compiled.capture.objective import Objective
+from fsdp_compiled.capture.side_effects import inside, unwrapped
+from fsdp_compiled.capture.source_lines import is_users
+
+
+def own_exception(
+    refusal: BaseException,
+    model: nn.Module,
+    loss: Callable[..., Any] | None,
+    tensors: Tensors,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    gradient: bool,
+    modes: GlobalModes | None = None,
+) -> Exception | None:
+    """What the call raises where `dynamo.trace_whole` of these ended in ``refusal``; None where that stands."""
+    lines = {line for frame in _frames(refusal.__cause__) if (line := _statement(*frame))}
+    batch = batch_tensors(args, kwargs)
+    fakes = [one for group in (tensors.parameters, tensors.plain, tensors.buffers, batch) for one in group.values()]
+    if not lines:
+        return None
+    objective = Objective(inside(model), loss)
+    outer = sys.exc_info()[1]  # what the caller of the model is about to handle
+    known, held = _alive(), [(one._version, sys.getrefcount(one)) for one in fakes]
+    with ExitStack() as stack:
+        for around in (put_back(objective.model), unwrapped(objective), torch.set_grad_enabled(gradient)):
+            stack.enter_context(around)
+        trace = Trace(tensors, batch, list(places_of(objective.model)))
+        if modes is not None:
+            stack.enter_context(modes.entered())
+        if fakes:
+            stack.enter_context(fakes[0].fake_mode)  # type: ignore[attr-defined]
+        draws = stack.enter_context(_Draws())
+        stack.enter_context(in_place(trace.places, trace.tensors))
+        try:
+            objective(*args, **kwargs)
+            return None
+        except Exception as error:
+            raised = error
+        replaced = any(place.table.get(place.key) is not trace.tensors[place.name] for place in trace.places)
+    del trace
+    last = list(traceback.walk_tb(raised.__traceback__))[-1]
+    if _statement(last[0].f_code.co_filename, last[1]) not in lines:
+        return None
+    del last
+    for one in _chain(raised, outer):
+        traceback.clear_frames(one.__traceback__)
+    gc.collect()
+    if replaced or draws.seen or held != [(one._version, sys.getrefcount(one)) for one in fakes]:
+        return None
+    return None if _alive().keys() - known else raised
+
+
+class _Draws(TorchDispatchMode):
+    """Whether operators drew random numbers."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen = self.seen or torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _alive() -> dict[int, FakeTensor]:
+    """The fake tensors that there are, by identity; who holds them keeps the identities theirs."""
+    return {id(one): one for one in gc.get_objects() if issubclass(type(one), FakeTensor)}
+
+
+def _chain(error: BaseException | None, end: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that it was raised for or beside."""
+    if error is not None and error is not end:
+        yield error
+        yield from _chain(error.__cause__, end)
+        yield from _chain(error.__context__ if error.__context__ is not error.__cause__ else None, end)
+
+
+def _frames(error: BaseException | None) -> Iterator[tuple[str, int]]:
+    """The file and line of each call of the traced code that Dynamo was in."""
+    if error is not None:
+        yield from ((frame.filename, frame.lineno or 0) for frame in getattr(error, "real_stack", None) or ())
+        yield from ((file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', str(error)))
+
+
+def _statement(file: str, line: int) -> tuple[str, int] | None:
+    """The ``raise`` or ``assert`` of the user's that this line is of, by its file and first line."""
+    first = next((first for first, last in _raising(file) if first <= line <= last), None) if is_users(file) else None
+    return None if first is None else (file, first)
+
+
+@lru_cache(64)
+def _raising(file: str) -> list[tuple[int, int]]:
+    """The first and the last line of each statement of a file that raises."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    found = (node for node in ast.walk(tree) if isinstance(node, ast.Raise | ast.Assert))
+    return [(node.lineno, node.end_lineno or node.lineno) for node in found]

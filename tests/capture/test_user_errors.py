@@ -1,0 +1,182 @@
+"""What the user's code raises while it is traced: a call ends in it, as in eager PyTorch, or in a refusal by name."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import CaptureError, Policy, compile_sharded, fully_shard
+
+LEFT: list[torch.Tensor] = []
+
+
+class Stop(Exception):
+    def __init__(self, at: int, what: Any = None) -> None:
+        super().__init__(f"stopped at {at}")
+        self.at, self.what = at, what
+
+
+def stop(net: Net, _: torch.Tensor) -> None:
+    raise Stop(net.calls)
+
+
+def over_lines(net: Net, x: torch.Tensor) -> None:
+    raise ValueError(
+        f"call {net.calls} has "
+        f"{tuple(x.shape)}"
+    )  # fmt: skip
+
+
+def bare(net: Net, _: torch.Tensor) -> None:
+    raise NotImplementedError
+
+
+def of_a_size(_: Net, x: torch.Tensor) -> None:
+    assert x.shape[0] == 99, f"{x.shape[0]} rows"
+
+
+def from_another(net: Net, _: torch.Tensor) -> None:
+    try:
+        {}["absent"]  # type: ignore[index]
+    except KeyError as error:
+        raise Stop(net.calls) from error
+
+
+def while_another(net: Net, _: torch.Tensor) -> None:
+    try:
+        raise Stop(net.calls)
+    finally:
+        net.calls += 10
+
+
+def again(net: Net, x: torch.Tensor) -> None:
+    try:
+        stop(net, x)
+    except Stop as error:
+        error.at += 100
+        raise
+
+
+def leaves(net: Net, x: torch.Tensor) -> None:
+    LEFT.append(x + 1)
+    raise Stop(net.calls)
+
+
+def leaves_a_weight(net: Net, _: torch.Tensor) -> None:
+    LEFT.append(net.layer.weight)
+    raise Stop(net.calls)
+
+
+def holds(net: Net, x: torch.Tensor) -> None:
+    raise Stop(net.calls, x * 2)
+
+
+def writes(net: Net, _: torch.Tensor) -> None:
+    net.seen.add_(1)
+    raise Stop(net.calls)
+
+
+def replaces(net: Net, _: torch.Tensor) -> None:
+    net.seen = net.seen + 1
+    raise Stop(net.calls)
+
+
+def writes_its_input(net: Net, x: torch.Tensor) -> None:
+    x.mul_(2)
+    raise Stop(net.calls)
+
+
+def draws(net: Net, x: torch.Tensor) -> None:
+    torch.rand_like(x)
+    raise Stop(net.calls)
+
+
+def on_data(net: Net, x: torch.Tensor) -> None:
+    if x.sum() < 1e9:
+        raise Stop(net.calls)
+
+
+class Net(nn.Module):
+    seen: torch.Tensor
+
+    def __init__(self, raises: Callable[[Net, torch.Tensor], None]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.raises, self.fails, self.calls = nn.Linear(4, 4), raises, False, 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        if self.fails:
+            self.calls += 1
+            self.raises(self, x)
+        return y.square().mean()
+
+
+FACES = ("fully_shard", "compile_sharded")
+Step = Callable[[], float]
+
+
+def loop(net: Net, face: str) -> Step:
+    """A step of the net, which raises what the net does."""
+    x, optimizer = torch.ones(3, 4), torch.optim.SGD(net.parameters(), lr=0.1)
+    if face == "compile_sharded":
+        sharded = compile_sharded(net, optimizer, policy=Policy(lower="eager"))
+        return lambda: float(sharded.step(x))
+    if face == "fully_shard":
+        fully_shard(net, policy=Policy(lower="eager"))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = net(x)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def ends(net: Net, face: str) -> list[Any]:
+    """The losses of four steps, and what is raised in the place of one: its type, words, notes and causes."""
+    step, found = loop(net, face), list[Any]()
+    for number in range(4):
+        net.fails = number in (1, 2)
+        try:
+            found.append(step())
+        except Exception as error:
+            others = [type(other).__name__ for other in (error.__cause__, error.__context__)]
+            last = traceback.extract_tb(error.__traceback__)[-1].name
+            found += [type(error), str(error), getattr(error, "at", None), last, others, net.calls]
+    return found
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("raises", [stop, over_lines, bare, of_a_size, from_another, while_another, again])
+def test_a_step_ends_in_what_the_code_raises_and_the_next_ones_train(raises: Any, face: str) -> None:
+    assert ends(Net(raises), face) == ends(Net(raises), "eager")
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("raises", [leaves, leaves_a_weight, holds, writes, replaces, writes_its_input, draws, on_data])
+def test_what_eager_pytorch_would_have_left_of_tensors_is_refused(raises: Any, face: str) -> None:
+    net = Net(raises)
+    step = loop(net, face)
+    step()
+    net.fails = True
+    with pytest.raises(CaptureError, match="cannot be traced whole"):
+        step()
+    LEFT.clear()
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_an_error_of_the_users_mistake_is_explained(face: str) -> None:
+    net = Net(lambda net, x: x @ torch.ones(7, 7))
+    net.fails, step = True, loop(net, face)
+    with pytest.raises(CaptureError, match="must have same reduction dim"):
+        step()
