@@ -38,6 +38,7 @@ SEEN = {
     "optimizer_update": r"fsdp_compiled\.adam_\(",
     "exchange": r"all_to_all_single\(.*(?s:.)*combine\(",
     "direct_gradients": r"fsdp_compiled\.product_\(",
+    "sum_reductions": r"_reduce\w*: .*\(.*'sum'",
     "in_place_all_reduce": r"all_reduce_\(",
 }
 
@@ -77,12 +78,28 @@ def test_each_alone_and_all_together_train_as_none_do(shard: str, alone: str | N
     without = tuple(name for name in NAMES if alone is not None and name != alone)
     plain, fused = result(shard, "all", 2), result(shard, without, 2)
     assert furthest(fused, plain) < CLOSE
-    wanted = {alone} if alone is not None else {*BY_KERNELS, "in_place_all_reduce"}
+    wanted = {alone} if alone is not None else {*BY_KERNELS, "sum_reductions", "in_place_all_reduce"}
     assert seen(fused.program) == wanted and seen(plain.program) == set()
     assert {name for name in fused.program.history if name in NAMES} == wanted
     assert {name for name in plain.program.history if name in NAMES} == set()
     if alone == "compute_copies":  # which rounds nothing
         assert all(torch.equal(value, plain.parameters[name]) for name, value in fused.parameters.items())
+
+
+@pytest.mark.parametrize("world", [(2, 1), (4, 1), (2, 2), (3, 1), (3, 2)])
+@pytest.mark.parametrize("shard", ["zero3", "ddp"])
+def test_sums_over_ranks_are_the_means(shard: str, world: tuple[int, int]) -> None:
+    """Bit for bit where ranks are a power of two; one division for all axes, and one number for all buffers."""
+
+    def ran(*without: str) -> Simulation:
+        policy = Policy(shard=shard, lower="eager", bucket_mb=0, kernels=True, without=without)
+        return trained(Recipe((Block("linear"),), policy=policy, shard=world[0], replicate=world[1]), 2)
+
+    sums, means = ran(), ran("sum_reductions")
+    assert furthest(sums, means) <= (CLOSE if world[0] == 3 else 0)
+    text = sums.program.text()
+    assert "'avg'" not in text and "'avg'" in means.program.text()
+    assert len(re.findall(rf"full\(\[\], {1 / (world[0] * world[1])}", text)) == 1
 
 
 def test_another_program_is_noticed() -> None:
@@ -100,7 +117,7 @@ def test_another_program_is_noticed() -> None:
 @pytest.mark.parametrize(("name", "world"), [("exchange", (3, 1)), ("exchange", (3, 2)), ("direct_gradients", (2, 2))])
 def test_those_for_compiled_steps_train_as_none_do(name: str, world: tuple[int, int]) -> None:
     """Their operators run node by node as well."""
-    policy = Policy(shard="zero3", lower="eager", bucket_mb=0, kernels=True)
+    policy = Policy(shard="zero3", lower="eager", bucket_mb=0, kernels=True, without=("sum_reductions",))  # a later one
     what = Recipe((Block("linear"),), policy=policy, shard=world[0], replicate=world[1])
 
     def fuse(program: Program, plan: Plan) -> Program:

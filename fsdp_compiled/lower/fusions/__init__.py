@@ -12,6 +12,7 @@ and run: nothing rewrites a program after them.
 | `optimizer_update`    | one operator a group                             | scaling, and the update   | a GPU    |
 | `exchange`            | an exchange and a sum                            | a reduce-scatter          | gloo     |
 | `direct_gradients`    | products that write into the buffer that is sent | a flatten and its sources | Inductor |
+| `sum_reductions`      | a sum over ranks, divided before                 | a mean over ranks         | a GPU    |
 | `in_place_all_reduce` | an all-reduce that writes its input              | one that copies it first  | ranks    |
 
 To leave one out: ``Policy(without=("exchange",))``. To add one: a file here, its test, and an entry in `FUSIONS`. A
@@ -31,6 +32,7 @@ from fsdp_compiled.lower.fusions.gradient_statistics import gradient_statistics
 from fsdp_compiled.lower.fusions.in_place_all_reduce import in_place_all_reduce
 from fsdp_compiled.lower.fusions.microbatch_sums import microbatch_sums
 from fsdp_compiled.lower.fusions.optimizer_update import optimizer_update
+from fsdp_compiled.lower.fusions.sum_reductions import sum_reductions
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
@@ -93,6 +95,11 @@ FUSIONS: tuple[Fusion, ...] = (
         lambda target: (
             _compiled(target) and _kernels(target) and (target.plan.policy.unrounded_gradients or not target.tuned)
         ),
+    ),
+    Fusion(
+        "sum_reductions",
+        lambda target: sum_reductions,
+        lambda target: _kernels(target) and bool(target.plan.axes),
     ),
     Fusion("in_place_all_reduce", lambda target: in_place_all_reduce, lambda target: bool(target.plan.all_axes)),
 )
