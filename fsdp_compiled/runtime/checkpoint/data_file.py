@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -159,32 +159,12 @@ def header_of(path: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-@dataclass(frozen=True)
-class Request:
-    """Bytes ``[start, stop)`` of the file are wanted: all of them, end to end in ``into``; or runs of them.
-
-    ``runs``: where in the file each begins, where in ``into``, and its bytes; int64 ``[3, runs]``, in the file's order.
-    """
+class Request(NamedTuple):
+    """Bytes ``[start, stop)`` of the file are wanted, end to end in ``into``."""
 
     start: int
     stop: int
     into: memoryview
-    runs: torch.Tensor | None = None
-
-    def take(self, held: memoryview, start: int) -> None:
-        """Takes what it wants of the file's bytes from ``start`` on."""
-        stop = start + len(held)
-        if self.runs is None:
-            begin, end = max(start, self.start), min(stop, self.stop)
-            if begin < end:
-                self.into[begin - self.start : end - self.start] = held[begin - start : end - start]
-            return
-        begins, _, sizes = self.runs
-        first = int(torch.searchsorted(begins + sizes, start, right=True))
-        last = int(torch.searchsorted(begins, stop))
-        for begin, place, size in self.runs[:, first:last].t().tolist():
-            low, high = max(start, begin), min(stop, begin + size)
-            self.into[place + low - begin : place + high - begin] = held[low - start : high - start]
 
 
 class Reader:
@@ -236,7 +216,8 @@ class Reader:
                 for request in waiting[first:]:
                     if request.start >= stop:
                         break
-                    request.take(held, start)
+                    begin, end = max(start, request.start), min(stop, request.stop)
+                    request.into[begin - request.start : end - request.start] = held[begin - start : end - start]
 
     def _fill(self, file: object, start: int, into: memoryview) -> None:
         file.seek(start)  # type: ignore[attr-defined]

@@ -1,16 +1,9 @@
-"""Parts of tensors that ranks along the tp axis have, and where their elements are in the whole.
+"""Where elements of a tensor, or of a part that ranks along the tp axis have, lie in the whole: as rectangles.
 
-A 4 x 6 tensor cut in two along dim 1; elements [2, 8) of part 1, in memory order:
+No cut is the whole tensor. Files hold elements of parts in the parts' own order, so that what a rank holds is one piece
+of a file whichever dim was cut.
 
-    . . . . . a                    runs: part 2..3 at whole 5, part 3..6 at whole 9, part 6..8 at whole 15
-    . . . b b b
-    . . . c c .
-    . . . . . .
-
-No cut is the whole tensor, one run. Files hold elements of parts in the parts' own order, so that what a rank holds is
-one piece of a file whichever dim was cut; what is cut in another way is read run by run.
-
-Elements ``[start, stop)`` of a tensor, in memory order, as rectangles of the tensor, at most ``2 * dims - 1`` of them.
+Elements ``[start, stop)`` of a tensor, in memory order, are at most ``2 * dims - 1`` rectangles.
 
 [7, 23) of a 4 x 6 tensor          row 1 from column 1 on, rows 2 to 2, row 3 up to column 4:
 
@@ -25,8 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-import torch
 
 
 class Cut(NamedTuple):
@@ -60,49 +51,6 @@ def length_in_whole(shape: Sequence[int], cut: Cut) -> int:
     """How much of the whole's dim is in the part: the rest of it is zeros."""
     each = part_shape(shape, cut)[cut.dim]
     return min(max(shape[cut.dim] - cut.part * each, 0), each)
-
-
-class Runs(NamedTuple):
-    """Elements that follow each other both in the whole and in a part: where in each, and how many; all int64[runs]."""
-
-    whole: torch.Tensor
-    part: torch.Tensor
-    size: torch.Tensor
-
-
-def runs(shape: Sequence[int], order: Sequence[int], cut: Cut | None, start: int, stop: int) -> Runs:
-    """Elements ``[start, stop)`` of a part, in order; ``shape`` and ``order`` (slowest dim first) of the whole.
-
-    Those that are in the whole.
-    """
-    if cut is None or start >= stop:
-        one = torch.tensor([[start], [start], [stop - start]])
-        return Runs(*(one if start < stop else one[:, :0]))
-    sizes = [shape[dim] for dim in order]
-    place = list(order).index(cut.dim)
-    inner = math.prod(sizes[place + 1 :])
-    stride, width, own = (
-        size * inner for size in (shape[cut.dim], part_shape(shape, cut)[cut.dim], length_in_whole(shape, cut))
-    )
-    rows = torch.arange(start // width, (stop - 1) // width + 1)
-    begin, end = (rows * width).clamp(min=start), (rows * width + own).clamp(max=stop)
-    some = begin < end
-    rows, begin, end = rows[some], begin[some], end[some]
-    return Runs(rows * (stride - width) + cut.part * width + begin, begin, end - begin)
-
-
-def common(first: Runs, other: Runs) -> Runs:
-    """What both have: places in the first's part, in the other's, and how many."""
-    ends, others = first.whole + first.size, other.whole + other.size
-    low = torch.searchsorted(others, first.whole, right=True)
-    met = (torch.searchsorted(other.whole, ends) - low).clamp(min=0)  # how many of the other's each run meets
-    mine = torch.repeat_interleave(torch.arange(len(met)), met)
-    theirs = torch.arange(len(mine)) - (met.cumsum(0) - met)[mine] + low[mine]
-    begin = torch.maximum(first.whole[mine], other.whole[theirs])
-    end = torch.minimum(ends[mine], others[theirs])
-    return Runs(
-        begin - first.whole[mine] + first.part[mine], begin - other.whole[theirs] + other.part[theirs], end - begin
-    )
 
 
 class Rectangle(NamedTuple):

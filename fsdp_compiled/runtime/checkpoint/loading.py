@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.data_file import BLOCK, Corrupt, Reader, Request, header_of, memory_of, stored
-from fsdp_compiled.runtime.checkpoint.geometry import Cut, common, part_shape, runs
+from fsdp_compiled.runtime.checkpoint.geometry import Cut
 from fsdp_compiled.runtime.checkpoint.manifest import Entry, Manifest, Piece
-from fsdp_compiled.runtime.checkpoint.stretches import Stretch, key_of
+from fsdp_compiled.runtime.checkpoint.stretches import Part, Stretch, key_of, parts_of
 from fsdp_compiled.runtime.checkpoint.values import Tensors, tensor_names
 
 Room = Callable[[int, torch.dtype], torch.Tensor]
@@ -81,13 +81,20 @@ def read(
         for file in manifest.files.values()
     }
     requests: dict[str, list[Request]] = {name: [] for name in readers}
-    pairs = [(one, _request(manifest.tensors[one.name], one, requests, take)) for one in wanted]
-    tensors: Tensors = {}
+    staged, values = [], {}
+    for one in wanted:
+        entry = manifest.tensors[one.name]
+        staged.append(replace(one, values=take(one.stop - one.start, entry.dtype)))
+        if one.cut is not None and entry.shape[one.cut.dim] % one.cut.parts:
+            staged[-1].values.zero_()  # what ends a part is in no file of other parts
+        _request(entry, staged[-1], requests)
     for name in dict.fromkeys(name for tree in trees for name in tensor_names(tree)):
-        entry = manifest.tensors[name]
-        tensors[name] = _all_of(entry, None, requests)
+        values[name] = _whole(name, manifest.tensors[name])
+        _request(manifest.tensors[name], values[name], requests)
     for name, reader in readers.items():
         reader.read(requests[name])
+    for one in (*staged, *values.values()):
+        _read_turned(manifest.tensors[one.name], one, readers)
     seen = yield Exchange("what they have read", {name: sorted(reader.verified) for name, reader in readers.items()})
     if rest:
         for name, reader in readers.items():
@@ -97,8 +104,8 @@ def read(
         known = [file.name for file in manifest.files.values() if file.checksums is not None]
         check_headers(path, manifest, known[mesh.rank :: mesh.world])
     return Staged(
-        [(one, _finished(manifest.tensors[one.name], one, values)) for one, values in pairs],
-        {name: _in_dims(manifest.tensors[name], values).contiguous() for name, values in tensors.items()},
+        [(one, aside.values) for one, aside in zip(wanted, staged, strict=True)],
+        {name: one.values.view(one.shape) for name, one in values.items()},
     )
 
 
@@ -106,59 +113,65 @@ def _fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype)
 
 
-def _request(entry: Entry, one: Stretch, requests: dict[str, list[Request]], take: Room) -> torch.Tensor:
-    """Memory for it; for all of the tensor, or its part, where its dims lie in another order."""
-    if one.order != entry.order:
-        return _all_of(entry, one.cut, requests)
-    values = take(one.stop - one.start, entry.dtype)
-    if one.cut is not None and entry.shape[one.cut.dim] % one.cut.parts:
-        values.zero_()  # what ends a part is in no file of other parts
-    _ask(entry, one.cut, one.start, one.stop, values, requests)
-    return values
+def _whole(name: str, entry: Entry) -> Stretch:
+    """Room for all of it, in the order of its dims."""
+    values = torch.empty(entry.numel, dtype=entry.dtype)
+    return Stretch(name, 0, entry.numel, values, entry.shape, tuple(range(len(entry.shape))))
 
 
-def _all_of(entry: Entry, cut: Cut | None, requests: dict[str, list[Request]]) -> torch.Tensor:
-    """Room for all of it, or of a part, in memory order."""
-    values = torch.zeros(part_shape(entry.shape, cut), dtype=entry.dtype)
-    _ask(entry, cut, 0, entry.part_numel(cut), values, requests)
-    return values
+def _lies_alike(piece: Piece, entry: Entry, one: Stretch) -> bool:
+    return piece.cut == one.cut and entry.order == one.order
 
 
-def _ask(
-    entry: Entry, cut: Cut | None, start: int, stop: int, values: torch.Tensor, requests: dict[str, list[Request]]
-) -> None:
-    size = entry.dtype.itemsize
-    memory = memory_of(values)
-    own = None
+def _are_parts_of_one_cut(one: Cut | None, other: Cut | None) -> bool:
+    """Two different ones, which have nothing in common."""
+    return one is not None and other is not None and one != other and one._replace(part=other.part) == other
+
+
+def _request(entry: Entry, one: Stretch, requests: dict[str, list[Request]]) -> None:
+    """What lies in files as it does here."""
+    size, memory = entry.dtype.itemsize, memory_of(one.values)
     for piece in entry.pieces:
-        if piece.cut == cut:
-            first, last = max(start, piece.start), min(stop, piece.stop)
-            if first < last:
-                begin, end = (piece.offset + (place - piece.start) * size for place in (first, last))
-                into = memory[(first - start) * size : (last - start) * size]
-                requests[piece.file].append(Request(begin, end, into))
-            continue
-        own = own or runs(entry.shape, entry.order, cut, start, stop)
-        here, there, length = common(own, runs(entry.shape, entry.order, piece.cut, piece.start, piece.stop))
-        if len(length):
-            places = torch.stack([piece.offset + (there - piece.start) * size, (here - start) * size, length * size])
-            begin, end = int(places[0, 0]), int(places[0, -1] + places[2, -1])
-            requests[piece.file].append(Request(begin, end, memory, places))
+        first, last = max(one.start, piece.start), min(one.stop, piece.stop)
+        if first < last and _lies_alike(piece, entry, one):
+            begin, end = (piece.offset + (place - piece.start) * size for place in (first, last))
+            into = memory[(first - one.start) * size : (last - one.start) * size]
+            requests[piece.file].append(Request(begin, end, into))
 
 
-def _finished(entry: Entry, one: Stretch, values: torch.Tensor) -> torch.Tensor:
-    """The wanted elements, in the order in which they are wanted."""
-    if one.order == entry.order:
-        return values
-    return _in_dims(entry, values, one.cut).permute(one.order).reshape(-1)[one.start : one.stop].clone()
+def _read_turned(entry: Entry, one: Stretch, readers: Mapping[str, Reader]) -> None:
+    """What was cut in another way, or has its dims in another order: a piece at a time, where rectangles meet."""
+    turned = [p for p in entry.pieces if not _lies_alike(p, entry, one) and not _are_parts_of_one_cut(p.cut, one.cut)]
+    here, size = parts_of(one) if turned else [], entry.dtype.itemsize
+    for piece in turned:
+        held = torch.empty(piece.stop - piece.start, dtype=entry.dtype)  # of which only what is read takes memory
+        there = parts_of(Stretch(one.name, piece.start, piece.stop, held, entry.shape, entry.order, piece.cut))
+        copies = [pair for own in here for other in there if (pair := _common(own, other)) is not None]
+        if copies:
+            begin = min(source.storage_offset() for _, source in copies)
+            end = max(source.storage_offset() + _extent(source) for _, source in copies)
+            request = Request(piece.offset + begin * size, piece.offset + end * size, memory_of(held[begin:end]))
+            readers[piece.file].read([request])
+            for to, source in copies:
+                to.copy_(source)
 
 
-def _in_dims(entry: Entry, values: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
-    """The whole tensor, or a part, in its own dims, of its elements in memory order."""
-    shape = part_shape(entry.shape, cut)
-    return values.view([shape[dim] for dim in entry.order]).permute(
-        [entry.order.index(dim) for dim in range(len(shape))]
+def _common(own: Part, other: Part) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The elements that both rectangles have, as each has them."""
+    begin = [max(pair) for pair in zip(own[0], other[0], strict=True)]
+    ends = ([start + size for start, size in zip(at, view.shape, strict=True)] for at, view in (own, other))
+    end = [min(pair) for pair in zip(*ends, strict=True)]
+    if any(start >= stop for start, stop in zip(begin, end, strict=True)):
+        return None
+    first, second = (
+        view[tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, at, strict=True))] for at, view in (own, other)
     )
+    return first, second
+
+
+def _extent(view: torch.Tensor) -> int:
+    """Elements of memory from its first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
 
 
 def write(staged: Staged) -> None:

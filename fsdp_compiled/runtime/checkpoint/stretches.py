@@ -25,7 +25,7 @@ from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.torch_private.dtensor import LocalShardsWrapper
 
-Parts = list[tuple[tuple[int, ...], torch.Tensor]]  # offsets in the whole tensor, and a view
+Part = tuple[tuple[int, ...], torch.Tensor]  # offsets in the whole tensor, and a view
 GRAIN = 64  # elements: replicas share a shard's elements in multiples of it
 
 
@@ -175,7 +175,7 @@ def _of_buffer(
             yield Stretch(tensor, start - at, stop - at, own, leaf.whole_shape, leaf.order, cuts[slot.name])
 
 
-def parts_of(one: Stretch) -> Parts:
+def parts_of(one: Stretch) -> list[Part]:
     """A stretch as rectangles of the whole tensor: views of its values, in the tensor's own dims."""
     back = [one.order.index(dim) for dim in range(len(one.shape))]
     shape, begin = part_shape(one.shape, one.cut), part_offsets(one.shape, one.cut)
@@ -192,7 +192,7 @@ def parts_of(one: Stretch) -> Parts:
     return found
 
 
-def wrapped(parts: Parts) -> LocalShardsWrapper:
+def wrapped(parts: list[Part]) -> LocalShardsWrapper:
     """Rectangles as DCP writes and reads them."""
     return LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts])
 
