@@ -146,16 +146,17 @@ def write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None] 
 
 def header_of(path: Path) -> tuple[dict[str, Any], int]:
     """What a safetensors file says of its tensors, by key, and at which byte they begin. Raises `Corrupt`."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise Corrupt(f"{path} is no safetensors file: its header would be {length} bytes long, of {size}.")
-        try:
+    try:
+        with path.open("rb") as file:
+            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= size - 8:
+                raise Corrupt(f"{path} is no safetensors file: its header would be {length} bytes long, of {size}.")
             header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise Corrupt(f"{path} is no safetensors file, or damaged: its header is no JSON ({error}).") from error
+        header.pop("__metadata__", None)
+    except OSError as error:
+        raise Corrupt(f"{path} cannot be read: {error.strerror}.") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
+        raise Corrupt(f"{path} is no safetensors file, or damaged: its header is no JSON ({error}).") from error
     return header, 8 + length
 
 

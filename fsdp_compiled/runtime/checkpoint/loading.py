@@ -7,7 +7,7 @@ newest or named step -> manifest -> compare with this Sharded -> read into stagi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from fsdp_compiled.runtime.checkpoint.stretches import Part, Stretch, key_of, pa
 from fsdp_compiled.runtime.checkpoint.values import Tensors, tensor_names
 
 Room = Callable[[int, torch.dtype], torch.Tensor]
-Row = tuple[str, str, tuple[int, ...], int]  # key, dtype, shape, where it ends
+CURE = "Load another checkpoint: load(folder, step=...)."
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -212,46 +212,30 @@ def values_for(manifest: Manifest, name: str, rank: int, rows: Sequence[int]) ->
 
 def check_headers(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Raises `Corrupt`, with the file and the tensor, where one of these files says something else."""
-    said: dict[str, dict[int, Row]] = {name: {} for name in names}
+    said: dict[str, dict[str, Any]] = {name: {} for name in names}
     for name, entry in manifest.tensors.items():
         for piece in entry.pieces:
-            if piece.file in said and piece.stop > piece.start:
-                said[piece.file][piece.offset] = _row(name, entry, piece)
-    for file, rows in said.items():
-        found = dict(_rows(folder / file))
-        for offset in sorted({*rows, *found}):
-            if rows.get(offset) != found.get(offset):
+            if piece.file in said and (count := piece.stop - piece.start):
+                whole = piece.cut is None and count == entry.numel
+                row_major = list(entry.order) == sorted(entry.order)
+                dtype, shape = stored(entry.dtype, entry.shape if whole and row_major else (count,))
+                key = key_of(name, piece.start, piece.stop, whole, piece.cut)
+                end = piece.offset + count * entry.dtype.itemsize
+                said[piece.file][key] = dtype, list(shape), piece.offset, end
+    for file, expected in said.items():
+        header, first = header_of(folder / file)
+        try:
+            found = {
+                key: (one["dtype"], one["shape"], first + start, first + stop)
+                for key, one in header.items()
+                for start, stop in [one["data_offsets"]]
+                if start < stop
+            }
+        except (TypeError, KeyError, ValueError) as error:
+            raise Corrupt(f"{folder / file} does not begin with a header of safetensors ({error}). {CURE}") from error
+        for key in sorted({*expected, *found}):
+            if expected.get(key) != found.get(key):
                 raise Corrupt(
-                    f"{folder / file} has {_shown(found.get(offset))} at byte {offset}, where the manifest says "
-                    f"{_shown(rows.get(offset))}: somebody has edited one of them. Load another checkpoint: "
-                    "load(folder, step=...)."
+                    f"{folder / file} has {key} as {found.get(key)} (dtype, shape, first and last byte), where the "
+                    f"manifest says {expected.get(key)}: somebody has edited one of them. {CURE}"
                 )
-
-
-def _row(name: str, entry: Entry, piece: Piece) -> Row:
-    count = piece.stop - piece.start
-    whole = piece.cut is None and count == entry.numel
-    row_major = list(entry.order) == sorted(entry.order)
-    dtype, shape = stored(entry.dtype, entry.shape if whole and row_major else (count,))
-    key = key_of(name, piece.start, piece.stop, whole, piece.cut)
-    return key, dtype, shape, piece.offset + count * entry.dtype.itemsize
-
-
-def _rows(path: Path) -> Iterator[tuple[int, Row]]:
-    """What has bytes in the file, by where it begins."""
-    try:
-        header, first = header_of(path)
-        for key, one in header.items():
-            start, stop = (first + place for place in one["data_offsets"])
-            if start < stop:
-                yield start, (key, one["dtype"], tuple(one["shape"]), stop)
-    except OSError as error:
-        raise Corrupt(f"{path} cannot be read: {error.strerror}. Load another checkpoint.") from error
-    except (TypeError, KeyError, ValueError) as error:
-        raise Corrupt(
-            f"{path} does not begin with a header of safetensors ({error}). Load another checkpoint."
-        ) from error
-
-
-def _shown(row: Row | None) -> str:
-    return "nothing" if row is None else f"{row[0]} ({row[1]} {list(row[2])}, to byte {row[3]})"

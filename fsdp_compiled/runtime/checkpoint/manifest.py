@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,6 @@ def _all(manifest: Manifest) -> Iterator[str]:
         yield from _tensor(name, entry, manifest.files)
     if (missing := manifest.incomplete()) is not None:
         yield f"{missing} is in no file, or twice"
-    yield from _overlaps(manifest)
     for name, first in manifest.aliases.items():
         if not isinstance(first, str):
             yield f"{name} is said to be tied to {first!r}"
@@ -86,21 +84,6 @@ def _fits(cut: Cut | None, shape: tuple[int, ...]) -> bool:
     if not (_count(cut.parts, 1) and _count(cut.part) and _count(cut.dim)):
         return False
     return cut.dim < len(shape) and cut.part < cut.parts
-
-
-def _overlaps(manifest: Manifest) -> Iterator[str]:
-    """Two pieces of one file in the same bytes."""
-    spans: dict[str, list[tuple[int, int, str]]] = {}
-    for name, entry in manifest.tensors.items():
-        for one in entry.pieces:
-            if one.stop > one.start:
-                end = one.offset + (one.stop - one.start) * entry.dtype.itemsize
-                spans.setdefault(one.file, []).append((one.offset, end, name))
-    for file, found in spans.items():
-        found.sort()
-        for (_, end, before), (start, _, after) in pairwise(found):
-            if start < end:
-                yield f"{before} and {after} are in the same bytes of {file}"
 
 
 def _values(manifest: Manifest) -> Iterator[str]:
