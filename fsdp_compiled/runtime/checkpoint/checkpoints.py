@@ -32,7 +32,7 @@ from fsdp_compiled.runtime.checkpoint.loaded_values import (
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.saving import Wish
-from fsdp_compiled.runtime.checkpoint.stretches import Place
+from fsdp_compiled.runtime.checkpoint.stretches import place_of
 from fsdp_compiled.runtime.checkpoint.values import decode
 from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
@@ -183,17 +183,16 @@ class Checkpoints:
     def import_weights(self, folder: Path, strict: bool, model: nn.Module, trained: Trained) -> None:
         """Collective. Nothing is changed unless every rank has read all of it."""
         work = hugging_face.read_weights(folder, strict, model, trained, self._mesh)
-        staged, buffers, wrong = self._run(trained, "What import_weights reads", work)
-        loading.write(staged)
-        whole.write([(to, staged.tensors[key]) for to, key in buffers])
+        staged, wrong = self._run(trained, "What import_weights reads", work)
+        whole.write(staged)
         if wrong and self._mesh.rank == 0:
             lines = "".join(f"\n  {line}" for line in wrong)
             log.warning("loaded what fits of the weights in %s, and left the rest as it was:%s", folder, lines)
 
     def load_weights(self, given: Mapping[str, Any], model: nn.Module, trained: Trained) -> None:
         """Collective. Nothing is changed unless every rank has its part."""
-        work = whole.load_weights(given, model, trained, self._mesh)
-        whole.write(self._run(trained, "What load_full_state_dict is given", work))
+        work = whole.load_given(given, model, trained, self._mesh)
+        whole.write(self._run(trained, "What load_full_state_dict is given", work)[0])
 
     def optimizer_state_dict(self, trained: Trained) -> dict[str, Any]:
         """Collective."""
@@ -228,7 +227,7 @@ class Checkpoints:
         if chosen is None:
             return None
         manifest = yield from loading.open_manifest(chosen, mesh)
-        found = match(manifest, trained, Place(mesh.shard_rank, mesh.tp_rank))
+        found = match(manifest, trained, place_of(mesh))
         match_local(manifest, trained, found, mesh.rank, rows)
         found.differences += [
             f"extra[{name!r}] is not in the checkpoint" for name in extra if f"extra {name}" not in manifest.values

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,19 +30,11 @@ from fsdp_compiled.runtime.checkpoint.dcp import STEPPED
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
 from fsdp_compiled.runtime.checkpoint.stretches import Stretch
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
+from fsdp_compiled.runtime.checkpoint.whole import Lazy
 
 Layout = Literal["ours", "dcp", "hf"]
 ALONE = Mesh(torch.device("cpu"))
 FILE = 4 << 30  # bytes
-
-
-@dataclass(frozen=True)
-class Lazy:
-    """A tensor that is read when it is its turn."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
 
 
 @dataclass
@@ -99,8 +91,7 @@ def read(source: Path) -> Contents:
     if steps := folders.steps(source):
         return _from_ours(folders.path_of(source, steps[-1]))
     if hugging_face.is_there(source):
-        manifest = hugging_face.read_manifest(source)
-        return Contents(parameters={name: _lazy(source, manifest, name) for name in manifest.tensors})
+        return Contents(parameters=hugging_face.tensors_of(source))
     raise ValueError(
         f"{source} is no checkpoint: it has neither {manifests.NAME} nor step-N folders, nor {dcp_files.NAME}, nor "
         "model.safetensors or its index."

@@ -171,10 +171,8 @@ class Request(NamedTuple):
 class Reader:
     """A file whose size and checksums are known; what is read of it is verified, block by block."""
 
-    def __init__(
-        self, path: Path, size: int, checksums: Sequence[str] | None, holds: Callable[[int, int], str]
-    ) -> None:
-        """``holds``: what stands between two offsets, for messages. Without checksums, only the size is verified."""
+    def __init__(self, path: Path, size: int, checksums: Sequence[str], holds: Callable[[int, int], str]) -> None:
+        """``holds``: what stands between two offsets, for messages."""
         self._path, self._size, self._checksums, self._holds = path, size, checksums, holds
         self.verified: set[int] = set()
 
@@ -205,7 +203,7 @@ class Reader:
                 start = block * BLOCK
                 held = block_memory[: min(BLOCK, self._size - start)]
                 self._fill(file, start, held)
-                if self._checksums and xxhash.xxh3_64_hexdigest(held) != self._checksums[block]:
+                if xxhash.xxh3_64_hexdigest(held) != self._checksums[block]:
                     raise Corrupt(
                         f"{self._path}: bytes {start} to {start + len(held)} are not what was written (checksum). "
                         f"{self._lost(start, start + len(held))}"

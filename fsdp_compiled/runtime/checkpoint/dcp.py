@@ -36,7 +36,7 @@ from fsdp_compiled.runtime.checkpoint.contents import Trained, options
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.owned_state import kept_by
-from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, parts_of, per_element, tensors, wrapped
+from fsdp_compiled.runtime.checkpoint.stretches import Stretch, held, parts_of, per_element, place_of, tensors, wrapped
 from fsdp_compiled.runtime.param_step_counts import Names, fresh, names_of, of_group, parted
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, LocalShardsWrapper, TensorMeta
@@ -81,7 +81,7 @@ def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateD
     """What this rank holds, as views, and small things that are the same on all ranks, as copies."""
     plan, state, rules = trained.plan, trained.state, trained.rules
     whole = tensors(plan, rules, state.optimizer)
-    place = Place(mesh.shard_rank, mesh.tp_rank)
+    place = place_of(mesh)
     own = {one.name: one for one in held(plan, rules, place, state.parameters, state.optimizer)}
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
@@ -140,7 +140,7 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> C
     plan, state, rules = trained.plan, trained.state, trained.rules
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     wrong: list[str] = []
-    place = Place(mesh.shard_rank, mesh.tp_rank)
+    place = place_of(mesh)
     for one in held(plan, rules, place, state.parameters, state.optimizer):
         source = _given(given, one.name)
         if one.cut is not None and not parts_of(one):

@@ -98,11 +98,11 @@ def read(
     seen = yield Exchange("what they have read", {name: sorted(reader.verified) for name, reader in readers.items()})
     if rest:
         for name, reader in readers.items():
-            count = -(-manifest.files[name].size // BLOCK) if manifest.files[name].checksums is not None else 0
-            unseen = sorted(set(range(count)) - {block for one in seen for block in one[name]})
+            unseen = sorted(
+                set(range(-(-manifest.files[name].size // BLOCK))) - {block for one in seen for block in one[name]}
+            )
             reader.read([], unseen[mesh.rank :: mesh.world])
-        known = [file.name for file in manifest.files.values() if file.checksums is not None]
-        check_headers(path, manifest, known[mesh.rank :: mesh.world])
+        check_headers(path, manifest, list(manifest.files)[mesh.rank :: mesh.world])
     return Staged(
         [(one, aside.values) for one, aside in zip(wanted, staged, strict=True)],
         {name: one.values.view(one.shape) for name, one in values.items()},

@@ -172,7 +172,7 @@ class Entry:
 class DataFile:
     name: str
     size: int
-    checksums: Sequence[str] | None  # of its blocks; None in a file of somebody else's
+    checksums: Sequence[str]  # of its blocks
 
 
 @dataclass
@@ -243,9 +243,7 @@ def to_bytes(manifest: Manifest) -> bytes:
         },
         "aliases": manifest.aliases,
         "values": manifest.values,
-        "files": [
-            {"name": f.name, "size": f.size, "checksums": list(f.checksums or [])} for f in manifest.files.values()
-        ],
+        "files": [{"name": f.name, "size": f.size, "checksums": list(f.checksums)} for f in manifest.files.values()],
     }
     text = json.dumps(content, separators=(",", ":")).encode()
     head = '{"format": "fsdp_compiled checkpoint", "version": %d, "sha256": "%s", "content": '

@@ -23,7 +23,7 @@ from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained
 from fsdp_compiled.runtime.checkpoint.data_file import check_dtype
 from fsdp_compiled.runtime.checkpoint.image import Plans
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
-from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, Stretch
+from fsdp_compiled.runtime.checkpoint.stretches import Holders, Stretch, place_of
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
 from fsdp_compiled.runtime.checkpoint.writing import Save, Written
 
@@ -71,7 +71,7 @@ def prepare(
     digests = {
         name: f"{digest(tree, found)}{f' of {row_of(mesh)}' if name in dealt else ''}" for name, tree in values.items()
     }
-    place = Place(mesh.shard_rank, mesh.tp_rank)
+    place = place_of(mesh)
 
     def divide(said: list[Any]) -> tuple[Save, Written]:
         """As all ranks do; which parts of which files this one writes."""

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import torch
 
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.optim.rule import Rule, rule_for
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
@@ -71,6 +72,10 @@ class Place:
             return None
         assert leaf.tp is not None and leaf.tp.dim is not None
         return Cut(leaf.tp.dim, self.tp, plan.tp)
+
+
+def place_of(mesh: Mesh) -> Place:
+    return Place(mesh.shard_rank, mesh.tp_rank)
 
 
 @dataclass(frozen=True)
@@ -203,7 +208,7 @@ def rectangles_of(place: ShardPlace, values: torch.Tensor) -> LocalShardsWrapper
     ``values``: this rank's, 1-d, at ``place``.
     """
     leaf, mesh = place.leaf, place.layout.mesh
-    cut = Place(mesh.shard_rank, mesh.tp_rank).cut(leaf, place.layout.plan)
+    cut = place_of(mesh).cut(leaf, place.layout.plan)
     start, stop = place.own
     if start == stop:
         return None
