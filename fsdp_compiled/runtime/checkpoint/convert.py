@@ -5,24 +5,32 @@
     "hf"              Hugging Face's: weights alone
 
 What a layout has no place for is left out and said: random states, loss scale and extras exist in this package's alone.
+
+DCP's files are read without trust: the metadata, a pickle, with the few classes that it needs, and what it speaks of
+with ``weights_only``; nothing else is run.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, hugging_face, loading
+from fsdp_compiled.runtime.checkpoint import data_file, hugging_face, loading
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out, memory_of, refuse_pairs
@@ -32,6 +40,19 @@ from fsdp_compiled.runtime.checkpoint.stretches import Stretch
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.checkpoint.whole import Lazy
 
+METADATA = ".metadata"  # of DCP
+ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "ChunkStorageMetadata",
+        "BytesStorageMetadata", "MetadataIndex", "StorageMeta",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "Path"},
+    "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "Path"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
 Layout = Literal["ours", "dcp", "hf"]
 ALONE = Mesh(torch.device("cpu"))
 FILE = 4 << 30  # bytes
@@ -68,7 +89,7 @@ def convert(source: Path, target: Path, to: Layout) -> Contents:
             place.mkdir()
             _write_ours(place, contents)
         elif to == "dcp":
-            dcp_files.write(aside, _dcp_items(contents))
+            _write_dcp(aside, contents)
         else:
             _write_hf(aside, contents)
         folders.sync(place)
@@ -84,7 +105,7 @@ def convert(source: Path, target: Path, to: Layout) -> Contents:
 
 def read(source: Path) -> Contents:
     """What is there, in whichever layout."""
-    if (source / dcp_files.NAME).is_file():
+    if (source / METADATA).is_file():
         return _from_dcp(source)
     if (source / manifests.NAME).is_file():
         return _from_ours(source)
@@ -93,7 +114,7 @@ def read(source: Path) -> Contents:
     if hugging_face.is_there(source):
         return Contents(parameters=hugging_face.tensors_of(source))
     raise ValueError(
-        f"{source} is no checkpoint: it has neither {manifests.NAME} nor step-N folders, nor {dcp_files.NAME}, nor "
+        f"{source} is no checkpoint: it has neither {manifests.NAME} nor step-N folders, nor {METADATA}, nor "
         "model.safetensors or its index."
     )
 
@@ -139,11 +160,65 @@ def _from_ours(folder: Path) -> Contents:
     return found
 
 
+class _Careful(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name in ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it wants {module}.{name}, which no checkpoint needs")
+
+
+class _Whole(DefaultLoadPlanner):
+    """Reads what has this key, in one piece."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+class _Files(FileSystemReader):
+    """One checkpoint, a key at a time. Raises ``ValueError`` with the file for what is damaged or foreign."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        path = folder / METADATA
+        try:
+            with path.open("rb") as file:
+                found = _Careful(file).load()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+        except Exception as error:
+            raise ValueError(f"{path} is not DCP's metadata, or is damaged: {error}.") from error
+        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+            raise ValueError(f"{path} is not the metadata of files that DCP wrote.")
+        for one in found.storage_data.values():
+            if Path(one.relative_path).name != one.relative_path:
+                raise ValueError(f"{path} names {one.relative_path!r}, which is no file of its folder.")
+        self.metadata, self.entries = found, found.state_dict_metadata
+        self.set_up_storage_reader(found, True)
+
+    def read(self, key: str) -> Any:
+        """A whole tensor, or something that is none: a number, a string, a list."""
+        entry = self.entries[key]
+        state: dict[str, Any] = {key: None}
+        if isinstance(entry, TensorStorageMetadata):
+            if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+                raise ValueError(f"{self.path}: elements of {key} are in no chunk, or in two.")
+            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        planner = _Whole(flatten_state_dict=False)
+        planner.set_up_planner(state, self.metadata, is_coordinator=True)
+        try:
+            self.read_data(planner.create_local_plan(), planner).wait()
+        except Exception as error:
+            raise ValueError(f"{self.path}: {key} is damaged, or no plain data: {error}") from error
+        return planner.state_dict[key]
+
+
 def _from_dcp(folder: Path) -> Contents:
-    reader = dcp_files.Reader(folder)
+    reader = _Files(folder)
     entries = reader.entries
     lazy = {
-        key: Lazy(tuple(entry.size), entry.properties.dtype, lambda key=key: reader.tensor(key))  # type: ignore[misc]
+        key: Lazy(tuple(entry.size), entry.properties.dtype, partial(reader.read, key))
         for key, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
@@ -216,14 +291,16 @@ def _model_prefix(rest: Mapping[str, Lazy], found: Contents) -> str:
     return ""
 
 
-def _dcp_groups(reader: dcp_files.Reader, prefix: str, found: Contents) -> None:
+def _dcp_groups(reader: _Files, prefix: str, found: Contents) -> None:
     """Groups as they were, or, where options were written for each parameter, parameters with equal ones."""
+    begin = f"{prefix}param_groups."
+    groups: dict[str, dict[str, Any]] = {}  # by number, or by parameter's name
+    for key in (key for key in reader.entries if key.startswith(begin)):
+        owner, option = key.removeprefix(begin).rsplit(".", 1)
+        value = reader.read(key)
+        groups.setdefault(owner, {})[option] = value.item() if isinstance(value, torch.Tensor) else value
     flat: dict[str, tuple[list[str], dict[str, Any]]] = {}
-    for owner, keys in dcp_files.by_group(reader.entries, prefix).items():
-        options = {}
-        for name, key in keys.items():
-            one = reader.entries[key]
-            options[name] = reader.tensor(key).item() if isinstance(one, TensorStorageMetadata) else reader.value(key)
+    for owner, options in groups.items():
         if "params" in options:
             found.groups.append((options.pop("params"), options))
         else:
@@ -235,20 +312,50 @@ def _dcp_groups(reader: dcp_files.Reader, prefix: str, found: Contents) -> None:
 def _dcp_items(contents: Contents) -> Iterator[tuple[tuple[str, ...], Any]]:
     """By DCP's paths, for FSDP2's ``{"model": ..., "optim": ...}``; options in both forms that PyTorch has."""
     for name, one in {**contents.parameters, **contents.buffers}.items():
-        yield ("model", name), one.read()
+        yield ("model", name), one
     for other, first in contents.aliases.items():
-        yield ("model", other), contents.parameters[first].read()
+        yield ("model", other), contents.parameters[first]
     for parameter in dict.fromkeys([*contents.state, *contents.numbers]):
         for name, number in contents.numbers.get(parameter, {}).items():
             yield ("optim", "state", parameter, name), _number(number)
         for name, one in contents.state.get(parameter, {}).items():
-            yield ("optim", "state", parameter, name), one.read()
+            yield ("optim", "state", parameter, name), one
     for index, (parameters, options) in enumerate(contents.groups):
         for name, value in options.items():
             yield ("optim", "param_groups", str(index), name), value
             for parameter in parameters:
                 yield ("optim", "param_groups", parameter, name), value
         yield ("optim", "param_groups", str(index), "params"), parameters
+
+
+class _WhenItIsItsTurn(DefaultSavePlanner):
+    """Reads a tensor when it is written; until then there is one on the meta device."""
+
+    def __init__(self, lazy: Mapping[str, Lazy]) -> None:
+        super().__init__()
+        self._lazy = lazy
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._lazy[index.fqn].read() if index.fqn in self._lazy else super().lookup_object(index)
+
+
+def _write_dcp(folder: Path, contents: Contents) -> None:
+    state: dict[str, Any] = {}
+    lazy: dict[str, Lazy] = {}
+    for path, value in _dcp_items(contents):
+        place = state
+        for name in path[:-1]:
+            place = place.setdefault(name, {})
+        if isinstance(value, Lazy):
+            lazy[".".join(path)] = value
+            value = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        place[path[-1]] = value
+    writer, planner = FileSystemWriter(folder), _WhenItIsItsTurn(lazy)
+    writer.set_up_storage_writer(True)
+    planner.set_up_planner(state, writer.storage_meta(), True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
 
 
 def _number(value: Any) -> torch.Tensor:
