@@ -13,6 +13,7 @@ with ``weights_only``; nothing else is run.
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import shutil
 import uuid
@@ -33,7 +34,7 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import data_file, hugging_face, loading
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
-from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out, memory_of, refuse_pairs
+from fsdp_compiled.runtime.checkpoint.data_file import Item, Layout, lay_out, memory_of
 from fsdp_compiled.runtime.checkpoint.dcp import STEPPED
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
 from fsdp_compiled.runtime.checkpoint.stretches import Stretch
@@ -53,9 +54,8 @@ ALLOWED = {
     "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "Path"},
     "collections": {"OrderedDict"},
 }  # fmt: skip
-Layout = Literal["ours", "dcp", "hf"]
+To = Literal["ours", "dcp", "hf"]
 ALONE = Mesh(torch.device("cpu"))
-FILE = 4 << 30  # bytes
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Contents:
     left_out: list[str] = field(default_factory=list)
 
 
-def convert(source: Path, target: Path, to: Layout) -> Contents:
+def convert(source: Path, target: Path, to: To) -> Contents:
     """Writes what ``source`` holds to ``target``, which must not exist. Raises ``ValueError`` by name."""
     if target.exists():
         raise ValueError(f"{target} exists. Convert to a new folder, or remove it.")
@@ -366,31 +366,18 @@ def _number(value: Any) -> torch.Tensor:
 
 def _write_hf(folder: Path, contents: Contents) -> None:
     tensors = {**contents.parameters, **contents.buffers}
-    for key, one in tensors.items():
-        refuse_pairs(key, one.dtype)
-    sizes = _sizes(tensors)
-    hugging_face.write_index(folder, sizes)
-    for name, row in hugging_face.names_of(sizes).items():
-        _write_file(folder / name, {key: tensors[key] for key in row}, {"format": "pt"})
+    layouts = hugging_face.files_of(Item(key, one.dtype, one.shape) for key, one in tensors.items())
+    for name, layout in layouts.items():
+        _write_file(folder / name, layout, tensors)
+    hugging_face.write_index(folder, layouts)
     contents.left_out += ["optimizer"] * bool(contents.state)
 
 
-def _sizes(tensors: Mapping[str, Lazy]) -> dict[str, int]:
-    return {key: torch.Size(one.shape).numel() * one.dtype.itemsize for key, one in tensors.items()}
-
-
-def _write_file(
-    path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str]
-) -> tuple[DataFile, dict[str, int]]:
-    """Writes one file, a tensor at a time; what the manifest says of it, and where each tensor begins."""
-    layout = lay_out((Item(key, one.dtype, one.shape) for key, one in tensors.items()), metadata)
-
-    def parts() -> Iterator[memoryview]:
-        yield memoryview(layout.header)
-        for key in sorted(layout.offsets, key=lambda key: (layout.offsets[key], tensors[key].shape.count(0) == 0)):
-            yield memory_of(tensors[key].read().contiguous())
-
-    return DataFile(path.name, layout.size, data_file.write(path, parts())), layout.offsets
+def _write_file(path: Path, layout: Layout, tensors: Mapping[str, Lazy]) -> DataFile:
+    """Writes one file, a tensor at a time; what the manifest says of it."""
+    some = sorted((offset, key) for key, offset in layout.offsets.items() if 0 not in tensors[key].shape)
+    parts = (memory_of(tensors[key].read().contiguous()) for _, key in some)
+    return DataFile(path.name, layout.size, data_file.write(path, itertools.chain([memoryview(layout.header)], parts)))
 
 
 def _write_ours(folder: Path, contents: Contents) -> None:
@@ -401,26 +388,18 @@ def _write_ours(folder: Path, contents: Contents) -> None:
     values: dict[str, Any] = {f"buffer {name}": {"same": {"$tensor": f"buffer {name}"}} for name in contents.buffers}
     values["updates"] = {"same": contents.step}
     if contents.groups or contents.state:
-        records: dict[str, dict[str, Any]] = {}
-        for parameter in dict.fromkeys([*contents.state, *contents.numbers]):
-            numbers = contents.numbers.get(parameter, {})
-            record = records.setdefault(
-                repr(sorted(numbers.items())), {"parameters": [], "scalars": encode(numbers, "", {})}
-            )
-            record["parameters"].append(parameter)
-        values["scalars"] = {"same": list(records.values())}
+        every = dict.fromkeys([*contents.state, *contents.numbers])
+        numbers = {name: encode(contents.numbers.get(name, {}), "", {}) for name in every}
+        values["scalars"] = {"same": [{"parameters": [name], "scalars": own} for name, own in numbers.items()]}
         options = [{name: encode(value, name, {}) for name, value in group.items()} for _, group in contents.groups]
         names = [parameters for parameters, _ in contents.groups]
         values["optimizer"] = {"same": {"class": contents.kind, "groups": options, "parameters": names}}
     made = Manifest(contents.step, 1, {}, values, contents.aliases, {}, {"id": folder.parent.name})
-    rows = hugging_face.rows_of(_sizes(tensors), FILE)
-    for index, row in enumerate(rows):
-        name = f"shard-00000-of-00001{f'-{index:05d}' if index else ''}.safetensors"
-        file, offsets = _write_file(folder / name, {key: tensors[key] for key in row}, {})
-        made.files[name] = file
-        for key in row:
-            one = tensors[key]
-            count = torch.Size(one.shape).numel()
-            pieces = [Piece(0, count, name, offsets[key])] if count else []
-            made.tensors[key] = Entry(one.shape, one.dtype, tuple(range(len(one.shape))), pieces)
+    name = "shard-00000-of-00001.safetensors"
+    layout = lay_out(Item(key, one.dtype, one.shape) for key, one in tensors.items())
+    made.files[name] = _write_file(folder / name, layout, tensors)
+    for key, one in tensors.items():
+        count = torch.Size(one.shape).numel()
+        pieces = [Piece(0, count, name, layout.offsets[key])] if count else []
+        made.tensors[key] = Entry(one.shape, one.dtype, tuple(range(len(one.shape))), pieces)
     data_file.write(folder / manifests.NAME, [memoryview(manifests.to_bytes(made))])

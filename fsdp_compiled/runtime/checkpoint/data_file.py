@@ -15,10 +15,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
+
+T = TypeVar("T")
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -67,6 +69,19 @@ class Layout:
     header: bytes
     offsets: dict[str, int]
     size: int
+
+
+def packed(items: Iterable[T], nbytes: Callable[[T], int], largest: int) -> list[list[T]]:
+    """Items by file, in their order: as many as ``largest`` bytes hold, and one where it alone is larger."""
+    rows: list[list[T]] = [[]]
+    total = 0
+    for item in items:
+        if rows[-1] and total + nbytes(item) > largest:
+            rows.append([])
+            total = 0
+        rows[-1].append(item)
+        total += nbytes(item)
+    return rows
 
 
 def stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:

@@ -17,9 +17,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,10 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import Trained
-from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Item, Layout, lay_out, memory_of, refuse_pairs
+from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Item, Layout, lay_out, memory_of, packed, refuse_pairs
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.checkpoint.stretches import Holders, held, parts_of, place_of, tensors
-from fsdp_compiled.runtime.checkpoint.whole import Keys, Lazy, Staged, keys_of, load_weights
+from fsdp_compiled.runtime.checkpoint.whole import Lazy, Staged, keys_of, load_weights
 
 LARGEST = 5 << 30  # bytes of a file
 INDEX = "model.safetensors.index.json"
@@ -75,33 +74,22 @@ def is_there(folder: Path) -> bool:
     return (folder / INDEX).is_file() or (folder / SINGLE).is_file()
 
 
-def rows_of(sizes: Mapping[str, int], largest: int) -> list[list[str]]:
-    """Keys by file, in their order: as many as ``largest`` bytes hold, and one where it alone is larger."""
-    rows: list[list[str]] = [[]]
-    total = 0
-    for key, size in sizes.items():
-        if rows[-1] and total + size > largest:
-            rows.append([])
-            total = 0
-        rows[-1].append(key)
-        total += size
-    return rows
+def files_of(items: Iterable[Item]) -> dict[str, Layout]:
+    """The files of these tensors, in their order, each as large as allowed."""
+    rows = packed(items, lambda item: item.nbytes, LARGEST)
+    for item in itertools.chain(*rows):
+        refuse_pairs(item.key, item.dtype)
+    several = [f"model-{n:05d}-of-{len(rows):05d}.safetensors" for n in range(1, len(rows) + 1)]
+    names = several if len(rows) > 1 else [SINGLE]
+    return {name: lay_out(row, {"format": "pt"}) for name, row in zip(names, rows, strict=True)}
 
 
-def names_of(sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """The files for tensors of so many bytes each, and which keys are in them."""
-    rows = rows_of(sizes, LARGEST)
-    if len(rows) == 1:
-        return {SINGLE: rows[0]}
-    return {f"model-{n:05d}-of-{len(rows):05d}.safetensors": row for n, row in enumerate(rows, 1)}
-
-
-def write_index(folder: Path, sizes: Mapping[str, int]) -> None:
+def write_index(folder: Path, layouts: Mapping[str, Layout]) -> None:
     """Where there are several files."""
-    files = names_of(sizes)
-    if len(files) > 1:
-        weight_map = {key: name for name, row in files.items() for key in row}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    if len(layouts) > 1:
+        weight_map = {key: name for name, layout in layouts.items() for key in layout.offsets}
+        total = sum(layout.size - len(layout.header) for layout in layouts.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
@@ -117,33 +105,6 @@ def _indexed(path: Path) -> list[str]:
     return names
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is in which file. ``sizes``: in bytes, by key; ``places``: the file and where in it the tensor begins."""
-
-    sizes: dict[str, int]
-    layouts: dict[str, Layout]
-    places: dict[str, tuple[str, int]]
-
-
-def plan(keys: Keys, whole: Mapping[str, Entry], buffers: Mapping[str, torch.Tensor]) -> Plan:
-    """Files in the order of the state_dict, each as large as allowed."""
-    items = [
-        _item(key, whole[f"model.{name}"].shape, whole[f"model.{name}"].dtype) for key, name in keys.parameters.items()
-    ]
-    items += [_item(key, buffers[name].shape, buffers[name].dtype) for key, name in keys.buffers.items()]
-    of = {item.key: item for item in items}
-    sizes = {item.key: item.nbytes for item in items}
-    layouts = {name: lay_out([of[key] for key in row], {"format": "pt"}) for name, row in names_of(sizes).items()}
-    places = {key: (name, offset) for name, layout in layouts.items() for key, offset in layout.offsets.items()}
-    return Plan(sizes, layouts, places)
-
-
-def _item(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Item:
-    refuse_pairs(key, dtype)
-    return Item(key, dtype, tuple(shape))
-
-
 def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work[None]:
     """Writes the model's weights; in stages, for `lockstep`. The folder is there whole, or not at all."""
     aside: Path | None = None
@@ -152,7 +113,10 @@ def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work
         keys = keys_of(model, trained)
         state = trained.state
         whole = tensors(trained.plan, (), {})
-        files = plan(keys, whole, state.buffers)
+        shapes: dict[str, Entry | torch.Tensor] = {key: whole[f"model.{name}"] for key, name in keys.parameters.items()}
+        shapes |= {key: state.buffers[name] for key, name in keys.buffers.items()}
+        files = files_of(Item(key, one.dtype, tuple(one.shape)) for key, one in shapes.items())
+        places = {key: (name, offset) for name, layout in files.items() for key, offset in layout.offsets.items()}
         if mesh.rank == 0:
             aside = _begin(folder, files)
         own = place_of(mesh)
@@ -162,15 +126,15 @@ def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work
         of: dict[str, list[str]] = {}
         for key, name in keys.parameters.items():
             of.setdefault(f"model.{name}", []).append(key)
-        opened = {name: os.open(place / name, os.O_WRONLY) for name in files.layouts}
+        opened = {name: os.open(place / name, os.O_WRONLY) for name in files}
         try:
             for one in held(trained.plan, (), own, state.parameters, {}, holders):
                 for key in of.get(one.name, ()):
-                    file, offset = files.places[key]
+                    file, offset = places[key]
                     for offsets, view in parts_of(one):
                         _write(opened[file], offset, one.shape, offsets, view.detach().cpu())
             for key, name in keys.buffers.items() if mesh.rank == 0 else ():
-                file, offset = files.places[key]
+                file, offset = places[key]
                 _write_all(opened[file], memory_of(state.buffers[name].detach().cpu().contiguous()), offset)
             for descriptor in opened.values():
                 os.fsync(descriptor)
@@ -194,14 +158,14 @@ def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work
             shutil.rmtree(aside, ignore_errors=True)
 
 
-def _begin(folder: Path, files: Plan) -> Path:
+def _begin(folder: Path, files: Mapping[str, Layout]) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not empty. Export to a new folder, or remove it.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     aside.mkdir()
     try:
-        for name, layout in files.layouts.items():
+        for name, layout in files.items():
             with (aside / name).open("wb") as file:
                 file.write(layout.header)
                 file.truncate(layout.size)
@@ -232,9 +196,9 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[count:], offset + count
 
 
-def _write_descriptions(aside: Path, model: Any, files: Plan) -> None:
+def _write_descriptions(aside: Path, model: Any, files: Mapping[str, Layout]) -> None:
     """The index, and what the model says of itself."""
-    write_index(aside, files.sizes)
+    write_index(aside, files)
     for name in ("config", "generation_config"):
         described: Any = getattr(model, name, None)
         if callable(getattr(described, "save_pretrained", None)):

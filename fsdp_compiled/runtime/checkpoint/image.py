@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fsdp_compiled.runtime.checkpoint.contents import Trained
-from fsdp_compiled.runtime.checkpoint.data_file import ALIGNMENT, Item, Layout, lay_out, memory_of
+from fsdp_compiled.runtime.checkpoint.data_file import ALIGNMENT, Item, Layout, lay_out, memory_of, packed
 from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.checkpoint.stretches import Holders, Stretch, aliases, held, tensors
 
@@ -37,15 +37,7 @@ class Arranged:
 
 def arrange(parts: Sequence[Stretch], rank: int, world: int) -> list[Arranged]:
     """The files, with everything's place in them."""
-    rows: list[list[Stretch]] = [[]]
-    size = 0
-    for one in parts:
-        nbytes = one.values.numel() * one.values.itemsize
-        if size and size + nbytes > FILE:
-            rows.append([])
-            size = 0
-        rows[-1].append(one)
-        size += nbytes
+    rows = packed(parts, lambda one: one.values.numel() * one.values.itemsize, FILE)
     found = []
     for index, row in enumerate(rows):
         layout = lay_out(map(_item, row))
