@@ -11,17 +11,14 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.lockstep import Exchange, Last, Work, last_exchange, lockstep
+from fsdp_compiled.distributed.lockstep import Exchange, Work, last_exchange, lockstep
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import dcp, hugging_face, loading, saving, whole, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import (
     Trained,
     check_generators,
-    dealt_out,
-    values_of,
 )
-from fsdp_compiled.runtime.checkpoint.image import Image, Plans
 from fsdp_compiled.runtime.checkpoint.loaded_values import (
     check_saved_extra,
     chosen_values,
@@ -31,7 +28,7 @@ from fsdp_compiled.runtime.checkpoint.loaded_values import (
 )
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, write_groups
-from fsdp_compiled.runtime.checkpoint.saving import Wish
+from fsdp_compiled.runtime.checkpoint.saving import Image, Plans, Wish
 from fsdp_compiled.runtime.checkpoint.stretches import place_of
 from fsdp_compiled.runtime.checkpoint.values import decode
 from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
@@ -92,7 +89,7 @@ class Checkpoints:
             assert save is not None
             if busy == "refuse" and not one.done():
                 raise ValueError(f"{save.what} is still being written.")
-            before = save.aside.parent != folder or step is None or save.step < step
+            before = save.aside.parent != folder or step is None or save.head.step < step
             if busy == "double_buffer" and before and len(self._open) == 1 and not one.done():
                 return
             told = one.told
@@ -107,7 +104,8 @@ class Checkpoints:
         """Collective, up to the copy. All ranks have agreed that they save."""
         wait_for_host_memory(trained.plan)
         begun: list[Path] = []
-        work = self._prepare(wish, trained, extra, begun)
+        self._count += 1
+        work = saving.prepare(wish, self._count, self._mesh, trained, extra, self._plans, begun)
         try:
             divide, said = last_exchange(self._mesh, "What save writes", work)
             save, own = divide(said)
@@ -120,7 +118,7 @@ class Checkpoints:
         image = self._free_image()
         copied: writing.Copied | None = None
         try:
-            copied = image.fill(own.files)
+            copied = image.fill(own.files, own.beside)
         except Exception as error:
             copied = error
         finally:  # where this rank was interrupted, too, the others hear of it
@@ -138,15 +136,6 @@ class Checkpoints:
             free = [Image(self._mesh.device)]
             self._images += free
         return free[0]
-
-    def _prepare(self, wish: Wish, trained: Trained, extra: Mapping[str, Any], begun: list[Path]) -> Work[Last]:
-        self._count += 1
-        values, tensors = values_of(
-            trained.state, trained.plan, trained.optimizer, trained.rules, extra, trained.updates, trained.local
-        )
-        dealt = [f"extra {name}" for name, holder in extra.items() if dealt_out(holder)]
-        return saving.prepare(wish, self._count, self._mesh, trained, values, tensors, self._plans, begun, dealt)
-        yield  # no stage of its own: what fails here is told in the last exchange
 
     def load(
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]

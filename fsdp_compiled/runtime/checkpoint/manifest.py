@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -225,9 +225,28 @@ class Manifest:
         return None
 
 
-def to_bytes(manifest: Manifest) -> bytes:
+def merged(parts: Sequence[Manifest], writers: Mapping[str, Sequence[int]]) -> Manifest:
+    """What ranks have written each, as one; ``writers``: who has each value. The first part has all tensors.
+
+    Raises ``ValueError`` if an element is missing, a fault of this package.
+    """
+    made = replace(parts[0], tensors={}, values={}, files={})
+    for part in parts:
+        made.files |= part.files
+        for name, entry in part.tensors.items():
+            made.tensors.setdefault(name, replace(entry, pieces=[])).pieces += entry.pieces
+    for name, ranks in writers.items():
+        trees = [parts[rank].values[name] for rank in ranks]
+        made.values[name] = {"same": trees[0]} if len(trees) == 1 else {"by_rank": trees}
+    if (missing := made.incomplete()) is not None:
+        raise ValueError(f"{missing} would be missing or twice in the checkpoint")
+    return made
+
+
+def content_of(manifest: Manifest) -> dict[str, Any]:
+    """As JSON, which `parse` reads."""
     places = {file: place for place, file in enumerate(manifest.files)}
-    content = {
+    return {
         "step": manifest.step,
         "world": manifest.world,
         "rows": list(manifest.rows),
@@ -245,7 +264,10 @@ def to_bytes(manifest: Manifest) -> bytes:
         "values": manifest.values,
         "files": [{"name": f.name, "size": f.size, "checksums": list(f.checksums)} for f in manifest.files.values()],
     }
-    text = json.dumps(content, separators=(",", ":")).encode()
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    text = json.dumps(content_of(manifest), separators=(",", ":")).encode()
     head = '{"format": "fsdp_compiled checkpoint", "version": %d, "sha256": "%s", "content": '
     return (head % (VERSION, hashlib.sha256(text).hexdigest())).encode() + text + TAIL
 
@@ -272,7 +294,7 @@ def read(folder: Path) -> Manifest:
     if not text.endswith(TAIL) or hashlib.sha256(body).hexdigest().encode() != match[2]:
         raise Corrupt(f"{path} is damaged: it is not what its own checksum says. {other}")
     try:
-        found = _parse(json.loads(body))
+        found = parse(json.loads(body))
         wrong = wrong_in(found)
     except Exception as error:  # of another form than any that is written
         wrong = f"{type(error).__name__}, {error}"
@@ -283,7 +305,7 @@ def read(folder: Path) -> Manifest:
     return found
 
 
-def _parse(content: dict[str, Any]) -> Manifest:
+def parse(content: dict[str, Any]) -> Manifest:
     files = [DataFile(one["name"], one["size"], one["checksums"]) for one in content["files"]]
     tensors = {
         name: Entry(
