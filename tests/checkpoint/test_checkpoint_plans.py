@@ -21,8 +21,7 @@ from fsdp_compiled.plan.leaf import Leaf, TensorParallel, dense_stride
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import loading
-from fsdp_compiled.runtime.checkpoint.geometry import rectangles
-from fsdp_compiled.runtime.checkpoint.stretches import held
+from fsdp_compiled.runtime.checkpoint.stretches import held, rectangles
 from tests.saved_plans import CPU, RULES, places, save, shards, values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compiled.runtime.checkpoint.geometry import Cut, part_shape
-from fsdp_compiled.runtime.checkpoint.stretches import Stretch, parts_of
+from fsdp_compiled.runtime.checkpoint.stretches import Cut, Stretch, part_shape, parts_of
 from tests.launch import answers, launch
 
 WORKER = Path(__file__).parents[1] / "workers" / "uneven_parts.py"

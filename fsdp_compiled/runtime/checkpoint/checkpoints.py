@@ -8,18 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from torch import nn
-
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.lockstep import Exchange, Work, last_exchange, lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import dcp, hugging_face, loading, saving, whole, writing
+from fsdp_compiled.runtime.checkpoint import dcp, loading, saving, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import (
     Trained,
     check_generators,
 )
-from fsdp_compiled.runtime.checkpoint.loaded_values import (
+from fsdp_compiled.runtime.checkpoint.loading import (
     check_saved_extra,
     chosen_values,
     load_extra,
@@ -27,7 +25,7 @@ from fsdp_compiled.runtime.checkpoint.loaded_values import (
     write_values,
 )
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, write_groups
+from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal
 from fsdp_compiled.runtime.checkpoint.saving import Image, Plans, Wish
 from fsdp_compiled.runtime.checkpoint.stretches import place_of
 from fsdp_compiled.runtime.checkpoint.values import decode
@@ -141,7 +139,7 @@ class Checkpoints:
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
     ) -> int | None:
         """Collective. Nothing is changed unless every rank has read and verified all of it."""
-        return self._run(trained, "What load reads", self._load(folder, step, strict, trained, extra))
+        return self.run(trained, "What load reads", self._load(folder, step, strict, trained, extra))
 
     def state_dict(self, trained: Trained) -> dcp.StateDict:
         """Collective at its first call, which makes a `DeviceMesh`."""
@@ -150,56 +148,13 @@ class Checkpoints:
             self._ranks.append(dcp.device_mesh(self._mesh))
         found = dcp.state_dict(trained, self._mesh, self._ranks[0])
         if trained.updates:
-            owned = self._run(trained, "What state_dict collects of owners", dcp.of_owners(trained))
+            owned = self.run(trained, "What state_dict collects of owners", dcp.of_owners(trained))
             found["optim"]["state"] |= owned.pop("state")
             found |= owned
         return found
 
-    def load_state_dict(self, given: Mapping[str, Any], trained: Trained) -> None:
-        """Collective: all ranks are given what fits, or none takes it."""
-
-        def load() -> Work[None]:
-            write = dcp.load_state_dict(given, trained, self._mesh)
-            yield "what it is given"
-            write()
-
-        self._run(trained, "What load_state_dict is given", load())
-
-    def export(self, folder: Path, model: nn.Module, trained: Trained) -> None:
-        """Collective."""
-        self._run(trained, "What export writes", hugging_face.export(folder, model, trained, self._mesh))
-
-    def import_weights(self, folder: Path, strict: bool, model: nn.Module, trained: Trained) -> None:
-        """Collective. Nothing is changed unless every rank has read all of it."""
-        work = hugging_face.read_weights(folder, strict, model, trained, self._mesh)
-        staged, wrong = self._run(trained, "What import_weights reads", work)
-        whole.write(staged)
-        if wrong and self._mesh.rank == 0:
-            lines = "".join(f"\n  {line}" for line in wrong)
-            log.warning("loaded what fits of the weights in %s, and left the rest as it was:%s", folder, lines)
-
-    def load_weights(self, given: Mapping[str, Any], model: nn.Module, trained: Trained) -> None:
-        """Collective. Nothing is changed unless every rank has its part."""
-        work = whole.load_given(given, model, trained, self._mesh)
-        whole.write(self._run(trained, "What load_full_state_dict is given", work)[0])
-
-    def optimizer_state_dict(self, trained: Trained) -> dict[str, Any]:
-        """Collective."""
-        work = whole.optimizer_state_dict(trained, self._mesh)
-        return self._run(trained, "What full_optimizer_state_dict collects", work)
-
-    def load_optimizer(self, given: Mapping[str, Any], trained: Trained) -> None:
-        """Collective. Nothing is changed unless every rank has its part."""
-        work = whole.load_optimizer(given, trained, self._mesh)
-        staged, groups, updated, owned = self._run(trained, "What load_full_optimizer_state_dict is given", work)
-        whole.write(staged)
-        trained.state.ages.loaded(updated)
-        assert trained.optimizer is not None
-        write_groups(trained.optimizer, groups)
-        for one in owned:
-            one.put(trained, groups)
-
-    def _run(self, trained: Trained, what: str, work: Work[T]) -> T:
+    def run(self, trained: Trained, what: str, work: Work[T]) -> T:
+        """What it returns on this rank, once every rank has come to its end. Collective."""
         wait_for_host_memory(trained.plan)
         try:
             return lockstep(self._mesh, what, work)

@@ -36,8 +36,8 @@ from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.data_file import Item, Layout, lay_out, memory_of
 from fsdp_compiled.runtime.checkpoint.dcp import STEPPED
-from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
-from fsdp_compiled.runtime.checkpoint.stretches import Stretch
+from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Manifest
+from fsdp_compiled.runtime.checkpoint.stretches import Entry, Piece, Stretch
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.checkpoint.whole import Lazy
 

@@ -33,10 +33,18 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.runtime.checkpoint.contents import Trained, options
-from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.owned_state import kept_by
-from fsdp_compiled.runtime.checkpoint.stretches import Stretch, held, parts_of, per_element, place_of, tensors, wrapped
+from fsdp_compiled.runtime.checkpoint.stretches import (
+    Entry,
+    Stretch,
+    held,
+    parts_of,
+    per_element,
+    place_of,
+    tensors,
+    wrapped,
+)
 from fsdp_compiled.runtime.param_step_counts import Names, fresh, names_of, of_group, parted
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, LocalShardsWrapper, TensorMeta
@@ -132,8 +140,8 @@ def _tensor(
     return DTensor(wrapped(parts), DTensorSpec(ranks, (Shard(0),), tensor_meta=meta), requires_grad=False)
 
 
-def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Callable[[], None]:
-    """A function that writes what is given into the state; what DCP has already written there stays.
+def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
+    """A function that writes what is given into the state; what DCP has already written there stays. For `lockstep`.
 
     Raises ``ValueError`` for what does not fit.
     """
@@ -164,6 +172,7 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> C
             refusal("What load_state_dict was given is of another model or optimizer", wrong, "Build what was saved.")
         )
     return partial(_write, given, trained, [*copies, *scalars], groups, updated, owned)
+    yield  # no stage of its own
 
 
 def _write(

@@ -17,7 +17,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,8 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import Trained
 from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Item, Layout, lay_out, memory_of, packed, refuse_pairs
-from fsdp_compiled.runtime.checkpoint.manifest import Entry
-from fsdp_compiled.runtime.checkpoint.stretches import Holders, held, parts_of, place_of, tensors
-from fsdp_compiled.runtime.checkpoint.whole import Lazy, Staged, keys_of, load_weights
+from fsdp_compiled.runtime.checkpoint.stretches import Entry, Holders, held, parts_of, place_of, tensors
+from fsdp_compiled.runtime.checkpoint.whole import Lazy, keys_of, load_weights
 
 LARGEST = 5 << 30  # bytes of a file
 INDEX = "model.safetensors.index.json"
@@ -210,7 +209,7 @@ def _write_descriptions(aside: Path, model: Any, files: Mapping[str, Layout]) ->
 
 def read_weights(
     folder: Path, strict: bool, model: nn.Module, trained: Trained, mesh: Mesh
-) -> Work[tuple[Staged, list[str]]]:
+) -> Work[Callable[[], None]]:
     """As `load_weights`, of the folder's files."""
     there = tensors_of(folder)
     yield "which files"

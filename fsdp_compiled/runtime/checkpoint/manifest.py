@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 
 from fsdp_compiled.runtime.checkpoint import data_file
 from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Corrupt
-from fsdp_compiled.runtime.checkpoint.geometry import Cut, part_shape
+from fsdp_compiled.runtime.checkpoint.stretches import Cut, Entry, Piece
 from fsdp_compiled.runtime.checkpoint.values import decode, tensor_names
 
 LARGEST = 2**63  # of what PyTorch counts with
@@ -138,34 +138,6 @@ VERSION = 2  # 2: pieces may be of parts that were cut along tp; ranks say whose
 READABLE = (1, 2)
 HEAD = re.compile(rb'\{"format": "fsdp_compiled checkpoint", "version": (\d+), "sha256": "([0-9a-f]{64})", "content": ')
 TAIL = b"}\n"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements ``[start, stop)`` of a tensor, or of a part, in memory order, from this byte of a file on."""
-
-    start: int
-    stop: int
-    file: str
-    offset: int
-    cut: Cut | None = None
-
-
-@dataclass
-class Entry:
-    """One tensor. ``order``: its dims from slowest to fastest in memory."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    order: tuple[int, ...]
-    pieces: list[Piece] = field(default_factory=list)
-
-    @property
-    def numel(self) -> int:
-        return int(torch.Size(self.shape).numel())
-
-    def part_numel(self, cut: Cut | None) -> int:
-        return int(torch.Size(part_shape(self.shape, cut)).numel())
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from fsdp_compiled.runtime.checkpoint.data_file import (
     memory_of,
     packed,
 )
-from fsdp_compiled.runtime.checkpoint.manifest import Entry, Manifest, Piece
-from fsdp_compiled.runtime.checkpoint.stretches import Holders, Stretch, aliases, held, place_of, tensors
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest
+from fsdp_compiled.runtime.checkpoint.stretches import Entry, Holders, Piece, Stretch, aliases, held, place_of, tensors
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
 
 ALIKE = ("updates", "scale", "optimizer", "scalars", "owners")  # values that ranks cannot differ in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,13 +18,13 @@ from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.contents import Trained, options
-from fsdp_compiled.runtime.checkpoint.matching import FITS, refusal
-from fsdp_compiled.runtime.checkpoint.owned_state import Loaded
+from fsdp_compiled.runtime.checkpoint.matching import FITS, refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.stretches import Stretch, held, parts_of, place_of, state_name
 from fsdp_compiled.runtime.full_state_dict import collected
 from fsdp_compiled.runtime.managed_model import holding
 from fsdp_compiled.runtime.param_step_counts import Names, Numbers, names_of, of_group, parted
 
+log = logging.getLogger("fsdp_compiled")
 Staged = list[tuple[torch.Tensor, torch.Tensor]]  # where to, and the values
 
 
@@ -123,8 +124,8 @@ def load_weights(
     trained: Trained,
     mesh: Mesh,
     together: bool = False,
-) -> Work[tuple[Staged, list[str]]]:
-    """Weights for this rank's shards and buffers, read aside, and what did not fit; in stages, for `lockstep`.
+) -> Work[Callable[[], None]]:
+    """Reads weights for this rank's shards and buffers aside; a function that writes them. In stages, for `lockstep`.
 
     ``together``: to read one is a collective.
     """
@@ -182,12 +183,17 @@ def load_weights(
         if together:
             yield key
         staged.append((buffer, there[key].read()))
-    return staged, wrong
+
+    def write_them() -> None:
+        write(staged)
+        if wrong and mesh.rank == 0:
+            lines = "".join(f"\n  {line}" for line in wrong)
+            log.warning("loaded what fits, and left the rest as it was. %s are of another model:%s", what, lines)
+
+    return write_them
 
 
-def load_given(
-    given: Mapping[str, Any], model: nn.Module, trained: Trained, mesh: Mesh
-) -> Work[tuple[Staged, list[str]]]:
+def load_given(given: Mapping[str, Any], model: nn.Module, trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
     """As `load_weights`, of rank 0's ``model.state_dict()``."""
     there = yield from of_rank_0(given, mesh)
     return (yield from load_weights(there, "The weights given", True, model, trained, mesh, together=True))
@@ -271,11 +277,9 @@ def _per_element(trained: Trained) -> Iterator[tuple[Buffer, StateTensor]]:
                     yield buffer, entry
 
 
-def load_optimizer(
-    given: Mapping[str, Any], trained: Trained, mesh: Mesh
-) -> Work[tuple[Staged, list[dict[str, Any]], dict[str, Names], list[Loaded]]]:
-    """The shards of rank 0's ``optimizer.state_dict()``, read aside, its groups, by rules' keys who has made their
-    steps, and what is for owners; in stages, for `lockstep`."""
+def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
+    """Reads the shards of rank 0's ``optimizer.state_dict()`` aside; a function that writes all of it. In stages, for
+    `lockstep`."""
     plan, optimizer = trained.plan, trained.optimizer
     assert optimizer is not None
     indices = _indices(optimizer)
@@ -307,7 +311,15 @@ def load_optimizer(
     names = [name for update in trained.updates for name in update.leaves]
     kept = {name: given["state"].get(indices[name]) for name in names} if mesh.rank == 0 else {}
     owned = yield from owned_state.to_owners(kept, trained, mesh)
-    return staged, groups, updated, owned
+
+    def write_them() -> None:
+        write(staged)
+        trained.state.ages.loaded(updated)
+        write_groups(optimizer, groups)
+        for one in owned:
+            one.put(trained, groups)
+
+    return write_them
 
 
 def _check_groups(given: Any, optimizer: Optimizer) -> list[dict[str, Any]]:
