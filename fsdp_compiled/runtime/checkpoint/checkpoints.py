@@ -15,16 +15,15 @@ from fsdp_compiled.runtime.checkpoint import dcp, loading, saving, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import (
     Trained,
-    check_generators,
 )
 from fsdp_compiled.runtime.checkpoint.loading import (
     check_saved_extra,
     chosen_values,
     load_extra,
     match_local,
-    write_values,
+    prepare_values,
 )
-from fsdp_compiled.runtime.checkpoint.manifest import Manifest
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest, refusing_edited
 from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal
 from fsdp_compiled.runtime.checkpoint.saving import Image, Plans, Wish
 from fsdp_compiled.runtime.checkpoint.stretches import place_of
@@ -171,7 +170,8 @@ class Checkpoints:
         if chosen is None:
             return None
         manifest = yield from loading.open_manifest(chosen, mesh)
-        found = match(manifest, trained, place_of(mesh))
+        with refusing_edited(chosen):
+            found = match(manifest, trained, place_of(mesh))
         match_local(manifest, trained, found, mesh.rank, rows)
         found.differences += [
             f"extra[{name!r}] is not in the checkpoint" for name in extra if f"extra {name}" not in manifest.values
@@ -182,8 +182,9 @@ class Checkpoints:
         trees = [tree for tree, _ in values.values()]
         staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees, room=self._images[0].room())
         check_saved_extra(manifest, values, extra, len(set(rows)))
-        if values.get("random", (None, False))[1]:
-            check_generators(decode(values["random"][0], staged.tensors))
+        with refusing_edited(chosen, RuntimeError):
+            row = f"{saving.row_of(mesh)} of {len(set(rows))}"
+            write_values = prepare_values(values, staged.tensors, found, trained, row)
         undo = load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)
         try:
             yield "what they have read is whole"
@@ -191,7 +192,7 @@ class Checkpoints:
             undo()
             raise
         loading.write(staged)
-        write_values(values, staged.tensors, found, trained, f"{saving.row_of(mesh)} of {len(set(rows))}")
+        write_values()
         if mesh.rank == 0:
             _report(chosen, manifest, found, extra)
         return manifest.step

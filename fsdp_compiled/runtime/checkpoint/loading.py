@@ -21,13 +21,18 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
-from fsdp_compiled.runtime.checkpoint.contents import Trained, dealt_out, derive_generators, set_generators
+from fsdp_compiled.runtime.checkpoint.contents import (
+    Trained,
+    check_generators,
+    dealt_out,
+    derive_generators,
+    set_generators,
+)
 from fsdp_compiled.runtime.checkpoint.data_file import BLOCK, Corrupt, Reader, Request, header_of, memory_of, stored
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, write_groups
 from fsdp_compiled.runtime.checkpoint.stretches import Cut, Entry, Part, Piece, Stretch, key_of, parts_of
 from fsdp_compiled.runtime.checkpoint.values import Tensors, decode, digest, tensor_names
-from fsdp_compiled.runtime.state import State
 
 Room = Callable[[int, torch.dtype], torch.Tensor]
 CURE = "Load another checkpoint: load(folder, step=...)."
@@ -322,55 +327,63 @@ def match_local(manifest: Manifest, trained: Trained, found: Match, rank: int, r
         )
 
 
-def write_values(
+def prepare_values(
     values: Mapping[str, tuple[Any, bool]],
     tensors: Mapping[str, torch.Tensor],
     found: Match,
     trained: Trained,
     row: str,
-) -> None:
-    """``row``: whose batches this rank has, of how many."""
+) -> Callable[[], None]:
+    """A function that writes them. ``row``: whose batches this rank has, of how many."""
     state = trained.state
-    if trained.local is not None:
-        trained.local.load(decode(values["local"][0], tensors) if found.local else None, state)
-    with torch.no_grad():
-        state.ages.loaded(found.updated)
-        for key, numbers in found.scalars.items():
-            for name, number in numbers.items():
-                state.optimizer[f"{key}.{name}"].fill_(decode(number, tensors))
-        for name, (tree, _) in values.items():
-            kind, _, rest = name.partition(" ")
-            if kind == "updates":
-                state.step.fill_(tree)
-            elif kind == "scale":
-                for one, number in tree.items():
-                    if one in state.scale:
-                        state.scale[one].fill_(decode(number, tensors))
-            elif kind == "buffer":
-                state.buffers[rest].copy_(decode(tree, tensors))
-            elif kind == "constant":
-                _write_constant(rest, decode(tree, tensors), state)
-        for total in state.sums.values():
-            total.zero_()
+    written: list[tuple[torch.Tensor, torch.Tensor]] = []
+    fresh: dict[str, torch.Tensor] = {}  # what the loss updates, and no program reads yet
+    for key, numbers in found.scalars.items():
+        for name, number in numbers.items():
+            written.append(_filled(state.optimizer[f"{key}.{name}"], decode(number, tensors)))
+    for name, (tree, _) in values.items():
+        kind, _, rest = name.partition(" ")
+        if kind == "updates":
+            written.append(_filled(state.step, tree))
+        elif kind == "scale":
+            written += [_filled(state.scale[one], decode(n, tensors)) for one, n in tree.items() if one in state.scale]
+        elif kind in ("buffer", "constant"):
+            known = state.buffers if kind == "buffer" else state.constants
+            value = decode(tree, tensors)
+            if rest in known:
+                written.append((known[rest], value.view(known[rest].shape)))
+            else:
+                fresh[rest] = value
     owned = {name: decode(values[key][0], tensors) for name, key in found.owned.items() if key in values}
     others = decode(values["owners"][0], tensors) if "owners" in values else []
-    for update, one in zip(trained.updates, others, strict=False):
-        update.go_on(owned, one)
-        update.show(state.optimizer)
-    if trained.optimizer is not None and found.options is not None:
-        groups = [{k: decode(v, {}) for k, v in one.items()} for one in found.options]
-        write_groups(trained.optimizer, groups, found.written)
-    if "random" not in values:  # converted from another format
-        return
-    tree, own = values["random"]
+    groups = [{k: decode(v, {}) for k, v in one.items()} for one in found.options or ()]
+    random, own = values.get("random", (None, False))  # none in what was converted from another format
+    drawn = decode(random, tensors) if own else {}
     if own:
-        set_generators(decode(tree, tensors), state, trained.plan.device)
-    else:
-        derive_generators(f"{digest(tree, tensors)} {row}", state, trained.plan.device)
+        check_generators(drawn)
+
+    def write_them() -> None:
+        if trained.local is not None:
+            trained.local.load(decode(values["local"][0], tensors) if found.local else None, state)
+        with torch.no_grad():
+            state.ages.loaded(found.updated)
+            for to, value in written:
+                to.copy_(value)
+            for total in state.sums.values():
+                total.zero_()
+        state.constants.update(fresh)
+        for update, one in zip(trained.updates, others, strict=False):
+            update.go_on(owned, one)
+            update.show(state.optimizer)
+        if trained.optimizer is not None and found.options is not None:
+            write_groups(trained.optimizer, groups, found.written)
+        if own:
+            set_generators(drawn, state, trained.plan.device)
+        elif random is not None:
+            derive_generators(f"{digest(random, tensors)} {row}", state, trained.plan.device)
+
+    return write_them
 
 
-def _write_constant(name: str, value: torch.Tensor, state: State) -> None:
-    if name in state.constants:
-        state.constants[name].copy_(value)
-    else:
-        state.constants[name] = value
+def _filled(to: torch.Tensor, number: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return to, torch.full_like(to, number)
