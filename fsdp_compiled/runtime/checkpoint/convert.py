@@ -37,7 +37,7 @@ from fsdp_compiled.runtime.checkpoint import manifest as manifests
 from fsdp_compiled.runtime.checkpoint.data_file import Item, Layout, lay_out, memory_of
 from fsdp_compiled.runtime.checkpoint.dcp import STEPPED
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Manifest
-from fsdp_compiled.runtime.checkpoint.stretches import Entry, Piece, Stretch
+from fsdp_compiled.runtime.checkpoint.stretches import Entry, Piece, Stretch, split_state_name
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.checkpoint.whole import Lazy
 
@@ -139,9 +139,8 @@ def _from_ours(folder: Path) -> Contents:
     for name in manifest.tensors:
         if name.startswith("model."):
             found.parameters[name.removeprefix("model.")] = _lazy(folder, manifest, name)
-        elif name.startswith("optimizer.state."):
-            parameter, entry = name.removeprefix("optimizer.state.").rsplit(".", 1)
-            found.state.setdefault(parameter, {})[entry] = _lazy(folder, manifest, name)
+        elif (of := split_state_name(name)) is not None:
+            found.state.setdefault(of[0], {})[of[1]] = _lazy(folder, manifest, name)
     for name, value in manifest.values.items():
         tree = value["same"] if "same" in value else value["by_rank"][0]
         kind, _, rest = name.partition(" ")

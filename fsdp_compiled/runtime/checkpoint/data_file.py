@@ -191,16 +191,11 @@ class Reader:
         self._path, self._size, self._checksums, self._holds = path, size, checksums, holds
         self.verified: set[int] = set()
 
-    def read(self, requests: Iterable[Request], blocks: Iterable[int] = ()) -> None:
+    def read(self, requests: Iterable[Request], blocks: Sequence[int] = ()) -> None:
         """Fills the requests, and verifies these blocks as well. Raises `Corrupt`, with the file and its tensors."""
-        waiting = sorted(requests, key=lambda request: request.start)
-        wanted = set(blocks)
-        for request in waiting:
-            if request.start < request.stop:
-                wanted |= set(range(request.start // BLOCK, (request.stop - 1) // BLOCK + 1))
-        if not wanted:
+        some = sorted((one for one in requests if one.start < one.stop), key=lambda one: one.start)
+        if not some and not blocks:
             return
-        block_memory = memory_of(torch.empty(min(BLOCK, self._size), dtype=torch.uint8))
         try:
             descriptor = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
@@ -208,30 +203,34 @@ class Reader:
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             found = os.fstat(descriptor).st_size
             if found != self._size:
-                where = min(found, self._size)
                 raise Corrupt(
                     f"{self._path} has {found} bytes instead of {self._size}: it was cut or written over. "
-                    f"{self._lost(where, self._size)}"
+                    f"{self._lost(min(found, self._size), self._size)}"
                 )
-            first = 0
-            for block in sorted(wanted):
-                start = block * BLOCK
-                held = block_memory[: min(BLOCK, self._size - start)]
-                self._fill(file, start, held)
-                if xxhash.xxh3_64_hexdigest(held) != self._checksums[block]:
-                    raise Corrupt(
-                        f"{self._path}: bytes {start} to {start + len(held)} are not what was written (checksum). "
-                        f"{self._lost(start, start + len(held))}"
-                    )
-                self.verified.add(block)
-                stop = start + len(held)
-                while first < len(waiting) and waiting[first].stop <= start:
-                    first += 1
-                for request in waiting[first:]:
-                    if request.start >= stop:
-                        break
-                    begin, end = max(start, request.start), min(stop, request.stop)
+            memory = memory_of(torch.empty(min(BLOCK, self._size), dtype=torch.uint8))
+            held, now = memory, -1  # the block that was read last
+            for request in some:
+                for block in range(request.start // BLOCK, -(-request.stop // BLOCK)):
+                    start = block * BLOCK
+                    if block != now:
+                        held, now = self._verified(file, block, memory), block
+                    begin, end = max(start, request.start), min(start + len(held), request.stop)
                     request.into[begin - request.start : end - request.start] = held[begin - start : end - start]
+            for block in blocks:
+                self._verified(file, block, memory)
+
+    def _verified(self, file: object, block: int, memory: memoryview) -> memoryview:
+        """The block, in this memory."""
+        start = block * BLOCK
+        held = memory[: min(BLOCK, self._size - start)]
+        self._fill(file, start, held)
+        if xxhash.xxh3_64_hexdigest(held) != self._checksums[block]:
+            raise Corrupt(
+                f"{self._path}: bytes {start} to {start + len(held)} are not what was written (checksum). "
+                f"{self._lost(start, start + len(held))}"
+            )
+        self.verified.add(block)
+        return held
 
     def _fill(self, file: object, start: int, into: memoryview) -> None:
         file.seek(start)  # type: ignore[attr-defined]

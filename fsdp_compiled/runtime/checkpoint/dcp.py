@@ -40,8 +40,8 @@ from fsdp_compiled.runtime.checkpoint.stretches import (
     Stretch,
     held,
     parts_of,
-    per_element,
     place_of,
+    split_state_name,
     tensors,
     wrapped,
 )
@@ -88,28 +88,27 @@ def device_mesh(mesh: Mesh) -> DeviceMesh | None:
 def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateDict:
     """What this rank holds, as views, and small things that are the same on all ranks, as copies."""
     plan, state, rules = trained.plan, trained.state, trained.rules
-    whole = tensors(plan, rules, state.optimizer)
-    place = place_of(mesh)
-    own = {one.name: one for one in held(plan, rules, place, state.parameters, state.optimizer)}
+    own = {one.name: one for one in held(plan, rules, place_of(mesh), state.parameters, state.optimizer)}
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    for buffer in plan.buffers:
-        for slot in buffer.slots:
-            if (tensor := _tensor(f"model.{slot.name}", whole, own, plan.placement.parameter, ranks)) is not None:
-                model |= dict.fromkeys(slot.leaf.names[:1], tensor)
-            for name in per_element(buffer, rules):
-                key = f"optimizer.state.{slot.name}.{name}"
-                if (tensor := _tensor(key, whole, own, plan.placement.state, ranks)) is not None:
-                    optimizer.setdefault(slot.name, {})[name] = tensor
+    for key, entry in tensors(plan, rules, state.optimizer).items():
+        of = split_state_name(key)
+        cut = plan.placement.state if of else plan.placement.parameter
+        if (tensor := _tensor(entry, own.get(key), cut, ranks)) is None:
+            continue
+        if of is None:
+            model[key.removeprefix("model.")] = tensor
+        else:
+            optimizer.setdefault(of[0], {})[of[1]] = tensor
     model |= dict(state.buffers)
     for rule in rules:
         names, begin = names_of(plan, rule), fresh(rule)
         later = state.ages.left(rule, names)
         for parameter in names:
-            for entry in (entry for entry in rule.state if entry.scalar):
-                number = state.optimizer[f"{rule.key}.{entry.name}"].clone()
-                number = number.fill_(begin.get(entry.name, number)) if parameter in later else number
-                optimizer.setdefault(parameter, {})[entry.name] = number
+            for one in (one for one in rule.state if one.scalar):
+                number = state.optimizer[f"{rule.key}.{one.name}"].clone()
+                number = number.fill_(begin.get(one.name, number)) if parameter in later else number
+                optimizer.setdefault(parameter, {})[one.name] = number
     found = StateDict(model=model, updates=state.step.clone())
     if trained.optimizer is not None:
         groups = [
@@ -122,17 +121,11 @@ def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateD
     return found
 
 
-def _tensor(
-    key: str, whole: Mapping[str, Entry], own: Mapping[str, Stretch], cut: bool, ranks: DeviceMesh | None
-) -> torch.Tensor | None:
+def _tensor(entry: Entry, one: Stretch | None, cut: bool, ranks: DeviceMesh | None) -> torch.Tensor | None:
     """The tensor as DCP wants it; None where this rank holds nothing of it."""
-    entry, one = whole[key], own.get(key)
     if entry.numel == 0:
         return torch.empty(entry.shape, dtype=entry.dtype)
-    if one is None:
-        return None
-    parts = parts_of(one)
-    if not parts:
+    if one is None or not (parts := parts_of(one)):
         return None
     if ranks is None or not (cut or one.cut):
         return parts[0][1]
@@ -203,10 +196,9 @@ def _write(
 
 
 def _given(given: Mapping[str, Any], name: str) -> Any:
-    if name.startswith("model."):
+    if (of := split_state_name(name)) is None:
         return given.get("model", {}).get(name.removeprefix("model."))
-    parameter, entry = name.removeprefix("optimizer.state.").rsplit(".", 1)
-    return given.get("optim", {}).get("state", {}).get(parameter, {}).get(entry)
+    return given.get("optim", {}).get("state", {}).get(of[0], {}).get(of[1])
 
 
 def _copies(one: Stretch, source: Any, wrong: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -214,8 +206,6 @@ def _copies(one: Stretch, source: Any, wrong: list[str]) -> list[tuple[torch.Ten
         wrong.append(f"{one.name} has shape {list(source.shape)}, not {list(one.shape)}")
         return []
     if not isinstance(source, DTensor):
-        if one.cut is None:
-            return [(one.values, source.detach().permute(one.order).reshape(-1)[one.start : one.stop])]
         return [
             (view, source.detach()[tuple(slice(o, o + size) for o, size in zip(at, view.shape, strict=True))])
             for at, view in parts_of(one)

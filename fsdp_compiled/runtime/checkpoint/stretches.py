@@ -59,14 +59,6 @@ def part_shape(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
     return tuple(-(-size // cut.parts) if dim == cut.dim else size for dim, size in enumerate(shape))
 
 
-def part_offsets(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
-    """Where in the whole a part begins, in each dim."""
-    begin = [0] * len(shape)
-    if cut is not None:
-        begin[cut.dim] = cut.part * part_shape(shape, cut)[cut.dim]
-    return tuple(begin)
-
-
 def length_in_whole(shape: Sequence[int], cut: Cut) -> int:
     """How much of the whole's dim is in the part: the rest of it is zeros."""
     each = part_shape(shape, cut)[cut.dim]
@@ -176,6 +168,14 @@ def parameter_name(slot: Slot) -> str:
 
 def state_name(slot: Slot, name: str) -> str:
     return f"optimizer.state.{slot.name}.{name}"
+
+
+def split_state_name(key: str) -> tuple[str, str] | None:
+    """The parameter and the name of an optimizer's state; None for a key that is none."""
+    if not key.startswith("optimizer.state."):
+        return None
+    parameter, name = key.removeprefix("optimizer.state.").rsplit(".", 1)
+    return parameter, name
 
 
 def per_element(buffer: Buffer, rules: Sequence[Rule]) -> list[str]:
@@ -288,7 +288,9 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[R
 def parts_of(one: Stretch) -> list[Part]:
     """A stretch as rectangles of the whole tensor: views of its values, in the tensor's own dims."""
     back = [one.order.index(dim) for dim in range(len(one.shape))]
-    shape, begin = part_shape(one.shape, one.cut), part_offsets(one.shape, one.cut)
+    shape, begin = part_shape(one.shape, one.cut), [0] * len(one.shape)
+    if one.cut is not None:
+        begin[one.cut.dim] = one.cut.part * shape[one.cut.dim]
     found = []
     for offsets, sizes, first in rectangles([shape[dim] for dim in one.order], one.start, one.stop):
         count = torch.Size(sizes).numel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -43,8 +43,7 @@ def write(staged: Staged) -> None:
             to.copy_(values)
 
 
-@dataclass(frozen=True)
-class Keys:
+class Keys(NamedTuple):
     """By key of ``model.state_dict()``, which parameter it is, by first name, or which buffer."""
 
     parameters: dict[str, str]
