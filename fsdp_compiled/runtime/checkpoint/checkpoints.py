@@ -180,7 +180,7 @@ class Checkpoints:
             raise ValueError(refusal(f"{chosen} is of another model or optimizer", found.differences))
         values = chosen_values(manifest, found, extra, mesh.rank, rows)
         trees = [tree for tree, _ in values.values()]
-        staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees, room=self._images[0].room())
+        staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees)
         check_saved_extra(manifest, values, extra, len(set(rows)))
         with refusing_edited(chosen, RuntimeError):
             row = f"{saving.row_of(mesh)} of {len(set(rows))}"

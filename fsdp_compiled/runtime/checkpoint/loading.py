@@ -34,7 +34,6 @@ from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, write
 from fsdp_compiled.runtime.checkpoint.stretches import Cut, Entry, Part, Piece, Stretch, key_of, parts_of
 from fsdp_compiled.runtime.checkpoint.values import Tensors, decode, digest, tensor_names
 
-Room = Callable[[int, torch.dtype], torch.Tensor]
 CURE = "Load another checkpoint: load(folder, step=...)."
 log = logging.getLogger("fsdp_compiled")
 
@@ -74,13 +73,8 @@ def read(
     wanted: Sequence[Stretch],
     trees: Iterable[Any],
     rest: bool = True,
-    room: Room | None = None,
 ) -> Work[Staged]:
-    """Each rank reads what it wants, all together (``rest``) every byte of every file; in stages, for `lockstep`.
-
-    ``room``: gives memory for what is wanted, which `write` then copies to where it belongs.
-    """
-    take = room or _fresh
+    """Each rank reads what it wants, all together (``rest``) every byte of every file; in stages, for `lockstep`."""
     readers = {
         file.name: Reader(
             path / file.name,
@@ -94,7 +88,7 @@ def read(
     staged, values = [], {}
     for one in wanted:
         entry = manifest.tensors[one.name]
-        staged.append(replace(one, values=take(one.stop - one.start, entry.dtype)))
+        staged.append(replace(one, values=torch.empty(one.stop - one.start, dtype=entry.dtype)))
         if one.cut is not None and entry.shape[one.cut.dim] % one.cut.parts:
             staged[-1].values.zero_()  # what ends a part is in no file of other parts
         _request(entry, staged[-1], requests)
@@ -117,10 +111,6 @@ def read(
         [(one, aside.values) for one, aside in zip(wanted, staged, strict=True)],
         {name: one.values.view(one.shape) for name, one in values.items()},
     )
-
-
-def _fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype)
 
 
 def _whole(name: str, entry: Entry) -> Stretch:

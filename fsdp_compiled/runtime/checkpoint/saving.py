@@ -8,10 +8,9 @@ none; where a rank cannot copy all the same, it says so where it would say what 
 
     stretches and values  ->  names and offsets in files (`Plans`)  ->  one copy into the image (`fill`)  ->  files
 
-The image is kept for the next checkpoint: fresh memory costs as much as the copy. What a load reads of a rank's shards
-stands in the same memory until it is verified. What this rank writes of the flat shards is found at the first save, and
-again only when what it depends on is another: the plan, the optimizer's rules, who else holds the same elements, and
-where in memory the shards are.
+The image is kept for the next checkpoint: fresh memory costs as much as the copy. What this rank writes of the flat
+shards is found at the first save, and again only when what it depends on is another: the plan, the optimizer's rules,
+who else holds the same elements, and where in memory the shards are.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, dealt_out, values_of
 from fsdp_compiled.runtime.checkpoint.data_file import (
-    ALIGNMENT,
     Item,
     Layout,
     check_dtype,
@@ -271,21 +269,6 @@ class Image:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: list[torch.Tensor] = []
-
-    def room(self) -> Callable[[int, torch.dtype], torch.Tensor]:
-        """Gives memory for so many elements, of the image's as long as there is some. Until the next call or `fill`."""
-        files = [0] * len(self._memory)
-
-        def take(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            size = numel * dtype.itemsize
-            for index, memory in enumerate(self._memory):
-                start = -(-files[index] // ALIGNMENT) * ALIGNMENT
-                if start + size <= memory.numel():
-                    files[index] = start + size
-                    return memory[start : start + size].view(dtype)
-            return torch.empty(numel, dtype=dtype)
-
-        return take
 
     def fill(self, files: Sequence[Arranged], beside: Sequence[Stretch]) -> list[memoryview]:
         """Copies everything; returns, by file, its bytes. They are the image's until the next call."""
