@@ -82,7 +82,7 @@ def test_any_plan_reads_what_any_other_wrote(data: st.DataObject) -> None:
             expected = shards(second, place, whole)
             wanted = list(held(second, RULES, place, parameters, optimizer))
             work = loading.read(Path(name), manifest, Mesh(CPU), wanted, [])
-            loading.write(lockstep(Mesh(CPU), "it", work))
+            loading.write(lockstep(Mesh(CPU), "it", work).pairs)
             for made, right in zip((parameters, optimizer), expected):
                 used = {key for key in made if key in right and _updated(second, key)}
                 assert all(torch.equal(made[key], right[key]) for key in used)

@@ -191,7 +191,7 @@ class Checkpoints:
         except BaseException:
             undo()
             raise
-        loading.write(staged)
+        loading.write(staged.pairs)
         write_values()
         if mesh.rank == 0:
             _report(chosen, manifest, found, extra)

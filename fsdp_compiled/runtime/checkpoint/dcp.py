@@ -33,7 +33,7 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.runtime.checkpoint.contents import Trained, options, plain
-from fsdp_compiled.runtime.checkpoint.loading import chosen_values, prepare_values
+from fsdp_compiled.runtime.checkpoint.loading import Pairs, chosen_values, prepare_values, write
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import match, refusal
 from fsdp_compiled.runtime.checkpoint.owned_state import kept_by
@@ -155,10 +155,7 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> W
     write_values = prepare_values(chosen, values, found, trained, "")
 
     def write_them() -> None:
-        with torch.no_grad():
-            for to, source in copies:
-                if to.data_ptr() != source.data_ptr() or to.device != source.device:
-                    to.copy_(source)
+        write([(to, source) for to, source in copies if to.data_ptr() != source.data_ptr()])
         write_values()
 
     return write_them
@@ -205,7 +202,10 @@ def _described(
                 if not its or any(isinstance(value, DTensor) for value in its.values()):
                     wrong.append(f"the optimizer's state of {parameter} is not given as whole tensors")
             for name, value in its.items():
-                if (key := f"optimizer.state.{parameter}.{name}") not in entries:  # an owner's, or nobody's here
+                key = f"optimizer.state.{parameter}.{name}"
+                if not isinstance(value, torch.Tensor):
+                    wrong.append(f"{key} is a {type(value).__name__}, and no tensor")
+                elif key not in entries:  # an owner's, or nobody's here
                     given_of[key], entries[key] = value.detach().clone(), _entry(value)
     if trained.optimizer is not None and "optim" in given:
         groups = [dict(group) for group in given["optim"].get("param_groups", ())]
@@ -226,7 +226,7 @@ def _given(given: Mapping[str, Any], name: str) -> Any:
     return given.get("optim", {}).get("state", {}).get(of[0], {}).get(of[1])
 
 
-def _copies(one: Stretch, source: Any, wrong: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _copies(one: Stretch, source: Any, wrong: list[str]) -> Pairs:
     if not isinstance(source, DTensor):
         return [
             (view, source.detach()[tuple(slice(o, o + size) for o, size in zip(at, view.shape, strict=True))])

@@ -35,6 +35,7 @@ from fsdp_compiled.runtime.checkpoint.stretches import Cut, Entry, Part, Piece, 
 from fsdp_compiled.runtime.checkpoint.values import Tensors, decode, digest, tensor_names
 
 CURE = "Load another checkpoint: load(folder, step=...)."
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # where to, and the values
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -60,9 +61,9 @@ def choose(folder: Path, step: int | None) -> Path | None:
 
 @dataclass(frozen=True)
 class Staged:
-    """Read and verified, and not yet anybody's: what is wanted with its values, and tensors of values by name."""
+    """Read and verified, and not yet anybody's: what is wanted, and tensors of values by name."""
 
-    pairs: Sequence[tuple[Stretch, torch.Tensor]]
+    pairs: Pairs
     tensors: Tensors
 
 
@@ -108,7 +109,7 @@ def read(
             reader.read([], unseen[mesh.rank :: mesh.world])
         check_headers(path, manifest, list(manifest.files)[mesh.rank :: mesh.world])
     return Staged(
-        [(one, aside.values) for one, aside in zip(wanted, staged, strict=True)],
+        [(one.values, aside.values) for one, aside in zip(wanted, staged, strict=True)],
         {name: one.values.view(one.shape) for name, one in values.items()},
     )
 
@@ -174,11 +175,11 @@ def _extent(view: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
 
 
-def write(staged: Staged) -> None:
-    """Puts the values in their places; the tensors stay where they are."""
+def write(pairs: Pairs) -> None:
+    """Puts values in their places; the tensors stay where they are."""
     with torch.no_grad():
-        for one, values in staged.pairs:
-            one.values.copy_(values)
+        for to, values in pairs:
+            to.copy_(values)
 
 
 def open_manifest(path: Path, mesh: Mesh) -> Work[Manifest]:
@@ -326,7 +327,7 @@ def prepare_values(
 ) -> Callable[[], None]:
     """A function that writes them. ``row``: whose batches this rank has, of how many."""
     state = trained.state
-    written: list[tuple[torch.Tensor, torch.Tensor]] = []
+    written: Pairs = []
     fresh: dict[str, torch.Tensor] = {}  # what the loss updates, and no program reads yet
     for key, numbers in found.scalars.items():
         for name, number in numbers.items():
@@ -355,12 +356,8 @@ def prepare_values(
     def write_them() -> None:
         if trained.local is not None:
             trained.local.load(decode(values["local"][0], tensors) if found.local else None, state)
-        with torch.no_grad():
-            state.ages.loaded(found.updated)
-            for to, value in written:
-                to.copy_(value)
-            for total in state.sums.values():
-                total.zero_()
+        state.ages.loaded(found.updated)
+        write([*written, *((total, total.new_zeros(())) for total in state.sums.values())])
         state.constants.update(fresh)
         for update, one in zip(trained.updates, others, strict=False):
             update.go_on(owned, one)

@@ -18,6 +18,7 @@ from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.contents import Trained, options
+from fsdp_compiled.runtime.checkpoint.loading import Pairs, write
 from fsdp_compiled.runtime.checkpoint.matching import FITS, refusal, write_groups
 from fsdp_compiled.runtime.checkpoint.stretches import Stretch, held, parts_of, place_of, state_name
 from fsdp_compiled.runtime.full_state_dict import collected
@@ -25,7 +26,6 @@ from fsdp_compiled.runtime.managed_model import holding
 from fsdp_compiled.runtime.param_step_counts import Names, Numbers, names_of, of_group, parted
 
 log = logging.getLogger("fsdp_compiled")
-Staged = list[tuple[torch.Tensor, torch.Tensor]]  # where to, and the values
 
 
 class Lazy(NamedTuple):
@@ -34,13 +34,6 @@ class Lazy(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
-
-
-def write(staged: Staged) -> None:
-    """Puts the values in their places; the tensors stay where they are."""
-    with torch.no_grad():
-        for to, values in staged:
-            to.copy_(values)
 
 
 class Keys(NamedTuple):
@@ -160,7 +153,7 @@ def load_weights(
     if wrong and strict:
         raise ValueError(refusal(f"{what} are of another model", wrong, "Build that model." if together else FITS))
     own = {one.name: one for one in held(trained.plan, (), place_of(mesh), trained.state.parameters, {})}
-    staged: Staged = []
+    staged: Pairs = []
     for name, found in places.items():
         values = None
         for key in found:
@@ -290,7 +283,7 @@ def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Wo
         numbers, updated = _numbers(given, trained, indices)
     numbers, updated, groups = (yield Exchange("the optimizer's groups and numbers", (numbers, updated, groups)))[0]
     scalars = {key: trained.state.optimizer[key] for key in numbers}
-    staged: Staged = [(to, torch.full_like(to, numbers[key])) for key, to in scalars.items()]
+    staged: Pairs = [(to, torch.full_like(to, numbers[key])) for key, to in scalars.items()]
     states: dict[str, torch.Tensor] = {}
     for buffer, entry in _per_element(trained) if mesh.rank == 0 else ():
         for slot in buffer.slots:
