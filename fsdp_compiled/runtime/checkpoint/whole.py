@@ -29,11 +29,11 @@ log = logging.getLogger("fsdp_compiled")
 
 
 class Lazy(NamedTuple):
-    """A whole tensor that is read when it is its turn."""
+    """A whole tensor that is read when it is its turn: ``read()`` is it, or a work that returns it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
+    read: Callable[[], Any]
 
 
 class Keys(NamedTuple):
@@ -79,7 +79,7 @@ def renamed(model: Any, there: Collection[str], keys: Keys) -> Callable[[str], s
 
 
 def of_rank_0(given: Any, mesh: Mesh) -> Work[dict[str, Lazy]]:
-    """Rank 0's tensors, by key. All ranks read each together."""
+    """Rank 0's tensors, by key; to read one is a work of all ranks, which broadcasts it."""
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if mesh.rank == 0:
         if not isinstance(given, Mapping):
@@ -90,11 +90,13 @@ def of_rank_0(given: Any, mesh: Mesh) -> Work[dict[str, Lazy]]:
             kinds[key] = tuple(value.shape), value.dtype
     kinds = (yield Exchange("what rank 0 is given", kinds))[0]
 
-    def read(key: str) -> torch.Tensor:
+    def read(key: str) -> Work[torch.Tensor]:
         shape, dtype = kinds[key]
         empty = torch.empty(shape, dtype=dtype, device=mesh.device)
         value = given[key].detach().to(mesh.device).contiguous() if mesh.rank == 0 else empty
-        broadcast(value.view(-1).view(torch.uint8), mesh)
+        sent = value.view(-1).view(torch.uint8)
+        yield key
+        broadcast(sent, mesh)
         return value
 
     return {key: Lazy(shape, dtype, partial(read, key)) for key, (shape, dtype) in kinds.items()}
@@ -119,7 +121,7 @@ def load_weights(
 ) -> Work[Callable[[], None]]:
     """Reads weights for this rank's shards and buffers aside; a function that writes them. In stages, for `lockstep`.
 
-    ``together``: to read one is a collective.
+    ``together``: to read one is a work of all ranks.
     """
     keys = keys_of(model, trained)
     wrong: list[str] = []
@@ -157,9 +159,7 @@ def load_weights(
     for name, found in places.items():
         values = None
         for key in found:
-            if together:
-                yield key
-            value = there[key].read()
+            value = (yield from there[key].read()) if together else there[key].read()
             if name not in own:
                 continue
             to, more = aside(own[name], value)
@@ -172,9 +172,7 @@ def load_weights(
                     "Build the model without the tie, or remove the one that is not meant."
                 )
     for buffer, key in buffers:
-        if together:
-            yield key
-        staged.append((buffer, there[key].read()))
+        staged.append((buffer, (yield from there[key].read()) if together else there[key].read()))
 
     def write_them() -> None:
         write(staged)
@@ -296,8 +294,7 @@ def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Wo
     state = trained.state
     own = {one.name: one for one in held(plan, trained.rules, place_of(mesh), state.parameters, state.optimizer)}
     for name, one in there.items():
-        yield name
-        value = one.read()
+        value = yield from one.read()
         if name in own:
             staged.append(aside(own[name], value))
     names = [name for update in trained.updates for name in update.leaves]
