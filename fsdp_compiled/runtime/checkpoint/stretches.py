@@ -267,22 +267,15 @@ def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangl
         yield Rectangle((), (), start)
         return
     inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # rows [first, last) are whole
-    if first > last:  # all in one row
-        yield from _in_row(shape, first - 1, start - (first - 1) * inner, stop - (first - 1) * inner)
-        return
-    if start % inner:
-        yield from _in_row(shape, first - 1, start % inner, inner)
-    if last > first:
-        yield Rectangle((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]), first * inner)
-    if stop % inner:
-        yield from _in_row(shape, last, 0, stop % inner)
-
-
-def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Rectangle]:
-    inner = math.prod(shape[1:])
-    for offsets, sizes, first in rectangles(shape[1:], start, stop):
-        yield Rectangle((row, *offsets), (1, *sizes), first + row * inner)
+    row, rows = start // inner, (stop - start) // inner
+    if start % inner or not rows:  # it begins with a part of a row
+        end = min(stop, (row + 1) * inner)
+        for offsets, sizes, first in rectangles(shape[1:], start % inner, end - row * inner):
+            yield Rectangle((row, *offsets), (1, *sizes), first + row * inner)
+    else:
+        end = start + rows * inner
+        yield Rectangle((row, *[0] * (len(shape) - 1)), (rows, *shape[1:]), start)
+    yield from rectangles(shape, end, stop)
 
 
 def parts_of(one: Stretch) -> list[Part]:
