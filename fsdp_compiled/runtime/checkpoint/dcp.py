@@ -172,7 +172,10 @@ def _held_of_all(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> dict
         if (source := _given(given, one.name)) is None:
             del found[one.name]
         else:
-            found[one.name] = replace(found[one.name], shape=tuple(source.shape), dtype=source.dtype)
+            local = source.to_local() if isinstance(source, DTensor) else source
+            if isinstance(local, LocalShardsWrapper):  # whose own dtype says nothing
+                local = local.local_shards()[0]
+            found[one.name] = replace(found[one.name], shape=tuple(source.shape), dtype=local.dtype)
     return found
 
 
