@@ -83,7 +83,7 @@ PHASES: dict[str, tuple[bool, Callable[[random.Random], None]]] = {
     "any time": (False, lambda draw: soon(draw.uniform(0, 8))()),
     "save": (False, lambda draw: before(saving, "_writers", lambda *_: die(), draw.randint(1, 2))),
     "writer": (False, lambda draw: before(data_file, "write", half_written, draw.randint(1, 3))),
-    "written": (False, lambda draw: before(writing, "described", lambda *_: die(), draw.randint(1, 2))),
+    "written": (False, lambda draw: before(writing, "part_of", lambda *_: die(), draw.randint(1, 2))),
     "renaming": (True, lambda draw: before(folder, "commit", lambda *_: die(), draw.randint(1, 2))),
     "renamed": (True, lambda draw: before(folder, "remove", lambda *_: die(), draw.randint(1, 2))),
     "pruning": (True, lambda draw: before(folder, "remove", pruned, draw.randint(1, 2))),

@@ -12,8 +12,8 @@ from fsdp_compiled.optim.rule import Rule, StateTensor
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import data_file, writing
-from fsdp_compiled.runtime.checkpoint.image import Image, arrange, described
-from fsdp_compiled.runtime.checkpoint.manifest import Manifest
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest, merged
+from fsdp_compiled.runtime.checkpoint.saving import Image, Save, Written, arrange
 from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, held, tensors
 from fsdp_compiled.runtime.shard_model import write_slot
 
@@ -67,14 +67,14 @@ def shards(plan: Plan, place: Place, whole: dict[str, torch.Tensor] | None) -> t
 
 
 def save(plan: Plan, whole: dict[str, torch.Tensor], folder: Path) -> Manifest:
-    parts, entries = [], {}
+    parts, world = [], len(places(plan))
     for rank, place in enumerate(places(plan)):
         parameters, optimizer = shards(plan, place, whole)
-        entries = tensors(plan, RULES, optimizer)
+        head = Manifest(0, world, tensors(plan, RULES, optimizer), {}, {}, {}, {})
         own = list(held(plan, RULES, place, parameters, optimizer, Holders(rank, places(plan))))
-        files = arrange(own, rank, len(places(plan)))
-        images = Image(CPU).fill(files)
+        files = arrange(own, [], rank, world)
+        images = Image(CPU).fill(files, [])
         sums = [data_file.write(folder / file.name, [image]) for file, image in zip(files, images)]
-        parts.append({**described(files, sums), "values": {}, "shapes": {}})
-    made = writing.Save(1, folder, 0, None, len(places(plan)), entries, {}, {}, {})
-    return writing.assemble(made, parts)  # raises where an element is missing or written twice
+        made = Save(1, folder, None, False, head, {})
+        parts.append(writing.part_of(made, Written(files, {}, [], {}), rank, sums))
+    return merged(parts, {})  # raises where an element is missing or written twice

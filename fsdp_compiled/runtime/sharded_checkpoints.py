@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 from fsdp_compiled.capture.global_modes import outside_modes, untraced
 from fsdp_compiled.distributed.lockstep import lockstep
+from fsdp_compiled.runtime.checkpoint import dcp, hugging_face, whole
 from fsdp_compiled.runtime.checkpoint.checkpoints import Busy, check_wish, path
 from fsdp_compiled.runtime.checkpoint.contents import Trained, check_extra
 from fsdp_compiled.runtime.checkpoint.writing import Saving
@@ -126,7 +127,8 @@ class ShardedCheckpoints(ShardedCalls):
             self._as_one("export")
             trained = self._trained("export", optimizer=False)
         with self._meeting(f"export to {place}"), outside_modes():
-            self._checkpoints.export(place, self.model, trained)
+            work = hugging_face.export(place, self.model, trained, self._mesh)
+            self._checkpoints.run(trained, "What export writes", work)
 
     @untraced
     @one_thread
@@ -140,7 +142,8 @@ class ShardedCheckpoints(ShardedCalls):
             place = path(folder)
             trained = self._trained("import_weights", optimizer=False)
         with self._meeting(f"import from {place}, strict={bool(strict)}"), outside_modes():
-            self._checkpoints.import_weights(place, bool(strict), self.model, trained)
+            work = hugging_face.read_weights(place, bool(strict), self.model, trained, self._mesh)
+            self._checkpoints.run(trained, "What import_weights reads", work)()
         if self._local is not None:
             self._local.steps = 0  # what was loaded is where the sites begin
 
@@ -154,7 +157,8 @@ class ShardedCheckpoints(ShardedCalls):
         with self._refusing():
             trained = self._trained("load_full_state_dict", optimizer=False)
         with self._meeting("load_full_state_dict"), outside_modes():
-            self._checkpoints.load_weights(state_dict, self.model, trained)
+            work = whole.load_given(state_dict, self.model, trained, self._mesh)
+            self._checkpoints.run(trained, "What load_full_state_dict is given", work)()
         if self._local is not None:
             self._local.steps = 0  # what was loaded is where the sites begin
 
@@ -166,7 +170,8 @@ class ShardedCheckpoints(ShardedCalls):
             self._need_optimizer("full_optimizer_state_dict")
             trained = self._trained("full_optimizer_state_dict")
         with self._meeting("full_optimizer_state_dict"), outside_modes():
-            return self._checkpoints.optimizer_state_dict(trained)
+            work = whole.optimizer_state_dict(trained, self._mesh)
+            return self._checkpoints.run(trained, "What full_optimizer_state_dict collects", work)
 
     @untraced
     @one_thread
@@ -179,7 +184,8 @@ class ShardedCheckpoints(ShardedCalls):
             self._need_optimizer("load_full_optimizer_state_dict")
             trained = self._trained("load_full_optimizer_state_dict")
         with self._meeting("load_full_optimizer_state_dict"), outside_modes():
-            self._checkpoints.load_optimizer(state_dict, trained)
+            work = whole.load_optimizer(state_dict, trained, self._mesh)
+            self._checkpoints.run(trained, "What load_full_optimizer_state_dict is given", work)()
 
     @untraced
     @one_thread
@@ -210,7 +216,8 @@ class ShardedCheckpoints(ShardedCalls):
             self._of_all_sites("load_state_dict")
             trained = self._trained("load_state_dict")
         with self._meeting("load_state_dict"), outside_modes():
-            self._checkpoints.load_state_dict(state_dict, trained)
+            work = dcp.load_state_dict(state_dict, trained, self._mesh)
+            self._checkpoints.run(trained, "What load_state_dict is given", work)()
         self._row.end()
 
     def _between_steps(self, call: str) -> None:

@@ -53,8 +53,6 @@ TABLE: dict[str, Use] = {
         "torch._ops.OpOverload", "torch._subclasses.fake_tensor.FakeTensor",
         "torch._subclasses.fake_tensor.FakeTensorMode", "torch.utils._pytree", "torch.ops._c10d_functional",
     ), "programs cannot be written down"),
-    "checkpoints": Use("core", ("torch.distributed.checkpoint.filesystem._StorageInfo",),
-        "checkpoints cannot be written in DCP's format"),
     "sharded parameters": Use("core", (
         "torch.distributed.tensor._dtensor_spec.DTensorSpec", "torch.distributed.tensor._dtensor_spec.TensorMeta",
         "torch.distributed.tensor._shards_wrapper.LocalShardsWrapper",

@@ -47,7 +47,8 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Manife
 def load(folder: Path, manifest: Manifest, new: Plan, place: Place) -> Sequence[Stretch]:
     parameters, optimizer = shards(new, place, None)
     wanted = list(held(new, RULES, place, parameters, optimizer))
-    loading.write(lockstep(Mesh(CPU), "it", loading.read(folder, manifest, Mesh(CPU), wanted, [], rest=False)))
+    work = loading.read(folder, manifest, Mesh(CPU), wanted, [], rest=False)
+    loading.write(lockstep(Mesh(CPU), "it", work).pairs)
     expected = shards(new, place, values(LEAVES))
     for made, right in zip((parameters, optimizer), expected, strict=True):
         assert all(torch.equal(made[key], right[key]) for key in made)

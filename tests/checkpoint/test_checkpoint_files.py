@@ -184,10 +184,10 @@ def test_a_second_process_is_refused_as_long_as_the_first_lives(sharded: Sharded
 
 @pytest.mark.usefixtures("small_blocks")
 def test_blocks_files_and_tensors_need_not_fit_each_other(sharded: Sharded, tmp_path: Path) -> None:
-    from fsdp_compiled.runtime.checkpoint import image
+    from fsdp_compiled.runtime.checkpoint import saving
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(image, "FILE", 700)
+        patched.setattr(saving, "FILE", 700)
         place = sharded.save(tmp_path, wait=True).result()
     assert len(list(place.iterdir())) > 4
     before = [tensor.clone() for tensor in tree_leaves(sharded.state)]

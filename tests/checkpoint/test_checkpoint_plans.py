@@ -21,8 +21,7 @@ from fsdp_compiled.plan.leaf import Leaf, TensorParallel, dense_stride
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import loading
-from fsdp_compiled.runtime.checkpoint.geometry import rectangles
-from fsdp_compiled.runtime.checkpoint.stretches import held
+from fsdp_compiled.runtime.checkpoint.stretches import held, rectangles
 from tests.saved_plans import CPU, RULES, places, save, shards, values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -83,7 +82,7 @@ def test_any_plan_reads_what_any_other_wrote(data: st.DataObject) -> None:
             expected = shards(second, place, whole)
             wanted = list(held(second, RULES, place, parameters, optimizer))
             work = loading.read(Path(name), manifest, Mesh(CPU), wanted, [])
-            loading.write(lockstep(Mesh(CPU), "it", work))
+            loading.write(lockstep(Mesh(CPU), "it", work).pairs)
             for made, right in zip((parameters, optimizer), expected):
                 used = {key for key in made if key in right and _updated(second, key)}
                 assert all(torch.equal(made[key], right[key]) for key in used)

@@ -13,8 +13,8 @@ from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed import lockstep
-from fsdp_compiled.runtime.checkpoint import data_file, image, saving
-from fsdp_compiled.runtime.checkpoint.image import Image
+from fsdp_compiled.runtime.checkpoint import data_file, saving
+from fsdp_compiled.runtime.checkpoint.saving import Image
 from fsdp_compiled.runtime.checkpoint.writing import SaveError
 
 X = torch.ones(2, 4)
@@ -118,8 +118,8 @@ def test_ranks_meet_once_in_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_written_is_found_again_where_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found, held = [], image.held
-    monkeypatch.setattr(image, "held", lambda *given: (found.append(1), held(*given))[1])
+    found, held = [], saving.held
+    monkeypatch.setattr(saving, "held", lambda *given: (found.append(1), held(*given))[1])
     sharded = build()
     for _ in range(3):
         sharded.step(X)

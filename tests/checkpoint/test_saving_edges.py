@@ -22,6 +22,8 @@ from torch import nn
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.distributed.call_store import Board
 from fsdp_compiled.runtime.checkpoint import folder, writing
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest
+from fsdp_compiled.runtime.checkpoint.saving import Save
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 
 
@@ -92,7 +94,7 @@ def test_a_checkpoint_whose_replacement_was_killed_is_there(tmp_path: Path, monk
 def test_what_ranks_said_of_a_save_does_not_stay_in_the_store() -> None:
     store = dist.HashStore()
     board = Board(store, 0, 2)
-    save = writing.Save(3, Path("aside"), 1, None, 2, {}, {}, {}, {})
+    save = Save(3, Path("aside"), None, False, Manifest(1, 2, {}, {}, {}, {}, {}), {})
     posts = writing.Posts(board, save.number)
     for rank in (0, 1):
         posts.set(f"part {rank}", "{}")

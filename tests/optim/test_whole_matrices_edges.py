@@ -99,7 +99,7 @@ def test_dcp_goes_on_bit_for_bit_before_a_first_step_and_after(steps: int, tmp_p
     given["optim"]["state"]["mix"]["momentum_buffer"] += 1  # the state itself: DCP writes into it
     given["optim"]["state"]["mix"] = {"momentum_buffer": torch.ones(2, 3)}
     before_it = {key: value.clone() for key, value in one.state.optimizer.items()}
-    with pytest.raises(ValueError, match=r"state.mix.momentum_buffer has shape \[2, 3\]"):
+    with pytest.raises(ValueError, match="keeps momentum_buffer of mix in another shape"):
         one.load_state_dict(given)
     assert all(torch.equal(value, before_it[key]) for key, value in one.state.optimizer.items())
     given["optim"]["state"]["mix"] = {"momentum_buffer": (theirs := torch.ones(6, 6))}

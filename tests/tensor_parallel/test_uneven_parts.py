@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compiled.runtime.checkpoint.geometry import Cut, common, part_shape, runs
+from fsdp_compiled.runtime.checkpoint.stretches import Cut, Stretch, part_shape, parts_of
 from tests.launch import answers, launch
 
 WORKER = Path(__file__).parents[1] / "workers" / "uneven_parts.py"
@@ -63,10 +63,10 @@ def test_inductor_gives_the_same() -> None:
 
 @pytest.mark.parametrize("shape", [(10, 3), (5, 2), (3, 41), (2, 5, 3)])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_runs_of_parts_of_different_sizes(shape: tuple[int, ...], dim: int) -> None:
-    """Cut in four, each part's elements, all or some, are where they are in the whole; and in parts of a cut in two."""
+def test_rectangles_of_parts_of_different_sizes(shape: tuple[int, ...], dim: int) -> None:
+    """Cut in four, each part's elements, all or some, are where they are in the whole."""
     whole = torch.arange(1, torch.Size(shape).numel() + 1).view(shape)
-    order = range(len(shape))
+    order = tuple(range(len(shape)))
     each = part_shape(shape, Cut(dim, 0, 4))[dim]
     longer = [size if place != dim else 4 * each for place, size in enumerate(shape)]
     laid = torch.zeros(longer, dtype=torch.int64)
@@ -74,14 +74,7 @@ def test_runs_of_parts_of_different_sizes(shape: tuple[int, ...], dim: int) -> N
     for part in range(4):
         flat = laid.narrow(dim, part * each, each).reshape(-1)
         for start, stop in ((0, len(flat)), (1, len(flat) - 1), (len(flat) // 2, len(flat))):
-            found = torch.zeros_like(flat)
-            for there, here, size in zip(*runs(shape, order, Cut(dim, part, 4), start, stop), strict=True):
-                found[here : here + size] = whole.view(-1)[there : there + size]
-            assert torch.equal(found[start:stop], flat[start:stop])
-            met = 0
-            for other in range(2):
-                two = runs(
-                    shape, order, Cut(dim, other, 2), 0, torch.Size(part_shape(shape, Cut(dim, other, 2))).numel()
-                )
-                met += int(common(runs(shape, order, Cut(dim, part, 4), start, stop), two).size.sum())
-            assert met == int((flat[start:stop] > 0).sum())
+            found = torch.zeros_like(flat)[start:stop]
+            for at, view in parts_of(Stretch("it", start, stop, found, shape, order, Cut(dim, part, 4))):
+                view.copy_(whole[tuple(slice(o, o + size) for o, size in zip(at, view.shape, strict=True))])
+            assert torch.equal(found, flat[start:stop])

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.runtime.checkpoint import data_file
 from fsdp_compiled.runtime.checkpoint import folder as folders
-from fsdp_compiled.runtime.checkpoint.image import Image
+from fsdp_compiled.runtime.checkpoint.saving import Image
 from fsdp_compiled.runtime.checkpoint.stretches import Place, held
 from tests import generated_models
 from tests.chosen import examples

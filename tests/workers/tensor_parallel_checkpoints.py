@@ -24,8 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.checkpoint.geometry import Cut
-from fsdp_compiled.runtime.checkpoint.stretches import Place
+from fsdp_compiled.runtime.checkpoint.stretches import Cut, Place
 from tests.cut_models import VOCABULARY, Net, loss_fn
 from tests.launch import told
 from tests.parts import Seen, parts

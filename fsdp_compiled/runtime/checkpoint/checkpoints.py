@@ -8,31 +8,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from torch import nn
-
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.lockstep import Exchange, Last, Work, last_exchange, lockstep
+from fsdp_compiled.distributed.lockstep import Exchange, Work, last_exchange, lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import dcp, hugging_face, loading, saving, whole, writing
+from fsdp_compiled.runtime.checkpoint import dcp, loading, saving, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.contents import (
     Trained,
-    check_generators,
-    dealt_out,
-    values_of,
 )
-from fsdp_compiled.runtime.checkpoint.image import Image, Plans
-from fsdp_compiled.runtime.checkpoint.loaded_values import (
+from fsdp_compiled.runtime.checkpoint.loading import (
     check_saved_extra,
     chosen_values,
     load_extra,
     match_local,
-    write_values,
+    prepare_values,
 )
-from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal, write_groups
-from fsdp_compiled.runtime.checkpoint.saving import Wish
-from fsdp_compiled.runtime.checkpoint.stretches import Place
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest, refusing_edited
+from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal
+from fsdp_compiled.runtime.checkpoint.saving import Image, Plans, Wish
+from fsdp_compiled.runtime.checkpoint.stretches import place_of
 from fsdp_compiled.runtime.checkpoint.values import decode
 from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
@@ -92,7 +86,7 @@ class Checkpoints:
             assert save is not None
             if busy == "refuse" and not one.done():
                 raise ValueError(f"{save.what} is still being written.")
-            before = save.aside.parent != folder or step is None or save.step < step
+            before = save.aside.parent != folder or step is None or save.head.step < step
             if busy == "double_buffer" and before and len(self._open) == 1 and not one.done():
                 return
             told = one.told
@@ -107,7 +101,8 @@ class Checkpoints:
         """Collective, up to the copy. All ranks have agreed that they save."""
         wait_for_host_memory(trained.plan)
         begun: list[Path] = []
-        work = self._prepare(wish, trained, extra, begun)
+        self._count += 1
+        work = saving.prepare(wish, self._count, self._mesh, trained, extra, self._plans, begun)
         try:
             divide, said = last_exchange(self._mesh, "What save writes", work)
             save, own = divide(said)
@@ -120,7 +115,7 @@ class Checkpoints:
         image = self._free_image()
         copied: writing.Copied | None = None
         try:
-            copied = image.fill(own.files)
+            copied = image.fill(own.files, own.beside)
         except Exception as error:
             copied = error
         finally:  # where this rank was interrupted, too, the others hear of it
@@ -139,20 +134,11 @@ class Checkpoints:
             self._images += free
         return free[0]
 
-    def _prepare(self, wish: Wish, trained: Trained, extra: Mapping[str, Any], begun: list[Path]) -> Work[Last]:
-        self._count += 1
-        values, tensors = values_of(
-            trained.state, trained.plan, trained.optimizer, trained.rules, extra, trained.updates, trained.local
-        )
-        dealt = [f"extra {name}" for name, holder in extra.items() if dealt_out(holder)]
-        return saving.prepare(wish, self._count, self._mesh, trained, values, tensors, self._plans, begun, dealt)
-        yield  # no stage of its own: what fails here is told in the last exchange
-
     def load(
         self, folder: Path, step: int | None, strict: bool, trained: Trained, extra: Mapping[str, Any]
     ) -> int | None:
         """Collective. Nothing is changed unless every rank has read and verified all of it."""
-        return self._run(trained, "What load reads", self._load(folder, step, strict, trained, extra))
+        return self.run(trained, "What load reads", self._load(folder, step, strict, trained, extra))
 
     def state_dict(self, trained: Trained) -> dcp.StateDict:
         """Collective at its first call, which makes a `DeviceMesh`."""
@@ -161,57 +147,13 @@ class Checkpoints:
             self._ranks.append(dcp.device_mesh(self._mesh))
         found = dcp.state_dict(trained, self._mesh, self._ranks[0])
         if trained.updates:
-            owned = self._run(trained, "What state_dict collects of owners", dcp.of_owners(trained))
+            owned = self.run(trained, "What state_dict collects of owners", dcp.of_owners(trained))
             found["optim"]["state"] |= owned.pop("state")
             found |= owned
         return found
 
-    def load_state_dict(self, given: Mapping[str, Any], trained: Trained) -> None:
-        """Collective: all ranks are given what fits, or none takes it."""
-
-        def load() -> Work[None]:
-            write = dcp.load_state_dict(given, trained, self._mesh)
-            yield "what it is given"
-            write()
-
-        self._run(trained, "What load_state_dict is given", load())
-
-    def export(self, folder: Path, model: nn.Module, trained: Trained) -> None:
-        """Collective."""
-        self._run(trained, "What export writes", hugging_face.export(folder, model, trained, self._mesh))
-
-    def import_weights(self, folder: Path, strict: bool, model: nn.Module, trained: Trained) -> None:
-        """Collective. Nothing is changed unless every rank has read all of it."""
-        work = hugging_face.read_weights(folder, strict, model, trained, self._mesh)
-        staged, buffers, wrong = self._run(trained, "What import_weights reads", work)
-        loading.write(staged)
-        whole.write([(to, staged.tensors[key]) for to, key in buffers])
-        if wrong and self._mesh.rank == 0:
-            lines = "".join(f"\n  {line}" for line in wrong)
-            log.warning("loaded what fits of the weights in %s, and left the rest as it was:%s", folder, lines)
-
-    def load_weights(self, given: Mapping[str, Any], model: nn.Module, trained: Trained) -> None:
-        """Collective. Nothing is changed unless every rank has its part."""
-        work = whole.load_weights(given, model, trained, self._mesh)
-        whole.write(self._run(trained, "What load_full_state_dict is given", work))
-
-    def optimizer_state_dict(self, trained: Trained) -> dict[str, Any]:
-        """Collective."""
-        work = whole.optimizer_state_dict(trained, self._mesh)
-        return self._run(trained, "What full_optimizer_state_dict collects", work)
-
-    def load_optimizer(self, given: Mapping[str, Any], trained: Trained) -> None:
-        """Collective. Nothing is changed unless every rank has its part."""
-        work = whole.load_optimizer(given, trained, self._mesh)
-        staged, groups, updated, owned = self._run(trained, "What load_full_optimizer_state_dict is given", work)
-        whole.write(staged)
-        trained.state.ages.loaded(updated)
-        assert trained.optimizer is not None
-        write_groups(trained.optimizer, groups)
-        for one in owned:
-            one.put(trained, groups)
-
-    def _run(self, trained: Trained, what: str, work: Work[T]) -> T:
+    def run(self, trained: Trained, what: str, work: Work[T]) -> T:
+        """What it returns on this rank, once every rank has come to its end. Collective."""
         wait_for_host_memory(trained.plan)
         try:
             return lockstep(self._mesh, what, work)
@@ -228,7 +170,8 @@ class Checkpoints:
         if chosen is None:
             return None
         manifest = yield from loading.open_manifest(chosen, mesh)
-        found = match(manifest, trained, Place(mesh.shard_rank, mesh.tp_rank))
+        with refusing_edited(chosen):
+            found = match(manifest, trained, place_of(mesh))
         match_local(manifest, trained, found, mesh.rank, rows)
         found.differences += [
             f"extra[{name!r}] is not in the checkpoint" for name in extra if f"extra {name}" not in manifest.values
@@ -237,18 +180,19 @@ class Checkpoints:
             raise ValueError(refusal(f"{chosen} is of another model or optimizer", found.differences))
         values = chosen_values(manifest, found, extra, mesh.rank, rows)
         trees = [tree for tree, _ in values.values()]
-        staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees, room=self._images[0].room())
+        staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees)
         check_saved_extra(manifest, values, extra, len(set(rows)))
-        if values.get("random", (None, False))[1]:
-            check_generators(decode(values["random"][0], staged.tensors))
+        with refusing_edited(chosen, RuntimeError):
+            row = f"{saving.row_of(mesh)} of {len(set(rows))}"
+            write_values = prepare_values(values, staged.tensors, found, trained, row)
         undo = load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)
         try:
             yield "what they have read is whole"
         except BaseException:
             undo()
             raise
-        loading.write(staged)
-        write_values(values, staged.tensors, found, trained, f"{saving.row_of(mesh)} of {len(set(rows))}")
+        loading.write(staged.pairs)
+        write_values()
         if mesh.rank == 0:
             _report(chosen, manifest, found, extra)
         return manifest.step

@@ -42,34 +42,44 @@ from fsdp_compiled.runtime.whole_update import WholeUpdate
 OWNED = "owned "  # the values that only owners have begin so
 
 
-def values_of(
-    state: State,
-    plan: Plan,
-    optimizer: Optimizer | None,
-    rules: Sequence[Rule],
-    extra: Mapping[str, Any],
-    updates: Sequence[WholeUpdate] = (),
-    local: LocalSteps | None = None,
-) -> tuple[dict[str, Any], Tensors]:
+@dataclass(frozen=True)
+class Trained:
+    """A model in shards with its optimizer."""
+
+    plan: Plan
+    state: State
+    optimizer: Optimizer | None
+    rules: Sequence[Rule]
+    updates: Sequence[WholeUpdate] = ()  # of optimizers that keep state in forms of their own, on owners
+    local: LocalSteps | None = None
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Flat shards by buffer key, as a checkpoint has the model's."""
+        return self.local.weights(self.state) if self.local is not None else self.state.parameters
+
+
+def values_of(trained: Trained, extra: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
     """The values as JSON, and copies of their tensors, on the host.
 
     Raises ``ValueError`` by name for what a checkpoint cannot hold.
     """
+    state, plan, optimizer, updates = trained.state, trained.plan, trained.optimizer, trained.updates
     values: dict[str, Any] = {"updates": int(state.step)}
     if state.scale:
         values["scale"] = {name: tensor.item() for name, tensor in state.scale.items()}
     if optimizer is not None:
         names = [[parameter._sharded_name for parameter in group["params"]] for group in optimizer.param_groups]
         values["optimizer"] = {"class": class_name(optimizer), "groups": options(optimizer), "parameters": names}
-        values["scalars"] = scalars_of(state, plan, rules)
+        values["scalars"] = scalars_of(state, plan, trained.rules)
     if updates:
         values["owners"] = [update.of_all_ranks() for update in updates]
         values |= {OWNED + name: one for update in updates for name, one in update.of_parameters().items()}
     values["random"] = generators(state, plan.device)
     values |= {f"buffer {name}": tensor for name, tensor in state.buffers.items()}
     values |= {f"constant {name}": tensor for name, tensor in state.constants.items()}
-    if local is not None:
-        values["local"] = local.saved(state)
+    if trained.local is not None:
+        values["local"] = trained.local.saved(state)
     for name, holder in extra.items():
         values[f"extra {name}"] = holder.state_dict()
     tensors: Tensors = {}
@@ -221,20 +231,3 @@ def _numpy() -> Any:
     except ImportError:
         return None
     return numpy
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A model in shards with its optimizer."""
-
-    plan: Plan
-    state: State
-    optimizer: Optimizer | None
-    rules: Sequence[Rule]
-    updates: Sequence[WholeUpdate] = ()  # of optimizers that keep state in forms of their own, on owners
-    local: LocalSteps | None = None
-
-    @property
-    def weights(self) -> Mapping[str, torch.Tensor]:
-        """Flat shards by buffer key, as a checkpoint has the model's."""
-        return self.local.weights(self.state) if self.local is not None else self.state.parameters

@@ -5,44 +5,57 @@
     "hf"              Hugging Face's: weights alone
 
 What a layout has no place for is left out and said: random states, loss scale and extras exist in this package's alone.
+
+DCP's files are read without trust: the metadata, a pickle, with the few classes that it needs, and what it speaks of
+with ``weights_only``; nothing else is run.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
+import pickle
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_compiled.distributed.lockstep import lockstep
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.runtime.checkpoint import data_file, dcp_files, hugging_face, loading
+from fsdp_compiled.runtime.checkpoint import data_file, hugging_face, loading
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
-from fsdp_compiled.runtime.checkpoint.data_file import Item, lay_out, memory_of, refuse_pairs
+from fsdp_compiled.runtime.checkpoint.data_file import Item, Layout, lay_out, memory_of
 from fsdp_compiled.runtime.checkpoint.dcp import STEPPED
-from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
-from fsdp_compiled.runtime.checkpoint.stretches import Stretch
+from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Manifest
+from fsdp_compiled.runtime.checkpoint.stretches import Entry, Piece, Stretch, split_state_name
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
+from fsdp_compiled.runtime.checkpoint.whole import Lazy
 
-Layout = Literal["ours", "dcp", "hf"]
+METADATA = ".metadata"  # of DCP
+ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "ChunkStorageMetadata",
+        "BytesStorageMetadata", "MetadataIndex", "StorageMeta",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath", "Path"},
+    "pathlib._local": {"PosixPath", "PurePosixPath", "WindowsPath", "Path"},
+    "collections": {"OrderedDict"},
+}  # fmt: skip
+To = Literal["ours", "dcp", "hf"]
 ALONE = Mesh(torch.device("cpu"))
-FILE = 4 << 30  # bytes
-
-
-@dataclass(frozen=True)
-class Lazy:
-    """A tensor that is read when it is its turn."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
 
 
 @dataclass
@@ -60,7 +73,7 @@ class Contents:
     left_out: list[str] = field(default_factory=list)
 
 
-def convert(source: Path, target: Path, to: Layout) -> Contents:
+def convert(source: Path, target: Path, to: To) -> Contents:
     """Writes what ``source`` holds to ``target``, which must not exist. Raises ``ValueError`` by name."""
     if target.exists():
         raise ValueError(f"{target} exists. Convert to a new folder, or remove it.")
@@ -76,7 +89,7 @@ def convert(source: Path, target: Path, to: Layout) -> Contents:
             place.mkdir()
             _write_ours(place, contents)
         elif to == "dcp":
-            dcp_files.write(aside, _dcp_items(contents))
+            _write_dcp(aside, contents)
         else:
             _write_hf(aside, contents)
         folders.sync(place)
@@ -92,17 +105,16 @@ def convert(source: Path, target: Path, to: Layout) -> Contents:
 
 def read(source: Path) -> Contents:
     """What is there, in whichever layout."""
-    if (source / dcp_files.NAME).is_file():
+    if (source / METADATA).is_file():
         return _from_dcp(source)
     if (source / manifests.NAME).is_file():
         return _from_ours(source)
     if steps := folders.steps(source):
         return _from_ours(folders.path_of(source, steps[-1]))
     if hugging_face.is_there(source):
-        manifest = hugging_face.read_manifest(source)
-        return Contents(parameters={name: _lazy(source, manifest, name) for name in manifest.tensors})
+        return Contents(parameters=hugging_face.tensors_of(source))
     raise ValueError(
-        f"{source} is no checkpoint: it has neither {manifests.NAME} nor step-N folders, nor {dcp_files.NAME}, nor "
+        f"{source} is no checkpoint: it has neither {manifests.NAME} nor step-N folders, nor {METADATA}, nor "
         "model.safetensors or its index."
     )
 
@@ -127,9 +139,8 @@ def _from_ours(folder: Path) -> Contents:
     for name in manifest.tensors:
         if name.startswith("model."):
             found.parameters[name.removeprefix("model.")] = _lazy(folder, manifest, name)
-        elif name.startswith("optimizer.state."):
-            parameter, entry = name.removeprefix("optimizer.state.").rsplit(".", 1)
-            found.state.setdefault(parameter, {})[entry] = _lazy(folder, manifest, name)
+        elif (of := split_state_name(name)) is not None:
+            found.state.setdefault(of[0], {})[of[1]] = _lazy(folder, manifest, name)
     for name, value in manifest.values.items():
         tree = value["same"] if "same" in value else value["by_rank"][0]
         kind, _, rest = name.partition(" ")
@@ -148,11 +159,65 @@ def _from_ours(folder: Path) -> Contents:
     return found
 
 
+class _Careful(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name in ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it wants {module}.{name}, which no checkpoint needs")
+
+
+class _Whole(DefaultLoadPlanner):
+    """Reads what has this key, in one piece."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+class _Files(FileSystemReader):
+    """One checkpoint, a key at a time. Raises ``ValueError`` with the file for what is damaged or foreign."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        path = folder / METADATA
+        try:
+            with path.open("rb") as file:
+                found = _Careful(file).load()
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read: {error.strerror}.") from error
+        except Exception as error:
+            raise ValueError(f"{path} is not DCP's metadata, or is damaged: {error}.") from error
+        if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+            raise ValueError(f"{path} is not the metadata of files that DCP wrote.")
+        for one in found.storage_data.values():
+            if Path(one.relative_path).name != one.relative_path:
+                raise ValueError(f"{path} names {one.relative_path!r}, which is no file of its folder.")
+        self.metadata, self.entries = found, found.state_dict_metadata
+        self.set_up_storage_reader(found, True)
+
+    def read(self, key: str) -> Any:
+        """A whole tensor, or something that is none: a number, a string, a list."""
+        entry = self.entries[key]
+        state: dict[str, Any] = {key: None}
+        if isinstance(entry, TensorStorageMetadata):
+            if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
+                raise ValueError(f"{self.path}: elements of {key} are in no chunk, or in two.")
+            state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        planner = _Whole(flatten_state_dict=False)
+        planner.set_up_planner(state, self.metadata, is_coordinator=True)
+        try:
+            self.read_data(planner.create_local_plan(), planner).wait()
+        except Exception as error:
+            raise ValueError(f"{self.path}: {key} is damaged, or no plain data: {error}") from error
+        return planner.state_dict[key]
+
+
 def _from_dcp(folder: Path) -> Contents:
-    reader = dcp_files.Reader(folder)
+    reader = _Files(folder)
     entries = reader.entries
     lazy = {
-        key: Lazy(tuple(entry.size), entry.properties.dtype, lambda key=key: reader.tensor(key))  # type: ignore[misc]
+        key: Lazy(tuple(entry.size), entry.properties.dtype, partial(reader.read, key))
         for key, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
@@ -225,14 +290,16 @@ def _model_prefix(rest: Mapping[str, Lazy], found: Contents) -> str:
     return ""
 
 
-def _dcp_groups(reader: dcp_files.Reader, prefix: str, found: Contents) -> None:
+def _dcp_groups(reader: _Files, prefix: str, found: Contents) -> None:
     """Groups as they were, or, where options were written for each parameter, parameters with equal ones."""
+    begin = f"{prefix}param_groups."
+    groups: dict[str, dict[str, Any]] = {}  # by number, or by parameter's name
+    for key in (key for key in reader.entries if key.startswith(begin)):
+        owner, option = key.removeprefix(begin).rsplit(".", 1)
+        value = reader.read(key)
+        groups.setdefault(owner, {})[option] = value.item() if isinstance(value, torch.Tensor) else value
     flat: dict[str, tuple[list[str], dict[str, Any]]] = {}
-    for owner, keys in dcp_files.by_group(reader.entries, prefix).items():
-        options = {}
-        for name, key in keys.items():
-            one = reader.entries[key]
-            options[name] = reader.tensor(key).item() if isinstance(one, TensorStorageMetadata) else reader.value(key)
+    for owner, options in groups.items():
         if "params" in options:
             found.groups.append((options.pop("params"), options))
         else:
@@ -244,20 +311,50 @@ def _dcp_groups(reader: dcp_files.Reader, prefix: str, found: Contents) -> None:
 def _dcp_items(contents: Contents) -> Iterator[tuple[tuple[str, ...], Any]]:
     """By DCP's paths, for FSDP2's ``{"model": ..., "optim": ...}``; options in both forms that PyTorch has."""
     for name, one in {**contents.parameters, **contents.buffers}.items():
-        yield ("model", name), one.read()
+        yield ("model", name), one
     for other, first in contents.aliases.items():
-        yield ("model", other), contents.parameters[first].read()
+        yield ("model", other), contents.parameters[first]
     for parameter in dict.fromkeys([*contents.state, *contents.numbers]):
         for name, number in contents.numbers.get(parameter, {}).items():
             yield ("optim", "state", parameter, name), _number(number)
         for name, one in contents.state.get(parameter, {}).items():
-            yield ("optim", "state", parameter, name), one.read()
+            yield ("optim", "state", parameter, name), one
     for index, (parameters, options) in enumerate(contents.groups):
         for name, value in options.items():
             yield ("optim", "param_groups", str(index), name), value
             for parameter in parameters:
                 yield ("optim", "param_groups", parameter, name), value
         yield ("optim", "param_groups", str(index), "params"), parameters
+
+
+class _WhenItIsItsTurn(DefaultSavePlanner):
+    """Reads a tensor when it is written; until then there is one on the meta device."""
+
+    def __init__(self, lazy: Mapping[str, Lazy]) -> None:
+        super().__init__()
+        self._lazy = lazy
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._lazy[index.fqn].read() if index.fqn in self._lazy else super().lookup_object(index)
+
+
+def _write_dcp(folder: Path, contents: Contents) -> None:
+    state: dict[str, Any] = {}
+    lazy: dict[str, Lazy] = {}
+    for path, value in _dcp_items(contents):
+        place = state
+        for name in path[:-1]:
+            place = place.setdefault(name, {})
+        if isinstance(value, Lazy):
+            lazy[".".join(path)] = value
+            value = torch.empty(value.shape, dtype=value.dtype, device="meta")
+        place[path[-1]] = value
+    writer, planner = FileSystemWriter(folder), _WhenItIsItsTurn(lazy)
+    writer.set_up_storage_writer(True)
+    planner.set_up_planner(state, writer.storage_meta(), True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    (plan,) = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
 
 
 def _number(value: Any) -> torch.Tensor:
@@ -268,31 +365,18 @@ def _number(value: Any) -> torch.Tensor:
 
 def _write_hf(folder: Path, contents: Contents) -> None:
     tensors = {**contents.parameters, **contents.buffers}
-    for key, one in tensors.items():
-        refuse_pairs(key, one.dtype)
-    sizes = _sizes(tensors)
-    hugging_face.write_index(folder, sizes)
-    for name, row in hugging_face.names_of(sizes).items():
-        _write_file(folder / name, {key: tensors[key] for key in row}, {"format": "pt"})
+    layouts = hugging_face.files_of(Item(key, one.dtype, one.shape) for key, one in tensors.items())
+    for name, layout in layouts.items():
+        _write_file(folder / name, layout, tensors)
+    hugging_face.write_index(folder, layouts)
     contents.left_out += ["optimizer"] * bool(contents.state)
 
 
-def _sizes(tensors: Mapping[str, Lazy]) -> dict[str, int]:
-    return {key: torch.Size(one.shape).numel() * one.dtype.itemsize for key, one in tensors.items()}
-
-
-def _write_file(
-    path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str]
-) -> tuple[DataFile, dict[str, int]]:
-    """Writes one file, a tensor at a time; what the manifest says of it, and where each tensor begins."""
-    layout = lay_out((Item(key, one.dtype, one.shape) for key, one in tensors.items()), metadata)
-
-    def parts() -> Iterator[memoryview]:
-        yield memoryview(layout.header)
-        for key in sorted(layout.offsets, key=lambda key: (layout.offsets[key], tensors[key].shape.count(0) == 0)):
-            yield memory_of(tensors[key].read().contiguous())
-
-    return DataFile(path.name, layout.size, data_file.write(path, parts())), layout.offsets
+def _write_file(path: Path, layout: Layout, tensors: Mapping[str, Lazy]) -> DataFile:
+    """Writes one file, a tensor at a time; what the manifest says of it."""
+    some = sorted((offset, key) for key, offset in layout.offsets.items() if 0 not in tensors[key].shape)
+    parts = (memory_of(tensors[key].read().contiguous()) for _, key in some)
+    return DataFile(path.name, layout.size, data_file.write(path, itertools.chain([memoryview(layout.header)], parts)))
 
 
 def _write_ours(folder: Path, contents: Contents) -> None:
@@ -303,26 +387,18 @@ def _write_ours(folder: Path, contents: Contents) -> None:
     values: dict[str, Any] = {f"buffer {name}": {"same": {"$tensor": f"buffer {name}"}} for name in contents.buffers}
     values["updates"] = {"same": contents.step}
     if contents.groups or contents.state:
-        records: dict[str, dict[str, Any]] = {}
-        for parameter in dict.fromkeys([*contents.state, *contents.numbers]):
-            numbers = contents.numbers.get(parameter, {})
-            record = records.setdefault(
-                repr(sorted(numbers.items())), {"parameters": [], "scalars": encode(numbers, "", {})}
-            )
-            record["parameters"].append(parameter)
-        values["scalars"] = {"same": list(records.values())}
+        every = dict.fromkeys([*contents.state, *contents.numbers])
+        numbers = {name: encode(contents.numbers.get(name, {}), "", {}) for name in every}
+        values["scalars"] = {"same": [{"parameters": [name], "scalars": own} for name, own in numbers.items()]}
         options = [{name: encode(value, name, {}) for name, value in group.items()} for _, group in contents.groups]
         names = [parameters for parameters, _ in contents.groups]
         values["optimizer"] = {"same": {"class": contents.kind, "groups": options, "parameters": names}}
     made = Manifest(contents.step, 1, {}, values, contents.aliases, {}, {"id": folder.parent.name})
-    rows = hugging_face.rows_of(_sizes(tensors), FILE)
-    for index, row in enumerate(rows):
-        name = f"shard-00000-of-00001{f'-{index:05d}' if index else ''}.safetensors"
-        file, offsets = _write_file(folder / name, {key: tensors[key] for key in row}, {})
-        made.files[name] = file
-        for key in row:
-            one = tensors[key]
-            count = torch.Size(one.shape).numel()
-            pieces = [Piece(0, count, name, offsets[key])] if count else []
-            made.tensors[key] = Entry(one.shape, one.dtype, tuple(range(len(one.shape))), pieces)
+    name = "shard-00000-of-00001.safetensors"
+    layout = lay_out(Item(key, one.dtype, one.shape) for key, one in tensors.items())
+    made.files[name] = _write_file(folder / name, layout, tensors)
+    for key, one in tensors.items():
+        count = torch.Size(one.shape).numel()
+        pieces = [Piece(0, count, name, layout.offsets[key])] if count else []
+        made.tensors[key] = Entry(one.shape, one.dtype, tuple(range(len(one.shape))), pieces)
     data_file.write(folder / manifests.NAME, [memoryview(manifests.to_bytes(made))])

@@ -15,10 +15,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import xxhash
+
+T = TypeVar("T")
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -67,6 +69,19 @@ class Layout:
     header: bytes
     offsets: dict[str, int]
     size: int
+
+
+def packed(items: Iterable[T], nbytes: Callable[[T], int], largest: int) -> list[list[T]]:
+    """Items by file, in their order: as many as ``largest`` bytes hold, and one where it alone is larger."""
+    rows: list[list[T]] = [[]]
+    total = 0
+    for item in items:
+        if rows[-1] and total + nbytes(item) > largest:
+            rows.append([])
+            total = 0
+        rows[-1].append(item)
+        total += nbytes(item)
+    return rows
 
 
 def stored(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
@@ -146,67 +161,41 @@ def write(path: Path, parts: Iterable[memoryview], progress: Callable[[], None] 
 
 def header_of(path: Path) -> tuple[dict[str, Any], int]:
     """What a safetensors file says of its tensors, by key, and at which byte they begin. Raises `Corrupt`."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= size - 8:
-            raise Corrupt(f"{path} is no safetensors file: its header would be {length} bytes long, of {size}.")
-        try:
+    try:
+        with path.open("rb") as file:
+            size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= size - 8:
+                raise Corrupt(f"{path} is no safetensors file: its header would be {length} bytes long, of {size}.")
             header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise Corrupt(f"{path} is no safetensors file, or damaged: its header is no JSON ({error}).") from error
+        header.pop("__metadata__", None)
+    except OSError as error:
+        raise Corrupt(f"{path} cannot be read: {error.strerror}.") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
+        raise Corrupt(f"{path} is no safetensors file, or damaged: its header is no JSON ({error}).") from error
     return header, 8 + length
 
 
-@dataclass(frozen=True)
-class Request:
-    """Bytes ``[start, stop)`` of the file are wanted: all of them, end to end in ``into``; or runs of them.
-
-    ``runs``: where in the file each begins, where in ``into``, and its bytes; int64 ``[3, runs]``, in the file's order.
-    """
+class Request(NamedTuple):
+    """Bytes ``[start, stop)`` of the file are wanted, end to end in ``into``."""
 
     start: int
     stop: int
     into: memoryview
-    runs: torch.Tensor | None = None
-
-    def take(self, held: memoryview, start: int) -> None:
-        """Takes what it wants of the file's bytes from ``start`` on."""
-        stop = start + len(held)
-        if self.runs is None:
-            begin, end = max(start, self.start), min(stop, self.stop)
-            if begin < end:
-                self.into[begin - self.start : end - self.start] = held[begin - start : end - start]
-            return
-        begins, _, sizes = self.runs
-        first = int(torch.searchsorted(begins + sizes, start, right=True))
-        last = int(torch.searchsorted(begins, stop))
-        for begin, place, size in self.runs[:, first:last].t().tolist():
-            low, high = max(start, begin), min(stop, begin + size)
-            self.into[place + low - begin : place + high - begin] = held[low - start : high - start]
 
 
 class Reader:
     """A file whose size and checksums are known; what is read of it is verified, block by block."""
 
-    def __init__(
-        self, path: Path, size: int, checksums: Sequence[str] | None, holds: Callable[[int, int], str]
-    ) -> None:
-        """``holds``: what stands between two offsets, for messages. Without checksums, only the size is verified."""
+    def __init__(self, path: Path, size: int, checksums: Sequence[str], holds: Callable[[int, int], str]) -> None:
+        """``holds``: what stands between two offsets, for messages."""
         self._path, self._size, self._checksums, self._holds = path, size, checksums, holds
         self.verified: set[int] = set()
 
-    def read(self, requests: Iterable[Request], blocks: Iterable[int] = ()) -> None:
+    def read(self, requests: Iterable[Request], blocks: Sequence[int] = ()) -> None:
         """Fills the requests, and verifies these blocks as well. Raises `Corrupt`, with the file and its tensors."""
-        waiting = sorted(requests, key=lambda request: request.start)
-        wanted = set(blocks)
-        for request in waiting:
-            if request.start < request.stop:
-                wanted |= set(range(request.start // BLOCK, (request.stop - 1) // BLOCK + 1))
-        if not wanted:
+        some = sorted((one for one in requests if one.start < one.stop), key=lambda one: one.start)
+        if not some and not blocks:
             return
-        block_memory = memory_of(torch.empty(min(BLOCK, self._size), dtype=torch.uint8))
         try:
             descriptor = os.open(self._path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
@@ -214,29 +203,34 @@ class Reader:
         with os.fdopen(descriptor, "rb", buffering=0) as file:
             found = os.fstat(descriptor).st_size
             if found != self._size:
-                where = min(found, self._size)
                 raise Corrupt(
                     f"{self._path} has {found} bytes instead of {self._size}: it was cut or written over. "
-                    f"{self._lost(where, self._size)}"
+                    f"{self._lost(min(found, self._size), self._size)}"
                 )
-            first = 0
-            for block in sorted(wanted):
-                start = block * BLOCK
-                held = block_memory[: min(BLOCK, self._size - start)]
-                self._fill(file, start, held)
-                if self._checksums and xxhash.xxh3_64_hexdigest(held) != self._checksums[block]:
-                    raise Corrupt(
-                        f"{self._path}: bytes {start} to {start + len(held)} are not what was written (checksum). "
-                        f"{self._lost(start, start + len(held))}"
-                    )
-                self.verified.add(block)
-                stop = start + len(held)
-                while first < len(waiting) and waiting[first].stop <= start:
-                    first += 1
-                for request in waiting[first:]:
-                    if request.start >= stop:
-                        break
-                    request.take(held, start)
+            memory = memory_of(torch.empty(min(BLOCK, self._size), dtype=torch.uint8))
+            held, now = memory, -1  # the block that was read last
+            for request in some:
+                for block in range(request.start // BLOCK, -(-request.stop // BLOCK)):
+                    start = block * BLOCK
+                    if block != now:
+                        held, now = self._verified(file, block, memory), block
+                    begin, end = max(start, request.start), min(start + len(held), request.stop)
+                    request.into[begin - request.start : end - request.start] = held[begin - start : end - start]
+            for block in blocks:
+                self._verified(file, block, memory)
+
+    def _verified(self, file: object, block: int, memory: memoryview) -> memoryview:
+        """The block, in this memory."""
+        start = block * BLOCK
+        held = memory[: min(BLOCK, self._size - start)]
+        self._fill(file, start, held)
+        if xxhash.xxh3_64_hexdigest(held) != self._checksums[block]:
+            raise Corrupt(
+                f"{self._path}: bytes {start} to {start + len(held)} are not what was written (checksum). "
+                f"{self._lost(start, start + len(held))}"
+            )
+        self.verified.add(block)
+        return held
 
     def _fill(self, file: object, start: int, into: memoryview) -> None:
         file.seek(start)  # type: ignore[attr-defined]

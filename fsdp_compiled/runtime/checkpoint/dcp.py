@@ -21,8 +21,8 @@ tensors of the parameter's shape has a form that is known beforehand (Muon); oth
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -32,12 +32,23 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.leaf import contiguous_stride
-from fsdp_compiled.runtime.checkpoint.contents import Trained, options
-from fsdp_compiled.runtime.checkpoint.manifest import Entry
-from fsdp_compiled.runtime.checkpoint.matching import refusal, write_groups
+from fsdp_compiled.runtime.checkpoint.contents import Trained, options, plain
+from fsdp_compiled.runtime.checkpoint.loading import Pairs, chosen_values, prepare_values, write
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest
+from fsdp_compiled.runtime.checkpoint.matching import match, refusal
 from fsdp_compiled.runtime.checkpoint.owned_state import kept_by
-from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, parts_of, per_element, tensors, wrapped
-from fsdp_compiled.runtime.param_step_counts import Names, fresh, names_of, of_group, parted
+from fsdp_compiled.runtime.checkpoint.stretches import (
+    Entry,
+    Stretch,
+    held,
+    parts_of,
+    place_of,
+    split_state_name,
+    tensors,
+    wrapped,
+)
+from fsdp_compiled.runtime.checkpoint.values import encode
+from fsdp_compiled.runtime.param_step_counts import fresh, names_of
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, LocalShardsWrapper, TensorMeta
 
@@ -80,28 +91,27 @@ def device_mesh(mesh: Mesh) -> DeviceMesh | None:
 def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateDict:
     """What this rank holds, as views, and small things that are the same on all ranks, as copies."""
     plan, state, rules = trained.plan, trained.state, trained.rules
-    whole = tensors(plan, rules, state.optimizer)
-    place = Place(mesh.shard_rank, mesh.tp_rank)
-    own = {one.name: one for one in held(plan, rules, place, state.parameters, state.optimizer)}
+    own = {one.name: one for one in held(plan, rules, place_of(mesh), state.parameters, state.optimizer)}
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    for buffer in plan.buffers:
-        for slot in buffer.slots:
-            if (tensor := _tensor(f"model.{slot.name}", whole, own, plan.placement.parameter, ranks)) is not None:
-                model |= dict.fromkeys(slot.leaf.names[:1], tensor)
-            for name in per_element(buffer, rules):
-                key = f"optimizer.state.{slot.name}.{name}"
-                if (tensor := _tensor(key, whole, own, plan.placement.state, ranks)) is not None:
-                    optimizer.setdefault(slot.name, {})[name] = tensor
+    for key, entry in tensors(plan, rules, state.optimizer).items():
+        of = split_state_name(key)
+        cut = plan.placement.state if of else plan.placement.parameter
+        if (tensor := _tensor(entry, own.get(key), cut, ranks)) is None:
+            continue
+        if of is None:
+            model[key.removeprefix("model.")] = tensor
+        else:
+            optimizer.setdefault(of[0], {})[of[1]] = tensor
     model |= dict(state.buffers)
     for rule in rules:
         names, begin = names_of(plan, rule), fresh(rule)
         later = state.ages.left(rule, names)
         for parameter in names:
-            for entry in (entry for entry in rule.state if entry.scalar):
-                number = state.optimizer[f"{rule.key}.{entry.name}"].clone()
-                number = number.fill_(begin.get(entry.name, number)) if parameter in later else number
-                optimizer.setdefault(parameter, {})[entry.name] = number
+            for one in (one for one in rule.state if one.scalar):
+                number = state.optimizer[f"{rule.key}.{one.name}"].clone()
+                number = number.fill_(begin.get(one.name, number)) if parameter in later else number
+                optimizer.setdefault(parameter, {})[one.name] = number
     found = StateDict(model=model, updates=state.step.clone())
     if trained.optimizer is not None:
         groups = [
@@ -114,17 +124,11 @@ def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateD
     return found
 
 
-def _tensor(
-    key: str, whole: Mapping[str, Entry], own: Mapping[str, Stretch], cut: bool, ranks: DeviceMesh | None
-) -> torch.Tensor | None:
+def _tensor(entry: Entry, one: Stretch | None, cut: bool, ranks: DeviceMesh | None) -> torch.Tensor | None:
     """The tensor as DCP wants it; None where this rank holds nothing of it."""
-    entry, one = whole[key], own.get(key)
     if entry.numel == 0:
         return torch.empty(entry.shape, dtype=entry.dtype)
-    if one is None:
-        return None
-    parts = parts_of(one)
-    if not parts:
+    if one is None or not (parts := parts_of(one)):
         return None
     if ranks is None or not (cut or one.cut):
         return parts[0][1]
@@ -132,81 +136,101 @@ def _tensor(
     return DTensor(wrapped(parts), DTensorSpec(ranks, (Shard(0),), tensor_meta=meta), requires_grad=False)
 
 
-def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Callable[[], None]:
-    """A function that writes what is given into the state; what DCP has already written there stays.
+def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
+    """A function that writes what is given into the state; what DCP has already written there stays. For `lockstep`.
 
     Raises ``ValueError`` for what does not fit.
     """
-    plan, state, rules = trained.plan, trained.state, trained.rules
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    wrong: list[str] = []
-    place = Place(mesh.shard_rank, mesh.tp_rank)
-    for one in held(plan, rules, place, state.parameters, state.optimizer):
-        source = _given(given, one.name)
-        if one.cut is not None and not parts_of(one):
-            continue  # the zeros that end a part
-        if source is None:
-            wrong.append(f"{one.name} is not given")
-        else:
-            copies += _copies(one, source, wrong)
-    for name, tensor in state.buffers.items():
-        source = given.get("model", {}).get(name)
-        if not isinstance(source, torch.Tensor) or source.shape != tensor.shape:
-            wrong.append(f"the buffer {name} is not given, or has another shape")
-        else:
-            copies.append((tensor, source))
-    updated: dict[str, Names] = {}
-    scalars = _scalars(given, trained, updated, wrong)
-    groups = _groups(given, trained, wrong)
-    owned = _owned(given, trained, wrong)
+    wrong = _other_groups(given, trained)
+    here = _held_of_all(given, trained, mesh)
+    manifest, values = _described(given, trained, here, wrong)
+    found = match(manifest, trained, place_of(mesh))
+    copies = [copy for one in found.wanted if one.name in values for copy in _copies(one, values[one.name], wrong)]
+    wrong += found.differences
     if wrong:
         raise ValueError(
             refusal("What load_state_dict was given is of another model or optimizer", wrong, "Build what was saved.")
         )
-    return partial(_write, given, trained, [*copies, *scalars], groups, updated, owned)
+    chosen = chosen_values(manifest, found, {}, mesh.rank, [])
+    write_values = prepare_values(chosen, values, found, trained, "")
+
+    def write_them() -> None:
+        write([(to, source) for to, source in copies if to.data_ptr() != source.data_ptr()])
+        write_values()
+
+    return write_them
+    yield  # no stage of its own
 
 
-def _write(
-    given: Mapping[str, Any],
-    trained: Trained,
-    copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    groups: Sequence[Mapping[str, Any]],
-    updated: Mapping[str, Names],
-    owned: Sequence[tuple[WholeUpdate, States]],
-) -> None:
+def _held_of_all(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> dict[str, Entry]:
+    """Every tensor of all ranks, as it is given where this rank has something of it, and else as it is here."""
     state = trained.state
-    for update, own in owned:
-        update.go_on(own, {"written": [], "attributes": {}})
-        update.show(state.optimizer)
-    state.ages.loaded(updated)
-    with torch.no_grad():
-        for to, source in copies:
-            if to.data_ptr() != source.data_ptr() or to.device != source.device:
-                to.copy_(source)
-        state.step.copy_(torch.as_tensor(given.get("updates", state.step)))
-        for name, tensor in state.scale.items():
-            if name in given.get("loss_scale", {}):
-                tensor.copy_(torch.as_tensor(given["loss_scale"][name]))
-        for total in state.sums.values():
-            total.zero_()
-    if trained.optimizer is not None:
-        write_groups(trained.optimizer, groups)
+    found = tensors(trained.plan, trained.rules, state.optimizer)
+    for one in held(trained.plan, trained.rules, place_of(mesh), state.parameters, state.optimizer):
+        if one.cut is not None and not parts_of(one):
+            continue  # the zeros that end a part
+        if (source := _given(given, one.name)) is None:
+            del found[one.name]
+        else:
+            local = source.to_local() if isinstance(source, DTensor) else source
+            if isinstance(local, LocalShardsWrapper):  # whose own dtype says nothing
+                local = local.local_shards()[0]
+            found[one.name] = replace(found[one.name], shape=tuple(source.shape), dtype=local.dtype)
+    return found
+
+
+def _described(
+    given: Mapping[str, Any], trained: Trained, entries: dict[str, Entry], wrong: list[str]
+) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """What is given as a checkpoint has it, for `match`, and its tensors by name."""
+    values: dict[str, Any] = {"updates": {"same": int(given.get("updates", trained.state.step))}}
+    given_of = {name: value for name in entries if (value := _given(given, name)) is not None}
+    for name in trained.state.buffers:
+        if isinstance(value := given.get("model", {}).get(name), torch.Tensor):
+            given_of[f"model.{name}"], entries[f"model.{name}"] = value, _entry(value)
+    if scale := given.get("loss_scale"):
+        values["scale"] = {"same": encode({name: float(number) for name, number in scale.items()}, "", {})}
+    states = given.get("optim", {}).get("state", {})
+    owned = {name for update in trained.updates for name in _forms(update) if name in update.owned}
+    records = []
+    for rule in trained.rules:
+        scalars = {entry.name for entry in rule.state if entry.scalar}
+        for parameter in names_of(trained.plan, rule):
+            its = {name: value for name, value in states.get(parameter, {}).items() if value is not None}
+            numbers = {name: float(its.pop(name)) for name in scalars if name in its}
+            records.append({"parameters": [parameter], "scalars": encode(numbers, "", {})})
+            if parameter in owned:
+                if not given.get(STEPPED, True) and not _is_filled(its):
+                    continue
+                if not its or any(isinstance(value, DTensor) for value in its.values()):
+                    wrong.append(f"the optimizer's state of {parameter} is not given as whole tensors")
+            for name, value in its.items():
+                key = f"optimizer.state.{parameter}.{name}"
+                if not isinstance(value, torch.Tensor):
+                    wrong.append(f"{key} is a {type(value).__name__}, and no tensor")
+                elif key not in entries:  # an owner's, or nobody's here
+                    given_of[key], entries[key] = value.detach().clone(), _entry(value)
+    if trained.optimizer is not None and "optim" in given:
+        groups = [dict(group) for group in given["optim"].get("param_groups", ())]
+        names = [list(group.pop("params", ())) for group in groups]
+        told = [{name: encode(plain(value), name, {}) for name, value in group.items()} for group in groups]
+        values["optimizer"] = {"same": {"class": None, "groups": told, "parameters": names}}
+        values["scalars"] = {"same": records}
+    return Manifest(0, 1, entries, values, {}, {}, {}), given_of
+
+
+def _entry(value: torch.Tensor) -> Entry:
+    return Entry(tuple(value.shape), value.dtype, tuple(range(value.dim())))
 
 
 def _given(given: Mapping[str, Any], name: str) -> Any:
-    if name.startswith("model."):
+    if (of := split_state_name(name)) is None:
         return given.get("model", {}).get(name.removeprefix("model."))
-    parameter, entry = name.removeprefix("optimizer.state.").rsplit(".", 1)
-    return given.get("optim", {}).get("state", {}).get(parameter, {}).get(entry)
+    return given.get("optim", {}).get("state", {}).get(of[0], {}).get(of[1])
 
 
-def _copies(one: Stretch, source: Any, wrong: list[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    if tuple(source.shape) != one.shape:
-        wrong.append(f"{one.name} has shape {list(source.shape)}, not {list(one.shape)}")
-        return []
+def _copies(one: Stretch, source: Any, wrong: list[str]) -> Pairs:
     if not isinstance(source, DTensor):
-        if one.cut is None:
-            return [(one.values, source.detach().permute(one.order).reshape(-1)[one.start : one.stop])]
         return [
             (view, source.detach()[tuple(slice(o, o + size) for o, size in zip(at, view.shape, strict=True))])
             for at, view in parts_of(one)
@@ -221,40 +245,17 @@ def _copies(one: Stretch, source: Any, wrong: list[str]) -> list[tuple[torch.Ten
     return []
 
 
-def _groups(given: Mapping[str, Any], trained: Trained, wrong: list[str]) -> Sequence[Mapping[str, Any]]:
-    """What is given of the groups, if they are of the same parameters; their rates would go to others."""
+def _other_groups(given: Mapping[str, Any], trained: Trained) -> list[str]:
+    """What is wrong where groups are not of the same parameters: their rates would go to others."""
     if trained.optimizer is None:
         return []
     groups = given.get("optim", {}).get("param_groups", [])
     here = [[parameter._sharded_name for parameter in group["params"]] for group in trained.optimizer.param_groups]
     there = [list(group.get("params", ())) for group in groups]
-    if there != here:
-        sizes = " and ".join(str([len(row) for row in rows]) for rows in (here, there))
-        wrong.append(f"the optimizer's groups are of other parameters: they have {sizes} here and there, in this order")
-    return groups
-
-
-def _scalars(
-    given: Mapping[str, Any], trained: Trained, updated: dict[str, Names], wrong: list[str]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The numbers that each rule has once, and into ``updated``, who has made its steps: these must agree in them."""
-    found = []
-    states = given.get("optim", {}).get("state", {})
-    for rule in trained.rules if trained.optimizer is not None else ():
-        scalars = [entry.name for entry in rule.state if entry.scalar]
-        given_of = {name: states.get(name, {}) for name in names_of(trained.plan, rule)}
-        rows = {n: {key: float(own[key]) for key in scalars if own.get(key) is not None} for n, own in given_of.items()}
-        updated[rule.key], numbers = of_group(rule, rows)
-        differ = parted(numbers.values())
-        for key in scalars if numbers else ():
-            if (lacking := next((name for name, own in numbers.items() if key not in own), None)) is not None:
-                wrong.append(f"the optimizer's {key} of {lacking} is not given")
-            elif key in differ:
-                wrong.append(f"the optimizer's {key} differs between parameters of group {rule.group}")
-            else:
-                value = given_of[next(iter(numbers))][key]
-                found.append((trained.state.optimizer[f"{rule.key}.{key}"], torch.as_tensor(value)))
-    return found
+    if there == here:
+        return []
+    sizes = " and ".join(str([len(row) for row in rows]) for rows in (here, there))
+    return [f"the optimizer's groups are of other parameters: they have {sizes} here and there, in this order"]
 
 
 States = dict[str, dict[str, torch.Tensor]]  # by parameter's name, and by the name of what is kept
@@ -287,30 +288,6 @@ def of_owners(trained: Trained) -> Work[dict[str, Any]]:
     if stepped and without:
         raise ValueError(f"state_dict where {min(without)} has no state of an optimizer, and others have. {CURE}")
     return {"state": found or fresh, STEPPED: torch.tensor(int(stepped))}
-
-
-def _owned(given: Mapping[str, Any], trained: Trained, wrong: list[str]) -> list[tuple[WholeUpdate, States]]:
-    """What is given of each optimizer's state that is kept on owners."""
-    states = given.get("optim", {}).get("state", {})
-    stepped = bool(given.get(STEPPED, True))
-    put: list[tuple[WholeUpdate, States]] = []
-    for update in trained.updates:
-        forms, now = _forms(update), update.of_parameters()
-        put.append((update, {}))
-        for name in update.owned:
-            its = states.get(name, {})
-            if not stepped and not _is_filled(its):
-                continue
-            for key, dtype in forms[name].items():
-                value = its.get(key)
-                if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-                    wrong.append(f"optimizer.state.{name}.{key} is not given as a whole tensor")
-                elif value.shape != update.leaves[name].shape:
-                    wrong.append(f"optimizer.state.{name}.{key} has shape {list(value.shape)}")
-                else:
-                    own = value is now.get(name, {}).get(key)  # which DCP has written into
-                    put[-1][1].setdefault(name, {})[key] = value if own else value.detach().to(dtype, copy=True)
-    return put
 
 
 def _is_filled(its: Mapping[str, Any]) -> bool:

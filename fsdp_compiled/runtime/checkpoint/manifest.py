@@ -3,19 +3,18 @@
     {"format": "fsdp_compiled checkpoint", "version": 1, "sha256": "9f86...", "content": {...}}
 
 Every byte of it counts: what stands before the content is compared as text, and the content by its checksum. Who edits
-a manifest can make its checksum good too, so `wrong_in` looks whether it says what this package writes: no file outside
-of the checkpoint's folder, no element without a value, and nothing that fails only once the state is being changed.
+a manifest can make its checksum good too. So `wrong_in` looks whether files are in the folder and every element is in
+one of them, a load compares it with the headers of files, and makes all that it writes before it writes anything.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,131 +22,39 @@ import torch
 
 from fsdp_compiled.runtime.checkpoint import data_file
 from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Corrupt
-from fsdp_compiled.runtime.checkpoint.geometry import Cut, part_shape
-from fsdp_compiled.runtime.checkpoint.values import decode, tensor_names
-
-LARGEST = 2**63  # of what PyTorch counts with
+from fsdp_compiled.runtime.checkpoint.stretches import Cut, Entry, Piece
+from fsdp_compiled.runtime.checkpoint.values import tensor_names
 
 
-def wrong_in(manifest: Manifest) -> str | None:
-    """The first thing that is not as this package writes it, in words."""
-    return next(_all(manifest), None)
-
-
-def _all(manifest: Manifest) -> Iterator[str]:
-    if not _count(manifest.step):
-        yield f"its step is {manifest.step!r}"
-    if not _count(manifest.world, 1) or len(manifest.rows) != manifest.world or not all(map(_count, manifest.rows)):
+def wrong_in(manifest: Manifest) -> Iterator[str]:
+    """What is not as this package writes it, in words, of that which headers of files do not say as well."""
+    if len(manifest.rows) != manifest.world:
         yield f"its ranks are {manifest.world!r}, with batches {list(manifest.rows)!r}"
     for file in manifest.files.values():
-        yield from _file(file)
+        if not isinstance(file.name, str) or Path(file.name).name != file.name or file.name in ("", ".", ".."):
+            yield f"{file.name!r} is no file of its folder"
+        if len(file.checksums) != -(-file.size // data_file.BLOCK):
+            yield f"{file.name} has not one checksum for each {data_file.BLOCK >> 20} MiB"
     for name, entry in manifest.tensors.items():
-        yield from _tensor(name, entry, manifest.files)
+        if entry.dtype not in DTYPES and entry.dtype != torch.complex128:
+            yield f"{name} is {entry.dtype} {list(entry.shape)}"
+        if sorted(entry.order) != list(range(len(entry.shape))):
+            yield f"the dims of {name} are {list(entry.order)}"
+        for one in entry.pieces:
+            end = one.offset + (one.stop - one.start) * entry.dtype.itemsize
+            if not 0 <= one.offset <= end <= manifest.files[one.file].size:
+                yield f"a piece of {name} is {one}, which is not in the file"
     if (missing := manifest.incomplete()) is not None:
         yield f"{missing} is in no file, or twice"
-    yield from _overlaps(manifest)
-    for name, first in manifest.aliases.items():
-        if not isinstance(first, str):
-            yield f"{name} is said to be tied to {first!r}"
-    yield from _values(manifest)
-
-
-def _count(value: Any, least: int = 0) -> bool:
-    return type(value) is int and least <= value < LARGEST
-
-
-def _file(file: DataFile) -> Iterator[str]:
-    if not isinstance(file.name, str) or Path(file.name).name != file.name or file.name in ("", ".", ".."):
-        yield f"{file.name!r} is no file of its folder"
-    elif not _count(file.size, 8):
-        yield f"{file.name} has {file.size!r} bytes"
-    elif not isinstance(file.checksums, list) or len(file.checksums) != -(-file.size // data_file.BLOCK):
-        yield f"{file.name} has not one checksum for each {data_file.BLOCK >> 20} MiB"
-
-
-def _tensor(name: str, entry: Entry, files: Mapping[str, DataFile]) -> Iterator[str]:
-    known = entry.dtype in DTYPES or entry.dtype == torch.complex128
-    if not known or not all(map(_count, entry.shape)) or not _count(math.prod(entry.shape)):
-        yield f"{name} is {entry.dtype} {list(entry.shape)}"
-    elif sorted(entry.order) != list(range(len(entry.shape))):
-        yield f"the dims of {name} are {list(entry.order)}"
-    else:
-        for one in entry.pieces:
-            numbers = _count(one.start) and _count(one.stop, one.start) and _count(one.offset)
-            if not numbers or not _fits(one.cut, entry.shape):
-                yield f"a piece of {name} is {one}"
-            elif one.offset + (one.stop - one.start) * entry.dtype.itemsize > files[one.file].size:
-                yield f"a piece of {name} ends behind {one.file}"
-
-
-def _fits(cut: Cut | None, shape: tuple[int, ...]) -> bool:
-    if cut is None:
-        return True
-    if not (_count(cut.parts, 1) and _count(cut.part) and _count(cut.dim)):
-        return False
-    return cut.dim < len(shape) and cut.part < cut.parts
-
-
-def _overlaps(manifest: Manifest) -> Iterator[str]:
-    """Two pieces of one file in the same bytes."""
-    spans: dict[str, list[tuple[int, int, str]]] = {}
-    for name, entry in manifest.tensors.items():
-        for one in entry.pieces:
-            if one.stop > one.start:
-                end = one.offset + (one.stop - one.start) * entry.dtype.itemsize
-                spans.setdefault(one.file, []).append((one.offset, end, name))
-    for file, found in spans.items():
-        found.sort()
-        for (_, end, before), (start, _, after) in pairwise(found):
-            if start < end:
-                yield f"{before} and {after} are in the same bytes of {file}"
-
-
-def _values(manifest: Manifest) -> Iterator[str]:
-    for name, value in manifest.values.items():
-        trees = [value["same"]] if list(value) == ["same"] else value["by_rank"]
-        if "same" not in value and (list(value) != ["by_rank"] or len(trees) != manifest.world):
-            yield f"{name} has values of {len(trees)} ranks, not of {manifest.world}"
-        for tree in trees:
-            if lost := [one for one in tensor_names(tree) if one not in manifest.tensors]:
-                yield f"{name} has a tensor {lost[0]!r} that is nowhere"
-            if others := [one for one in tensor_names(tree) if not one.startswith(name)]:
-                yield f"{name} has a tensor {others[0]!r} of something else"
-            kind = name.partition(" ")[0]
-            if kind in FORMS and not FORMS[kind](tree):
-                yield f"{name} is {_short(tree)}"
-    names = set(manifest.values)
-    for name in {"updates", *({"optimizer", "scalars"} if "optimizer" in names else ())} - names:
+    for name in {"updates", *({"optimizer", "scalars"} if "optimizer" in manifest.values else ())} - {*manifest.values}:
         yield f"it has no {name}"
-
-
-def _short(tree: Any) -> str:
-    text = repr(tree)
-    return text if len(text) < 200 else f"{text[:200]} ..."
-
-
-def _numbers(tree: Any) -> bool:
-    return type(tree) is dict and all(type(decode(one, {})) in (int, float, bool) for one in tree.values())
-
-
-def _names(tree: Any) -> bool:
-    return type(tree) is list and all(type(name) is str for name in tree)
-
-
-def _optimizer(tree: Any) -> bool:
-    groups, rows = tree["groups"], tree["parameters"]
-    known = tree["class"] is None or type(tree["class"]) is str
-    return known and len(groups) == len(rows) and all(type(one) is dict for one in groups) and all(map(_names, rows))
-
-
-FORMS: dict[str, Callable[[Any], bool]] = {
-    "updates": _count,
-    "scale": _numbers,
-    "optimizer": _optimizer,
-    "scalars": lambda tree: all(_names(one["parameters"]) and _numbers(one["scalars"]) for one in tree),
-    "buffer": lambda tree: list(tree) == ["$tensor"],
-    "constant": lambda tree: list(tree) == ["$tensor"],
-}
+    for name, value in manifest.values.items():
+        trees = [value["same"]] if "same" in value else value["by_rank"]
+        if "same" not in value and len(trees) != manifest.world:
+            yield f"{name} has values of {len(trees)} ranks, not of {manifest.world}"
+        for key in tensor_names(trees):
+            if key not in manifest.tensors or not key.startswith(name):
+                yield f"{name} has a tensor {key!r} that is nowhere, or of something else"
 
 
 NAME = "manifest.json"
@@ -158,38 +65,10 @@ TAIL = b"}\n"
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Elements ``[start, stop)`` of a tensor, or of a part, in memory order, from this byte of a file on."""
-
-    start: int
-    stop: int
-    file: str
-    offset: int
-    cut: Cut | None = None
-
-
-@dataclass
-class Entry:
-    """One tensor. ``order``: its dims from slowest to fastest in memory."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    order: tuple[int, ...]
-    pieces: list[Piece] = field(default_factory=list)
-
-    @property
-    def numel(self) -> int:
-        return int(torch.Size(self.shape).numel())
-
-    def part_numel(self, cut: Cut | None) -> int:
-        return int(torch.Size(part_shape(self.shape, cut)).numel())
-
-
-@dataclass(frozen=True)
 class DataFile:
     name: str
     size: int
-    checksums: Sequence[str] | None  # of its blocks; None in a file of somebody else's
+    checksums: Sequence[str]  # of its blocks
 
 
 @dataclass
@@ -242,9 +121,28 @@ class Manifest:
         return None
 
 
-def to_bytes(manifest: Manifest) -> bytes:
+def merged(parts: Sequence[Manifest], writers: Mapping[str, Sequence[int]]) -> Manifest:
+    """What ranks have written each, as one; ``writers``: who has each value. The first part has all tensors.
+
+    Raises ``ValueError`` if an element is missing, a fault of this package.
+    """
+    made = replace(parts[0], tensors={}, values={}, files={})
+    for part in parts:
+        made.files |= part.files
+        for name, entry in part.tensors.items():
+            made.tensors.setdefault(name, replace(entry, pieces=[])).pieces += entry.pieces
+    for name, ranks in writers.items():
+        trees = [parts[rank].values[name] for rank in ranks]
+        made.values[name] = {"same": trees[0]} if len(trees) == 1 else {"by_rank": trees}
+    if (missing := made.incomplete()) is not None:
+        raise ValueError(f"{missing} would be missing or twice in the checkpoint")
+    return made
+
+
+def content_of(manifest: Manifest) -> dict[str, Any]:
+    """As JSON, which `parse` reads."""
     places = {file: place for place, file in enumerate(manifest.files)}
-    content = {
+    return {
         "step": manifest.step,
         "world": manifest.world,
         "rows": list(manifest.rows),
@@ -260,11 +158,12 @@ def to_bytes(manifest: Manifest) -> bytes:
         },
         "aliases": manifest.aliases,
         "values": manifest.values,
-        "files": [
-            {"name": f.name, "size": f.size, "checksums": list(f.checksums or [])} for f in manifest.files.values()
-        ],
+        "files": [{"name": f.name, "size": f.size, "checksums": list(f.checksums)} for f in manifest.files.values()],
     }
-    text = json.dumps(content, separators=(",", ":")).encode()
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    text = json.dumps(content_of(manifest), separators=(",", ":")).encode()
     head = '{"format": "fsdp_compiled checkpoint", "version": %d, "sha256": "%s", "content": '
     return (head % (VERSION, hashlib.sha256(text).hexdigest())).encode() + text + TAIL
 
@@ -290,19 +189,32 @@ def read(folder: Path) -> Manifest:
     body = text[match.end() : -len(TAIL)]
     if not text.endswith(TAIL) or hashlib.sha256(body).hexdigest().encode() != match[2]:
         raise Corrupt(f"{path} is damaged: it is not what its own checksum says. {other}")
-    try:
-        found = _parse(json.loads(body))
-        wrong = wrong_in(found)
-    except Exception as error:  # of another form than any that is written
-        wrong = f"{type(error).__name__}, {error}"
+    with refusing_edited(path, ValueError):
+        found = parse(json.loads(body))
+        wrong = next(wrong_in(found), None)
     if wrong is not None:
-        raise Corrupt(
-            f"{path} says what no checkpoint of this package does, so somebody has edited it: {wrong}. {other}"
-        )
+        raise edited(path, wrong)
     return found
 
 
-def _parse(content: dict[str, Any]) -> Manifest:
+def edited(path: Path, what: str) -> Corrupt:
+    return Corrupt(
+        f"{path} says what no checkpoint of this package does, so somebody has edited it: {what}. Load another "
+        "checkpoint: load(folder, step=...)."
+    )
+
+
+@contextmanager
+def refusing_edited(path: Path, *more: type[Exception]) -> Iterator[None]:
+    """Raises `Corrupt` where what is read is of another form than any that is written."""
+    caught: tuple[type[Exception], ...] = (TypeError, LookupError, AttributeError, OverflowError, *more)
+    try:
+        yield
+    except caught as error:
+        raise edited(path, f"{type(error).__name__}, {error}") from error
+
+
+def parse(content: dict[str, Any]) -> Manifest:
     files = [DataFile(one["name"], one["size"], one["checksums"]) for one in content["files"]]
     tensors = {
         name: Entry(

@@ -20,7 +20,15 @@ from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, class_name, plain
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held, parameter_name, per_element, state_name
+from fsdp_compiled.runtime.checkpoint.stretches import (
+    Place,
+    Stretch,
+    held,
+    parameter_name,
+    per_element,
+    split_state_name,
+    state_name,
+)
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.param_step_counts import Names, Numbers, of_group, parted
 from fsdp_compiled.runtime.state import State
@@ -245,9 +253,8 @@ class _Records:
         self.of = {name: index for index, record in enumerate(self.records) for name in record["parameters"]}
         self.states: dict[str, set[str]] = {}
         for key in manifest.tensors:
-            if key.startswith("optimizer.state."):
-                parameter, name = key.removeprefix("optimizer.state.").rsplit(".", 1)
-                self.states.setdefault(parameter, set()).add(name)
+            if (of := split_state_name(key)) is not None:
+                self.states.setdefault(of[0], set()).add(of[1])
 
 
 def _decoded(numbers: Mapping[str, Any]) -> dict[str, float]:

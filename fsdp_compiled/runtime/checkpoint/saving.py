@@ -5,29 +5,41 @@ rank 0       the folder aside         -+
 
 They meet once. What each does after that follows from what all have said, so that it is refused on all ranks or on
 none; where a rank cannot copy all the same, it says so where it would say what it has written.
+
+    stretches and values  ->  names and offsets in files (`Plans`)  ->  one copy into the image (`fill`)  ->  files
+
+The image is kept for the next checkpoint: fresh memory costs as much as the copy. What this rank writes of the flat
+shards is found at the first save, and again only when what it depends on is another: the plan, the optimizer's rules,
+who else holds the same elements, and where in memory the shards are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fsdp_compiled.distributed.lockstep import Exchange, Last
+from fsdp_compiled.distributed.lockstep import Exchange, Last, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
-from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained
-from fsdp_compiled.runtime.checkpoint.data_file import check_dtype
-from fsdp_compiled.runtime.checkpoint.image import Plans
-from fsdp_compiled.runtime.checkpoint.manifest import Entry
-from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, Stretch
+from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, dealt_out, values_of
+from fsdp_compiled.runtime.checkpoint.data_file import (
+    Item,
+    Layout,
+    check_dtype,
+    lay_out,
+    memory_of,
+    packed,
+)
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest
+from fsdp_compiled.runtime.checkpoint.stretches import Entry, Holders, Piece, Stretch, aliases, held, place_of, tensors
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
-from fsdp_compiled.runtime.checkpoint.writing import Save, Written
 
 ALIKE = ("updates", "scale", "optimizer", "scalars", "owners")  # values that ranks cannot differ in
+FILE = 4 << 30  # bytes: a file is closed when it has as many
 
 
 @dataclass(frozen=True)
@@ -43,52 +55,80 @@ class Wish:
         return f"{self.folder}, step {self.step}, keep={self.keep}, replace={self.replace}"
 
 
+@dataclass(frozen=True)
+class Save:
+    """What all ranks know of one checkpoint that is being written. ``head``: its manifest without pieces and values."""
+
+    number: int  # of this `Sharded`'s saves
+    aside: Path
+    keep: int | None
+    replace: bool
+    head: Manifest
+    writers: Mapping[str, list[int]]  # of each value: one rank for all, or for each rank, which
+
+    @property
+    def what(self) -> str:
+        return f"the checkpoint of step {self.head.step} in {self.aside.parent}"
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """One file of this rank's. ``runs``: what is copied where in it, as `runs` says, of the flat shards."""
+
+    name: str
+    layout: Layout
+    pieces: Sequence[tuple[str, Piece]]
+    runs: Sequence[tuple[int, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What this rank writes of it: ``values`` as JSON, whose tensors are ``beside`` the shards, with what they are."""
+
+    files: Sequence[Arranged]
+    values: Mapping[str, Any]
+    beside: Sequence[Stretch]
+    entries: Mapping[str, Entry]
+
+
 Divide = Callable[[list[Any]], tuple[Save, Written]]
 
 
 def prepare(
-    wish: Wish,
-    number: int,
-    mesh: Mesh,
-    trained: Trained,
-    values: Mapping[str, Any],
-    found: Tensors,
-    plans: Plans,
-    begun: list[Path],
-    dealt: Sequence[str] = (),
-) -> Last:
+    wish: Wish, number: int, mesh: Mesh, trained: Trained, extra: Mapping[str, Any], plans: Plans, begun: list[Path]
+) -> Work[Last]:
     """What this rank says last, whose answers the function that goes with it divides the work by.
 
-    ``begun``: gets the folder that rank 0 made, which has to go if a rank fails. ``dealt``: values that are each rank's
-    own, also where they are equal.
+    ``begun``: gets the folder that rank 0 made, which has to go if a rank fails.
     """
+    values, found = values_of(trained, extra)
     aside: Path | None = None
     if mesh.rank == 0:
         aside = folders.begin(wish.folder, wish.step, wish.replace)
         begun.append(aside)
     for name, tensor in found.items():
         check_dtype(name, tensor.dtype)
+    # What is dealt out to ranks is each rank's own, also where it is equal.
+    dealt = [f"extra {name}" for name, holder in extra.items() if dealt_out(holder)]
     digests = {
         name: f"{digest(tree, found)}{f' of {row_of(mesh)}' if name in dealt else ''}" for name, tree in values.items()
     }
-    place = Place(mesh.shard_rank, mesh.tp_rank)
 
     def divide(said: list[Any]) -> tuple[Save, Written]:
         """As all ranks do; which parts of which files this one writes."""
+        aside = said[0][0]
         rows = [row for _, _, row, _ in said]
         writers = _writers([digests for *_, digests in said], rows)
-        holders = Holders(mesh.rank, [place for _, place, *_ in said])
-        own = plans.find(trained, holders)
-        trees, extra, entries = _own_values(mesh.rank, writers, values, found)
-        files = plans.arrange(extra, mesh.rank, mesh.world)
-        written_by = {"torch": str(torch.__version__), "shard": trained.plan.policy.shard, "id": said[0][0].name}
-        save = Save(
-            number, said[0][0], wish.step, wish.keep, mesh.world, own.entries, own.aliases, writers, written_by, rows,
-            wish.replace,
-        )  # fmt: skip
-        return save, Written(files, trees, entries)
+        plans.find(trained, Holders(mesh.rank, [place for _, place, *_ in said]))
+        trees, beside, entries = _own_values(mesh.rank, writers, values, found)
+        files = plans.arrange(beside, mesh.rank, mesh.world)
+        written_by = {"torch": str(torch.__version__), "shard": trained.plan.policy.shard, "id": aside.name}
+        head = Manifest(wish.step, mesh.world, plans.entries, {}, aliases(trained.plan), {}, written_by, rows)
+        save = Save(number, aside, wish.keep, wish.replace, head, writers)
+        return save, Written(files, trees, beside, entries)
 
-    return Last(divide, Exchange("what they save", (aside, place, row_of(mesh), digests)))
+    return Last(divide, Exchange("what they save", (aside, place_of(mesh), row_of(mesh), digests)))
+    yield  # no stage of its own: what fails here is told in the last exchange
 
 
 def row_of(mesh: Mesh) -> int:
@@ -143,3 +183,111 @@ def _own_values(
             entries[key + suffix] = Entry(shape, value.dtype, tuple(range(len(shape))))
             parts.append(Stretch(key + suffix, 0, value.numel(), value, shape, entries[key + suffix].order))
     return trees, parts, entries
+
+
+def arrange(shards: Sequence[Stretch], beside: Sequence[Stretch], rank: int, world: int) -> list[Arranged]:
+    """The files, with everything's place in them."""
+    found = []
+    others = {one.key for one in beside}
+    for index, row in enumerate(packed([*shards, *beside], lambda one: one.values.nbytes, FILE)):
+        layout = lay_out(map(_item, row))
+        name = f"shard-{rank:05d}-of-{world:05d}{f'-{index:05d}' if index else ''}.safetensors"
+        pieces = [(one.name, Piece(one.start, one.stop, name, layout.offsets[one.key], one.cut)) for one in row]
+        found.append(Arranged(name, layout, pieces, list(runs([p for p in row if p.key not in others], layout))))
+    return found
+
+
+def _item(one: Stretch) -> Item:
+    in_shape = one.whole and list(one.order) == sorted(one.order)
+    return Item(one.key, one.values.dtype, one.shape if in_shape else (one.values.numel(),))
+
+
+def runs(parts: Sequence[Stretch], layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
+    """Where in the file what goes, 1-d: parts that follow each other in memory and in the file as one, a single copy.
+
+    Of a flat buffer these are nearly all. One copy of many MiB costs less than many of one.
+    """
+    rows: list[list[torch.Tensor]] = []
+    ends: tuple[torch.dtype, int, int, int] | None = None  # dtype and storage, address and offset where the last ended
+    starts: list[int] = []
+    for one in sorted(parts, key=lambda one: layout.offsets[one.key]):
+        values = one.values.detach().reshape(-1)
+        size, start = values.numel() * values.itemsize, layout.offsets[one.key]
+        if not size:
+            continue
+        at = values.dtype, values.untyped_storage().data_ptr(), values.data_ptr(), start
+        if at != ends:
+            rows.append([])
+            starts.append(start)
+        rows[-1].append(values)
+        ends = at[0], at[1], at[2] + size, start + size
+    for start, row in zip(starts, rows):
+        first = row[0]
+        yield start, first.as_strided((sum(one.numel() for one in row),), (1,)) if len(row) > 1 else first
+
+
+class Plans:
+    """What is the same at each save as long as what is saved is: which elements, and where in which file.
+
+    ``entries``: of all ranks together, without pieces.
+    """
+
+    def __init__(self) -> None:
+        self.entries: dict[str, Entry] = {}
+        self._shards: Sequence[Stretch] = ()  # what this rank writes of them
+        self._of: object = None  # what they depend on
+        self._by: tuple[object, ...] = ()  # what is compared by identity, kept so that it stays one
+        self._alike: object = None  # what the files hold beside them
+        self._files: Sequence[Arranged] = ()
+
+    def find(self, trained: Trained, holders: Holders) -> None:
+        plan, state, rules = trained.plan, trained.state, trained.rules
+        by = (plan, *rules)
+        of = (tuple(map(id, by)), holders, _memory(trained.weights), _memory(state.optimizer))
+        if of != self._of:
+            place = holders.places[holders.rank]
+            self._shards = list(held(plan, rules, place, trained.weights, state.optimizer, holders))
+            self.entries = tensors(plan, rules, state.optimizer)
+            self._by, self._of, self._alike = by, of, None
+
+    def arrange(self, beside: Sequence[Stretch], rank: int, world: int) -> Sequence[Arranged]:
+        """This rank's files, of what `find` found last and what is ``beside``, whose values lie elsewhere each time."""
+        alike = [(one.key, one.values.dtype, one.values.shape) for one in beside], FILE
+        if alike != self._alike:
+            self._alike, self._files = alike, arrange(self._shards, beside, rank, world)
+        return self._files
+
+
+def _memory(shards: Mapping[str, torch.Tensor]) -> list[tuple[object, ...]]:
+    """Where each lies. What was found holds views of them, so no other comes to the same place."""
+    return [(name, one.data_ptr(), one.dtype, one.shape, one.stride()) for name, one in shards.items()]
+
+
+class Image:
+    """Host memory for the files, pinned where a GPU copies into it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: list[torch.Tensor] = []
+
+    def fill(self, files: Sequence[Arranged], beside: Sequence[Stretch]) -> list[memoryview]:
+        """Copies everything; returns, by file, its bytes. They are the image's until the next call."""
+        cuda = self._device.type == "cuda"
+        for index, file in enumerate(files):
+            if index == len(self._memory):
+                self._memory.append(torch.empty(0, dtype=torch.uint8))
+            if self._memory[index].numel() < file.layout.size:
+                self._memory[index] = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+                self._memory[index] = torch.empty(file.layout.size, dtype=torch.uint8, pin_memory=cuda)
+        with torch.no_grad():
+            for memory, file in zip(self._memory, files):
+                memory_of(memory)[: len(file.layout.header)] = file.layout.header
+                for start, values in (
+                    *file.runs,
+                    *runs([p for p in beside if p.key in file.layout.offsets], file.layout),
+                ):
+                    place = memory[start : start + values.numel() * values.itemsize]
+                    place.view(values.dtype).copy_(values, non_blocking=cuda)
+        if cuda:
+            torch.cuda.synchronize(self._device)
+        return [memory_of(memory)[: file.layout.size] for memory, file in zip(self._memory, files)]

@@ -6,27 +6,91 @@
 
 Elements count in the parameter's memory order; of a parameter that is cut along the tp axis, in that of the part that
 this rank has. Names are ``model.<parameter>`` and ``optimizer.state.<parameter>.<name>``, shapes those of the whole,
-whatever unit, buffer and rank the elements lie in.
+whatever unit, buffer and rank the elements lie in. Files hold elements of parts in the parts' own order, so that what a
+rank holds is one piece of a file whichever dim was cut.
+
+Elements ``[start, stop)`` of a tensor, in memory order, are at most ``2 * dims - 1`` rectangles.
+
+[7, 23) of a 4 x 6 tensor          row 1 from column 1 on, rows 2 to 2, row 3 up to column 4:
+
+    . . . . . .                    (1, 1) 1 x 5
+    . a a a a a                    (2, 0) 1 x 6
+    b b b b b b                    (3, 0) 1 x 5
+    c c c c c .
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
+from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.optim.rule import Rule, rule_for
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
-from fsdp_compiled.runtime.checkpoint.geometry import Cut, length_in_whole, part_offsets, part_shape, rectangles
-from fsdp_compiled.runtime.checkpoint.manifest import Entry
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.torch_private.dtensor import LocalShardsWrapper
 
-Parts = list[tuple[tuple[int, ...], torch.Tensor]]  # offsets in the whole tensor, and a view
+Part = tuple[tuple[int, ...], torch.Tensor]  # offsets in the whole tensor, and a view
 GRAIN = 64  # elements: replicas share a shard's elements in multiples of it
+
+
+class Cut(NamedTuple):
+    """One of ``parts`` along ``dim``, all as large as the first: zeros that are not in the whole end the last ones
+    where ``parts`` do not divide the dim."""
+
+    dim: int
+    part: int
+    parts: int
+
+    def __str__(self) -> str:
+        return f"part {self.part + 1} of {self.parts} along dim {self.dim}"
+
+
+def part_shape(shape: Sequence[int], cut: Cut | None) -> tuple[int, ...]:
+    """The shape of a part, ``[4, 6]`` -> ``[4, 3]``."""
+    if cut is None:
+        return tuple(shape)
+    return tuple(-(-size // cut.parts) if dim == cut.dim else size for dim, size in enumerate(shape))
+
+
+def length_in_whole(shape: Sequence[int], cut: Cut) -> int:
+    """How much of the whole's dim is in the part: the rest of it is zeros."""
+    each = part_shape(shape, cut)[cut.dim]
+    return min(max(shape[cut.dim] - cut.part * each, 0), each)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``[start, stop)`` of a tensor, or of a part, in memory order, from this byte of a file on."""
+
+    start: int
+    stop: int
+    file: str
+    offset: int
+    cut: Cut | None = None
+
+
+@dataclass
+class Entry:
+    """One tensor. ``order``: its dims from slowest to fastest in memory."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    order: tuple[int, ...]
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    def part_numel(self, cut: Cut | None) -> int:
+        return int(torch.Size(part_shape(self.shape, cut)).numel())
 
 
 @dataclass(frozen=True)
@@ -73,6 +137,10 @@ class Place:
         return Cut(leaf.tp.dim, self.tp, plan.tp)
 
 
+def place_of(mesh: Mesh) -> Place:
+    return Place(mesh.shard_rank, mesh.tp_rank)
+
+
 @dataclass(frozen=True)
 class Holders:
     """This rank among all, of which some hold the same elements."""
@@ -100,6 +168,14 @@ def parameter_name(slot: Slot) -> str:
 
 def state_name(slot: Slot, name: str) -> str:
     return f"optimizer.state.{slot.name}.{name}"
+
+
+def split_state_name(key: str) -> tuple[str, str] | None:
+    """The parameter and the name of an optimizer's state; None for a key that is none."""
+    if not key.startswith("optimizer.state."):
+        return None
+    parameter, name = key.removeprefix("optimizer.state.").rsplit(".", 1)
+    return parameter, name
 
 
 def per_element(buffer: Buffer, rules: Sequence[Rule]) -> list[str]:
@@ -175,10 +251,39 @@ def _of_buffer(
             yield Stretch(tensor, start - at, stop - at, own, leaf.whole_shape, leaf.order, cuts[slot.name])
 
 
-def parts_of(one: Stretch) -> Parts:
+class Rectangle(NamedTuple):
+    """Where it begins, how long it is in each dim, and the number of its first element."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    first: int
+
+
+def rectangles(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
+    """Elements ``[start, stop)`` of a contiguous tensor, in order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield Rectangle((), (), start)
+        return
+    inner = math.prod(shape[1:])
+    row, rows = start // inner, (stop - start) // inner
+    if start % inner or not rows:  # it begins with a part of a row
+        end = min(stop, (row + 1) * inner)
+        for offsets, sizes, first in rectangles(shape[1:], start % inner, end - row * inner):
+            yield Rectangle((row, *offsets), (1, *sizes), first + row * inner)
+    else:
+        end = start + rows * inner
+        yield Rectangle((row, *[0] * (len(shape) - 1)), (rows, *shape[1:]), start)
+    yield from rectangles(shape, end, stop)
+
+
+def parts_of(one: Stretch) -> list[Part]:
     """A stretch as rectangles of the whole tensor: views of its values, in the tensor's own dims."""
     back = [one.order.index(dim) for dim in range(len(one.shape))]
-    shape, begin = part_shape(one.shape, one.cut), part_offsets(one.shape, one.cut)
+    shape, begin = part_shape(one.shape, one.cut), [0] * len(one.shape)
+    if one.cut is not None:
+        begin[one.cut.dim] = one.cut.part * shape[one.cut.dim]
     found = []
     for offsets, sizes, first in rectangles([shape[dim] for dim in one.order], one.start, one.stop):
         count = torch.Size(sizes).numel()
@@ -192,7 +297,7 @@ def parts_of(one: Stretch) -> Parts:
     return found
 
 
-def wrapped(parts: Parts) -> LocalShardsWrapper:
+def wrapped(parts: list[Part]) -> LocalShardsWrapper:
     """Rectangles as DCP writes and reads them."""
     return LocalShardsWrapper([view for _, view in parts], [offsets for offsets, _ in parts])
 
@@ -203,7 +308,7 @@ def rectangles_of(place: ShardPlace, values: torch.Tensor) -> LocalShardsWrapper
     ``values``: this rank's, 1-d, at ``place``.
     """
     leaf, mesh = place.leaf, place.layout.mesh
-    cut = Place(mesh.shard_rank, mesh.tp_rank).cut(leaf, place.layout.plan)
+    cut = place_of(mesh).cut(leaf, place.layout.plan)
     start, stop = place.own
     if start == stop:
         return None

@@ -28,14 +28,7 @@ MAPPINGS: dict[str, Callable[[list[Any]], Any]] = {
     "$ordered": OrderedDict,
     "$counter": lambda p: Counter(dict(p)),
 }
-NAMES: dict[Any, str] = {
-    list: "list",
-    tuple: "$tuple",
-    set: "$set",
-    frozenset: "$frozenset",
-    deque: "$deque",
-    torch.Size: "$size",
-}
+NAMES: dict[Any, str] = {kind: tag for tag, kind in SEQUENCES.items()} | {list: "list"}
 MAPS: dict[Any, str] = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter", defaultdict: "$dict"}
 
 

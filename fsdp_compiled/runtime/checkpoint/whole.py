@@ -1,9 +1,12 @@
-"""Whole state dictionaries on rank 0, one buffer at a time: PyTorch's own formats, to and from shards."""
+"""Whole tensors to and from shards, one at a time: weights of any origin, and state dictionaries on rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,88 +18,180 @@ from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.checkpoint import owned_state
 from fsdp_compiled.runtime.checkpoint.contents import Trained, options
-from fsdp_compiled.runtime.checkpoint.hugging_face import keys_of
-from fsdp_compiled.runtime.checkpoint.matching import refusal
-from fsdp_compiled.runtime.checkpoint.owned_state import Loaded
+from fsdp_compiled.runtime.checkpoint.loading import Pairs, write
+from fsdp_compiled.runtime.checkpoint.matching import FITS, refusal, write_groups
+from fsdp_compiled.runtime.checkpoint.stretches import Stretch, held, parts_of, place_of, state_name
 from fsdp_compiled.runtime.full_state_dict import collected
+from fsdp_compiled.runtime.managed_model import holding
 from fsdp_compiled.runtime.param_step_counts import Names, Numbers, names_of, of_group, parted
-from fsdp_compiled.runtime.shard_model import write_slot
-from fsdp_compiled.runtime.tensor_parallel.parts import part_of
 
-Staged = list[tuple[torch.Tensor, torch.Tensor]]  # where to, and the values
-Stages = Work[Staged]
+log = logging.getLogger("fsdp_compiled")
 
 
-def write(staged: Staged) -> None:
-    """Puts the values in their places; the tensors stay where they are."""
-    with torch.no_grad():
-        for to, values in staged:
-            to.copy_(values)
+class Lazy(NamedTuple):
+    """A whole tensor that is read when it is its turn: ``read()`` is it, or a work that returns it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Any]
 
 
-def load_weights(given: Mapping[str, Any], model: nn.Module, trained: Trained, mesh: Mesh) -> Stages:
-    """The shards of rank 0's ``model.state_dict()``, read aside; in stages, for `lockstep`."""
-    plan, state = trained.plan, trained.state
-    keys = keys_of(model, trained)
-    by_name: dict[str, torch.Tensor] = {}
+class Keys(NamedTuple):
+    """By key of ``model.state_dict()``, which parameter it is, by first name, or which buffer."""
+
+    parameters: dict[str, str]
+    buffers: dict[str, str]
+
+
+def keys_of(model: nn.Module, trained: Trained) -> Keys:
+    """Raises ``ValueError`` for a state_dict whose values are not the model's own tensors."""
+    instead: dict[int, torch.Tensor] = {}
+    named: dict[int, tuple[bool, str]] = {}
+    for old in model.parameters():
+        new = nn.Parameter(torch.empty(old.shape, dtype=old.dtype, device="meta"), old.requires_grad)
+        instead[id(old)] = new
+        named[id(new)] = (True, old._sharded_name)
+    named |= {id(buffer): (False, name) for name, buffer in trained.state.buffers.items()}
+    found = Keys({}, {})
+    with holding(model, instead):
+        for key, value in model.state_dict(keep_vars=True).items():
+            if id(value) not in named:
+                raise ValueError(
+                    f"{key} of the model's state_dict() is none of its parameters and buffers: a hook makes it, or it "
+                    "is extra state. Use sharded.full_state_dict()."
+                )
+            is_parameter, name = named[id(value)]
+            (found.parameters if is_parameter else found.buffers)[key] = name
+    if hasattr(model, "config"):  # whose library writes tied weights once, and ties them when it loads
+        first = {name: key for key, name in reversed(found.parameters.items())}
+        found = Keys({key: name for name, key in reversed(first.items())}, found.buffers)
+    return found
+
+
+def renamed(model: Any, there: Collection[str], keys: Keys) -> Callable[[str], str]:
+    """How a key of the model is called there: a head's file loads into its bare model, and the other way round."""
+    base = getattr(model, "base_model_prefix", "")
+    if not base or any(key in there for key in keys.parameters):
+        return lambda key: key
+    if any(f"{base}.{key}" in there for key in keys.parameters):
+        return lambda key: f"{base}.{key}"
+    return lambda key: key.removeprefix(f"{base}.")
+
+
+def of_rank_0(given: Any, mesh: Mesh) -> Work[dict[str, Lazy]]:
+    """Rank 0's tensors, by key; to read one is a work of all ranks, which broadcasts it."""
+    kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if mesh.rank == 0:
-        wanted = _shapes(keys.parameters, trained)
-        wanted |= {key: tuple(state.buffers[name].shape) for key, name in keys.buffers.items()}
-        tied = {name for buffer in plan.buffers for slot in buffer.slots for name in slot.leaf.names}
-        _check(given, wanted, tied)
-        by_name = {name: given[key] for key, name in keys.parameters.items()}
-    yield "the weights"
-    staged: Staged = []
-    for buffer in plan.buffers:
-        own = yield from _spread(buffer, by_name, buffer.dtype, trained, mesh, plan.placement.parameter)
-        staged.append((state.parameters[buffer.key], own))
-    for key, name in keys.buffers.items():
-        value = given[key].to(state.buffers[name]) if mesh.rank == 0 else torch.empty_like(state.buffers[name])
-        value = value.contiguous().clone()
+        if not isinstance(given, Mapping):
+            raise ValueError(f"state_dict is a {type(given).__name__}; expected a dictionary, on rank 0.")
+        for key, value in given.items():
+            if not isinstance(value, torch.Tensor):
+                raise ValueError(f"{key} is a {type(value).__name__}; expected a tensor.")
+            kinds[key] = tuple(value.shape), value.dtype
+    kinds = (yield Exchange("what rank 0 is given", kinds))[0]
+
+    def read(key: str) -> Work[torch.Tensor]:
+        shape, dtype = kinds[key]
+        empty = torch.empty(shape, dtype=dtype, device=mesh.device)
+        value = given[key].detach().to(mesh.device).contiguous() if mesh.rank == 0 else empty
+        sent = value.view(-1).view(torch.uint8)
         yield key
-        broadcast(value, mesh)
-        staged.append((state.buffers[name], value))
-    return staged
+        broadcast(sent, mesh)
+        return value
+
+    return {key: Lazy(shape, dtype, partial(read, key)) for key, (shape, dtype) in kinds.items()}
 
 
-def _shapes(parameters: Mapping[str, str], trained: Trained) -> dict[str, tuple[int, ...]]:
-    shapes = {slot.name: slot.leaf.whole_shape for buffer in trained.plan.buffers for slot in buffer.slots}
-    return {key: shapes[name] for key, name in parameters.items()}
+def aside(one: Stretch, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a stretch's elements go, and a copy of them, out of the whole tensor."""
+    values = torch.zeros_like(one.values, device=whole.device)
+    for at, view in parts_of(replace(one, values=values)):
+        view.copy_(whole.detach()[tuple(slice(o, o + size) for o, size in zip(at, view.shape, strict=True))])
+    return one.values, values
 
 
-def _check(given: Any, wanted: Mapping[str, tuple[int, ...]], tied: set[str]) -> None:
-    if not isinstance(given, Mapping):
-        raise ValueError(f"state_dict is a {type(given).__name__}; expected a dictionary, on rank 0.")
-    wrong = [f"{key} is missing" for key in wanted if not isinstance(given.get(key), torch.Tensor)]
-    wrong += [f"{key} is not in the model" for key in given if key not in wanted and key not in tied]
-    wrong += [
-        f"{key} has shape {list(given[key].shape)}, not {list(shape)}"
-        for key, shape in wanted.items()
-        if isinstance(given.get(key), torch.Tensor) and tuple(given[key].shape) != tuple(shape)
-    ]
-    if wrong:
-        raise ValueError(refusal("The weights are of another model", wrong, "Build that model."))
+def load_weights(
+    there: Mapping[str, Lazy],
+    what: str,
+    strict: bool,
+    model: nn.Module,
+    trained: Trained,
+    mesh: Mesh,
+    together: bool = False,
+) -> Work[Callable[[], None]]:
+    """Reads weights for this rank's shards and buffers aside; a function that writes them. In stages, for `lockstep`.
 
-
-def _spread(
-    buffer: Buffer, values: Mapping[str, torch.Tensor], dtype: torch.dtype, trained: Trained, mesh: Mesh, cut: bool
-) -> Work[torch.Tensor]:
-    """This rank's slice (``cut``), or all, of a buffer of rank 0's values, which are whole, by parameter's name.
-
-    What is cut along the tp axis is sent a part at a time.
+    ``together``: to read one is a work of all ranks.
     """
-    plan = trained.plan
-    found: list[torch.Tensor] = []
-    for index in range(plan.tp if buffer.split else 1):
-        flat = torch.zeros(buffer.numel, dtype=dtype, device=plan.device)
-        if mesh.rank == 0:
-            for slot in buffer.slots:
-                write_slot(flat, slot, part_of(values[slot.name].detach(), slot.leaf, plan.tp, index))
-        yield f"{buffer.key}, part {index}"
-        broadcast(flat, mesh)
-        if not buffer.split or index == mesh.tp_rank:
-            found.append(plan.own(flat, mesh.shard_rank, cut).clone())
-    return found[0]
+    keys = keys_of(model, trained)
+    wrong: list[str] = []
+    places: dict[str, list[str]] = {}  # of a tied parameter there may be several
+    prefix = renamed(model, there, keys)
+    used: set[str] = set()
+    leaves = {slot.name: slot.leaf for buffer in trained.plan.buffers for slot in buffer.slots}
+    names = {name: {name, *leaf.names} for name, leaf in leaves.items()}
+    for key, name in keys.parameters.items():
+        names[name].add(key)
+    for name, known in names.items():
+        found = [key for key in map(prefix, sorted(known)) if key in there]
+        shape, dtype = tuple(leaves[name].whole_shape), leaves[name].dtype
+        used |= set(found)
+        if not found:
+            wrong.append(f"{name} is not there")
+        elif odd := [key for key in found if there[key].shape != shape]:
+            wrong.append(f"{name} has shape {list(shape)} here, and {list(there[odd[0]].shape)} there")
+        elif odd := [key for key in found if _loses(there[key].dtype, dtype)]:
+            wrong.append(f"{name} is {dtype} here, and {there[odd[0]].dtype} there")
+        else:
+            places[f"model.{name}"] = found
+    buffers: list[tuple[torch.Tensor, str]] = []
+    for key, name in keys.buffers.items():
+        used.add(prefix(key))
+        if (one := there.get(prefix(key))) is None or one.shape != tuple(trained.state.buffers[name].shape):
+            wrong.append(f"the buffer {name} is not there, or has another shape")
+        else:
+            buffers.append((trained.state.buffers[name], prefix(key)))
+    wrong += [f"{key} is not in the model" for key in sorted(there.keys() - used)]
+    if wrong and strict:
+        raise ValueError(refusal(f"{what} are of another model", wrong, "Build that model." if together else FITS))
+    own = {one.name: one for one in held(trained.plan, (), place_of(mesh), trained.state.parameters, {})}
+    staged: Pairs = []
+    for name, found in places.items():
+        values = None
+        for key in found:
+            value = (yield from there[key].read()) if together else there[key].read()
+            if name not in own:
+                continue
+            to, more = aside(own[name], value)
+            if values is None:
+                values = more
+                staged.append((to, values))
+            elif not torch.equal(values, more):
+                raise ValueError(
+                    f"{what} differ in {found[0]} and {key}, which are one parameter here, so nothing was loaded. "
+                    "Build the model without the tie, or remove the one that is not meant."
+                )
+    for buffer, key in buffers:
+        staged.append((buffer, (yield from there[key].read()) if together else there[key].read()))
+
+    def write_them() -> None:
+        write(staged)
+        if wrong and mesh.rank == 0:
+            lines = "".join(f"\n  {line}" for line in wrong)
+            log.warning("loaded what fits, and left the rest as it was. %s are of another model:%s", what, lines)
+
+    return write_them
+
+
+def load_given(given: Mapping[str, Any], model: nn.Module, trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
+    """As `load_weights`, of rank 0's ``model.state_dict()``."""
+    there = yield from of_rank_0(given, mesh)
+    return (yield from load_weights(there, "The weights given", True, model, trained, mesh, together=True))
+
+
+def _loses(there: torch.dtype, here: torch.dtype) -> bool:
+    """Whether a cast would make another kind of number of it: of whole ones, which scales may belong to, or complex."""
+    return (there.is_floating_point, there.is_complex) != (here.is_floating_point, here.is_complex)
 
 
 def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
@@ -172,11 +267,9 @@ def _per_element(trained: Trained) -> Iterator[tuple[Buffer, StateTensor]]:
                     yield buffer, entry
 
 
-def load_optimizer(
-    given: Mapping[str, Any], trained: Trained, mesh: Mesh
-) -> Work[tuple[Staged, list[dict[str, Any]], dict[str, Names], list[Loaded]]]:
-    """The shards of rank 0's ``optimizer.state_dict()``, read aside, its groups, by rules' keys who has made their
-    steps, and what is for owners; in stages, for `lockstep`."""
+def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
+    """Reads the shards of rank 0's ``optimizer.state_dict()`` aside; a function that writes all of it. In stages, for
+    `lockstep`."""
     plan, optimizer = trained.plan, trained.optimizer
     assert optimizer is not None
     indices = _indices(optimizer)
@@ -188,21 +281,34 @@ def load_optimizer(
         numbers, updated = _numbers(given, trained, indices)
     numbers, updated, groups = (yield Exchange("the optimizer's groups and numbers", (numbers, updated, groups)))[0]
     scalars = {key: trained.state.optimizer[key] for key in numbers}
-    staged: Staged = [(to, torch.full_like(to, numbers[key])) for key, to in scalars.items()]
-    for buffer, entry in _per_element(trained):
-        to = trained.state.optimizer[f"{buffer.key}.{entry.name}"]
-        values = {}
-        for slot in buffer.slots if mesh.rank == 0 else ():
+    staged: Pairs = [(to, torch.full_like(to, numbers[key])) for key, to in scalars.items()]
+    states: dict[str, torch.Tensor] = {}
+    for buffer, entry in _per_element(trained) if mesh.rank == 0 else ():
+        for slot in buffer.slots:
             kept = given["state"].get(indices[slot.name], {}).get(entry.name)
-            value = values[slot.name] = torch.full(slot.leaf.whole_shape, entry.initial) if kept is None else kept
-            if tuple(value.shape) != slot.leaf.whole_shape:
-                raise ValueError(f"{entry.name} of {slot.name} has shape {list(value.shape)}.")
-        own = yield from _spread(buffer, values, to.dtype, trained, mesh, plan.placement.state)
-        staged.append((to, own))
+            shape = tuple(slot.leaf.whole_shape)
+            states[state_name(slot, entry.name)] = torch.tensor(entry.initial).expand(shape) if kept is None else kept
+            if kept is not None and tuple(kept.shape) != shape:
+                raise ValueError(f"{entry.name} of {slot.name} has shape {list(kept.shape)}.")
+    there = yield from of_rank_0(states, mesh)
+    state = trained.state
+    own = {one.name: one for one in held(plan, trained.rules, place_of(mesh), state.parameters, state.optimizer)}
+    for name, one in there.items():
+        value = yield from one.read()
+        if name in own:
+            staged.append(aside(own[name], value))
     names = [name for update in trained.updates for name in update.leaves]
     kept = {name: given["state"].get(indices[name]) for name in names} if mesh.rank == 0 else {}
     owned = yield from owned_state.to_owners(kept, trained, mesh)
-    return staged, groups, updated, owned
+
+    def write_them() -> None:
+        write(staged)
+        trained.state.ages.loaded(updated)
+        write_groups(optimizer, groups)
+        for one in owned:
+            one.put(trained, groups)
+
+    return write_them
 
 
 def _check_groups(given: Any, optimizer: Optimizer) -> list[dict[str, Any]]:

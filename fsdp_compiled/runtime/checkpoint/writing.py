@@ -13,22 +13,18 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.call_store import Board
 from fsdp_compiled.runtime.checkpoint import data_file, folder, manifest
-from fsdp_compiled.runtime.checkpoint.geometry import Cut
-from fsdp_compiled.runtime.checkpoint.image import Arranged, described
-from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Entry, Manifest, Piece
+from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Manifest
+from fsdp_compiled.runtime.checkpoint.saving import Save, Written
 
 SILENCE = 600.0  # seconds after which a rank that writes and says nothing is given up
 POLL = 0.01  # seconds between two questions to the store, at first; then a tenth of the time that one has waited
@@ -38,36 +34,6 @@ FAILED = 10.0  # seconds of its silence that are enough where ranks have failed
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written, or not be made sure of; raised on every rank. Earlier ones are there."""
-
-
-@dataclass(frozen=True)
-class Save:
-    """What all ranks know of one checkpoint that is being written."""
-
-    number: int  # of this `Sharded`'s saves
-    aside: Path
-    step: int
-    keep: int | None
-    world: int
-    tensors: Mapping[str, Entry]
-    aliases: Mapping[str, str]
-    values: Mapping[str, list[int]]  # who writes it: one rank for all, or for each rank, which
-    written_by: Mapping[str, str]
-    rows: Sequence[int] = (0,)  # by rank
-    replace: bool = False
-
-    @property
-    def what(self) -> str:
-        return f"the checkpoint of step {self.step} in {self.aside.parent}"
-
-
-@dataclass(frozen=True)
-class Written:
-    """What this rank writes of it."""
-
-    files: Sequence[Arranged]
-    values: Mapping[str, Any]  # as JSON
-    shapes: Mapping[str, Entry]  # of the tensors of values
 
 
 class Saving(Future[Path]):
@@ -129,7 +95,7 @@ def start(save: Save, own: Written, copied: Copied, rank: int, board: Board | No
     future = Saving(save)
     posts = Posts(board, save.number)
     threading.Thread(
-        target=_run, args=(save, own, copied, rank, posts, future, after), name=f"checkpoint of step {save.step}",
+        target=_run, args=(save, own, copied, rank, posts, future, after), name=f"checkpoint of step {save.head.step}",
         daemon=False,
     ).start()  # fmt: skip
     return future
@@ -154,7 +120,7 @@ def _run(
     if rank == 0:
         folder.end(save.aside)
     if end == "":
-        future.set_result(folder.path_of(save.aside.parent, save.step))
+        future.set_result(folder.path_of(save.aside.parent, save.head.step))
     else:
         future.set_exception(SaveError(end))
 
@@ -172,8 +138,18 @@ def _write(save: Save, own: Written, copied: Copied, rank: int, beat: Heartbeat)
         return json.dumps({"error": f"rank {rank}: {error.strerror or error} ({error.filename or save.aside})"})
     except Exception as error:
         return json.dumps({"error": f"rank {rank}: {type(error).__name__}: {error}"})
-    shapes = {name: [list(entry.shape), str(entry.dtype).removeprefix("torch.")] for name, entry in own.shapes.items()}
-    return json.dumps({**described(own.files, checksums), "values": own.values, "shapes": shapes})
+    return json.dumps(manifest.content_of(part_of(save, own, rank, checksums)))
+
+
+def part_of(save: Save, own: Written, rank: int, checksums: Sequence[Sequence[str]]) -> Manifest:
+    """What this rank has written; rank 0's part says which tensors there have to be."""
+    part = replace(save.head, tensors={**save.head.tensors} if rank == 0 else {}, values=dict(own.values), files={})
+    for file, found in zip(own.files, checksums, strict=True):
+        part.files[file.name] = DataFile(file.name, file.layout.size, found)
+        for name, piece in file.pieces:
+            known = save.head.tensors.get(name) or own.entries[name]
+            part.tensors[name] = replace(known, pieces=[*part.tensors.get(name, known).pieces, piece])
+    return part
 
 
 class Heartbeat:
@@ -191,7 +167,7 @@ class Heartbeat:
 
 def _finish(save: Save, posts: Posts) -> str:
     """By rank 0: the end of it, in words; nothing where it is complete."""
-    ranks = range(save.world)
+    ranks = range(save.head.world)
     parts = [_wait(partial(posts.get, f"part {rank}"), posts, rank) for rank in ranks]
     found = [json.loads(part) if part is not None else None for part in parts]
     errors = [
@@ -202,10 +178,10 @@ def _finish(save: Save, posts: Posts) -> str:
     end = ""
     try:
         if not errors:
-            made = assemble(save, [part for part in found if part is not None])
+            made = manifest.merged([manifest.parse(part) for part in found if part is not None], save.writers)
             _check_files(save.aside, made)
             data_file.write(save.aside / manifest.NAME, [memoryview(manifest.to_bytes(made))])
-            folder.commit(save.aside, save.step, save.keep, save.replace)
+            folder.commit(save.aside, save.head.step, save.keep, save.replace)
     except folder.Committed as error:
         end = f"{save.what} is there and complete, but {error}. Earlier checkpoints were kept."
     except OSError as error:
@@ -240,7 +216,7 @@ def _hear(save: Save, posts: Posts, rank: int) -> str:
 def _linger(save: Save, posts: Posts) -> None:
     """Rank 0 holds the store: it stays until the others have read the end. What they have said of it goes then."""
     until = time.monotonic() + 30
-    for rank in range(save.world):
+    for rank in range(save.head.world):
         life = Life(posts.board, rank)
         while posts.get(f"heard {rank}") is None and time.monotonic() < until and not life.lost():
             time.sleep(POLL)
@@ -250,7 +226,7 @@ def _linger(save: Save, posts: Posts) -> None:
 
 def _read_end(save: Save, reason: str) -> str:
     """How it ended as the folder tells, where ranks no longer can."""
-    place = folder.path_of(save.aside.parent, save.step)
+    place = folder.path_of(save.aside.parent, save.head.step)
     with suppress(ValueError):
         if manifest.read(place).written_by.get("id") == save.aside.name:
             return ""
@@ -289,28 +265,3 @@ def _wait(read: Callable[[], str | None], posts: Posts, rank: int) -> str | None
             return read()
         time.sleep(min(LOOK, POLL + (time.monotonic() - begun) / 10))
     return found
-
-
-def assemble(save: Save, parts: Sequence[Mapping[str, Any]]) -> Manifest:
-    """The manifest, from what ranks say. Raises ``ValueError`` if an element is missing, a fault of this package."""
-    tensors = {name: Entry(entry.shape, entry.dtype, entry.order) for name, entry in save.tensors.items()}
-    files: dict[str, DataFile] = {}
-    for part in parts:
-        for name, (shape, dtype) in part["shapes"].items():
-            tensors[name] = Entry(tuple(shape), getattr(torch, dtype), tuple(range(len(shape))))
-    for part in parts:
-        own = [DataFile(one["name"], one["size"], one["checksums"]) for one in part["files"]]
-        files |= {file.name: file for file in own}
-        for name, start, stop, index, offset, *cut in part["pieces"]:
-            piece = Piece(start, stop, own[index].name, offset, Cut(*cut) if cut else None)
-            tensors[name].pieces.append(piece)
-    values = {
-        name: {"same": parts[ranks[0]]["values"][name]}
-        if len(ranks) == 1
-        else {"by_rank": [parts[rank]["values"][name] for rank in ranks]}
-        for name, ranks in save.values.items()
-    }
-    made = Manifest(save.step, save.world, tensors, values, dict(save.aliases), files, save.written_by, save.rows)
-    if (missing := made.incomplete()) is not None:
-        raise ValueError(f"{missing} would be missing or twice in the checkpoint")
-    return made
