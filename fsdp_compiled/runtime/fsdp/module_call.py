@@ -102,11 +102,11 @@ class ModuleCall:
                 take(request.buffers, lent.buffers)
         eager = f"eager {type(self.module).__name__}"
         if request is None:
-            self._calls.post(eager, made.gathers)
+            self._calls.begin(eager, made.gathers)
             return self._eagerly(args, named)
         if not trains and self._is_one_more(request):
             if self._mesh.tp > 1:  # ranks along it call alike
-                self._calls.post(eager, made.gathers)
+                self._calls.begin(eager, made.gathers)
                 return self._eagerly(args, named)
             if self._calls.undecided(eager, made.gathers):
                 return self._eagerly(args, named)
@@ -133,7 +133,7 @@ class ModuleCall:
         self._calls.check_open()
         with self._calls.refusing():
             self._follow()
-        self._calls.post(f"eager {type(self.module).__name__}", self._made.gathers)
+        self._calls.begin(f"eager {type(self.module).__name__}", self._made.gathers)
         with torch.no_grad():
             return self._eagerly(args, named)
 

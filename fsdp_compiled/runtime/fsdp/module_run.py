@@ -123,7 +123,7 @@ class Run:
             backward = training.backward
             flats = tuple(flat for key in backward.gradients for flat in made.rows[key].flats)
             missed = self._missed(flats, reached)
-            self.calls.post(label, backward.wire, missed)
+            self.calls.begin(label, backward.wire, missed)
             outputs = run_program(partial(backward.runner, kept), self.calls)
             self.calls.reached(missed)
             found: dict[Entry, DTensor] = {}
@@ -147,7 +147,7 @@ class Run:
             (buffer.key, [(flat in own, self._group(flat).all_reduces) for flat in made.rows[buffer.key].flats])
             for buffer, own in reduced.items()
         ]
-        self.calls.post(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8], missed)
+        self.calls.begin(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8], missed)
         outputs = run_program(partial(whole.runner, kept), self.calls)
         for key, place in whole.gradients.items():
             gradient = outputs[place].view(made.plan.shard, -1)
