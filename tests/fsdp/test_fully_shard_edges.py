@@ -279,6 +279,19 @@ def test_a_rank_that_skips_a_backward_is_an_error_on_every_rank() -> None:
     assert all("then RankError: An earlier call failed for good:" in one for one in said), said
 
 
+def test_a_loss_that_is_mixed_with_sharded_parameters_says_how() -> None:
+    model = fully_shard(net())
+    penalty = sum(one.abs().sum() for one in model.parameters())
+    loss_of(model).backward()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"was given a DTensor: .* Make that a plain tensor first: .*full_tensor"):
+        (model(X).mean() * penalty).backward()
+    plain = net()
+    for one, two in ((model, penalty.full_tensor()), (plain, sum(one.abs().sum() for one in plain.parameters()))):
+        (one(X).mean() * two).backward()
+    assert same(full(one.grad for one in model.parameters()), (one.grad for one in plain.parameters()))
+
+
 def test_a_call_without_a_process_group_says_so() -> None:
     model = fully_shard(net())
     model(torch.randn(2, 4))

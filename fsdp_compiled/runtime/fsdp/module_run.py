@@ -293,6 +293,14 @@ class _Function(torch.autograd.Function):
                     "no derivative of its backward program. Take the gradient inside of forward, where "
                     "torch.autograd.grad is traced with the model; or use compile_sharded with that loss."
                 )
+        if any(isinstance(one, DTensor) for one in tangents):
+            with run.calls.refusing():
+                raise RuntimeError(
+                    f"backward of {run.compiled.label} was given a DTensor: the loss was added to, or multiplied by, "
+                    "what is computed from sharded parameters outside of forward, which is one tensor over all ranks. "
+                    "Make that a plain tensor first: loss + 1e-4 * sum(p.abs().sum() for p in "
+                    "model.parameters()).full_tensor()."
+                )
         saved = iter(ctx.saved_tensors)
         kept = [value if apart else next(saved) for value, apart in ctx.others]
         del saved
