@@ -177,6 +177,8 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
                 mapping |= {tangent: _seed(graph, tangent) for tangent in seeds}
             if node.target is torch.ops.higher_order.with_effects:
                 _effect(graph, node, mapping, phase)
+            elif node.target is torch.ops.aten.copy_.default and node.args[0] in tangents:
+                mapping[node] = mapping[node.args[1]]  # a backward of the user's wrote its gradient, which is ours
             elif node not in mapping and node not in unread and not _is_token(node):
                 mapping[node] = mapping[node.args[0]] if node.target is DETACH else _copy(graph, node, mapping, phase)  # type: ignore[index]
         elif node.op not in ("placeholder", "output"):

@@ -169,6 +169,7 @@ def trace_whole(
             recorder.code = made.code
             made.guards = recorder.guards(fresh.__code__, scope, made.sources)
             made.flat, made.spec = pytree.tree_flatten((value, aux) if gradient and pair else value)
+            made.check_numbers()
             made.layouts = layouts(said, parts.mesh)
             made.outputs = output_ports(
                 made,

@@ -34,6 +34,7 @@ from fsdp_compiled.ir.program import LOSS, Port, PortKind, Program
 from fsdp_compiled.torch_private.dynamo import TracingContext, tracing
 
 log = logging.getLogger("fsdp_compiled")
+NUMBERS = (torch.SymFloat, torch.SymInt, torch.SymBool)
 
 
 @dataclass
@@ -160,6 +161,19 @@ class Trace:
             module.graph._root.append(places[place])
         return [inputs[place] for place in order]
 
+    def check_numbers(self) -> None:
+        """Raises `CaptureError` for a number that is read off a tensor and is there after the call."""
+        assert self.module is not None
+        kept = [self.flat, *(entry.new for entry in self.side_effects.entries)]
+        if any(isinstance(leaf, NUMBERS) for leaf in pytree.tree_leaves(kept)):
+            for read in filter(None, map(_read_off, self.module.graph.output_node().all_input_nodes)):
+                raise CaptureError(
+                    "A number that is read off a tensor is kept or returned, and a program gives tensors alone.\n"
+                    f"{user_line(RuntimeError(read.stack_trace))}\n  Cure: leave .item() and float() out of it; return "
+                    "the tensor, a loss as (loss, aux), forward beside its output; and read the number off what the "
+                    "call gives."
+                )
+
     def undo(self) -> None:
         """Python objects are as they were before."""
         if self.module is not None:
@@ -273,6 +287,16 @@ class Trace:
                     if isinstance(own, torch.SymInt) and own.node.expr == size.node.expr:
                         return Port("in", "size", port.name, dim=dim)
         raise CaptureError(f"{size} is a size that varies from call to call, and of no tensor of the batch.")
+
+
+def _read_off(node: fx.Node) -> fx.Node | None:
+    """The ``.item()`` that a number comes from; None for tensors, and for their sizes. Dynamo returns a float as a
+    ``torch.scalar_tensor``."""
+    if not isinstance(node.meta.get("example_value"), NUMBERS) and node.target is not torch.scalar_tensor:
+        return None
+    if node.target == "item":
+        return node
+    return next(filter(None, map(_read_off, node.all_input_nodes)), None)
 
 
 def _without_empty_literals(graph: fx.Graph) -> None:

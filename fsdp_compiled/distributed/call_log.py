@@ -16,6 +16,7 @@ import sys
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -39,6 +40,7 @@ from fsdp_compiled.distributed.lost_rank import is_lost, nth, parting_of, why
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
 from fsdp_compiled.distributed.process_group import backends, close, timeout
 from fsdp_compiled.distributed.watchdog import Watchdog
+from fsdp_compiled.ir.program import SILENT
 
 log = logging.getLogger("fsdp_compiled")
 
@@ -54,6 +56,8 @@ class Calls:
         self.take_part: Callable[[], Callable[[Posted, bool], bool] | None] = lambda: None  # a weak reference
         self.hypers = ""  # a digest of those that the next call goes by
         self.closed: str | None = None  # why no call can be made any more
+        self._last: deque[str] = deque(maxlen=12)  # the wires of the last calls that communicated
+        self._next: dict[tuple[str, ...], str] = {}  # by such a row, and by its end alone: what came after it last
         self._waits = mesh.device.type == "cpu"  # until its collectives are done, before a call returns
         self.board: Board | None = None
         self.watchdog: Watchdog | None = None
@@ -109,8 +113,17 @@ class Calls:
             assert self.closed is not None
             raise RankError(self.closed)
 
+    def _foreseen(self) -> str | None:
+        """What came next when the last calls were these; or, if they never were, when the last one was."""
+        return self._next.get(tuple(self._last)) or self._next.get(tuple(self._last)[-1:])
+
     def _put(self, call: Posted) -> None:
         """On the board, as what this rank does now."""
+        if call.communicates:
+            if len(self._next) > 1024:
+                self._next.clear()
+            self._next[tuple(self._last)] = self._next[tuple(self._last)[-1:]] = call.wire
+            self._last.append(call.wire)
         if self.board is not None:
             try:
                 self.board.post(call)
@@ -172,12 +185,25 @@ class Calls:
         self._put(Posted(self.count, wire, label, self.hypers))
         return True
 
-    def enter(self, label: str, wire: str, posted: bool = False) -> None:
-        """This rank's next call, of a program that is new to it: returns when every rank has posted its own, and all
-        communicate alike. ``posted``: whether the others know of the call. Raises `RankError`."""
+    def begin(self, label: str, wire: str, missed: Sequence[str] = ()) -> None:
+        """This rank's next call in a loop, of a program that it knows. ``missed``: see `reached`.
+
+        Collectives that do not pair up must not begin: gloo ends a process that is sent more than it waits for. Ranks
+        that made the same calls until now foresee the same next one, so of two that differ one looks before it goes on.
+        Where forward sends nothing, one rank alone may evaluate, and then counts other calls than the others.
+        """
+        if self.mesh.shard == 1 or wire in (SILENT, self._foreseen()):
+            self.post(label, wire, missed)
+        else:
+            self.enter(label, wire, missed=missed)
+
+    def enter(self, label: str, wire: str, posted: bool = False, missed: Sequence[str] = ()) -> None:
+        """This rank's next call, of a program that is new to it, or that nobody foresaw: returns when every rank has
+        posted its own, and all communicate alike. ``posted``: whether the others know of the call. Raises
+        `RankError`."""
         if self.board is None:
             if not posted:
-                self.post(label, wire)
+                self.post(label, wire, missed)
             return
         said = f"{label}{COMMUNICATING}{wire}"
         if posted:
@@ -187,7 +213,7 @@ class Calls:
         others = [self._wait_for(self.board, rank, decided=True) for rank in range(self.mesh.world)]
         theirs = (one.label.rpartition(COMMUNICATING)[2] if one.wire == MEETS else one.wire for one in others)
         if all(one == wire for one in theirs):
-            self._put(Posted(self.count, wire, label, self.hypers))
+            self._put(Posted(self.count, wire, label, self.hypers, _digest(missed)))
             return
         message = different([other.label for other in others])
         if any(other.wire != MEETS for other in others):  # it has gone on

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from fsdp_compiled.distributed import watchdog
-from fsdp_compiled.distributed.call_store import ABSENT, CLOSED, Board, StoreError, different, times
+from fsdp_compiled.distributed.call_store import ABSENT, CLOSED, COMMUNICATING, Board, StoreError, different, times
 from fsdp_compiled.distributed.connections import read
 
 ADDRESS = re.compile(r"\[([^\[\]\s]+)\]:(\d+)")
@@ -67,9 +67,9 @@ def _now(board: Board, rank: int, made: int, lost: bool, late: bool) -> str:
     """What that rank does, or that it is gone."""
     posted = board.read(rank, made)
     if posted.number == made:
-        return posted.label
+        return posted.label.partition(COMMUNICATING)[0]
     if not lost or posted.number > made:  # it may be slow, or ahead: that made no call fail
-        return board.read(board.rank, made).label
+        return board.read(board.rank, made).label.partition(COMMUNICATING)[0]
     if late and board.ended(rank) is None:
         return f"{ABSENT} after {times(board.newest(rank))}"
     return f"gone after {times(board.newest(rank))}"

@@ -45,7 +45,7 @@ REFUSED_BY_ALL = {
 }
 SHOWN = (
     "many_rates", "first_shapes_then_good", "replaced_on_both", "inference_on_both", "odd_rows",
-    "leaves_after_another_call", "late",
+    "leaves_after_another_call", "late", "loop_evaluates_more_on_the_first", "loop_evaluates_more_on_the_second",
 )  # fmt: skip
 
 # Ranks that differ in what another of the cases has too, at another time.
@@ -71,6 +71,15 @@ def test_ranks_whose_collectives_never_pair_up_are_told_in_seconds(results: dict
         assert answer["error"] == "RankError", answer
         (note,) = answer["notes"]
         assert float(note.removeprefix("seconds: ")) < 60  # the process group's patience is 30 minutes
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_loop_that_evaluates_more_on_one_rank_is_an_error_on_both(results: dict[str, Any], more: int) -> None:
+    for answer in results[f"loop_evaluates_more_on_the_{('first', 'second')[more]}"]:
+        first, then = answer["result"]["first"], answer["result"]["then"]
+        assert first.startswith("RankError: The ranks made different calls"), answer
+        assert f"rank {more}: forward FSDPSequential" in first and f"rank {1 - more}: training FSDPSeq" in first
+        assert then.startswith("RankError: An earlier call failed for good:\nThe ranks made different calls"), answer
 
 
 def test_a_rank_that_is_late_is_waited_for(results: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled import Policy, compile_sharded, fully_shard
 from fsdp_compiled.cli.launch import refuse_used
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +81,28 @@ def test_what_the_users_code_raises_is_said_as_it_was() -> None:
     with pytest.raises(ValueError, match="Why: ValueError: at least three rows, please") as caught:
         sharded_of(strict).step(X)
     assert "Cure" not in str(caught.value)
+
+
+KEPT: list[Any] = []
+
+
+@pytest.mark.parametrize("keep", [KEPT.append, lambda number: KEPT.extend([2 * number]), lambda number: number])
+def test_a_number_that_is_read_off_a_tensor_and_kept_says_what_to_return(keep: Callable[[Any], Any]) -> None:
+    def noted(model: nn.Module, x: torch.Tensor) -> Any:
+        found = model(x).mean()
+        return found, keep(found.item())
+
+    class Notes(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            return y, keep(float(y.mean()))
+
+    model = fully_shard(Notes(4, 4))
+    for call in (sharded_of(noted).step, model):
+        with pytest.raises(ValueError, match=r"(?s)test_messages.py.*(item|float)\(.*Cure: .*\(loss, aux\)") as caught:
+            call(X)
+        assert "requires_grad" not in str(caught.value)
+    assert not KEPT
 
 
 def test_a_model_that_was_taken_over_says_so_inside_another_ones_loss() -> None:

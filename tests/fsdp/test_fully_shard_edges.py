@@ -279,6 +279,70 @@ def test_a_rank_that_skips_a_backward_is_an_error_on_every_rank() -> None:
     assert all("then RankError: An earlier call failed for good:" in one for one in said), said
 
 
+def test_a_loss_that_is_mixed_with_sharded_parameters_says_how() -> None:
+    model = fully_shard(net())
+    penalty = sum(one.abs().sum() for one in model.parameters())
+    loss_of(model).backward()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"was given a DTensor: .* Make that a plain tensor first: .*full_tensor"):
+        (model(X).mean() * penalty).backward()
+    plain = net()
+    for one, two in ((model, penalty.full_tensor()), (plain, sum(one.abs().sum() for one in plain.parameters()))):
+        (one(X).mean() * two).backward()
+    assert same(full(one.grad for one in model.parameters()), (one.grad for one in plain.parameters()))
+
+
+class InPlace(torch.autograd.Function):
+    """A backward that writes the gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.mul_(2).sub_(0.01)
+
+
+class NotInPlace(InPlace):
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        gradient.mul(2)
+        return gradient.sub(0.01)
+
+
+class Applies(nn.Module):
+    def __init__(self, last: bool, function: Any = InPlace) -> None:
+        super().__init__()
+        self.net, self.last, self.function = net(), last, function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = (
+            self.function.apply(self.net(x)) if self.last else self.net(self.function.apply(x * self.net[0].bias[0]))
+        )
+        return found + self.function.apply(found)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_backward_that_writes_its_gradient_in_place(last: bool) -> None:
+    gradients = []
+    for function in (InPlace, NotInPlace):
+        plain = Applies(last, function)
+        loss_of(plain).backward()
+        gradients.append([one.grad for one in plain.parameters()])
+    model, taken = fully_shard(Applies(last)), Applies(last)
+    loss_of(model).backward()
+    before = [one.detach().clone() for one in taken.parameters()]
+    assert same(full(one.grad for one in model.parameters()), gradients[0])
+    sharded = compile_sharded(
+        taken, torch.optim.SGD(taken.parameters(), lr=1.0), loss=loss_of, policy=Policy(lower="eager")
+    )
+    sharded.step()
+    now = sharded.full_state_dict().values()
+    assert same(now, [one - gradient for one, gradient in zip(before, gradients[0], strict=True)])
+    assert not same(*gradients)
+
+
 def test_a_call_without_a_process_group_says_so() -> None:
     model = fully_shard(net())
     model(torch.randn(2, 4))

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compiled import Policy, Sharded, compile_sharded
+from fsdp_compiled import Policy, Sharded, compile_sharded, fully_shard
 from fsdp_compiled.distributed import watchdog
+from tests.launch import told
 from tests.workers.ranks import EAGER, RANK, Experts, batch, entropy, main, mse, net, shard, unchanged
 
 PATIENT = 3.0
@@ -235,6 +236,34 @@ def leaves_after_another_call() -> Any:
         time.sleep(PATIENT)
         return {}
     return begun(lambda: sharded.step(*batch(2)))
+
+
+def loop_evaluates_more(rank: int) -> Any:
+    """A loop of the user's own, with a batch more to evaluate on this rank. Where a backward's collectives meet a
+    forward's, gloo ends the process of one of them."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(*(fully_shard(nn.Linear(*sizes)) for sizes in ((64, 8), (8, 64), (64, 8)))))
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.ones(4, 64)
+
+    def call() -> None:
+        for _ in range(2):
+            for _ in range(2):
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with torch.no_grad():
+                for _ in range(2 + (rank == RANK)):
+                    model(x)
+
+    return {"first": told(call), "then": told(call)}
+
+
+def loop_evaluates_more_on_the_first() -> Any:
+    return loop_evaluates_more(0)
+
+
+def loop_evaluates_more_on_the_second() -> Any:
+    return loop_evaluates_more(1)
 
 
 def late() -> Any:

@@ -12,7 +12,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as theirs
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from tests.loops import GPT, batch, full, gpt, loss_of, train, weights
 
@@ -77,6 +79,36 @@ def stepped_in_backward(api: Any) -> Any:
     return weights(model)
 
 
+def inserted(api: Any) -> Any:
+    """Modules come into the model and go, so that parameters have other names: one without parameters, one that is
+    sharded, one that is not."""
+    model = gpt(api)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = train(model, optimizer, 1)
+    torch.manual_seed(1)
+    for one in (nn.Tanh(), api.fully_shard(nn.Linear(8, 8)), nn.Linear(8, 8)):
+        model.layers.insert(1, one)
+        if isinstance(one, nn.Linear):
+            optimizer.add_param_group({"params": list(one.parameters())})
+        found += train(model, optimizer, 2)
+    del model.layers[2], model.layers[0]
+    return [*found, *train(model, optimizer, 1)]
+
+
+def penalised(api: Any) -> Any:
+    """A penalty on all weights beside the loss. FSDP2 leaves a root that is marked alone gathered after forward."""
+    torch.manual_seed(0)
+    model = api.fully_shard(GPT())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss(model: nn.Module, step: int) -> torch.Tensor:
+        found = loss_of(model, step)
+        penalty = sum(one.abs().sum() for _, one in model.named_parameters())
+        return found + 1e-2 * (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)
+
+    return train(model, optimizer, 3, loss)
+
+
 class Fails(GPT):
     fails = False
 
@@ -123,4 +155,4 @@ def failing(api: Any) -> Any:
     return [failed, *weights(model)]
 
 
-CASES = (copied, regrouped, stepped_in_backward, failing)
+CASES = (copied, regrouped, stepped_in_backward, inserted, penalised, failing)

@@ -102,11 +102,11 @@ class ModuleCall:
                 take(request.buffers, lent.buffers)
         eager = f"eager {type(self.module).__name__}"
         if request is None:
-            self._calls.post(eager, made.gathers)
+            self._calls.begin(eager, made.gathers)
             return self._eagerly(args, named)
         if not trains and self._is_one_more(request):
             if self._mesh.tp > 1:  # ranks along it call alike
-                self._calls.post(eager, made.gathers)
+                self._calls.begin(eager, made.gathers)
                 return self._eagerly(args, named)
             if self._calls.undecided(eager, made.gathers):
                 return self._eagerly(args, named)
@@ -133,7 +133,7 @@ class ModuleCall:
         self._calls.check_open()
         with self._calls.refusing():
             self._follow()
-        self._calls.post(f"eager {type(self.module).__name__}", self._made.gathers)
+        self._calls.begin(f"eager {type(self.module).__name__}", self._made.gathers)
         with torch.no_grad():
             return self._eagerly(args, named)
 
@@ -238,9 +238,9 @@ class ModuleCall:
         self._tables = [table for module in modules for table in (module._parameters, module._modules)]
         entries = [entry for group in self._groups for entry in group.entries]
         known = {id(entry.parameter) for entry in entries}
-        self._plain = {
-            name: one for name, one in named_parameters(self.module, remove_duplicate=False) if id(one) not in known
-        }
+        named = list(named_parameters(self.module, remove_duplicate=False))
+        self._names = tuple(name for name, one in named if id(one) in known)
+        self._plain = {name: one for name, one in named if id(one) not in known}
         if sharded := [name for name, one in self._plain.items() if isinstance(one, DTensor)]:
             raise ValueError(
                 f"{sharded[0]} is a DTensor that fully_shard does not know. Parameters of other kinds of parallelism "
@@ -257,7 +257,7 @@ class ModuleCall:
             (name, tuple(one.shape), one.stride(), one.dtype, one.device, first.setdefault(id(one), place))
             for place, (name, one) in enumerate(self._plain.items())
         ]
-        return tuple(self._groups), tuple(self._versions), tuple(self._trainable), tuple(plain)
+        return tuple(self._groups), tuple(self._versions), tuple(self._trainable), self._names, tuple(plain)
 
     def _moved(self, args: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The batch on the device, as FSDP2 moves it."""

@@ -123,7 +123,7 @@ class Run:
             backward = training.backward
             flats = tuple(flat for key in backward.gradients for flat in made.rows[key].flats)
             missed = self._missed(flats, reached)
-            self.calls.post(label, backward.wire, missed)
+            self.calls.begin(label, backward.wire, missed)
             outputs = run_program(partial(backward.runner, kept), self.calls)
             self.calls.reached(missed)
             found: dict[Entry, DTensor] = {}
@@ -147,7 +147,7 @@ class Run:
             (buffer.key, [(flat in own, self._group(flat).all_reduces) for flat in made.rows[buffer.key].flats])
             for buffer, own in reduced.items()
         ]
-        self.calls.post(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8], missed)
+        self.calls.begin(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8], missed)
         outputs = run_program(partial(whole.runner, kept), self.calls)
         for key, place in whole.gradients.items():
             gradient = outputs[place].view(made.plan.shard, -1)
@@ -292,6 +292,14 @@ class _Function(torch.autograd.Function):
                     f"backward(create_graph=True) through {run.compiled.label}, which fully_shard compiled: there is "
                     "no derivative of its backward program. Take the gradient inside of forward, where "
                     "torch.autograd.grad is traced with the model; or use compile_sharded with that loss."
+                )
+        if any(isinstance(one, DTensor) for one in tangents):
+            with run.calls.refusing():
+                raise RuntimeError(
+                    f"backward of {run.compiled.label} was given a DTensor: the loss was added to, or multiplied by, "
+                    "what is computed from sharded parameters outside of forward, which is one tensor over all ranks. "
+                    "Make that a plain tensor first: loss + 1e-4 * sum(p.abs().sum() for p in "
+                    "model.parameters()).full_tensor()."
                 )
         saved = iter(ctx.saved_tensors)
         kept = [value if apart else next(saved) for value, apart in ctx.others]

@@ -205,7 +205,8 @@ class Programs:
             if self._moving is not None:
                 self._moving.made(request, compiled.program, several)
         else:
-            self.calls.post(request.said(compiled.label), compiled.wire)
+            post = self.calls.post if self._called is None else self.calls.begin
+            post(request.said(compiled.label), compiled.wire)
             del self._cached[compiled.number]
         self._cached[compiled.number] = compiled
         variants = self._variants.setdefault(request.key, [])
