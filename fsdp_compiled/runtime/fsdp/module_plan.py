@@ -159,11 +159,12 @@ def _trained(plan: Plan, plain: Mapping[str, torch.Tensor]) -> tuple[str, str]:
 
     Ranks compare it: where other parameters are trained, the collectives may be the same, and the sums wrong.
     """
-    slots = {slot.name: (slot.leaf.trainable, slot.leaf.shape) for buffer in plan.buffers for slot in buffer.slots}
-    slots |= {name: (one.requires_grad, tuple(one.shape)) for name, one in plain.items()}
-    count = sum(trained for trained, _ in slots.values())
+    leaves = [slot.leaf for buffer in plan.buffers for slot in buffer.slots]
+    slots = {leaf.names[0]: (leaf.trainable, leaf.shape, leaf.shard_dim) for leaf in leaves}
+    slots |= {name: (one.requires_grad, tuple(one.shape), 0) for name, one in plain.items()}
+    count = sum(trained for trained, *_ in slots.values())
     units = [(unit.reshard, [(buffer.key, buffer.division) for buffer in unit.buffers]) for unit in plan.units]
-    names = [name for name, (trained, _) in slots.items() if trained]
+    names = [name for name, (trained, *_) in slots.items() if trained]
     said = f"{count} of {len(slots)} trained"
     note = "" if count == len(slots) else f", {said} ({_digest(names)})"
     return f"{said} ({_digest([slots, units, plan.policy])})", note
