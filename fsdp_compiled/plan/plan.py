@@ -108,6 +108,7 @@ class Buffer:
     by_rows: bool = False  # each rank's shard holds rows of every parameter (`rows`)
     split: bool = False  # whether ranks along the tp axis have parts of its parameters, or all the whole
     division: Division = Division()
+    hooked: bool = False  # what a loop does to the reduced gradient comes before the rest of the division, and the cast
     precision: MixedPrecisionPolicy | None = None  # None: the policy's
 
     def __hash__(self) -> int:  # of all that it has, with all slots, it takes longer than to look a thing up

@@ -197,6 +197,12 @@ def tied_later(model: Any) -> Any:
     return model(torch.randn(2, 6))
 
 
+def hooked_late(model: Any) -> None:
+    loss = loss_of(model)
+    model.set_all_reduce_hook(print)
+    loss.backward()
+
+
 def on_a_mesh(parameter: nn.Parameter) -> Any:
     """As FSDP2's `ShardPlacementResult`."""
     return SimpleNamespace(placement=None, mesh_info=object())
@@ -223,7 +229,8 @@ def dual(model: nn.Module) -> Any:
         (lambda: fully_shard(fully_shard(net())), "before"),
         (lambda: copy.deepcopy(fully_shard(net())), "cannot be copied"),
         (lambda: fully_shard(net()).set_gradient_divide_factor(0.0), "positive number"),
-        (lambda: fully_shard(net()).set_all_reduce_hook(print), "register_hook"),
+        (lambda: fully_shard(net()).set_custom_all_gather(print), "programs make their own collectives"),
+        (lambda: hooked_late(fully_shard(net())), "set_all_reduce_hook was called on a FSDPSequential between"),
         (lambda: torch.func.vjp(fully_shard(net()), torch.randn(2, 6)), "torch.func transform"),
         (lambda: dual(fully_shard(net())), "tangents would be lost"),
         (lambda: tied_later(fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))), "tied after fully_shard"),
@@ -231,7 +238,7 @@ def dual(model: nn.Module) -> Any:
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(what: Callable[[], Any], named: str) -> None:
-    with pytest.raises((ValueError, NotImplementedError, TypeError), match=named):
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=named):
         what()
 
 

@@ -12,6 +12,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -406,9 +407,69 @@ def watched(api: Any) -> Any:
     return found
 
 
+# Hooks of all-reductions.
+
+
 def together(api: Any) -> dict[str, Any]:
     """Has small neighbours sent together."""
     return {"policy": ours.Policy(lower="eager", cuda_graph=False, bucket_mb=1)} if api is ours else {}
+
+
+def hooked(name: str, hybrid: bool = False, steps: int = 6, factor: float = 1.7, **options: Any) -> None:
+    """A case: hooks note what they are given, of which module and dtype, and change it; one is there from the start."""
+
+    def run(api: Any) -> Any:
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
+        net = mark(api, Net(), **(options | {"mesh": mesh} if hybrid else options))
+        optimizer, found = torch.optim.SGD(net.parameters(), lr=0.1), list[Any]()
+
+        def hook(name: str, reduced: torch.Tensor) -> None:
+            found.extend((name, reduced.clone()))
+            reduced.mul_(1.7 if api is theirs else factor).add_(0.01)
+
+        for step in range(steps):
+            for name in {0: "b", 3: "ac"}.get(step, ""):
+                getattr(net, name).set_all_reduce_hook(partial(hook, name))
+            _both(net, step)
+            loss = net(rows(step)).float().square().mean()
+            loss.backward()
+            found.append(loss.detach())
+            if step % 3 == 2:
+                found += gradients(net)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*found, *weights(net)]
+
+    CASES[name] = run
+
+
+HALVES = {"a": {"mp_policy": REDUCED}, "b": {"mp_policy": MixedPrecisionPolicy(torch.float16)},
+          "c": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}}  # fmt: skip
+hooked("hooked_in_halves", parts=HALVES)
+hooked("hooked_broken", steps=3, factor=1.7001)
+hooked("hooked_replicas", hybrid=True, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+
+
+@case
+def hooked_neighbours(api: Any) -> Any:
+    """Small modules, which lie side by side."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(12)))
+    found: list[Any] = []
+    for one in net:
+        api.fully_shard(one, **together(api))
+    api.fully_shard(net, **together(api))
+    for place in (1, 2, 3, 9):
+        net[place].set_all_reduce_hook(lambda one, place=place: found.extend((place, one.mul_(2).clone())))
+    for step in range(2):
+        loss = net(rows(step)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *gradients(net)]
+    if api is ours:
+        units = [unit.members for unit in net._fsdp_compiled.calls["forward"].plan.units]
+        assert ("1", "2", "3") in units, units
+    return found
 
 
 # Parameters of which ranks divide another dim than the first.
@@ -596,8 +657,12 @@ def refused() -> dict[str, str]:
         net = mark(ours, type("Own", (Net,), {"forward": function})())
         found[name] = launch.told(lambda net=net, given=given: net(given()))
     first = dist.get_rank() == 0
-    net = mark(ours, Net(), shard_placement_fn=lambda one: Shard(first * (one.dim() - 1)))
-    found["dim_of_one"] = launch.told(lambda: net(rows(0)))
+    for name in ("hook_of_one", "dim_of_one"):
+        dim = int(first and name == "dim_of_one")
+        net = mark(ours, Net(), shard_placement_fn=lambda one, dim=dim: Shard(dim * (one.dim() - 1)))
+        if first and name == "hook_of_one":
+            net.b.set_all_reduce_hook(print)
+        found[name] = launch.told(lambda net=net: net(rows(0)))
     return found
 
 

@@ -12,7 +12,7 @@ what writes to a parameter writes to what is gathered. Whoever puts other tensor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from operator import attrgetter, is_
@@ -161,6 +161,7 @@ class ParameterGroup:
         self.all_reduces = True  # whether, over replicas too
         self.pads = False  # whether a gradient of zeros is left with what a backward does not reach
         self.division = Division()
+        self.all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
         self.version = 0  # of the flat shards
         self.flats: list[FlatShard] = []
         self.replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # plain ones, by the new
@@ -180,7 +181,7 @@ class ParameterGroup:
     @property
     def treated(self) -> tuple[Any, ...]:
         """What a plan depends on, besides the parameters."""
-        return self.version, self.reshard_after_forward, self.division
+        return self.version, self.reshard_after_forward, self.division, self.all_reduce_hook is not None
 
     def same(self) -> bool:
         """Whether all parameters are still the slices that they were; a table that changed is not seen here."""
