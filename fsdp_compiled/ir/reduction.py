@@ -36,20 +36,19 @@ class Call:
 
 
 def reduction(buffer: Buffer, dtype: torch.dtype, plan: Plan) -> list[Call]:
-    """Of a flat gradient of this dtype, whole on each rank; what comes of it has the buffer's."""
+    """Of a flat gradient of this dtype, whole on each rank; what comes of it has the buffer's, unless it is `hooked`:
+    then this ends with the last reduction."""
     factor, sums = buffer.division.factor, buffer.division.sums
     wait = Call("wait", c10d.wait_tensor.default)
     calls: list[Call] = []
     first = rest = "avg"
-    after = 1.0
     if dtype == torch.float16:
         first = rest = "sum"
-        before, after = _divisors(factor or plan.world)
+        before, _ = _divisors(factor or plan.world)
         if before != 1:
             calls.append(Call("scale", aten.div.Tensor, (before,)))
     elif sums:
         first = rest = "sum"
-        after = factor or plan.world
     elif factor is not None:
         first, rest = "avg" if factor == plan.shard else "sum", "sum"
         if first == "sum" and factor != 1:
@@ -60,8 +59,14 @@ def reduction(buffer: Buffer, dtype: torch.dtype, plan: Plan) -> list[Call]:
         calls += [Call("reduce", c10d.all_reduce.default, (first,), "shard"), wait]
     if plan.replicate > 1:
         calls += [Call("reduce", c10d.all_reduce.default, (rest,), "replicate"), wait]
-    if after != 1:
-        calls.append(Call("scale", aten.div.Tensor, (after,)))
+    return calls if buffer.hooked else calls + finish(buffer, dtype, plan)
+
+
+def finish(buffer: Buffer, dtype: torch.dtype, plan: Plan) -> list[Call]:
+    """What comes after the last reduction."""
+    factor = buffer.division.factor or plan.world
+    after = _divisors(factor)[1] if dtype == torch.float16 else factor if buffer.division.sums else 1
+    calls = [Call("scale", aten.div.Tensor, (after,))] if after != 1 else []
     if dtype != buffer.dtype:
         calls.append(Call("cast", aten._to_copy.default, options={"dtype": buffer.dtype}))
     return calls

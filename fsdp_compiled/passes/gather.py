@@ -170,20 +170,25 @@ def _copies(
             sizes = [size for _, size in row]
             split = edit.call(aten.split_with_sizes_copy.default, block, sizes, 1, mark=mark)
             found += [
-                (slot.name, _whole(edit, slot, edit.call(getitem, split, index, mark=mark), mark))
+                (slot.name, _whole(edit, slot, edit.call(getitem, split, index, mark=mark), mark, world))
                 for index, (slot, _) in enumerate(row)
                 if slot.name in used
             ]
     return found
 
 
-def _whole(edit: Edit, slot: Slot, rows: fx.Node, mark: Mark) -> fx.Node:
-    """The parameter, of its rows of every rank's shard: ``[world, n]``, zeros after the last."""
-    size = rows.meta["val"].numel()
-    if size != slot.leaf.numel:
+def _whole(edit: Edit, slot: Slot, rows: fx.Node, mark: Mark, world: int) -> fx.Node:
+    """The parameter, of its rows of every rank's shard: ``[world, n]``, zeros after the last (`plan.rows.whole`)."""
+    leaf, size = slot.leaf, rows.meta["val"].numel()
+    if (dim := leaf.shard_dim) != 0:
+        rows = edit.call(aten.view.default, rows, [world, *leaf.chunk(world)], mark=mark)
+        order = [*range(1, dim + 1), 0, *range(dim + 1, len(leaf.shape) + 1)]
+        rows = edit.call(aten.permute.default, rows, order, mark=mark)
+        rows = edit.call(aten.clone.default, rows, memory_format=torch.contiguous_format, mark=mark)
+    elif size != leaf.numel:
         rows = edit.call(aten.view.default, rows, [size], mark=mark)
-        rows = edit.call(aten.slice.Tensor, rows, 0, 0, slot.leaf.numel, mark=mark)
-    return edit.call(aten.view.default, rows, list(slot.leaf.shape), mark=mark)
+        rows = edit.call(aten.slice.Tensor, rows, 0, 0, leaf.numel, mark=mark)
+    return edit.call(aten.view.default, rows, list(leaf.shape), mark=mark)
 
 
 def _views_of_block(

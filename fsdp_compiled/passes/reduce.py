@@ -154,12 +154,23 @@ def _concatenated_by_rows(edit: Edit, buffer: Buffer, gradients: dict[str, fx.No
         if size == 0:
             continue
         if slot.name in gradients and slot.leaf.numel:
-            pieces.append(gradients[slot.name])
+            pieces.append(_by_rank(edit, slot, gradients[slot.name], plan.shard, mark))
         else:
             zeros = [size * plan.shard]
             pieces.append(edit.call(aten.full.default, zeros, 0.0, dtype=dtype, device=plan.device, mark=mark))
     parts = edit.call(aten._chunk_cat.default, pieces, 0, plan.shard, mark=mark)
     return edit.call(aten.view.default, parts, [buffer.numel], mark=mark)
+
+
+def _by_rank(edit: Edit, slot: Slot, gradient: fx.Node, world: int, mark: Mark) -> fx.Node:
+    """What each rank owns of another dim, rank by rank, as rows: of dim 1, ``[4, 6]`` -> ``[world * 4, 6 / world]``."""
+    if (dim := slot.leaf.shard_dim) == 0:
+        return gradient
+    shape = slot.leaf.chunk(world)
+    parts = edit.call(aten.view.default, gradient, [*shape[:dim], world, *shape[dim:]], mark=mark)
+    order = [dim, *(place for place in range(len(shape) + 1) if place != dim)]
+    parts = edit.call(aten.permute.default, parts, order, mark=mark)
+    return edit.call(aten.reshape.default, parts, [world * shape[0], *shape[1:]], mark=mark)
 
 
 def _add(edit: Edit, buffer: Buffer, value: fx.Node, call: Call) -> fx.Node:

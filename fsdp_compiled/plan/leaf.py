@@ -104,6 +104,7 @@ class Leaf:
     block: str
     tp: TensorParallel | None = None  # shape and stride are of the first part; None: a plain tensor, which is whole
     owned: bool = False  # one rank along the shard axis updates the whole of it (`owners`)
+    shard_dim: int = 0  # by rows (`rows`): the dim that ranks along the shard axis divide
 
     @property
     def numel(self) -> int:
@@ -126,10 +127,10 @@ class Leaf:
             return contiguous
         return tuple(sorted(contiguous, key=lambda dim: -self.stride[dim]))
 
-    def chunk(self, ranks: int) -> int:
-        """Elements of the rows that each of so many ranks has, as ``torch.chunk`` deals them out, with what fills up
+    def chunk(self, ranks: int) -> tuple[int, ...]:
+        """The shape of the rows that each of so many ranks has, as ``torch.chunk`` deals them out, with what fills up
         the last ones."""
-        return -(-self.shape[0] // ranks) * (self.numel // self.shape[0] if self.shape[0] else 0)
+        return tuple(-(-size // ranks) if dim == self.shard_dim else size for dim, size in enumerate(self.shape))
 
     def in_shape(self, flat: torch.Tensor) -> torch.Tensor:
         """``[numel]``, in the parameter's memory order -> the view in its shape."""

@@ -19,6 +19,7 @@ Terms, used with these meanings everywhere in the package:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,7 +59,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank's shard has of a parameter: elements ``[first, last)``, in memory order, often none of them.
+    """What a rank's shard has of a parameter: elements ``[first, last)``, in memory order, often none of them. By rows,
+    where ranks divide another dim than the first, they are counted rank by rank.
 
     They begin at ``offset`` of the shard.
     """
@@ -106,6 +108,7 @@ class Buffer:
     by_rows: bool = False  # each rank's shard holds rows of every parameter (`rows`)
     split: bool = False  # whether ranks along the tp axis have parts of its parameters, or all the whole
     division: Division = Division()
+    hooked: bool = False  # what a loop does to the reduced gradient comes before the rest of the division, and the cast
     precision: MixedPrecisionPolicy | None = None  # None: the policy's
 
     def __hash__(self) -> int:  # of all that it has, with all slots, it takes longer than to look a thing up
@@ -120,8 +123,8 @@ class Buffer:
         """A number: the same for buffers whose parameters lie alike, block by block."""
         blocks: dict[str, int] = {}
         slots = [
-            (slot.offset, slot.leaf.shape, slot.leaf.order, blocks.setdefault(slot.leaf.block, len(blocks)))
-            for slot in self.slots
+            (slot.offset, leaf.shape, leaf.order, leaf.shard_dim, blocks.setdefault(leaf.block, len(blocks)))
+            for slot, leaf in ((slot, slot.leaf) for slot in self.slots)
         ]
         return _LYING.setdefault((self.dtype, self.numel, self.by_rows, tuple(slots)), len(_LYING))
 
@@ -131,7 +134,7 @@ class Buffer:
         numel, size = slot.leaf.numel, self.numel // ranks
         rank = rank if ranks > 1 else 0
         if self.by_rows:
-            each = slot.leaf.chunk(ranks)
+            each = math.prod(slot.leaf.chunk(ranks))
             first = min(rank * each, numel)
             return Part(first, min(first + each, numel), slot.offset)
         start = rank * size

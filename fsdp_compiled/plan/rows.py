@@ -7,12 +7,20 @@ Rows are dealt out as `torch.chunk` does, the last ranks' parts filled up with z
 parameter is what DTensor calls ``Shard(0)``: everything that knows DTensors (optimizers, checkpoints, initialisation)
 is right about it. A gathered parameter lies in as many parts as there are ranks, and is copied into one. FSDP2 lays its
 buffers out in the same way.
+
+Ranks may divide another dim of a parameter (`Leaf.shard_dim`), as of experts that are fewer than ranks. Its chunks of
+that dim then lie where rows would, ``Shard(1)``; the dim must be a multiple of the ranks.
+
+    a: [2, 4], dim 1        rank 0: a00 a01 a10 a11       rank 1: a02 a03 a12 a13
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+
+import torch
 
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer, Slot
@@ -26,8 +34,15 @@ def widths(buffer: Buffer, world: int) -> list[int]:
 
 def own_rows(leaf: Leaf, world: int, rank: int) -> tuple[int, int]:
     """``[first, last + 1)`` of the rows that this rank owns."""
-    size = -(-leaf.shape[0] // world)
-    return min(rank * size, leaf.shape[0]), min((rank + 1) * size, leaf.shape[0])
+    rows, size = leaf.shape[leaf.shard_dim], leaf.chunk(world)[leaf.shard_dim]
+    return min(rank * size, rows), min((rank + 1) * size, rows)
+
+
+def whole(parts: torch.Tensor, leaf: Leaf, world: int) -> torch.Tensor:
+    """The parameter, of its part of every rank's shard: ``[world, n]``, zeros after the last."""
+    if leaf.shard_dim == 0:
+        return parts.reshape(-1)[: leaf.numel].view(leaf.shape)
+    return parts.reshape(world, *leaf.chunk(world)).movedim(0, leaf.shard_dim).reshape(leaf.shape)
 
 
 def lay_out_by_rows(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> Buffer:
@@ -38,7 +53,7 @@ def lay_out_by_rows(unit: str, key: str, leaves: Sequence[Leaf], world: int) -> 
     slots, offset = [], 0
     for leaf in leaves:
         slots.append(Slot(leaf, offset))
-        offset += leaf.chunk(world)
+        offset += math.prod(leaf.chunk(world))
     first = leaves[0]
     numel = world * max(offset, 1)  # nothing is a collective of nothing
     return Buffer(key, unit, first.dtype, first.trainable, None, tuple(slots), numel, by_rows=True, split=first.split)

@@ -15,22 +15,26 @@ ON_TWO = (
     "into_one_tensor", "within_groups", "in_a_checkpoint", "rank_of", "accumulated_and_evaluated",
     "dataclasses", "nested_dataclasses", "lists_of_dataclasses", "sets", "arrays",
     "reduced_otherwise", "reductions_alone", "root_apart", "three_dtypes", "uniform", "kept",
-    "a_part_waits", "neighbours_wait", "watched", "stopped",
-    "sampled",
+    "a_part_waits", "neighbours_wait", "watched", "stopped", "sampled", "hooked_in_halves", "hooked_neighbours",
+    "other_dims", "other_dims_in_bfloat16", "other_dims_merged", "other_dims_saved", "other_dims_uneven",
 )  # fmt: skip
 ON_FOUR = (
     "replicas_wait", "replicas_wait_in_bfloat16", "ranks_and_replicas_wait", "parts_wait", "divided_by_three",
+    "hooked_replicas", "other_dims_on_replicas", "other_dims_cut",
 )  # fmt: skip
+BROKEN = ("broken", "hooked_broken", "other_dims_broken")
 REFUSED = {
     "written": "CaptureError: A collective of torch.distributed writes a tensor that requires a gradient",
     "changed": "Forward changes its argument, a Batch",
     "scalar": "ValueError: The batch holds a numpy.float32",
+    "hook_of_one": "RankError: The ranks called with different",
+    "dim_of_one": "RankError: The ranks called with different",
 }
 
 
 @pytest.fixture(scope="module")
 def two() -> dict[str, Any]:
-    return launch(WORKER, 2, *ON_TWO, "broken", "refused")
+    return launch(WORKER, 2, *ON_TWO, *BROKEN, "refused")
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +52,9 @@ def test_two_replicas_of_two_ranks_leave_what_they_leave_with_fsdp2(four: dict[s
     assert not four[case]
 
 
-def test_another_loss_is_told_apart(two: dict[str, Any]) -> None:
-    assert "off by" in two["broken"]
+@pytest.mark.parametrize("case", BROKEN)
+def test_another_loss_hook_or_layout_of_gradients_is_told_apart(two: dict[str, Any], case: str) -> None:
+    assert "off by" in two[case]
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -6,6 +6,7 @@ import copy
 import enum
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_compiled import FSDPModule, Policy, compile_sharded, fully_shard, register_fsdp_forward_method
 from fsdp_compiled.runtime.fsdp.fully_shard import _move_buffers
@@ -196,6 +197,17 @@ def tied_later(model: Any) -> Any:
     return model(torch.randn(2, 6))
 
 
+def hooked_late(model: Any) -> None:
+    loss = loss_of(model)
+    model.set_all_reduce_hook(print)
+    loss.backward()
+
+
+def on_a_mesh(parameter: nn.Parameter) -> Any:
+    """As FSDP2's `ShardPlacementResult`."""
+    return SimpleNamespace(placement=None, mesh_info=object())
+
+
 def dual(model: nn.Module) -> Any:
     """Forward differentiation, of the input."""
     with torch.autograd.forward_ad.dual_level():
@@ -205,14 +217,20 @@ def dual(model: nn.Module) -> Any:
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        (lambda: fully_shard(net(), shard_placement_fn=lambda one: Shard(1)), r"gives S\(1\) for \w+\.weight"),
+        (
+            lambda: fully_shard(net(), shard_placement_fn=lambda one: Shard(1)),
+            r"\(dim=1\) for \w+\.bias, of shape \[8\]",
+        ),
+        (lambda: fully_shard(net(), shard_placement_fn=lambda one: Replicate()), r"expected None or Shard\(dim\)"),
+        (lambda: fully_shard(net(), shard_placement_fn=on_a_mesh), "gives another mesh for"),
         (lambda: fully_shard(net(), reshard_after_forward=3), "reshard_after_forward=3"),
         (lambda: fully_shard(net(), policy=Policy(clip=1.0)), "clip_grad_norm_"),
         (lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])), "do not implement forward"),
         (lambda: fully_shard(fully_shard(net())), "before"),
         (lambda: copy.deepcopy(fully_shard(net())), "cannot be copied"),
         (lambda: fully_shard(net()).set_gradient_divide_factor(0.0), "positive number"),
-        (lambda: fully_shard(net()).set_all_reduce_hook(print), "register_hook"),
+        (lambda: fully_shard(net()).set_custom_all_gather(print), "programs make their own collectives"),
+        (lambda: hooked_late(fully_shard(net())), "set_all_reduce_hook was called on a FSDPSequential between"),
         (lambda: torch.func.vjp(fully_shard(net()), torch.randn(2, 6)), "torch.func transform"),
         (lambda: dual(fully_shard(net())), "tangents would be lost"),
         (lambda: tied_later(fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))), "tied after fully_shard"),
@@ -220,7 +238,7 @@ def dual(model: nn.Module) -> Any:
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(what: Callable[[], Any], named: str) -> None:
-    with pytest.raises((ValueError, NotImplementedError, TypeError), match=named):
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=named):
         what()
 
 
@@ -262,8 +280,8 @@ def test_each_member_of_an_enum_is_a_program_of_its_own() -> None:
     assert not torch.equal(*expected)
 
 
-@pytest.mark.parametrize("placement", [None, Shard(0)])
-def test_a_placement_by_rows_is_what_there_is(placement: Shard | None) -> None:
+@pytest.mark.parametrize("placement", [None, Shard(0), Shard(-1)])
+def test_a_placement_is_asked_for_once_a_parameter(placement: Shard | None) -> None:
     plain, asked = net(), []
     model = copy.deepcopy(plain)
     fully_shard(model, shard_placement_fn=lambda one: asked.append(one.shape) or placement)

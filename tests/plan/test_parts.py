@@ -11,7 +11,7 @@ import torch
 from fsdp_compiled.plan.leaf import Leaf, contiguous_stride
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Buffer, Part, Slot
-from fsdp_compiled.plan.rows import lay_out_by_rows
+from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, whole
 from fsdp_compiled.policy import Policy
 
 SHAPES = [(7, 5), (3,), (1, 2), (16, 4), (0, 3), (40,)]
@@ -84,3 +84,20 @@ def test_of_one_rank_the_part_is_all_whatever_its_number_is(layout: str) -> None
     buffer, _ = LAYOUTS[layout](1)
     for slot in buffer.slots:
         assert buffer.part(slot, 3, 1) == buffer.part(slot, 0, 1) == Part(0, slot.leaf.numel, slot.offset)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_whole_parameters_are_put_together_of_chunks_of_any_dim(dim: int, ranks: int) -> None:
+    shapes = [(4, 8, 4), (8, 4, 4)]
+    given = [replace(leaf, shard_dim=dim) for leaf in leaves(shapes)]
+    buffer = lay_out_by_rows("root", "root", given, ranks)
+    for slot in buffer.slots:
+        leaf, values = slot.leaf, elements(slot).view(slot.leaf.shape)
+        own = [own_rows(leaf, ranks, rank) for rank in range(ranks)]
+        parts = torch.stack([values.narrow(dim, first, last - first).flatten() for first, last in own])
+        sizes = [buffer.part(slot, rank, ranks).numel for rank in range(ranks)]
+        assert sizes == [parts.shape[1]] * ranks == [math.prod(leaf.chunk(ranks))] * ranks
+        assert torch.equal(whole(parts, leaf, ranks), values)
+        other = whole(parts, replace(leaf, shard_dim=(dim + 1) % 3), ranks)
+        assert torch.equal(other, values) == (ranks == 1)

@@ -5,11 +5,14 @@ torchrun --nproc-per-node 2 beside_fsdp2.py RESULT NAME...; four ranks for what 
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +20,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as theirs
 import torch.distributed.nn.functional as differentiable
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compiled as ours
+from tests import launch
 from tests.loops import different, full, gradients, weights
 
 WIDTH = 8
@@ -399,6 +407,228 @@ def watched(api: Any) -> Any:
     return found
 
 
+# Hooks of all-reductions.
+
+
+def together(api: Any) -> dict[str, Any]:
+    """Has small neighbours sent together."""
+    return {"policy": ours.Policy(lower="eager", cuda_graph=False, bucket_mb=1)} if api is ours else {}
+
+
+def hooked(name: str, hybrid: bool = False, steps: int = 6, factor: float = 1.7, **options: Any) -> None:
+    """A case: hooks note what they are given, of which module and dtype, and change it; one is there from the start."""
+
+    def run(api: Any) -> Any:
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
+        net = mark(api, Net(), **(options | {"mesh": mesh} if hybrid else options))
+        optimizer, found = torch.optim.SGD(net.parameters(), lr=0.1), list[Any]()
+
+        def hook(name: str, reduced: torch.Tensor) -> None:
+            found.extend((name, reduced.clone()))
+            reduced.mul_(1.7 if api is theirs else factor).add_(0.01)
+
+        for step in range(steps):
+            for name in {0: "b", 3: "ac"}.get(step, ""):
+                getattr(net, name).set_all_reduce_hook(partial(hook, name))
+            _both(net, step)
+            loss = net(rows(step)).float().square().mean()
+            loss.backward()
+            found.append(loss.detach())
+            if step % 3 == 2:
+                found += gradients(net)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [*found, *weights(net)]
+
+    CASES[name] = run
+
+
+HALVES = {"a": {"mp_policy": REDUCED}, "b": {"mp_policy": MixedPrecisionPolicy(torch.float16)},
+          "c": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}}  # fmt: skip
+hooked("hooked_in_halves", parts=HALVES)
+hooked("hooked_broken", steps=3, factor=1.7001)
+hooked("hooked_replicas", hybrid=True, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+
+
+@case
+def hooked_neighbours(api: Any) -> Any:
+    """Small modules, which lie side by side."""
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(12)))
+    found: list[Any] = []
+    for one in net:
+        api.fully_shard(one, **together(api))
+    api.fully_shard(net, **together(api))
+    for place in (1, 2, 3, 9):
+        net[place].set_all_reduce_hook(lambda one, place=place: found.extend((place, one.mul_(2).clone())))
+    for step in range(2):
+        loss = net(rows(step)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *gradients(net)]
+    if api is ours:
+        units = [unit.members for unit in net._fsdp_compiled.calls["forward"].plan.units]
+        assert ("1", "2", "3") in units, units
+    return found
+
+
+# Parameters of which ranks divide another dim than the first.
+
+
+class Experts(nn.Module):
+    """More ranks than experts, in a larger world: their weights are divided along another dim."""
+
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, experts)
+        self.up = nn.Parameter(torch.randn(experts, 4, WIDTH) / 3)
+        self.down = nn.Parameter(torch.randn(experts, WIDTH, 4) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = torch.tanh(torch.einsum("rw,ehw->erh", self.norm(x), self.up))
+        return x + torch.einsum("erh,ewh,re->rw", inside, self.down, self.router(x).softmax(-1))
+
+
+def divided_at(parameter: nn.Parameter) -> Shard | None:
+    """Of experts the second dim or the last, of weights the second; of the rest rows, which may be uneven."""
+    if parameter.dim() == 3:
+        return Shard(1) if parameter.shape[1] == WIDTH else Shard(-1)
+    return Shard(1) if parameter.dim() == 2 else None
+
+
+def mixture(api: Any, experts: int = 3, units: int = 2, **options: Any) -> Any:
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Experts(experts) for _ in range(units)), nn.Linear(WIDTH, 5))
+    for one in net[:units]:
+        api.fully_shard(one, shard_placement_fn=divided_at, **options, **(together(api) if units > 2 else {}))
+    return api.fully_shard(net, shard_placement_fn=divided_at, **options)
+
+
+def lying(net: Any) -> list[Any]:
+    """What a loop sees of the parameters: placements, and this rank's parts of them and of their gradients."""
+    found = list[Any]()
+    for one in net.parameters():
+        for tensor in (one, one.grad) if one.grad is not None else (one,):
+            local = tensor.to_local().detach()
+            found += [str(tensor.placements), local.stride(), local.clone()]
+    return found
+
+
+def other_dims(name: str, hybrid: bool = False, **options: Any) -> None:
+    """A case: of three steps the last two reduce, the third over replicas too; gradients are clipped."""
+
+    def run(api: Any) -> Any:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
+        net = mixture(api, **(options | {"mesh": mesh} if hybrid else options))
+        optimizer, found = torch.optim.AdamW(net.parameters(), lr=1e-2), lying(net)
+        for step in range(3):
+            _both(net, step)
+            loss = net(rows(step)).float().square().mean()
+            loss.backward()
+            found.append(loss.detach())
+            if step == 2:
+                found += [*lying(net), full(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1))]
+                optimizer.step()
+                optimizer.zero_grad()
+                with torch.no_grad():
+                    found.append(net(rows(9)))
+        if "merged" in name and api is ours:
+            units = net._fsdp_compiled.calls["forward"].plan.units
+            assert any(len(unit.members) > 1 for unit in units), [unit.name for unit in units]
+        return [*found, *weights(net)]
+
+    CASES[name] = run
+
+
+other_dims("other_dims")
+other_dims("other_dims_in_bfloat16", mp_policy=REDUCED)
+other_dims("other_dims_merged", units=6)
+other_dims("other_dims_on_replicas", hybrid=True)
+
+
+@case
+def other_dims_saved(api: Any) -> Any:
+    """By DCP, and whole; what is unsharded, written and assigned."""
+    net, again = mixture(api), mixture(api)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        net(rows(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    dcp.save({"net": net.state_dict(), "state": get_optimizer_state_dict(net, optimizer)}, checkpoint_id=folder[0])
+    with torch.no_grad():
+        for one in again.parameters():
+            one.zero_()
+    taken = torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9)
+    state = {"net": again.state_dict(), "state": get_optimizer_state_dict(again, taken)}
+    dcp.load(state, checkpoint_id=folder[0])
+    set_optimizer_state_dict(again, taken, state["state"])
+    again(rows(5)).square().mean().backward()
+    found = lying(again)
+    taken.step()
+    again[0].unshard()
+    found += [one.detach().clone() for one in (again[0].up, again[0].down, again[0].router.weight)]
+    again[0].reshard()
+    values = {name: distribute_tensor(full(one) * 2, one.device_mesh, one.placements) for name, one in
+              again.state_dict().items()}  # fmt: skip
+    again.load_state_dict(values, assign=True)
+    again.zero_grad()
+    again(rows(6)).square().mean().backward()
+    return [*found, *lying(again)]
+
+
+@case
+def other_dims_cut(api: Any) -> Any:
+    """Beside a tp axis, which cuts the same dim or another."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    net: Any = nn.Sequential(
+        nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+    )
+    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    api.fully_shard(net, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(1))
+    found = lying(net)
+    for step in range(2):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + mesh.get_local_rank("dp")))
+        loss = net(x).square().mean()
+        loss.backward()
+        found += [loss.detach()]
+    return [*found, *lying(net)]
+
+
+@case
+def other_dims_uneven(api: Any) -> Any:
+    """Refused by both; ours leaves the model as it was."""
+    net = nn.Linear(5, 4)
+    before = dict(net.named_parameters())
+    try:
+        api.fully_shard(net, shard_placement_fn=lambda one: Shard(one.dim() - 1))
+    except NotImplementedError as error:
+        assert api is theirs or (type(net) is nn.Linear and dict(net.named_parameters()) == before)
+        return [str(error).split(":")[0].partition(" ")[2].partition(" ")[2]]
+    return ["nothing"]
+
+
+@case
+def other_dims_broken(api: Any) -> Any:
+    """A control: gradients are laid out by rows, whatever dim it is that ranks divide."""
+    reduce: Any = importlib.import_module("fsdp_compiled.passes.reduce")
+    known = reduce._by_rank
+
+    def by_rows(edit: Any, slot: Any, gradient: Any, *more: Any) -> Any:
+        return gradient if slot.leaf.shape == (4, WIDTH, 4) else known(edit, slot, gradient, *more)
+
+    reduce._by_rank = by_rows if api is ours else known
+    try:
+        net = mixture(api, experts=4)
+        net(rows(0)).square().mean().backward()
+        return lying(net)
+    finally:
+        reduce._by_rank = known
+
+
 @case
 def broken(api: Any) -> Any:
     """A control: what must be noticed."""
@@ -425,11 +655,14 @@ def refused() -> dict[str, str]:
         ("scalar", Net.forward, lambda: np.float32(1)),
     ):
         net = mark(ours, type("Own", (Net,), {"forward": function})())
-        try:
-            net(given())
-            found[name] = "nothing"
-        except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        found[name] = launch.told(lambda net=net, given=given: net(given()))
+    first = dist.get_rank() == 0
+    for name in ("hook_of_one", "dim_of_one"):
+        dim = int(first and name == "dim_of_one")
+        net = mark(ours, Net(), shard_placement_fn=lambda one, dim=dim: Shard(dim * (one.dim() - 1)))
+        if first and name == "hook_of_one":
+            net.b.set_all_reduce_hook(print)
+        found[name] = launch.told(lambda net=net: net(rows(0)))
     return found
 
 

@@ -34,7 +34,7 @@ from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.fsdp.module_class import FSDPModule, give_class, register_fsdp_forward_method
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, state_of
-from fsdp_compiled.runtime.fsdp.parameter_group import ENTRY, Entry, Holder, ParameterGroup
+from fsdp_compiled.runtime.fsdp.parameter_group import ENTRY, Entry, Holder, ParameterGroup, check_divided
 from fsdp_compiled.runtime.tensor_parallel.parts import check_even, check_policy, check_ties, tensor_parallel
 
 # What a loop of the user's decides by itself, by field of `Policy`, with where.
@@ -80,6 +80,9 @@ def fully_shard(
     reshard_after_forward
         True, or None: parameters are freed after forward and gathered again for backward, but for the unit that
         backward needs first. False: they are kept.
+    shard_placement_fn
+        Gives the placement of each parameter: ``Shard(dim)``, of a dim that the ranks along the shard axis divide, or
+        None for ``Shard(0)``, whose rows need not be a multiple of them.
     mp_policy
         torch's ``MixedPrecisionPolicy``, of these modules; others may have another.
     ignored_params
@@ -104,13 +107,13 @@ def fully_shard(
     holders = [places for places in holders if _taken(places) is None]
     for places in holders:
         _check_parameter(places)
-        _check_placement(places, shard_placement_fn)
     place = place_in(device_mesh, _tp_axis(device_mesh, holders))
+    shard_dims = [_shard_dim(places, shard_placement_fn, place.shard) for places in holders]
     _check_tp(place, policy, modules)
     _check_offload(offload_policy, place.device)
     reshard = _reshard(reshard_after_forward, place.shard)
     _move_buffers(modules, place.device)
-    group = ParameterGroup(modules, holders, device_mesh, place, mp_policy, reshard)
+    group = ParameterGroup(modules, holders, shard_dims, device_mesh, place, mp_policy, reshard)
     for entry, places in tied:
         for holder in places:
             entry.tie(holder)
@@ -307,16 +310,28 @@ def _check_parameter(holders: Sequence[Holder]) -> None:
         )
 
 
-def _check_placement(holders: Sequence[Holder], wanted: Callable[[nn.Parameter], Any] | None) -> None:
-    """Raises ``NotImplementedError`` for a parameter that is to be sharded otherwise than by rows."""
+def _shard_dim(holders: Sequence[Holder], wanted: Callable[[nn.Parameter], Any] | None, ranks: int) -> int:
+    """The dim of a parameter that the ranks divide. Raises ``ValueError`` for what is no placement of it, and
+    ``NotImplementedError`` for one that is not supported."""
     module, name = holders[0]
     parameter = module._parameters[name]
     assert parameter is not None
-    if wanted is not None and (placement := wanted(parameter)) not in (None, Shard(0), Shard(-parameter.dim())):
+    if wanted is None or (placement := wanted(parameter)) is None:
+        return 0
+    where = f"{type(module).__name__}.{name}"
+    if hasattr(placement, "mesh_info"):
         raise NotImplementedError(
-            f"shard_placement_fn gives {placement} for {type(module).__name__}.{name}, which fsdp_compiled.fully_shard "
-            "does not support: parameters are sharded by rows. Return None or Shard(0)."
+            f"shard_placement_fn gives another mesh for {where}, which fsdp_compiled.fully_shard does not support. "
+            "Return Shard(dim) or None."
         )
+    if type(placement) is not Shard or not -parameter.dim() <= placement.dim < parameter.dim():
+        raise ValueError(
+            f"shard_placement_fn gives {placement!r} for {where}, of shape {list(parameter.shape)}; expected None or "
+            f"Shard(dim), with a dim from 0 to {parameter.dim() - 1}."
+        )
+    dim = placement.dim % parameter.dim()
+    check_divided(where, parameter, tensor_parallel(where, parameter), dim, ranks)
+    return dim
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

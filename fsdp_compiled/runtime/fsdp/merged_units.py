@@ -132,6 +132,7 @@ def _alike(first: ParameterGroup, second: ParameterGroup) -> bool:
         first.device_mesh == second.device_mesh
         and (first.reshard_after_forward is not False) == (second.reshard_after_forward is not False)
         and first.division == second.division
+        and (first.all_reduce_hook is None) == (second.all_reduce_hook is None)
         and [first.precision.param_dtype, first.precision.reduce_dtype]
         == [second.precision.param_dtype, second.precision.reduce_dtype]
         and [_kind(flat) for flat in first.flats] == [_kind(flat) for flat in second.flats]

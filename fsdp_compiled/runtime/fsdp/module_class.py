@@ -166,6 +166,18 @@ class FSDPModule(TorchFSDPModule):
         for state in _states(self, recurse):
             state.group.pads = bool(reduce_scatter_unused_params)
 
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], Any], *, stream: Any = None) -> None:
+        """What each backward calls with this module's reduced gradient, flat, in the dtype that is reduced in.
+
+        It may write to it, for example to reduce it over other jobs too, as fault-tolerant replicas do. With replicas
+        in the mesh it comes after their all-reduction. It is called on the current stream after the backward program,
+        where FSDP2 calls it as each module's reduction ends, on ``stream``. Set it before forward.
+        """
+        group = _state(self).group
+        if stream is not None and group.mesh.replicate > 1:
+            raise ValueError("stream cannot be set when using native HSDP")
+        group.all_reduce_hook = hook
+
     def reset_iter_state(self) -> None:
         """Drops gradients that were held back; a forward that failed leaves nothing else."""
         for state in states_in(self):
@@ -175,9 +187,6 @@ class FSDPModule(TorchFSDPModule):
     set_custom_all_gather = _refusing("set_custom_all_gather", "Leave it out: programs make their own collectives.")
     set_custom_reduce_scatter = _refusing(
         "set_custom_reduce_scatter", "Leave it out: programs make their own collectives."
-    )
-    set_all_reduce_hook = _refusing(
-        "set_all_reduce_hook", "Change gradients after backward, in parameter.grad, or with parameter.register_hook."
     )
 
     def _get_fsdp_state(self) -> Any:

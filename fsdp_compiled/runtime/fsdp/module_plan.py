@@ -159,11 +159,14 @@ def _trained(plan: Plan, plain: Mapping[str, torch.Tensor]) -> tuple[str, str]:
 
     Ranks compare it: where other parameters are trained, the collectives may be the same, and the sums wrong.
     """
-    slots = {slot.name: (slot.leaf.trainable, slot.leaf.shape) for buffer in plan.buffers for slot in buffer.slots}
-    slots |= {name: (one.requires_grad, tuple(one.shape)) for name, one in plain.items()}
-    count = sum(trained for trained, _ in slots.values())
-    units = [(unit.reshard, [(buffer.key, buffer.division) for buffer in unit.buffers]) for unit in plan.units]
-    names = [name for name, (trained, _) in slots.items() if trained]
+    leaves = [slot.leaf for buffer in plan.buffers for slot in buffer.slots]
+    slots = {leaf.names[0]: (leaf.trainable, leaf.shape, leaf.shard_dim) for leaf in leaves}
+    slots |= {name: (one.requires_grad, tuple(one.shape), 0) for name, one in plain.items()}
+    count = sum(trained for trained, *_ in slots.values())
+    units = [
+        (unit.reshard, [(buffer.key, buffer.division, buffer.hooked) for buffer in unit.buffers]) for unit in plan.units
+    ]
+    names = [name for name, (trained, *_) in slots.items() if trained]
     said = f"{count} of {len(slots)} trained"
     note = "" if count == len(slots) else f", {said} ({_digest(names)})"
     return f"{said} ({_digest([slots, units, plan.policy])})", note
@@ -190,7 +193,9 @@ def units_of(module: nn.Module, groups: Sequence[ParameterGroup], rows: dict[str
             key = unit if len(together) == 1 else f"{unit}#{index}"
             own = [_buffer(flat, places[group], names) for group, flat in zip(run, row.flats, strict=True)]
             together_as = side_by_side(unit, key, own, run[0].mesh.shard)
-            buffers.append(replace(together_as, division=run[0].division, precision=run[0].precision))
+            hooked = run[0].all_reduce_hook is not None
+            together_as = replace(together_as, division=run[0].division, hooked=hooked)
+            buffers.append(replace(together_as, precision=run[0].precision))
             rows[key] = row
         yield Unit(unit, tuple(buffers), run[0].reshard_after_forward is not False)
 

@@ -21,6 +21,7 @@ from fsdp_compiled.capture.global_modes import outside_modes
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import RankError
 from fsdp_compiled.ir.nodes import OTHER_BATCHES
+from fsdp_compiled.ir.reduction import finish
 from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.autograd_hooks import hook_on
@@ -80,6 +81,7 @@ class Run:
             for entry, name in made.names.items()
             if name in moved and entry.parameter.requires_grad and not (entry in held and hook_on(entry.parameter))
         ]
+        self._hooked = [group.all_reduce_hook is not None for group in made.groups]
         self._trained = tuple(given)  # by whose ids they are found
         self.place = {id(one): place for place, one in enumerate(given)}
         # Inputs that have gradients beside the sharded parameters; some of them are parameters that are not sharded.
@@ -111,6 +113,7 @@ class Run:
         made, compiled = self.made, self.compiled
         with self.calls.refusing():
             self._check_versions()
+            self._check_hooked()
             if everything:
                 self._check_hooks(reached)
         training = compiled.training
@@ -128,14 +131,14 @@ class Run:
             self.calls.reached(missed)
             found: dict[Entry, DTensor] = {}
             for key, place in backward.gradients.items():
-                for flat, start in made.rows[key].starts:
-                    found |= parts(outputs[place], self._wanted(flat, reached), start)
+                for flat, start in reversed(made.rows[key].starts):
+                    found |= self._parts(key, flat, outputs[place], self._wanted(flat, reached), start)
             found |= self._zeros(flats)
             return found, {name: outputs[place] for name, place in backward.others.items()}
         with self.calls.refusing():
             whole = made.programs.whole(compiled)
         reduced: dict[Buffer, list[FlatShard]] = {}
-        for buffer in made.plan.buffers:
+        for buffer in reversed(made.plan.buffers):  # as backward comes to them, for hooks
             flats_of = [flat for flat in made.rows[buffer.key].flats if self._group(flat).synchronise]
             has = buffer.key in whole.gradients or any(flat.held is not None for flat in flats_of)
             if flats_of and has and buffer.unit in training.units:
@@ -170,10 +173,11 @@ class Run:
         found: dict[Entry, DTensor] = {}
         if all(self._group(flat).all_reduces and flat.partial is None for flat, *_ in released):
             shard = over_replicas(shard)
-            for _, start, members in released:
-                found |= parts(shard, [entry for entry in members if entry.parameter.requires_grad], start)
+            for flat, start, members in reversed(released):
+                trained = [entry for entry in members if entry.parameter.requires_grad]
+                found |= self._parts(buffer.key, flat, shard, trained, start)
             return found
-        for flat, start, members in released:
+        for flat, start, members in reversed(released):
             own = shard[start : start + flat.tensor.numel()]
             own = own.clone() if flat.partial is None else own + flat.partial
             entries = {**flat.partial_of, **dict.fromkeys(members)}
@@ -181,8 +185,23 @@ class Run:
             flat.partial, flat.partial_of = (own, entries) if waits else (None, {})
             if not waits:
                 trained = [entry for entry in entries if entry.parameter.requires_grad]
-                found |= parts(over_replicas(own), trained, 0)
+                found |= self._parts(buffer.key, flat, over_replicas(own), trained, 0)
         return found
+
+    def _parts(
+        self, key: str, flat: FlatShard, gradient: torch.Tensor, entries: list[Entry], start: int
+    ) -> dict[Entry, DTensor]:
+        """`parts`, after what the user's hook does to the reduced gradient of this flat shard, as FSDP2 calls it."""
+        buffer, hook = self.made.plan.buffer(key), self._group(flat).all_reduce_hook
+        if hook is None or not entries:
+            return parts(gradient, entries, start)
+        dtype = self.made.plan.reduce_dtype(buffer)
+        own = gradient[start : start + flat.tensor.numel()].to(dtype)
+        with self.calls.refusing():
+            hook(own)
+        for call in finish(buffer, dtype, self.made.plan):
+            own = call.target(own, *call.arguments, **call.options)
+        return parts(own, entries, 0)
 
     def _group(self, flat: FlatShard) -> ParameterGroup:
         return self.made.group_of[flat.entries[0]]
@@ -216,12 +235,24 @@ class Run:
         """The same of what forward gathered, and no rank reduces."""
         found: dict[Entry, DTensor] = {}
         ports = self.compiled.inputs if self._padded else ()
-        for flat in (flat for port in ports if port.kind == "shard" for flat in self.made.rows[port.name].flats):
+        keyed = [
+            (port.name, flat) for port in ports if port.kind == "shard" for flat in self.made.rows[port.name].flats
+        ]
+        for key, flat in keyed:
             group = self._group(flat)
             if flat in self._padded and flat not in reduced and group.synchronise and group.all_reduces:
                 trained = [entry for entry in flat.entries if entry.parameter.requires_grad]
-                found |= parts(torch.zeros_like(flat.tensor), trained, 0)
+                found |= self._parts(key, flat, torch.zeros_like(flat.tensor), trained, 0)
         return found
+
+    def _check_hooked(self) -> None:
+        """Raises ``RuntimeError`` where the program is for other hooks of all-reductions than there are."""
+        for group, hooked in zip(self.made.groups, self._hooked, strict=True):
+            if (group.all_reduce_hook is not None) != hooked:
+                raise RuntimeError(
+                    f"set_all_reduce_hook was called on a {type(group.modules[0]).__name__} between this forward and "
+                    "its backward. Call it before forward."
+                )
 
     def _check_hooks(self, reached: Collection[str]) -> None:
         """Raises ``RuntimeError`` where autograd would call a hook for a gradient that there is not."""

@@ -12,7 +12,7 @@ what writes to a parameter writes to what is gathered. Whoever puts other tensor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import starmap
 from operator import attrgetter, is_
@@ -29,7 +29,7 @@ from fsdp_compiled.distributed.device_mesh import beside
 from fsdp_compiled.distributed.mesh import Mesh, gather_shards
 from fsdp_compiled.plan.leaf import Leaf, TensorParallel, contiguous_stride
 from fsdp_compiled.plan.plan import Buffer, Division, Part
-from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, widths
+from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, whole, widths
 from fsdp_compiled.runtime.fsdp.loop_hooks import OURS, Mark, mark
 from fsdp_compiled.runtime.tensor_parallel.parts import local_part, tensor_parallel
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, TensorMeta
@@ -52,6 +52,7 @@ class Entry:
     holders: list[Holder]
     spec: DTensorSpec
     tp: TensorParallel | None = None  # of one that `parallelize_module` cut, or made whole on each rank
+    shard_dim: int = 0
     part: Part = NOTHING
     local: torch.Tensor | None = None
     mark: Mark = field(default_factory=mark)
@@ -70,7 +71,7 @@ class Entry:
             parts = self.spec.mesh.size(-1)
             shape = tuple(size // parts if dim == self.tp.dim else size for dim, size in enumerate(shape))
         return Leaf((self.holders[0][1],), shape, contiguous_stride(shape), self.parameter.dtype,
-                    self.parameter.requires_grad, None, "", tp=self.tp)  # fmt: skip
+                    self.parameter.requires_grad, None, "", tp=self.tp, shard_dim=self.shard_dim)  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -129,6 +130,17 @@ def part_of(flat: torch.Tensor, first: int, last: int, shape: Sequence[int]) -> 
     return flat.new_empty(0).set_(memory, 0, shape)  # type: ignore[call-overload, no-any-return]
 
 
+def check_divided(where: str, value: torch.Tensor, tp: TensorParallel | None, dim: int, ranks: int) -> None:
+    """Raises ``NotImplementedError`` where ranks would have parts of different sizes of another dim than the first."""
+    parts = ranks * (tp.parts if tp is not None and tp.dim == dim else 1)
+    if dim and value.shape[dim] % parts:
+        raise NotImplementedError(
+            f"fully_shard does not support uneven sharding on dim {dim}: {where} has shape {list(value.shape)}; "
+            f"expected a multiple of {parts}, the ranks. Return a dim that is one in shard_placement_fn, or Shard(0), "
+            "whose rows need not be."
+        )
+
+
 class ParameterGroup:
     """Parameters that are gathered together, as the user marked them."""
 
@@ -136,6 +148,7 @@ class ParameterGroup:
         self,
         modules: Sequence[nn.Module],
         holders: Sequence[list[Holder]],
+        shard_dims: Sequence[int],
         device_mesh: DeviceMesh,
         mesh: Mesh,
         precision: MixedPrecisionPolicy,
@@ -148,16 +161,17 @@ class ParameterGroup:
         self.all_reduces = True  # whether, over replicas too
         self.pads = False  # whether a gradient of zeros is left with what a backward does not reach
         self.division = Division()
+        self.all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
         self.version = 0  # of the flat shards
         self.flats: list[FlatShard] = []
         self.replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # plain ones, by the new
         self.unsharded: list[tuple[nn.Parameter, int]] = []  # with their versions, between `unshard` and `reshard`
         entries = []
-        for places in holders:
+        for places, dim in zip(holders, shard_dims, strict=True):
             module, name = places[0]
             plain = module._parameters[name]
             assert plain is not None
-            entries.append(self._shard(plain, places))
+            entries.append(self._shard(plain, places, dim))
         self._lay_out(entries)
 
     @property
@@ -167,7 +181,7 @@ class ParameterGroup:
     @property
     def treated(self) -> tuple[Any, ...]:
         """What a plan depends on, besides the parameters."""
-        return self.version, self.reshard_after_forward, self.division
+        return self.version, self.reshard_after_forward, self.division, self.all_reduce_hook is not None
 
     def same(self) -> bool:
         """Whether all parameters are still the slices that they were; a table that changed is not seen here."""
@@ -197,6 +211,7 @@ class ParameterGroup:
                     f"{where} was replaced by a DTensor with placements {now.placements}, where fully_shard has "
                     f"{entry.spec.placements}. Redistribute it: tensor.redistribute(placements=old.placements)."
                 )
+            check_divided(where, now, entry.tp, entry.shard_dim, self.mesh.shard)
             if now.grad_fn is not None and torch.is_grad_enabled():
                 raise ValueError(
                     f"{where} was replaced by a result of {now.grad_fn.name()}, as torch.func.functional_call may do, "
@@ -210,29 +225,29 @@ class ParameterGroup:
         if changed:
             self._lay_out(list(self.entries))
 
-    def _spec(self, parameter: torch.Tensor, tp: TensorParallel | None) -> DTensorSpec:
+    def _spec(self, parameter: torch.Tensor, tp: TensorParallel | None, shard_dim: int) -> DTensorSpec:
         """As FSDP2 says it, but that what no plan named is ``Replicate`` along tp, which it is; FSDP2 leaves the axis
         out, and norms and foreach updates of both kinds together fail there."""
         shape = parameter.shape
         meta = TensorMeta(shape, contiguous_stride(shape), parameter.dtype)
-        rows = Shard(0)
+        rows = Shard(shard_dim)
         beyond: tuple[Placement, ...] = ()
         if self.mesh.tp_mesh is not None:
             dim = tp.dim if tp is not None else None
             beyond = (Replicate() if dim is None else Shard(dim),)
-            if dim == 0 and self.mesh.tp > 1:  # rows of a part of the rows
-                rows = StridedShard(0, split_factor=self.mesh.tp)
+            if dim == shard_dim and self.mesh.tp > 1:  # rows of a part of the rows
+                rows = StridedShard(dim, split_factor=self.mesh.tp)
         first = () if self.device_mesh.ndim == 1 else (Replicate(),)
         return DTensorSpec(self.all_axes, (*first, rows, *beyond), tensor_meta=meta)
 
-    def _shard(self, plain: nn.Parameter, holders: list[Holder]) -> Entry:
+    def _shard(self, plain: nn.Parameter, holders: list[Holder], shard_dim: int) -> Entry:
         """This rank's rows, as a DTensor, in the parameter's place."""
         tp = tensor_parallel(holders[0][1], plain)
-        spec = self._spec(plain, tp)
-        entry = Entry(plain, holders, spec, tp)
+        spec = self._spec(plain, tp, shard_dim)
+        entry = Entry(plain, holders, spec, tp, shard_dim)
         first, last = own_rows(entry.leaf, self.mesh.shard, self.mesh.shard_rank)
         with torch.no_grad():
-            local = local_part(plain)[first:last]
+            local = local_part(plain).narrow(shard_dim, first, last - first)
             if not plain.is_meta:
                 local = local.to(self.mesh.device)
         blank = DTensor(local.new_empty(0), spec, requires_grad=False)  # without the slice's offset: see `part_of`
@@ -274,7 +289,7 @@ class ParameterGroup:
             for entry, slot in zip(members, buffer.slots, strict=True):
                 known = entry.spec.tensor_meta
                 if known is None or (known.shape, known.dtype) != (entry.parameter.shape, entry.parameter.dtype):
-                    entry.spec = self._spec(entry.parameter, entry.tp)
+                    entry.spec = self._spec(entry.parameter, entry.tp, entry.shard_dim)
                 old = entry.parameter._local_tensor  # type: ignore[attr-defined]
                 entry.part = buffer.part(slot, self.mesh.shard_rank, self.mesh.shard)
                 entry.local = part_of(tensor, entry.part.offset, entry.part.end, old.shape)
@@ -314,15 +329,14 @@ class ParameterGroup:
             full = gather_shards(flat.tensor.to(dtype) if cast else flat.tensor, self.mesh).view(world, -1)
             sizes = widths(flat.buffer, world)
             for entry, slot, size in zip(flat.entries, flat.buffer.slots, sizes, strict=True):
-                rows = full[:, slot.offset : slot.offset + size].reshape(-1)[: slot.leaf.numel]
-                values = rows.view(slot.leaf.shape).clone()
+                values = whole(full[:, slot.offset : slot.offset + size], slot.leaf, world).clone()
                 if entry.tp is not None and self.mesh.tp_mesh is not None:  # gathered, it is what a plan made of it
                     placement = Replicate() if entry.tp.dim is None else Shard(entry.tp.dim)
                     values = DTensor.from_local(values, self.mesh.tp_mesh, (placement,), run_check=False)
-                whole = nn.Parameter(values, entry.parameter.requires_grad)
+                made = nn.Parameter(values, entry.parameter.requires_grad)
                 for module, name in entry.holders:
-                    module._parameters[name] = whole
-                self.unsharded.append((whole, whole._version))
+                    module._parameters[name] = made
+                self.unsharded.append((made, made._version))
 
     def reshard(self) -> None:
         """Registers the sharded parameters again. Raises ``RuntimeError`` where the whole ones were written or used."""
@@ -332,11 +346,11 @@ class ParameterGroup:
         for entry in self.entries:
             for module, name in entry.holders:
                 module._parameters[name] = entry.parameter
-        for whole, version in held:
-            if whole._version != version or whole.grad is not None:
-                what = "written to" if whole.grad is None else "given a gradient"
+        for made, version in held:
+            if made._version != version or made.grad is not None:
+                what = "written to" if made.grad is None else "given a gradient"
                 raise RuntimeError(
-                    f"A parameter of shape {list(whole.shape)} was {what} while it was unsharded, which would be lost: "
+                    f"A parameter of shape {list(made.shape)} was {what} while it was unsharded, which would be lost: "
                     "the sharded parameter is what is trained. Write to that one, after reshard(); to compute with "
                     "gradients, call the module that fully_shard was called on, or register_fsdp_forward_method."
                 )
