@@ -171,6 +171,8 @@ class FSDPModule(TorchFSDPModule):
         for state in states_in(self):
             for flat in state.group.flats:
                 flat.drop()
+            for one in state.group.extended:
+                one.drop()
 
     set_custom_all_gather = _refusing("set_custom_all_gather", "Leave it out: programs make their own collectives.")
     set_custom_reduce_scatter = _refusing(
