@@ -9,7 +9,7 @@ import contextlib
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -46,9 +46,30 @@ def differentiate(
 ) -> Traced:
     """The program of a module that Dynamo traced, on inputs and with results that are these ports, and its gradient."""
     joint = _joint(module, inputs)
-    ports = list(given)
+    ports = _opened(joint, given)
     literals = _lift_literals(joint, ports)
-    return Traced(_to_program(joint.graph, ports, list(results)), literals)
+    return Traced(_to_program(joint.graph, ports, given, list(results)), literals)
+
+
+def _opened(joint: fx.GraphModule, given: Sequence[Port]) -> list[Port]:
+    """Of each placeholder but for tangents; of a tensor of a class of its own, there are those that it is made of."""
+    found = [
+        _within(node.meta.get("desc"), descriptors.SubclassGetAttrAOTInput)
+        for node in joint.graph.find_nodes(op="placeholder")
+    ]
+    if not any(part for _, part in found):
+        return list(given)
+    inputs = [(given[of.idx], part) for of, part in found if isinstance(of, descriptors.PlainAOTInput)]
+    return [replace(port, part=part) if part else port for port, part in inputs]
+
+
+def _within(description: Any, kind: type) -> tuple[Any, str]:
+    """What a piece of a tensor of a class of its own is a piece of, and which."""
+    part: list[str] = []
+    while isinstance(description, kind):
+        part.insert(0, description.attr)  # type: ignore[attr-defined]
+        description = description.base  # type: ignore[attr-defined]
+    return description, ".".join(part)
 
 
 def _empty_gradient(gradient: torch.Tensor, value: torch.Tensor, *_options: Any) -> Any:
@@ -139,8 +160,9 @@ def _lift_literals(joint: fx.GraphModule, ports: list[Port]) -> dict[str, torch.
     return literals
 
 
-def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Program:
-    """The joint graph with our ports and marks, its unused inputs gone.
+def _to_program(joint: fx.Graph, inputs: list[Port], given: Sequence[Port], results: list[Port]) -> Program:
+    """The joint graph with our ports and marks, its unused inputs gone. ``inputs``: of the placeholders; ``given``: of
+    what was traced.
 
     The tangent of a loss is a constant; that of a ``result`` is an input, ``tangent`` of the same name.
     """
@@ -162,7 +184,7 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
         mapping[node].meta = {"val": node.meta["val"]}
     tangents = placeholders[len(inputs) :]
     for tangent in tangents:
-        output = tangent.meta["desc"].output
+        output = _result_of(tangent)
         if isinstance(output, descriptors.PlainAOTOutput) and results[output.idx].kind == "result":
             port = Port("in", "tangent", results[output.idx].name, results[output.idx].part)
             mapping[tangent] = by_port[port] = graph.node_copy(tangent)
@@ -195,12 +217,12 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
         if isinstance(description, descriptors.PlainAOTOutput):
             outputs[results[description.idx]] = mapping[value]  # after a mutation of the same buffer, its last value
         elif isinstance(description, descriptors.InputMutationAOTOutput):
-            port = inputs[description.mutated_input.idx]  # type: ignore[attr-defined]
+            port = given[_within(description.mutated_input, descriptors.SubclassGetAttrAOTInput)[0].idx]  # type: ignore[attr-defined]
             if port.kind not in ("buffer", "constant"):
                 raise CaptureError(unwritable(port))
             outputs.setdefault(Port("out", port.kind, port.name), mapping[value])
         elif isinstance(description, descriptors.GradAOTOutput) and value is not None:
-            port = inputs[description.grad_of.idx]  # type: ignore[attr-defined]
+            port = given[description.grad_of.idx]  # type: ignore[attr-defined]
             if port.kind == "constant":
                 raise CaptureError(
                     f"The loss differentiates {port.name}, which is not a parameter of the model: its gradient would "
@@ -215,6 +237,14 @@ def _to_program(joint: fx.Graph, inputs: list[Port], results: list[Port]) -> Pro
                 outputs[Port("out", "parameter gradient", port.name)] = mapping[value]
             elif port.kind in ("batch", "plain"):
                 outputs[Port("out", "input gradient", port.name)] = mapping[value]
+        elif value is not None and isinstance(description, descriptors.SubclassGetAttrAOTOutput):
+            of, part = _within(description, descriptors.SubclassGetAttrAOTOutput)
+            gradient = isinstance(of, descriptors.GradAOTOutput)
+            what = f"The gradient of {given[of.grad_of.idx].name}" if gradient else "What forward returns"  # type: ignore[attr-defined]
+            raise CaptureError(
+                f"{what} is a tensor of a class of its own, made of {part} and others; expected an ordinary one. Let "
+                "what the class makes of operators be ordinary tensors, but for those that only lay it out otherwise."
+            )
         elif value is not None and not isinstance(description, of_no_use):
             raise CaptureError(f"The model returns something that cannot be traced yet: {description}.")
     graph.output(list(outputs.values()))
@@ -259,10 +289,15 @@ def _is_token(node: fx.Node) -> bool:
     )
 
 
+def _result_of(tangent: fx.Node) -> Any:
+    """What it is the derivative by."""
+    return _within(tangent.meta["desc"], descriptors.SubclassGetAttrAOTInput)[0].output
+
+
 def _seed(graph: fx.Graph, tangent: fx.Node) -> fx.Node:
     """The derivative of the loss by one of the results: 1 for itself, 0 for buffers that forward updated."""
     value = tangent.meta["val"]
-    seed = 1.0 if isinstance(tangent.meta["desc"].output, descriptors.PlainAOTOutput) else 0.0
+    seed = 1.0 if isinstance(_result_of(tangent), descriptors.PlainAOTOutput) else 0.0
     node = graph.call_function(
         torch.ops.aten.full.default, (list(value.shape), seed), {"dtype": value.dtype, "device": value.device}
     )

@@ -50,6 +50,7 @@ from fsdp_compiled.capture.side_effects import (
 )
 from fsdp_compiled.capture.source_lines import explanation, reason, user_line
 from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, whole
+from fsdp_compiled.capture.wrapped_tensors import is_wrapped
 from fsdp_compiled.ir.program import LOSS, Port
 from fsdp_compiled.torch_private.dynamo import (
     BackendCompilerFailed,
@@ -116,7 +117,7 @@ def trace_whole(
 
     def trace(symbolic: Collection[str] = ()) -> Trace:
         """One run of Dynamo, with these sources of integers as unknowns. What it changed is not undone yet."""
-        if not uses("equal blocks"):
+        if not uses("equal blocks") or any(map(is_wrapped, tensors.plain.values())):
             return walk(symbolic)
         repeats = Repeats(objective.model)
         try:

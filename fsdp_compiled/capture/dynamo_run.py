@@ -30,7 +30,9 @@ from fsdp_compiled.capture.random_calls import seeding
 from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects
 from fsdp_compiled.capture.source_lines import cure, user_line
 from fsdp_compiled.capture.tensor_parallel import Layout, is_mesh
+from fsdp_compiled.capture.wrapped_tensors import is_wrapped
 from fsdp_compiled.ir.program import LOSS, Port, PortKind, Program
+from fsdp_compiled.plan.leaf import check_class
 from fsdp_compiled.torch_private.dynamo import TracingContext, tracing
 
 log = logging.getLogger("fsdp_compiled")
@@ -267,6 +269,8 @@ class Trace:
                     port = Port("in", "mesh", node.name)
                 elif isinstance(value, torch.Tensor):
                     port = Port("in", "constant", _source(node))
+                    if is_wrapped(value):
+                        check_class(port.name, value, parameter=False)
                     self.constants[port.name] = value.detach()
                     self.closed[id(value)] = port.name
                     self.sources[port.name] = value, node._dynamo_source  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture import wrapped_tensors
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.captured import Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
@@ -27,6 +28,7 @@ from fsdp_compiled.capture.sync_batchnorm import synchronised
 from fsdp_compiled.capture.tensor_parallel import parts_of
 from fsdp_compiled.capture.unknown_reads import check_attributes
 from fsdp_compiled.capture.user_errors import own_exception
+from fsdp_compiled.capture.wrapped_tensors import check_wrapped, is_wrapped
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.plan.plan import Plan
@@ -63,9 +65,12 @@ def capture_on(
 
     def twin(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in seen:
-            seen[id(tensor)] = fake_tensor(mode, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+            seen[id(tensor)] = fake(tensor)
             seen[id(tensor)].__dict__.update(vars(tensor))
         return seen[id(tensor)]
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return fake_tensor(mode, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     parameters: dict[str, torch.Tensor] = {}
     own, device = dict(named_parameters(model)), plan.device
@@ -75,16 +80,16 @@ def capture_on(
             leaf = slot.leaf
             if (known := own.get(leaf.names[0])) is None:  # of the unit's, outside of the model that is called
                 continue
-            fake = _parameter(fake_tensor(mode, leaf.shape, leaf.stride, dtype, device), gradient and leaf.trainable)
-            fake.__dict__.update(notes_on(known))  # which models read
+            new = _parameter(fake_tensor(mode, leaf.shape, leaf.stride, dtype, device), gradient and leaf.trainable)
+            new.__dict__.update(notes_on(known))  # which models read
             for name in leaf.names:
-                parameters[name] = fake
+                parameters[name] = new
     whole: dict[str, torch.Tensor] = {}
     for name, parameter in (plain or {}).items():
+        check_wrapped(name, parameter)
         if id(parameter) not in seen:
-            fake = _parameter(twin(parameter), gradient and parameter.requires_grad)
-            fake.__dict__.update(vars(parameter))
-            seen[id(parameter)] = fake
+            new = wrapped_tensors.twin(parameter, fake) if is_wrapped(parameter) else twin(parameter)
+            seen[id(parameter)] = _parameter(new, gradient and parameter.requires_grad)
         whole[name] = seen[id(parameter)]
     for place, tensor in {**batch_tensors(args, kwargs), **buffers}.items():
         if isinstance(tensor, DTensor):

@@ -45,6 +45,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_compiled.capture.absent_names import AbsentNames
@@ -54,6 +55,7 @@ from fsdp_compiled.capture.python_answers import SIGNATURE, Answers, Asked
 from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
 from fsdp_compiled.capture.traced_functions import HOOKS, Hooks, Methods, is_ours
+from fsdp_compiled.capture.wrapped_tensors import is_wrapped
 from fsdp_compiled.torch_private.dynamo import cache_entries, closure_vars
 
 ELSEWHERE = {
@@ -69,6 +71,7 @@ LONG = 60  # characters of a value, as a message shows it
 # ``module._parameters`` of the model, and what is in it, as Dynamo names them; and its tensors.
 MODEL = r"L\['objective'\]\._modules\['model'\](\._modules\['[^']+'\])*"
 PARAMETERS = re.compile(MODEL + r"\._parameters(\['[^']+'\])?$")
+INSIDE = re.compile(MODEL + r"\._parameters\['[^']+'\]")
 OWN = re.compile(MODEL + r"\._(parameters|buffers)\['[^']+'\]$")
 
 
@@ -160,10 +163,18 @@ class Recorder:
             value = self.values.get(source.name)
             if is_ours(value) or id(value) in own:
                 return False
+            if self._is_wrapped(source.name):
+                return False  # each call compares what it is made of
             if isinstance(value, nn.SyncBatchNorm | SequenceAttention) and "['forward']" in name:
                 return False  # this package's, while it is traced
             source = getattr(source, "base", None)
         return True
+
+    def _is_wrapped(self, name: str) -> bool:
+        """Whether this is a parameter of a class of its own, or inside of one."""
+        own = INSIDE.match(name)
+        value = self.values.get(own.group()) if own is not None else None
+        return isinstance(value, torch.Tensor) and is_wrapped(value)
 
     def guards(self, code: types.CodeType, scope: dict[str, Any], closed: Mapping[str, tuple[Any, Any]]) -> Guards:
         """What the trace of this code took for granted; ``closed``: tensors by our name, each with its source."""
@@ -178,7 +189,7 @@ class Recorder:
         found = Guards(entry, scope, hooks, methods, unseen, self._alive, self.wrapped)
         answered = {name_of(source) for _, source in closed.values()}
         unread = [name for name in self._tensors if name not in answered and not is_own(name)]
-        unread = [name for name in unread if not any(map(name.count, SIGNATURE))]
+        unread = [name for name in unread if not (any(map(name.count, SIGNATURE)) or self._is_wrapped(name))]
         found.closed = Closed(closed, found.scope, unread, found.as_traced)
         self.values, self.kept = {}, []
         return found

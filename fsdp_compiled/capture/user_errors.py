@@ -62,8 +62,8 @@ def own_exception(
         trace = Trace(tensors, batch, list(places_of(objective.model)))
         if modes is not None:
             stack.enter_context(modes.entered())
-        if fakes:
-            stack.enter_context(fakes[0].fake_mode)  # type: ignore[attr-defined]
+        for mode in [one.fake_mode for one in fakes if isinstance(one, FakeTensor)][:1]:
+            stack.enter_context(mode)
         draws = stack.enter_context(_Draws())
         stack.enter_context(in_place(trace.places, trace.tensors))
         try:

@@ -17,6 +17,9 @@ ORDINARY = (
     vars(torch.Tensor)["__torch_dispatch__"],
 )  # fmt: skip
 
+# What FSDP2 asks a class for: what travels of a parameter, and what comes of it.
+PROTOCOL = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+
 
 def check_modules(model: nn.Module) -> None:
     """Raises ``ValueError`` for a part that is TorchScript, whose parameters cannot be replaced."""
@@ -39,25 +42,33 @@ def check_gradient(where: str, parameter: torch.Tensor) -> None:
         )
 
 
-def check_class(where: str, parameter: torch.Tensor) -> None:
-    """Raises ``ValueError`` for a parameter whose class computes in its own way, or says what travels of it.
+def check_class(where: str, tensor: torch.Tensor, parameter: bool = True) -> None:
+    """Raises ``ValueError`` for a tensor whose class computes in its own way, or says what travels of it: in its place,
+    a program would have an ordinary one. Quantized weights are such (torchao, bitsandbytes)."""
+    kind = type(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+    if own := own_mathematics(kind):
+        cure = ""
+        if parameter and all(hasattr(kind, name) for name in PROTOCOL):
+            cure = "Shard this model with fsdp_compiled.fully_shard, which calls what the class has for FSDP2; or make "
+        elif parameter:
+            cure = f"Give the class {' and '.join(PROTOCOL)}, as FSDP2 asks for, and call fully_shard; or make "
+        raise ValueError(
+            f"{where} is a {kind.__name__}, which has a {own[0]} of its own; expected an ordinary tensor: it would be "
+            f"computed with as if it were one. {cure or 'Make '}it an ordinary one (for torchao: do not call quantize_ "
+            "before this)."
+        )
 
-    Quantized weights are such (torchao, bitsandbytes): a shard is an ordinary tensor, whose products are others.
-    """
-    kind = type(parameter)
-    if kind is nn.Parameter or isinstance(parameter, DTensor) or kind.__module__.startswith("fsdp_compiled."):
-        return
-    own = [name for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather") if hasattr(kind, name)]
+
+def own_mathematics(kind: type) -> tuple[str, ...]:
+    """The functions of a tensor's class by which it computes, or travels, otherwise than a tensor does."""
+    if kind in (torch.Tensor, nn.Parameter, DTensor) or kind.__module__.startswith("fsdp_compiled."):
+        return ()
+    own = [name for name in PROTOCOL if hasattr(kind, name)]
     for name in ("__torch_function__", "__torch_dispatch__"):
         base = next(base for base in kind.__mro__ if name in vars(base))
         if vars(base)[name] not in ORDINARY:
             own.append(name)
-    if own:
-        raise ValueError(
-            f"{where} is a {kind.__name__}, which has a {own[0]} of its own; expected an ordinary tensor. Its shards "
-            "would be ordinary tensors, and would compute something else. Make it one (for torchao: do not call "
-            "quantize_ before this), or train this model with torch.distributed.fsdp.fully_shard."
-        )
+    return tuple(own)
 
 
 @dataclass(frozen=True)

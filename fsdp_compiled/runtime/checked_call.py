@@ -74,6 +74,8 @@ def checked_call(
         check_gradient(name, one)
     for name, one in special:
         check_class(name, one)
+    for name, one in model.named_buffers():
+        check_class(f"The buffer {name}", one, parameter=False)
     check_modules(model)
     check_names((policy or Policy()).without)
     modules = list(model.named_modules())

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_compiled.plan.leaf import check_class
+
 
 def take(replaced: Mapping[str, torch.Tensor | None], *holders: dict[str, torch.Tensor]) -> None:
     """Buffers that the user put into the model's modules are the holders'; None: one that was deleted."""
@@ -67,6 +69,7 @@ class ModuleBuffers:
         tensor = holder[key]
         if tensor is None:
             return None
+        check_class(f"The buffer {name}", tensor, parameter=False)
         if tensor.device != self._device:
             raise ValueError(
                 f"The buffer {name} was replaced by a tensor on {tensor.device}, but the model's shards are on "

@@ -72,15 +72,14 @@ def test_sizes_that_do_not_fit_are_told_in_one_message(
     assert not caplog.records and "fake_tensor" not in "".join(capfd.readouterr())
 
 
-def test_what_the_users_code_raises_is_said_as_it_was() -> None:
+def test_what_the_users_code_raises_is_what_the_call_raises() -> None:
     def strict(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] < 3:
             raise ValueError("at least three rows, please")
         return model(x).mean()
 
-    with pytest.raises(ValueError, match="Why: ValueError: at least three rows, please") as caught:
+    with pytest.raises(ValueError, match="^at least three rows, please$"):
         sharded_of(strict).step(X)
-    assert "Cure" not in str(caught.value)
 
 
 KEPT: list[Any] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,15 @@ from tests.launch import launch
 WORKER = Path(__file__).parents[1] / "workers" / "fully_shard.py"
 # Where several forwards come before one backward, FSDP2 adds up the gradients of the root, whose input needs none,
 # before it reduces them, and this package after it: the last bit may differ, from then on in all weights. So it is with
-# what a parameter outside of forward gives a gradient.
-ROUNDED = {"several_forwards", "adversarial", "methods", "penalised"}
+# what a parameter outside of forward gives a gradient, and with what waits for the all-reduction.
+ROUNDED = {"several_forwards", "adversarial", "methods", "penalised", "own_class_replicas"}
 CASES = (
     "adamw", "sgd_groups", "fused", "accumulate", "divided", "evaluation", "checkpointed", "several_forwards", "frozen",
     "adapters", "structured", "adversarial", "autocast", "mixed_precision", "scaler", "fused_scaler",
     "nested", "uneven", "meta", "saved", "assigned", "written", "hooks", "methods", "held_by_methods",
     "ignored", "unsharded", "hybrid", "around", "copied", "regrouped", "stepped_in_backward", "inserted",
     "penalised", "failing",
+    "own_class", "own_class_held", "own_class_replicas", "torchao",
 )  # fmt: skip
 
 
@@ -41,11 +43,14 @@ REPEATED = (
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> dict[str, str]:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return launch(WORKER, 2, *selected(request, "case", "found"), "broken")
+    cases = [case for case in selected(request, "case", "found") if case != "torchao" or find_spec("torchao")]
+    return launch(WORKER, 2, *cases, "broken", "broken_class")
 
 
 @pytest.mark.parametrize("case", chosen(CASES, [case for case in CASES if case not in REPEATED]))
 def test_a_loop_leaves_what_it_leaves_with_fsdp2(found: dict[str, str], case: str) -> None:
+    if case == "torchao":
+        pytest.importorskip("torchao")
     said = found[case]
     if case in ROUNDED and "off by " in said:
         assert float(said.rpartition(" ")[2]) < 1e-7, said
@@ -55,3 +60,4 @@ def test_a_loop_leaves_what_it_leaves_with_fsdp2(found: dict[str, str], case: st
 
 def test_another_rate_is_told_apart(found: dict[str, str]) -> None:
     assert "off by" in found["broken"]
+    assert "off by" in found["broken_class"]

@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_compiled as ours
 from tests.loops import GPT, batch, different, full, gpt, gradients, loss_of, train, weights
-from tests.workers import fully_shard_midway, fully_shard_models
+from tests.workers import fully_shard_classes, fully_shard_midway, fully_shard_models
 
 # All blocks of a model, and its root, gathered together, as far as they are alike: these models are small.
 MERGED = ours.Policy(lower="eager", cuda_graph=False, bucket_mb=1)
@@ -336,7 +336,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     for case in (
         adamw, sgd_groups, fused, accumulate, divided, evaluation, checkpointed, several_forwards, autocast,
         mixed_precision, scaler, fused_scaler, saved, assigned, written, hooks, unsharded, hybrid, around, broken,
-        *fully_shard_models.CASES, *fully_shard_midway.CASES,
+        *fully_shard_models.CASES, *fully_shard_midway.CASES, *fully_shard_classes.CASES,
     )
 }  # fmt: skip
 

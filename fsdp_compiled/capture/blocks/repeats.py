@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from fsdp_compiled.capture.aot import Traced
@@ -29,6 +30,7 @@ from fsdp_compiled.capture.blocks.elided_blocks import Absent, Elided
 from fsdp_compiled.capture.blocks.equal_blocks import LATER, THIRD, Run, has_lists, runs_of, with_body
 from fsdp_compiled.capture.blocks.expand_repeats import ExpandedProgram, Unequal
 from fsdp_compiled.capture.source_lines import MARK
+from fsdp_compiled.capture.wrapped_tensors import is_wrapped
 from fsdp_compiled.ir.program import Port
 
 
@@ -102,7 +104,12 @@ def differentiate(
     ``left``: stretches that are not in the module, and ``every``: what is given with theirs. Raises `Unequal` where
     they are needed.
     """
-    runs = runs_of(module, inputs, given)
+    # What is made of a tensor of a class of its own is several inputs of the program.
+    runs = (
+        []
+        if any(isinstance(one, torch.Tensor) and is_wrapped(one) for one in inputs)
+        else runs_of(module, inputs, given)
+    )
     for gap in left:
         _widen(runs, gap)
     if runs:

@@ -32,6 +32,7 @@ from fsdp_compiled.lower.inductor import lowered
 from fsdp_compiled.plan.leaf import check_class, check_gradient, check_modules
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import hook_on
+from fsdp_compiled.runtime.fsdp.extended_parameter import check_extended, extends
 from fsdp_compiled.runtime.fsdp.module_class import FSDPModule, give_class, register_fsdp_forward_method
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, state_of
 from fsdp_compiled.runtime.fsdp.parameter_group import ENTRY, Entry, Holder, ParameterGroup, check_divided
@@ -109,6 +110,8 @@ def fully_shard(
         _check_parameter(places)
     place = place_in(device_mesh, _tp_axis(device_mesh, holders))
     shard_dims = [_shard_dim(places, shard_placement_fn, place.shard) for places in holders]
+    for places, dim in zip(holders, shard_dims, strict=True):
+        check_extended(*places[0], place, dim)
     _check_tp(place, policy, modules)
     _check_offload(offload_policy, place.device)
     reshard = _reshard(reshard_after_forward, place.shard)
@@ -290,7 +293,8 @@ def _check_parameter(holders: Sequence[Holder]) -> None:
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"{where} has no shape yet: call the model once on an example batch, then fully_shard.")
     assert parameter is not None
-    check_class(where, parameter)
+    if not extends(parameter):
+        check_class(where, parameter)
     check_gradient(where, parameter)
     if isinstance(parameter, DTensor) and parameter.dim():
         check_even(where, tensor_parallel(where, parameter))  # which refuses what is neither cut nor whole

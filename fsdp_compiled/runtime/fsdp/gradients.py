@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.ir.reduction import Call, reduction
 from fsdp_compiled.plan.plan import Buffer, Plan
+from fsdp_compiled.runtime.fsdp.extended_parameter import Extended
 from fsdp_compiled.runtime.fsdp.parameter_group import Entry
 from fsdp_compiled.torch_private.dtensor import over_slices
 
@@ -61,6 +62,37 @@ def parts(flat: torch.Tensor, entries: Iterable[Entry], start: int) -> dict[Entr
     views = (cut[place].view(entry.local.shape) for place, entry in zip(places, entries, strict=True))  # type: ignore[union-attr]
     made = over_slices(zip(views, (entry.spec for entry in entries), strict=True))
     return dict(zip(entries, made, strict=True))
+
+
+def mean_of(
+    one: Extended, gradient: torch.Tensor | None, counts: bool, everything: bool, plan: Plan, mesh: Mesh
+) -> torch.Tensor | None:
+    """This rank's rows of the mean of whole gradients, with what was held back; None where they are held back now, or
+    backward did not reach the parameter. Collective, but where they are held back.
+
+    ``counts``: whether it did; ``everything``: whether nobody asks for some gradients alone, as ``grad`` does.
+    """
+    group, precision = one.group, one.group.precision
+    counts = counts or group.pads
+    if gradient is None:
+        shape, dtype = one.entry.parameter.shape, precision.param_dtype or one.entry.parameter.dtype
+        gradient = torch.zeros(shape, dtype=dtype, device=mesh.device)
+    gradient = gradient.to(precision.reduce_dtype or gradient.dtype)
+    if everything:
+        gradient, counts = gradient if one.held is None else one.held + gradient, counts or one.counts
+        one.held, one.counts = (None, counts) if group.synchronise else (gradient, counts)
+        if not group.synchronise:
+            return None
+    along_shard, over_replicas = reductions(one.buffer, gradient.dtype, plan, mesh)
+    shard = along_shard(gradient.reshape(-1))
+    if everything:
+        shard = shard if one.partial is None else one.partial + shard
+        one.partial = None if group.all_reduces else shard
+        if not group.all_reduces:
+            return None
+        one.counts = False
+    shard = over_replicas(shard)
+    return shard if counts else None
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ from fsdp_compiled.distributed.mesh import Mesh, RankError
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_module_hooks
+from fsdp_compiled.runtime.fsdp.extended_parameter import Extended
 from fsdp_compiled.runtime.fsdp.module_plan import Made, make
 from fsdp_compiled.runtime.fsdp.module_run import Run, run_program
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, states_in, traced
@@ -100,10 +101,12 @@ class ModuleCall:
             if trains or not _holds_objects(args, named):
                 request = made.programs.find("training" if trains else "forward", args, named)
                 take(request.buffers, lent.buffers)
+            lent.take_again()
         eager = f"eager {type(self.module).__name__}"
         if request is None:
             self._calls.begin(eager, made.gathers)
             return self._eagerly(args, named)
+        gathered = self._gathered(made) if made.extended else {}
         if not trains and self._is_one_more(request):
             if self._mesh.tp > 1:  # ranks along it call alike
                 self._calls.begin(eager, made.gathers)
@@ -112,10 +115,13 @@ class ModuleCall:
                 return self._eagerly(args, named)
             request.posted = True
         with outside_modes(watched=True):
+            with self._calls.refusing():
+                lent.take(gathered)
             with self._calls.naming():
                 compiled = made.programs.get(request, lent.buffers)
             made.programs.read_closed(compiled, request, lent)
             inputs = compiled.input_binding.inputs(request.leaves, lent, lambda: lent.holders(compiled))
+            lent.drop(gathered)
             if not trains:
                 with made.drawing(compiled):
                     outputs = run_program(partial(compiled.runner, *inputs), self._calls)
@@ -125,6 +131,19 @@ class ModuleCall:
             outputs = run.apply()
             values = dict(zip(run.training.results, outputs, strict=True))
             return compiled.capture.rebuild(shared(values, inputs, compiled.aliases))
+
+    def _gathered(self, made: Made) -> dict[str, torch.Tensor]:
+        """Parameters that travel as their classes say, by each of their names, as forward computes with them."""
+        self._calls.post(f"gathers of {type(self.module).__name__}", made.gathers)
+        found: dict[Extended, torch.Tensor] = {}
+
+        def gather() -> Sequence[torch.Tensor]:
+            found.update({one: one.gathered() for one in dict.fromkeys(made.extended.values())})
+            return ()
+
+        with outside_modes(watched=True):
+            run_program(gather, self._calls, torch.no_grad())
+        return {name: found[one] for name, one in made.extended.items()}
 
     @untraced
     def eagerly(self, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -201,7 +220,7 @@ class ModuleCall:
         signature = self._now()
         if signature != self._signature:
             self._switch(signature)
-        self._made.lent.plain.update(self._plain)
+        self._made.lent.take(self._plain)
         self._before = [dict(table) for table in self._tables]
 
     def _switch(self, signature: tuple[Any, ...]) -> None:

@@ -176,6 +176,12 @@ class FSDPModule(TorchFSDPModule):
         group = _state(self).group
         if stream is not None and group.mesh.replicate > 1:
             raise ValueError("stream cannot be set when using native HSDP")
+        if group.extended:
+            kind = type(group.extended[0].local).__name__
+            raise NotImplementedError(
+                f"A hook is called with a module's flat gradient, and a {kind} of {type(self).__name__} is reduced by "
+                "itself. Shard the modules with such weights apart, and set the hook on the others."
+            )
         group.all_reduce_hook = hook
 
     def reset_iter_state(self) -> None:
@@ -183,6 +189,8 @@ class FSDPModule(TorchFSDPModule):
         for state in states_in(self):
             for flat in state.group.flats:
                 flat.drop()
+            for one in state.group.extended:
+                one.drop()
 
     set_custom_all_gather = _refusing("set_custom_all_gather", "Leave it out: programs make their own collectives.")
     set_custom_reduce_scatter = _refusing(

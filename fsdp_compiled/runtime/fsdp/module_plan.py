@@ -7,7 +7,7 @@ them. It holds as long as the parameters are these ones and the same of them are
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled.capture.model_tensors import named_parameters
+from fsdp_compiled.capture.wrapped_tensors import is_wrapped, made_of, opened
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.buckets import name_of
@@ -25,6 +26,7 @@ from fsdp_compiled.plan.plan import Buffer, Plan, Slot, Unit
 from fsdp_compiled.plan.rows import side_by_side
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.fsdp import merged_units
+from fsdp_compiled.runtime.fsdp.extended_parameter import Extended
 from fsdp_compiled.runtime.fsdp.merged_units import Row
 from fsdp_compiled.runtime.fsdp.module_state import state_of, traced
 from fsdp_compiled.runtime.fsdp.parameter_group import Entry, FlatShard, ParameterGroup
@@ -49,17 +51,45 @@ class Opened:
 
 @dataclass
 class Lent:
-    """What programs read besides the batch; the same dictionaries as long as the programs live."""
+    """What programs read besides the batch; the same dictionaries as long as the programs live.
+
+    ``plain``: parameters as forward computes with them, that are in no flat shard; ``opened``: what these are made of.
+    """
 
     shards: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    plain: dict[str, torch.Tensor]
+    plain: dict[str, torch.Tensor] = field(default_factory=dict)
+    opened: dict[str, torch.Tensor] = field(default_factory=dict)
     constants: dict[str, torch.Tensor] = field(default_factory=dict)  # that programs write
     drawn: torch.Tensor | None = None  # what random numbers start from, where ranks along tp compare it
+    _known: dict[str, Any] = field(default_factory=dict)  # what programs take for granted of the plain ones
+
+    def take(self, plain: Mapping[str, torch.Tensor]) -> None:
+        """These are read from now on. Raises ``ValueError`` where programs may take something else for granted."""
+        for name, tensor in plain.items():
+            now = made_of(tensor)
+            if self._known.setdefault(name, now) != now:
+                raise ValueError(
+                    f"What {name} is made of has changed: it is {now}, and programs were made for {self._known[name]}. "
+                    "Keep the class, the shapes and what __tensor_flatten__ says of it, and let numbers that change be "
+                    "tensors of it."
+                )
+            self.plain[name] = tensor
+            self.opened.update(opened(name, tensor))
+
+    def take_again(self) -> None:
+        """Of tensors of classes of their own, what they are made of now."""
+        self.take({name: tensor for name, tensor in self.plain.items() if is_wrapped(tensor)})
+
+    def drop(self, names: Iterable[str]) -> None:
+        """These are not kept."""
+        for name in names:
+            for key, _ in opened(name, self.plain.pop(name)):
+                del self.opened[key]
 
     def holders(self, compiled: Compiled) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Who holds a program's inputs, by kind, but for the batch."""
-        return {"shard": self.shards, "buffer": self.buffers, "plain": self.plain,
+        return {"shard": self.shards, "buffer": self.buffers, "plain": self.opened,
                 "constant": compiled.constants(self),
                 "drawn": {"": self.drawn} if self.drawn is not None else {}}  # fmt: skip
 
@@ -79,6 +109,7 @@ class Made:
     gathers: str
     trained: str
     random: LoopRandom | None  # where there is a tp axis
+    extended: Mapping[str, Extended] = field(default_factory=dict)  # by each of the parameter's names
     # By what a backward reduces and which parameters it reaches, those that it misses.
     missed: dict[tuple[tuple[FlatShard, ...], Collection[str]], list[tuple[FlatShard, Entry]]] = field(
         default_factory=dict
@@ -107,7 +138,8 @@ class Made:
 
     @cached_property
     def names(self) -> dict[Entry, str]:
-        return {entry: name for name, entry in self.entries.items()}
+        names = {entry: name for name, entry in self.entries.items()}
+        return names | {one.entry: name for name, one in reversed([*self.extended.items()])}
 
 
 def make(
@@ -135,23 +167,29 @@ def make(
     plan = Plan(tuple(units), policy, mesh.device, mesh.shard, mesh.replicate, machine, notes, tp=mesh.tp)
     buffers = ModuleBuffers(module, mesh.device)
     random = LoopRandom(mesh.device, mesh.rank) if mesh.tp > 1 else None
-    lent = Lent({key: row.tensor for key, row in rows.items()}, buffers.tensors(), dict(plain),
+    lent = Lent({key: row.tensor for key, row in rows.items()}, buffers.tensors(),
                 drawn=random.drawn if random is not None else None)  # fmt: skip
+    lent.take(plain)
+    known = {id(one.entry.parameter): one for group in groups for one in group.extended}
+    extended = {
+        name: known[id(one)] for name, one in named_parameters(module, remove_duplicate=False) if id(one) in known
+    }
     entries = {
         slot.name: entry
         for buffer in plan.buffers
         for slot, entry in zip(buffer.slots, rows[buffer.key].entries, strict=True)
     }
-    said, note = _trained(plan, plain)
+    said, note = _trained(plan, {**plain, **{name: one.entry.parameter for name, one in extended.items()}})
     maker = ProgramMaker(
         Opened(module), None, plan, mesh, calls, random.bound if random is not None else None, called=function,
         plain=lent.plain,
     )  # fmt: skip
     programs = Programs(maker, (), note)
-    gathers = _digest([(buffer.key, buffer.numel) for buffer in plan.buffers])
+    gathers = _digest([[(buffer.key, buffer.numel) for buffer in plan.buffers], *extended])
     return Made(
-        plan, mesh, tuple(groups), programs, lent, rows, entries, gathers, f"{type(module).__name__}, {said}", random
-    )
+        plan, mesh, tuple(groups), programs, lent, rows, entries, gathers, f"{type(module).__name__}, {said}", random,
+        extended,
+    )  # fmt: skip
 
 
 def _trained(plan: Plan, plain: Mapping[str, torch.Tensor]) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,19 +26,23 @@ from fsdp_compiled.ir.reduction import finish
 from fsdp_compiled.lower.lowering import below_autograd
 from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.autograd_hooks import hook_on
-from fsdp_compiled.runtime.fsdp.gradients import leave, parts, reductions
+from fsdp_compiled.runtime.fsdp.extended_parameter import Extended
+from fsdp_compiled.runtime.fsdp.gradients import leave, mean_of, parts, reductions
 from fsdp_compiled.runtime.fsdp.module_plan import Made
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState
 from fsdp_compiled.runtime.fsdp.parameter_group import Entry, FlatShard, ParameterGroup
 from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.failed_calls import SAME_BATCHES
+from fsdp_compiled.runtime.programs.training import Backward
 from fsdp_compiled.torch_private.core import will_run
 
 
-def run_program(run: Callable[[], Sequence[torch.Tensor]], calls: Calls) -> Sequence[torch.Tensor]:
+def run_program(
+    run: Callable[[], Sequence[torch.Tensor]], calls: Calls, around: AbstractContextManager[Any] | None = None
+) -> Sequence[torch.Tensor]:
     """What the program gives; its failure is an error on every rank."""
     try:
-        with below_autograd():
+        with around or below_autograd():
             return run()
     except BaseException as error:
         if isinstance(error, RankError):
@@ -87,9 +92,12 @@ class Run:
         # Inputs that have gradients beside the sharded parameters; some of them are parameters that are not sharded.
         self.others: list[tuple[str, int]] = []  # by name, the place among what autograd gets
         for name, place in self.training.others:
-            if (found := self.place.get(id(inputs[place]))) is None:
+            if name in made.extended:
+                continue
+            one = made.lent.plain.get(name, inputs[place])
+            if (found := self.place.get(id(one))) is None:
                 found = len(given)
-                given.append(inputs[place])
+                given.append(one)
             self.others.append((name, found))
         self.given: Sequence[torch.Tensor] = given
         self.count = len(given)
@@ -120,6 +128,7 @@ class Run:
         aside = everything and not all(group.synchronise and group.all_reduces for group in made.groups)
         if everything and not aside:
             aside = any(made.rows[one.key].waits for one in made.plan.buffers if one.unit in training.units)
+            aside = aside or any(one.waits for one in made.extended.values())
         quiet = everything and not any(group.synchronise for group in made.groups)
         label = f"backward of {compiled.label}" + " without synchronisation" * quiet
         if not aside:
@@ -127,9 +136,9 @@ class Run:
             flats = tuple(flat for key in backward.gradients for flat in made.rows[key].flats)
             missed = self._missed(flats, reached)
             self.calls.begin(label, backward.wire, missed)
-            outputs = run_program(partial(backward.runner, kept), self.calls)
-            self.calls.reached(missed)
             found: dict[Entry, DTensor] = {}
+            outputs = run_program(partial(self._run, backward, kept, reached, everything, found), self.calls)
+            self.calls.reached(missed)
             for key, place in backward.gradients.items():
                 for flat, start in reversed(made.rows[key].starts):
                     found |= self._parts(key, flat, outputs[place], self._wanted(flat, reached), start)
@@ -151,18 +160,42 @@ class Run:
             for buffer, own in reduced.items()
         ]
         self.calls.begin(label, hashlib.sha256(repr((whole.wire, sent)).encode()).hexdigest()[:8], missed)
-        outputs = run_program(partial(whole.runner, kept), self.calls)
+        found = {}
+        outputs = run_program(partial(self._run, whole, kept, reached, True, found), self.calls)
         for key, place in whole.gradients.items():
             gradient = outputs[place].view(made.plan.shard, -1)
             for flat, start in made.rows[key].starts:
                 own = gradient[:, start : start + flat.tensor.numel()]
                 flat.hold(own, self._wanted(flat, reached))
-        found = {}
         for buffer, own_flats in reduced.items():
             found |= self._reduce(buffer, own_flats)
         self.calls.reached(missed)
         found |= self._zeros(flats)
         return found, {name: outputs[place] for name, place in whole.others.items()}
+
+    @property
+    def _extended(self) -> list[tuple[str, Extended]]:
+        """The trained parameters that lie in no flat shard, by name. Each backward reduces the gradients of all: ranks
+        whose batches reach others of them communicate alike."""
+        entries = {one.entry: one for one in self.made.extended.values()}
+        return [(self.made.names[entry], one) for entry, one in entries.items() if entry.parameter.requires_grad]
+
+    def _run(
+        self,
+        backward: Backward,
+        kept: list[Any],
+        reached: Collection[str],
+        everything: bool,
+        found: dict[Entry, DTensor],
+    ) -> Sequence[torch.Tensor]:
+        """What backward gives; ``found`` gets the gradients of parameters that lie in no flat shard."""
+        outputs = backward.runner(kept)
+        for name, one in self._extended:
+            own = outputs[backward.others[name]] if name in backward.others else None
+            shard = mean_of(one, own, name in reached, everything, self.made.plan, self.made.mesh)
+            if shard is not None:
+                found |= parts(shard, [one.entry], 0)
+        return outputs
 
     def _reduce(self, buffer: Buffer, flats: Collection[FlatShard]) -> dict[Entry, DTensor]:
         """What was held back with these, of one row, reduced; over replicas too, but where that is to wait."""
@@ -222,9 +255,11 @@ class Run:
         if (found := made.missed.get(of)) is None:
             found = [(flat, entry) for flat in reduced for entry in flat.entries if made.names[entry] not in reached]
             made.missed[of] = found
-        return [
+        missed = [
             made.names[entry] for flat, entry in found if entry.parameter.requires_grad and flat not in self._padded
         ]
+        own = [name for name, one in self._extended if not (name in reached or one.counts or one.group.pads)]
+        return missed + own
 
     @cached_property
     def _padded(self) -> set[FlatShard]:

@@ -27,9 +27,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_compiled.distributed.device_mesh import beside
 from fsdp_compiled.distributed.mesh import Mesh, gather_shards
-from fsdp_compiled.plan.leaf import Leaf, TensorParallel, contiguous_stride
+from fsdp_compiled.plan.leaf import Leaf, TensorParallel, check_class, contiguous_stride
 from fsdp_compiled.plan.plan import Buffer, Division, Part
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, whole, widths
+from fsdp_compiled.runtime.fsdp.extended_parameter import Extended, extends, rows_of
 from fsdp_compiled.runtime.fsdp.loop_hooks import OURS, Mark, mark
 from fsdp_compiled.runtime.tensor_parallel.parts import local_part, tensor_parallel
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, TensorMeta
@@ -164,6 +165,7 @@ class ParameterGroup:
         self.all_reduce_hook: Callable[[torch.Tensor], Any] | None = None
         self.version = 0  # of the flat shards
         self.flats: list[FlatShard] = []
+        self.extended: list[Extended] = []  # parameters that travel as their classes say
         self.replaced: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []  # plain ones, by the new
         self.unsharded: list[tuple[nn.Parameter, int]] = []  # with their versions, between `unshard` and `reshard`
         entries = []
@@ -171,12 +173,17 @@ class ParameterGroup:
             module, name = places[0]
             plain = module._parameters[name]
             assert plain is not None
-            entries.append(self._shard(plain, places, dim))
+            entry = self._shard(plain, places, dim)
+            if extends(plain):
+                self.extended.append(Extended(entry, self))
+            else:
+                entries.append(entry)
         self._lay_out(entries)
 
     @property
     def entries(self) -> Iterator[Entry]:
-        return (entry for flat in self.flats for entry in flat.entries)
+        yield from (entry for flat in self.flats for entry in flat.entries)
+        yield from (one.entry for one in self.extended)
 
     @property
     def treated(self) -> tuple[Any, ...]:
@@ -185,7 +192,9 @@ class ParameterGroup:
 
     def same(self) -> bool:
         """Whether all parameters are still the slices that they were; a table that changed is not seen here."""
-        return all(all(starmap(is_, map(_local_now_and_then, flat.entries))) for flat in self.flats)
+        return all(all(starmap(is_, map(_local_now_and_then, flat.entries))) for flat in self.flats) and all(
+            one.local is one.entry.local for one in self.extended
+        )
 
     def follow(self) -> None:
         """Takes the parameters that hang in the modules now, and lays the flat shards out anew if there are others.
@@ -218,12 +227,20 @@ class ParameterGroup:
                     "and backward leaves gradients with parameters: what it was computed from would get none. Compute "
                     "it in forward, for example by torch.nn.utils.parametrize; or replace it by its detach()."
                 )
+            local = now._local_tensor
+            if extends(local) != any(one.entry is entry for one in self.extended):
+                raise ValueError(
+                    f"{where} was replaced by a DTensor of a {type(local).__name__} after fully_shard, and was one of "
+                    f"a {type(entry.local).__name__}. Put one of the same class there, or shard the model after that."
+                )
+            if not extends(local):
+                check_class(where, now)
             entry.parameter, changed = now, True
             now.__dict__[OURS] = True
             for module, name in entry.holders:
                 module._parameters[name] = now
         if changed:
-            self._lay_out(list(self.entries))
+            self._lay_out([entry for flat in self.flats for entry in flat.entries])
 
     def _spec(self, parameter: torch.Tensor, tp: TensorParallel | None, shard_dim: int) -> DTensorSpec:
         """As FSDP2 says it, but that what no plan named is ``Replicate`` along tp, which it is; FSDP2 leaves the axis
@@ -247,10 +264,14 @@ class ParameterGroup:
         entry = Entry(plain, holders, spec, tp, shard_dim)
         first, last = own_rows(entry.leaf, self.mesh.shard, self.mesh.shard_rank)
         with torch.no_grad():
-            local = local_part(plain).narrow(shard_dim, first, last - first)
-            if not plain.is_meta:
-                local = local.to(self.mesh.device)
-        blank = DTensor(local.new_empty(0), spec, requires_grad=False)  # without the slice's offset: see `part_of`
+            if extends(plain):
+                local = rows_of(plain, self.mesh)
+            else:
+                local = local_part(plain).narrow(shard_dim, first, last - first)
+                if not plain.is_meta:
+                    local = local.to(self.mesh.device)
+        # Without the slice's offset: see `part_of`.
+        blank = DTensor(torch.empty(0, dtype=local.dtype, device=local.device), spec, requires_grad=False)
         made = nn.Parameter(blank, requires_grad=plain.requires_grad)
         made._local_tensor = local  # type: ignore[attr-defined]
         made.__dict__.update(plain.__dict__)
@@ -268,7 +289,7 @@ class ParameterGroup:
 
         Raises ``ValueError`` where gradients were held back of the old ones.
         """
-        if any(flat.waits for flat in self.flats):
+        if any(flat.waits for flat in self.flats) or any(one.waits for one in self.extended):
             raise ValueError(
                 f"Parameters of {', '.join(type(one).__name__ for one in self.modules)} were replaced or moved while "
                 "gradients are held back (set_requires_gradient_sync(False)). Run a backward that synchronises first, "
@@ -297,6 +318,10 @@ class ParameterGroup:
                     entry.local.copy_(old)
                 entry.parameter._local_tensor = entry.local  # type: ignore[attr-defined]
             self.flats.append(FlatShard(tensor, buffer, members))
+        for one in self.extended:
+            entry, buffer = one.entry, one.buffer
+            entry.spec, entry.local = self._spec(entry.parameter, None, 0), one.local
+            entry.part = buffer.part(buffer.slots[0], self.mesh.shard_rank, self.mesh.shard)
 
     @torch.no_grad()
     def move(self, places: Mapping[FlatShard, torch.Tensor]) -> None:
@@ -333,10 +358,16 @@ class ParameterGroup:
                 if entry.tp is not None and self.mesh.tp_mesh is not None:  # gathered, it is what a plan made of it
                     placement = Replicate() if entry.tp.dim is None else Shard(entry.tp.dim)
                     values = DTensor.from_local(values, self.mesh.tp_mesh, (placement,), run_check=False)
-                made = nn.Parameter(values, entry.parameter.requires_grad)
-                for module, name in entry.holders:
-                    module._parameters[name] = made
-                self.unsharded.append((made, made._version))
+                self._register(entry, values)
+        for one in self.extended:
+            self._register(one.entry, one.gathered())
+
+    def _register(self, entry: Entry, values: torch.Tensor) -> None:
+        """A whole parameter of these values in the modules."""
+        whole = nn.Parameter(values, entry.parameter.requires_grad)
+        for module, name in entry.holders:
+            module._parameters[name] = whole
+        self.unsharded.append((whole, whole._version))
 
     def reshard(self) -> None:
         """Registers the sharded parameters again. Raises ``RuntimeError`` where the whole ones were written or used."""

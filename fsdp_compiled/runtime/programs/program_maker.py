@@ -96,7 +96,7 @@ class ProgramMaker:
         graphs = plan.policy.cuda_graph if not plan.policy.offload else False
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
         self.taken, self.plan, self.mesh, self.calls, self.called = taken, plan, mesh, calls, called
-        self.loss, self._bind, self._plain = loss, bind, plain or {}
+        self.loss, self._bind, self._plain = loss, bind, {} if plain is None else plain
         self._tuned: bool | None = None  # `Job.tuned`, where that was asked for good
         self._begun = False  # whether all ranks have a program
         self._idle: set[str] = set()  # parameters that were said not to be reached by the loss

@@ -1,0 +1,135 @@
+"""A parameter whose class says what travels of it, and what comes of that: FSDP2's extension protocol.
+
+    shard.fsdp_pre_all_gather(mesh, ...)      -> what travels, and notes       int8[32, 64] and float32[32], say
+    gathered over the ranks                   -> [64, 64] and [64]
+    shard.fsdp_post_all_gather(these, ...)    -> what forward computes with    of any class
+
+torchao's weights for BitNet, int8 and float8 training and NF4 are such. They lie in no flat shard: each is gathered by
+itself before forward and kept until backward, and what it is made of are inputs of the programs
+(`capture.wrapped_tensors`). Its gradient is an output of backward, and is reduced after it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compiled.distributed.mesh import Mesh, gather_shards
+from fsdp_compiled.plan.leaf import PROTOCOL, contiguous_stride
+from fsdp_compiled.plan.plan import Buffer
+from fsdp_compiled.plan.rows import lay_out_by_rows
+
+if TYPE_CHECKING:
+    from fsdp_compiled.runtime.fsdp.parameter_group import Entry, ParameterGroup
+
+
+def extends(tensor: torch.Tensor) -> bool:
+    """Whether its class says what travels of it."""
+    return all(hasattr(type(tensor), name) for name in PROTOCOL)
+
+
+def check_extended(module: nn.Module, name: str, mesh: Mesh, shard_dim: int) -> None:
+    """Raises ``ValueError`` for one that cannot be sharded so, as FSDP2 does, or would in its first forward."""
+    parameter = module._parameters[name]
+    if parameter is None or not extends(parameter):
+        return
+    where, kind = f"{type(module).__name__}.{name}", type(parameter).__name__
+    asked = len(inspect.signature(parameter.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]
+    if asked not in (1, 5):
+        raise ValueError(
+            f"{kind}.fsdp_pre_all_gather, of {where}, has {asked} parameters; expected (mesh), or (mesh, outer_size, "
+            "outer_stride, module, mp_policy), with which torch.distributed.fsdp calls it."
+        )
+    if shard_dim:
+        raise ValueError(
+            f"shard_placement_fn gives Shard({shard_dim}) for {where}, which is a {kind}: what its class sends is of "
+            "rows. Give Shard(0) or None."
+        )
+    if parameter.shape[0] % mesh.shard:
+        raise ValueError(
+            f"{where} is a {kind} of {parameter.shape[0]} rows, which {mesh.shard} ranks do not divide: what its class "
+            "sends would be of different sizes. Make the rows a multiple of the ranks."
+        )
+    if mesh.tp > 1:
+        raise ValueError(
+            f"{where} is a {kind}, which is not supported beside a tp axis yet. Train with fully_shard alone."
+        )
+
+
+@torch.no_grad()
+def rows_of(plain: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """This rank's rows, by the operators that FSDP2 asks of a class, and in memory of their own."""
+    whole = plain.detach()
+    if not whole.is_meta and whole.device.type != mesh.device.type:
+        whole = whole.to(mesh.device)
+    part = torch.chunk(whole, mesh.shard)[mesh.shard_rank]
+    own = whole.new_zeros(part.size())
+    own.narrow(0, 0, part.size(0)).copy_(part)
+    return own.narrow(0, 0, part.size(0))
+
+
+@dataclass(eq=False)
+class Extended:
+    """One of them, and gradients of it that are held back: whole ones of this rank, and what was reduced along the
+    shard axis alone."""
+
+    entry: Entry
+    group: ParameterGroup
+    held: torch.Tensor | None = None
+    partial: torch.Tensor | None = None
+    counts: bool = False  # whether what is held back was reached
+
+    @property
+    def waits(self) -> bool:
+        return self.held is not None or self.partial is not None
+
+    @property
+    def local(self) -> Any:
+        return self.entry.parameter._local_tensor  # type: ignore[attr-defined]
+
+    @property
+    def buffer(self) -> Buffer:
+        """Its gradient, laid out by itself."""
+        laid_out = lay_out_by_rows("", "", [self.entry.leaf], self.group.mesh.shard)
+        return replace(laid_out, division=self.group.division)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        mesh = self.group.device_mesh
+        return mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]  # type: ignore[index]
+
+    @torch.no_grad()
+    def gathered(self) -> torch.Tensor:
+        """What forward computes with. Collective."""
+        local, parameter, precision = self.local, self.entry.parameter, self.group.precision
+        module, name = self.entry.holders[0]
+        if len(inspect.signature(local.fsdp_pre_all_gather).parameters) == 1:
+            sent, notes = local.fsdp_pre_all_gather(self.shard_mesh)
+        else:
+            size = torch.Size(parameter.shape)
+            sent, notes = local.fsdp_pre_all_gather(self.shard_mesh, size, contiguous_stride(size), module, precision)
+        dtype = precision.param_dtype if parameter.is_floating_point() else None
+        given = tuple(self._gather(one) for one in sent)
+        made, _ = local.fsdp_post_all_gather(given, notes, dtype or parameter.dtype)
+        if made.shape != parameter.shape:
+            raise ValueError(
+                f"{type(local).__name__}.fsdp_post_all_gather gave a tensor of shape {list(made.shape)} for "
+                f"{type(module).__name__}.{name}; expected {list(parameter.shape)}, of the whole parameter."
+            )
+        return made.requires_grad_(parameter.requires_grad)  # type: ignore[no-any-return]
+
+    def _gather(self, sent: torch.Tensor) -> torch.Tensor:
+        """In bytes, whatever the dtype: gloo knows few."""
+        data = sent.contiguous().view(-1).view(torch.uint8)
+        whole = gather_shards(data, self.group.mesh) if self.group.mesh.shard > 1 else data.clone()
+        return whole.view(sent.dtype).view(-1, *sent.shape[1:])
+
+    def drop(self) -> None:
+        """Drops what was held back."""
+        self.held = self.partial = None
+        self.counts = False
