@@ -78,7 +78,7 @@ def test_what_the_users_code_raises_is_what_the_call_raises() -> None:
             raise ValueError("at least three rows, please")
         return model(x).mean()
 
-    with pytest.raises(ValueError, match="^at least three rows, please$"):
+    with pytest.raises(ValueError, match=r"^at least three rows, please$"):
         sharded_of(strict).step(X)
 
 
