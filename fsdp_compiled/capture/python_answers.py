@@ -37,7 +37,7 @@ from fsdp_compiled.torch_private.dynamo import (
 )
 from fsdp_compiled.torch_private.names import TABLE, attribute, find, has, uses
 
-HANDLERS, CACHED, LOGGER, NUMBER, *COMPARE = TABLE["answers of Python"].names[:6]
+HANDLERS, CACHED, LOGGER, NUMBER, OBJECT, *COMPARE = TABLE["answers of Python"].names[:7]
 ASKED = ("isEnabledFor", "getEffectiveLevel", "hasHandlers")  # of loggers
 INTERPRETER = ("getrecursionlimit", "get_int_max_str_digits")  # of `sys`
 # What Dynamo guards by its value, or by its address.
@@ -147,7 +147,15 @@ def noted(answers: Answers) -> Iterator[None]:
 
         return identical
 
-    call, method, kind = find(CACHED), find(LOGGER), find(NUMBER)
+    call, method, kind, of_object = find(CACHED), find(LOGGER), find(NUMBER), find(OBJECT)
+
+    def call_object(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """``a == b`` of objects that compare by identity, as torch 2.11 and 2.12 trace it."""
+        found = of_object(self, tx, name, args, kwargs)
+        if name == "__eq__" and threading.get_ident() == thread and type(self.value).__eq__ is object.__eq__:
+            if _value(found) is not True:
+                answers.differ(self, args[0])
+        return found
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         wrapper = self.wrapper_obj
@@ -177,6 +185,7 @@ def noted(answers: Answers) -> Iterator[None]:
             stack.enter_context(patch.object(*attribute(name), compares(find(name))))
         stack.enter_context(patch.object(*attribute(CACHED), call_function))
         stack.enter_context(patch.object(*attribute(LOGGER), call_method))
+        stack.enter_context(patch.object(*attribute(OBJECT), call_object))
         stack.enter_context(patch.object(*attribute(NUMBER), python_type))
         yield
 

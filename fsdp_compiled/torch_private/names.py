@@ -82,6 +82,7 @@ TABLE: dict[str, Use] = {
         f"{DYNAMO}.symbolic_convert.compare_op_handlers",
         f"{VARIABLES}.functions.WrapperUserFunctionVariable.call_function",
         f"{VARIABLES}.misc.LoggingLoggerVariable.call_method", f"{VARIABLES}.tensor.NumpyNdarrayVariable.python_type",
+        f"{VARIABLES}.user_defined.UserDefinedObjectVariable.call_method",
         f"{VARIABLES}.builtin.vt_identity_compare?", f"{VARIABLES}.object_protocol.vt_identity_compare?",
         f"{DYNAMO}.source.AttrSource", f"{DYNAMO}.source.GetItemSource", f"{DYNAMO}.source.LocalSource",
         f"{VARIABLES}.base.VariableTracker", f"{VARIABLES}.ConstantVariable",

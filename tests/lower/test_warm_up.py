@@ -102,7 +102,8 @@ def test_a_product_has_inductor_import_and_set_up_what_a_first_piece_needs(tmp_p
     """Without a thread, after which ranks could not be forked, and without a C++ compiler."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CXX": "no compiler", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-P", "-c", ASKS], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    said = [line for line in done.stderr.splitlines() if "No CUDA runtime" not in line]  # a CUDA build's, without a GPU
+    assert done.returncode == 0 and not said, done.stderr
     before, after, *rest = json.loads(done.stdout)
     assert not any(before) and all(after)
     assert rest == [[1, 1], [1, 1], [], 1]
