@@ -121,7 +121,7 @@ def test_compile_sharded_names_the_face_that_takes_a_class_with_fsdp2s_functions
 def test_rows_that_ranks_do_not_divide_and_other_signatures_are_refused() -> None:
     model = of_weight()
     with pytest.raises(ValueError, match="weight is a Weight of 4 rows, which 3 ranks do not divide"):
-        check_extended(model, "weight", Mesh(torch.device("cpu"), 3))
+        check_extended(model, "weight", Mesh(torch.device("cpu"), 3), 0)
 
     class Odd(Weight):
         def fsdp_pre_all_gather(self, mesh: Any, more: Any) -> Any:  # type: ignore[override]

@@ -324,7 +324,8 @@ def told(name: str, tell: Callable[[Any, int], None], hybrid: bool = False, **op
 
     def run(api: Any) -> Any:
         torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
+        shape = (2, dist.get_world_size() // 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if hybrid else None
         net = mark(api, Net(), **(options | {"mesh": mesh} if hybrid else options))
         optimizer, found = torch.optim.SGD(net.parameters(), lr=0.1), list[Any]()
         for step in range(6):
@@ -367,6 +368,7 @@ def _divide(net: Any, step: int) -> None:
 
 told("a_part_waits", _part)
 told("replicas_wait", _all_reduce, hybrid=True)
+told("whole_replicas_wait", _all_reduce, hybrid=True)
 told("replicas_wait_in_bfloat16", _all_reduce, hybrid=True, mp_policy=REDUCED)
 told("ranks_and_replicas_wait", _both, hybrid=True)
 told("parts_wait", _parts, hybrid=True)
@@ -420,7 +422,8 @@ def hooked(name: str, hybrid: bool = False, steps: int = 6, factor: float = 1.7,
 
     def run(api: Any) -> Any:
         torch.manual_seed(0)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
+        shape = (2, dist.get_world_size() // 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if hybrid else None
         net = mark(api, Net(), **(options | {"mesh": mesh} if hybrid else options))
         optimizer, found = torch.optim.SGD(net.parameters(), lr=0.1), list[Any]()
 
