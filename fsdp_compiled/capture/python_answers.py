@@ -152,9 +152,10 @@ def noted(answers: Answers) -> Iterator[None]:
     def call_object(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         """``a == b`` of objects that compare by identity, as torch 2.11 and 2.12 trace it."""
         found = of_object(self, tx, name, args, kwargs)
-        if name == "__eq__" and threading.get_ident() == thread and type(self.value).__eq__ is object.__eq__:
-            if _value(found) is not True:
-                answers.differ(self, args[0])
+        of: Any = type(self.value)
+        by_identity = name == "__eq__" and of.__eq__ is object.__eq__
+        if by_identity and threading.get_ident() == thread and _value(found) is not True:
+            answers.differ(self, args[0])
         return found
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
