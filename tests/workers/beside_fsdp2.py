@@ -319,27 +319,30 @@ precision("kept", {}, reshard_after_forward=False)
 # What is said to a part, and to replicas.
 
 
+def in_threes(
+    api: Any, tell: Callable[[Any, int], None], found: list[Any], hybrid: bool, steps: int = 6, **options: Any
+) -> list[Any]:
+    """``found``, with what a loop leaves that says something before each step; each third reduces all, and updates."""
+    torch.manual_seed(0)
+    shape = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if hybrid else None
+    net = mark(api, Net(), **(options | {"mesh": mesh} if hybrid else options))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(steps):
+        tell(net, step)
+        loss = net(rows(step)).float().square().mean()
+        loss.backward()
+        found.append(loss.detach())
+        if step % 3 == 2:
+            found += gradients(net)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*found, *weights(net)]
+
+
 def told(name: str, tell: Callable[[Any, int], None], hybrid: bool = False, **options: Any) -> None:
-    """A case: before each of six steps; the third and the last reduce all, and update."""
-
-    def run(api: Any) -> Any:
-        torch.manual_seed(0)
-        shape = (2, dist.get_world_size() // 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if hybrid else None
-        net = mark(api, Net(), **(options | {"mesh": mesh} if hybrid else options))
-        optimizer, found = torch.optim.SGD(net.parameters(), lr=0.1), list[Any]()
-        for step in range(6):
-            tell(net, step)
-            loss = net(rows(step)).float().square().mean()
-            loss.backward()
-            found.append(loss.detach())
-            if step % 3 == 2:
-                found += gradients(net)
-                optimizer.step()
-                optimizer.zero_grad()
-        return [*found, *weights(net)]
-
-    CASES[name] = run
+    """A case: six such steps."""
+    CASES[name] = lambda api: in_threes(api, tell, [], hybrid, **options)
 
 
 def _part(net: Any, step: int) -> None:
@@ -368,7 +371,6 @@ def _divide(net: Any, step: int) -> None:
 
 told("a_part_waits", _part)
 told("replicas_wait", _all_reduce, hybrid=True)
-told("whole_replicas_wait", _all_reduce, hybrid=True)
 told("replicas_wait_in_bfloat16", _all_reduce, hybrid=True, mp_policy=REDUCED)
 told("ranks_and_replicas_wait", _both, hybrid=True)
 told("parts_wait", _parts, hybrid=True)
@@ -421,28 +423,18 @@ def hooked(name: str, hybrid: bool = False, steps: int = 6, factor: float = 1.7,
     """A case: hooks note what they are given, of which module and dtype, and change it; one is there from the start."""
 
     def run(api: Any) -> Any:
-        torch.manual_seed(0)
-        shape = (2, dist.get_world_size() // 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if hybrid else None
-        net = mark(api, Net(), **(options | {"mesh": mesh} if hybrid else options))
-        optimizer, found = torch.optim.SGD(net.parameters(), lr=0.1), list[Any]()
+        found: list[Any] = []
 
         def hook(name: str, reduced: torch.Tensor) -> None:
             found.extend((name, reduced.clone()))
             reduced.mul_(1.7 if api is theirs else factor).add_(0.01)
 
-        for step in range(steps):
+        def tell(net: Any, step: int) -> None:
             for name in {0: "b", 3: "ac"}.get(step, ""):
                 getattr(net, name).set_all_reduce_hook(partial(hook, name))
             _both(net, step)
-            loss = net(rows(step)).float().square().mean()
-            loss.backward()
-            found.append(loss.detach())
-            if step % 3 == 2:
-                found += gradients(net)
-                optimizer.step()
-                optimizer.zero_grad()
-        return [*found, *weights(net)]
+
+        return in_threes(api, tell, found, hybrid, steps, **options)
 
     CASES[name] = run
 
