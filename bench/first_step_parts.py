@@ -38,8 +38,7 @@ def parts_of(layers: int, lower: Literal["eager", "inductor"]) -> dict[str, floa
     from bench.host_time import GPT, batch, loss
     from fsdp_compiled import Policy
     from fsdp_compiled import api as taken_over
-    from fsdp_compiled.capture import aot_cache, dynamo_run
-    from fsdp_compiled.capture.blocks import repeats
+    from fsdp_compiled.capture import aot, dynamo_run
     from fsdp_compiled.lower import lowering
     from fsdp_compiled.runtime.programs import program_maker
 
@@ -81,8 +80,7 @@ def parts_of(layers: int, lower: Literal["eager", "inductor"]) -> dict[str, floa
     torch.set_num_threads(1)
     step(1)
     timed(program_maker, "capture", "Dynamo")
-    timed(aot_cache, "differentiate", "AOTAutograd")
-    timed(repeats, "traced", "the trace, read and written on disk")
+    timed(aot, "differentiate", "AOTAutograd")
     timed(dynamo_run, "differentiate", "equal blocks, found and copied")
     timed(program_maker, "transform", "passes and checks")
     timed(program_maker, "fuse", "fusions")

@@ -24,7 +24,7 @@ LONG = (
     "test_merged_units", "test_headroom", "test_cli_train", "test_lowering",
     "test_tensor_parallel_checkpoints", "test_guards", "test_integrations", "test_expert_parallel",
     "test_kernels_compiled", "test_whole_matrices_edges", "test_examples", "test_cli_bench", "test_bundle",
-    "test_modes", "test_direct_gradients", "test_dynamic_shapes", "test_cli_check", "test_api", "test_aot_cache",
+    "test_modes", "test_direct_gradients", "test_dynamic_shapes", "test_cli_check", "test_api",
     "test_third_party_optimizers", "test_kernels_interpreted", "test_repeated_calls", "test_equal_blocks",
     "test_compute_copies", "test_kernels_inserted", "test_sequence_attention", "test_meaning",
 )  # fmt: skip

@@ -8,18 +8,25 @@ everything that is kept can be made again.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
 import socket
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import torch
+from torch import backends
 
 from fsdp_compiled.capture.cache_folder import make_writable
+from fsdp_compiled.capture.global_modes import now
+from fsdp_compiled.torch_private import functorch
 from fsdp_compiled.torch_private.inductor import cache_dir, config
 from fsdp_compiled.torch_private.names import there
 
@@ -89,3 +96,43 @@ def write(place: Path, content: bytes) -> None:
         if beside is not None:
             with suppress(OSError):
                 os.unlink(beside)
+
+
+def settings() -> str:
+    """Equal where tracing or compiling the same would give the same."""
+    found = {**versions(), **_modes(), **_machine()}
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
+@functools.cache
+def versions() -> dict[str, Any]:
+    root = Path(__file__).parent.parent  # the package
+    sources = hashlib.sha256()
+    for path in sorted([*root.rglob("*.py"), *(root / "kernels").glob("*.py")]):  # rglob does not follow the link
+        sources.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return {
+        "sources": sources.hexdigest(),
+        "torch": (torch.__version__, torch.version.git_version),
+        "python": sys.version_info[:2],
+    }
+
+
+def _modes() -> dict[str, Any]:
+    """How operators are dispatched, differentiated, typed and chosen."""
+    einsum = backends.opt_einsum
+    return {
+        "modes": now(),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "grad": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "functorch": functorch.config.get_hash(),
+        "einsum": (einsum.is_available(), einsum.enabled, einsum.strategy),  # type: ignore[attr-defined]
+        "quantized": backends.quantized.engine,
+    }
+
+
+def _machine() -> dict[str, Any]:
+    index = torch.cuda.current_device() if torch.cuda.is_available() else None
+    return {
+        "cpu": (backends.cpu.get_cpu_capability(), torch.get_num_threads()),
+        "gpu": None if index is None else (torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)),
+    }

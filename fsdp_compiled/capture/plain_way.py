@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compiled.capture import disk_cache
 from fsdp_compiled.capture.aot import CaptureError
-from fsdp_compiled.capture.aot_cache import versions
 from fsdp_compiled.capture.captured import Capture, Tensors
+from fsdp_compiled.capture.disk_cache import versions
 from fsdp_compiled.capture.dynamo import trace_whole
 from fsdp_compiled.capture.global_modes import outside_modes
 from fsdp_compiled.capture.source_lines import OURS

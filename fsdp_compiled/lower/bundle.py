@@ -33,8 +33,8 @@ from typing import Any
 
 import torch
 
-from fsdp_compiled.capture.aot_cache import versions
 from fsdp_compiled.capture.cache_folder import make_writable
+from fsdp_compiled.capture.disk_cache import versions
 from fsdp_compiled.lower.processor import instructions
 from fsdp_compiled.torch_private.inductor import cache_dir
 

@@ -25,8 +25,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture import disk_cache
-from fsdp_compiled.capture.aot_cache import settings
-from fsdp_compiled.capture.disk_cache import KNOWN, folder
+from fsdp_compiled.capture.disk_cache import KNOWN, folder, settings
 from fsdp_compiled.ir.nodes import fake_mode
 from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.lower.compiled_piece import Call, CompiledPiece

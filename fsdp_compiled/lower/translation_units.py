@@ -28,7 +28,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from fsdp_compiled.capture import disk_cache
-from fsdp_compiled.capture.aot_cache import settings
+from fsdp_compiled.capture.disk_cache import settings
 from fsdp_compiled.lower.isa_probes import REPLACING, with_found_headers, without_headers
 from fsdp_compiled.torch_private.inductor import AsyncCompile, codecache
 

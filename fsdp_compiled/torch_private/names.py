@@ -152,7 +152,7 @@ TABLE: dict[str, Use] = {
     "moving sizes": Use("speed", (f"{DYNAMO}.maybe_mark_dynamic",), "each size of a batch has a program of its own"),
     "equal blocks": Use("speed", (
         f"{DYNAMO}.guards.CheckFunctionManager.build_guards", f"{DYNAMO}.guards.GuardBuilder",
-        f"{DYNAMO}.guards.GuardManager", f"{DYNAMO}.guards.uninteresting_files",
+        f"{DYNAMO}.guards.uninteresting_files",
         f"{DYNAMO}.source.CallMethodItemSource", f"{DYNAMO}.source.DictGetItemSource",
         f"{DYNAMO}.source.LocalSource", f"{DYNAMO}.source.NNModuleSource", f"{DYNAMO}.source.is_from_global_source",
         f"{DYNAMO}.symbolic_convert.InstructionTranslatorBase.call_function",

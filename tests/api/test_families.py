@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.capture import aot_cache, dynamo
+from fsdp_compiled.capture import dynamo
 from fsdp_compiled.capture.blocks import equal_blocks, repeated_calls, repeats
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from fsdp_compiled.torch_private.names import plainly
@@ -69,7 +69,6 @@ def test_the_program_is_that_of_all_blocks(name: str, monkeypatch: pytest.Monkey
         found.append([len(run.stretches) for run in runs])
         return runs
 
-    monkeypatch.setattr(aot_cache, "folder", lambda: None)
     monkeypatch.setattr(dynamo, "Repeats", watching)
     monkeypatch.setattr(repeats, "runs_of", finding)
     model = built(name, layers, monkeypatch)

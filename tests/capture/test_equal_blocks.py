@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.capture import aot, aot_cache, dynamo_run
+from fsdp_compiled.capture import aot, dynamo_run
 from fsdp_compiled.capture.blocks import elided_blocks, equal_blocks, repeats
 from fsdp_compiled.ir.program import Program
 from tests.equal_models import LAYERS, WIDTH, Model, TwoLists, loss, program_of
@@ -60,9 +60,8 @@ def differentiated(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
     whole, program = aot.differentiate, dynamo_run.Trace.program
     monkeypatch.setattr(dynamo_run.Trace, "program", all_of_it)
-    monkeypatch.setattr(aot_cache, "differentiate", counted)
+    monkeypatch.setattr(aot, "differentiate", counted)
     monkeypatch.setattr(dynamo_run, "differentiate", both)
-    monkeypatch.setattr(aot_cache, "folder", lambda: None)
     return seen
 
 

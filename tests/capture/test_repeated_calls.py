@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture import dynamo, dynamo_run, guards
-from fsdp_compiled.capture.blocks import built_guards, guard_probes, repeated_calls, walked_blocks
+from fsdp_compiled.capture.blocks import guard_probes, repeated_calls, walked_blocks
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from tests import equal_models as equal
 from tests.architectures import TORCH
@@ -46,8 +46,7 @@ def traced(model: nn.Module, function: Any, patch: pytest.MonkeyPatch) -> tuple[
 
     def adding(self: Repeats, chosen: Any) -> Any:
         added = more(self, chosen)
-        noted = [(one.block.guard(place), one.block, place) for one in added for place in one.places]
-        built = ((guard, guard.create_fn_name(), block.values[place]) for guard, block, place in noted)
+        built = ((guard, guard.create_fn_name(), block.values[place]) for block, place, guard in self.built)
         found[-1] = sorted({*found[-1], *asked(built)})
         return added
 
@@ -204,18 +203,11 @@ def test_guards_that_say_another_thing_are_found_when_they_are_built(
     assert "a guard of model.layers.2 is not that of the one before" in caplog.text
 
 
-def test_guards_that_cannot_be_repeated_are_built_by_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, _ = full(Model("shared"), loss, monkeypatch)
-    monkeypatch.setattr(built_guards, "HOLDS", {})
-    monkeypatch.setattr(built_guards.Plan, "repeat", lambda *_: 1 / 0)
-    assert traced(Model("shared"), loss, monkeypatch) == (wanted, LAYERS - 2)
-
-
 def test_control_guards_that_are_not_repeated_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, _ = full(Model("shared"), loss, monkeypatch)
-    monkeypatch.setattr(built_guards.Plan, "repeat", lambda *_: None)
+    monkeypatch.setattr(repeated_calls.Repeats, "more", lambda *_: [])
     got, _ = traced(Model("shared"), loss, monkeypatch)
-    assert got[:2] == wanted[:2] and set(got[2]) < set(wanted[2])
+    assert set(got[2]) < set(wanted[2])
 
 
 def test_a_block_that_could_not_be_ended_is_walked_through(

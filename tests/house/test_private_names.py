@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import CaptureError, Policy, compile_sharded
-from fsdp_compiled.capture import aot, aot_cache, dynamo, plain_way
+from fsdp_compiled.capture import aot, dynamo, plain_way
 from fsdp_compiled.torch_private import names
 from tests import equal_models
 from tests.chosen import chosen
@@ -83,7 +83,6 @@ def test_the_plain_way_replaces_no_function_of_pytorchs(monkeypatch: pytest.Monk
         seen.append([name for name, one in known.items() if now[name] is not one])
         return whole(*given, **named)
 
-    monkeypatch.setattr(aot_cache, "folder", lambda: None)
     monkeypatch.setattr(aot, "aot_module_simplified", looking)
     with names.plainly():
         equal_models.program_of(equal_models.Model())
@@ -126,7 +125,6 @@ def test_a_model_that_fails_either_way_is_told_so() -> None:
 
 
 def test_where_no_model_can_be_captured_pytorch_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aot_cache, "folder", lambda: None)
     monkeypatch.setattr(aot, "aot_module_simplified", lambda *_, **__: None)
     net = model()
     sharded = compile_sharded(net, torch.optim.SGD(net.parameters(), 0.1), loss=loss, policy=Policy(lower="eager"))

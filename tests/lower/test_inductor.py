@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from fsdp_compiled.capture import aot_cache
+from fsdp_compiled.capture import disk_cache
 from fsdp_compiled.lower import inductor
 from fsdp_compiled.lower.piece import Piece
 from tests.modes import changed
@@ -101,7 +101,7 @@ CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "threads": lambda: changed(torch.set_num_threads, THREADS + 1, THREADS),
     "inductor": lambda: torch._inductor.config.patch(epilogue_fusion=False),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "version": lambda: mock.patch.object(aot_cache, "versions", lambda: {"torch": "3.0"}),
+    "version": lambda: mock.patch.object(disk_cache, "versions", lambda: {"torch": "3.0"}),
 }
 
 

@@ -1,11 +1,4 @@
-"""A new `nn.ModuleList` of many modules, as ``self.layers[:depth]`` makes one, is filled as a dictionary is.
-
-Dynamo walks through `nn.ModuleList.extend`, which registers one module after the other, and asks the same six questions
-of each. Here it walks for the first module; the others are put beside that one. Nobody hears of it: a list of this very
-class, which the trace made, has no other attributes that their numbers could be the names of, and where registration
-has hooks, the walk is for all of them. Since torch 2.14 Dynamo comes to ``+=`` another way, and walks for each.
-
-Dynamo walks through the first two of a list of equal blocks; what it wrote of the second is written again.
+"""Dynamo walks through the first two of a list of equal blocks; what it wrote of the second is written again.
 
     model(x)                Dynamo                     graph
 
@@ -32,85 +25,28 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.nn.modules import module as every_module
 
 from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, call_path
-from fsdp_compiled.capture.blocks.built_guards import BlockGuards, Plan
 from fsdp_compiled.capture.blocks.changes import Objects
 from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
 from fsdp_compiled.capture.blocks.walked_blocks import Before, WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
 from fsdp_compiled.capture.guards import Recorder, is_own, plain_names
 from fsdp_compiled.torch_private.dynamo import (
-    AttributeMutationNew,
     CheckFunctionManager,
-    ConstantVariable,
-    ConstDictVariable,
     Guard,
     InstructionTranslatorBase,
     LazyVariableTracker,
-    ListVariable,
     NNModuleSource,
     Source,
     UnspecializedNNModuleVariable,
-    ValueMutationNew,
     VariableBuilder,
     config,
 )
-
-METHODS = {name: vars(nn.ModuleList)[name] for name in ("__iadd__", "__len__", "extend")}
-ADD = nn.Module.add_module
-
-
-def extended(call: Any, variable: Any, tx: Any, name: str, args: Sequence[Any], fewest: int) -> Any:
-    """What ``variable += args[0]`` is, if nothing but a new list is filled by it; else None.
-
-    ``call``: Dynamo's own ``call_method``. Of less than ``fewest`` modules the walk is short.
-    """
-    if name != "__iadd__" or not _is_new(variable) or len(args) != 1:
-        return None
-    if every_module._global_module_registration_hooks or not _is_pytorchs():
-        return None
-    modules = _items(args[0])
-    if len(modules) < fewest or not all(map(_is_module, modules)):
-        return None
-    inside = variable.var_getattr(tx, "_modules")
-    if not isinstance(inside, ConstDictVariable) or inside.items:
-        return None
-    first = ListVariable(modules[:1], mutation_type=ValueMutationNew())
-    made = call(variable, tx, name, [first], {})
-    rest = {ConstantVariable.create(str(place)): one for place, one in enumerate(modules) if place}
-    added = ConstDictVariable(rest, mutation_type=ValueMutationNew())
-    variable.var_getattr(tx, "_modules").call_method(tx, "update", [added], {})
-    return made
-
-
-def _is_new(variable: Any) -> bool:
-    return variable.value_type is nn.ModuleList and isinstance(variable.mutation_type, AttributeMutationNew)
-
-
-def _is_pytorchs() -> bool:
-    own = all(vars(nn.ModuleList).get(name) is method for name, method in METHODS.items())
-    return own and nn.ModuleList.add_module is ADD
-
-
-def _items(variable: Any) -> list[Any]:
-    if isinstance(variable, LazyVariableTracker):
-        variable = variable.realize()
-    return variable.items if type(variable) is ListVariable else []
-
-
-def _is_module(variable: Any) -> bool:
-    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
-        return isinstance(variable.original_value(), nn.Module)
-    if isinstance(variable, LazyVariableTracker):
-        variable = variable.realize()
-    return isinstance(variable, UnspecializedNNModuleVariable)
-
 
 log = logging.getLogger("fsdp_compiled")
 LOCK = threading.RLock()  # Dynamo, too, traces for one thread at a time
@@ -180,12 +116,6 @@ class Repeats:
             else:
                 tx.push(result)
 
-        method = kind.call_method
-
-        def call_method(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            made = extended(method, variable, tx, name, args, FEWEST) if threading.get_ident() == thread else None
-            return method(variable, tx, name, args, kwargs) if made is None else made
-
         wrap = VariableBuilder.wrap_module
 
         def wrap_module(builder: Any, value: nn.Module) -> Any:
@@ -199,15 +129,11 @@ class Repeats:
 
         def build_guards(manager: Any, guards: Any, *rest: Any, **named: Any) -> Any:
             if threading.get_ident() == thread and "guard_filter_fn" in named:  # those that are kept
-                more = self.more(guards)
-                twice = {one.block.call.source.name for one in more if one.says_the_class()}
-                once = (one for one in guards if one.name not in twice or one.create_fn_name() != "TYPE_MATCH")
-                guards = [*once, *more]
+                guards = [*guards, *self.more(guards)]
             return build(manager, guards, *rest, **named)
 
         instead: list[tuple[Any, str, Any]] = [
             (kind, "call_function", call_function),
-            (kind, "call_method", call_method),
             (InstructionTranslatorBase, "call_function", call_unseen),
             (VariableBuilder, "wrap_module", wrap_module),
             (CheckFunctionManager, "build_guards", build_guards),
@@ -291,11 +217,9 @@ class Repeats:
                 log.info("%s is traced by itself, as equal blocks are not: %s", path, why)
         self.failed = False
 
-    def more(self, chosen: Iterable[Guard]) -> list[BlockGuards]:
+    def more(self, chosen: Iterable[Guard]) -> list[Guard]:
         """Of blocks that were not walked through, the guards that are kept. ``chosen``: those of the others."""
         self.built = []
-        plans: dict[int, Plan] = {}
-        found = []
         kept = set(map(id, chosen))
         places: dict[int, list[int]] = {}  # of guards that are kept, by walked block
         for block in self.written:
@@ -305,8 +229,8 @@ class Repeats:
                 of_like = block.walked.distinct(place for place, guard in guards if id(guard) in kept)
                 places[id(block.walked)] = of_like
             kept.update(id(guard) for guard in block.made(of_like))
-            found.append(BlockGuards(block, of_like, plans, self.built))
-        return found
+            self.built += [(block, place, block.guard(place)) for place in of_like]
+        return [guard for _, _, guard in self.built]
 
     def tell(self, recorder: Recorder) -> None:
         """What the guards of blocks look at that were not walked through."""

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from fsdp_compiled.capture import aot
 from fsdp_compiled.capture.aot import Traced
-from fsdp_compiled.capture.aot_cache import traced
 from fsdp_compiled.capture.blocks.elided_blocks import Absent, Elided
 from fsdp_compiled.capture.blocks.equal_blocks import LATER, THIRD, Run, has_lists, runs_of, with_body
 from fsdp_compiled.capture.blocks.expand_repeats import ExpandedProgram, Unequal
@@ -99,7 +99,7 @@ def differentiate(
     left: Sequence[Elided] = (),
     every: Sequence[Port] | None = None,
 ) -> Traced:
-    """`aot.differentiate`, which sees few of many equal stretches; so does the disk, where its work is kept.
+    """`aot.differentiate`, which sees few of many equal stretches.
 
     ``left``: stretches that are not in the module, and ``every``: what is given with theirs. Raises `Unequal` where
     they are needed.
@@ -116,7 +116,7 @@ def differentiate(
         short = ReducedGraph(module, inputs, given, runs)
         try:
             with short.marked():
-                found = traced(short.module, short.inputs, short.given, results)
+                found = aot.differentiate(short.module, short.inputs, short.given, results)
             return ExpandedProgram(module, found, runs, given if every is None else every).traced()
         except Unequal as why:
             if left:
@@ -124,7 +124,7 @@ def differentiate(
             log.info("equal blocks are differentiated one by one: %s", why)
     elif has_lists(module):
         log.info("blocks are differentiated one by one: too few in a row compute the same from the same sizes")
-    return traced(module, inputs, given, results)
+    return aot.differentiate(module, inputs, given, results)
 
 
 def _widen(runs: Sequence[Run], left: Elided) -> None:
