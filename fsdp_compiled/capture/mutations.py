@@ -190,7 +190,7 @@ class Mutations:
                 if new is not old and not (type(old) is type(new) and isinstance(old, PLAIN) and old == new):
                     if changed.kind == "set" and old == new:
                         continue
-                    found.append(self._entry(changed.place(key), old, new, self._reads(changed, key, old)))
+                    found.append(self._entry(changed.place(key), old, new, self._reads(changed, key, old, new)))
         return found
 
     def _entry(self, source: str, old: Any, new: Any, read: bool) -> Entry:
@@ -205,9 +205,11 @@ class Mutations:
                 if added and all(one is two for one, two in zip(now, changed.before.values(), strict=False)):
                     (list if changed.kind == "list" else deque).extend(changed.target, added * (FAR // len(added)))
 
-    def _reads(self, changed: Changed, key: Any, old: Any) -> bool:
-        """Whether the old value was looked at: a value that was only written has no guard, whatever its name is."""
-        if changed.kind != "attribute" or old is MISSING:
+    def _reads(self, changed: Changed, key: Any, old: Any, new: Any) -> bool:
+        """Whether the old value was looked at: one that was only written, or since torch 2.14 only counted up, has no
+        guard, whatever its name is. Of what else a dictionary holds, its length and keys may have been asked for."""
+        counted = changed.kind == "dict" and type(key) is str and type(old) is type(new) is int
+        if old is MISSING or not (counted or changed.kind == "attribute"):
             return True
         name = re.escape(str(key))
         return any(re.search(rf"(\.{name}|\['{name}'\])($|[.\[)])", guard) for guard in self.guards)

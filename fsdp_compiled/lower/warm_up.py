@@ -86,7 +86,7 @@ def prepare() -> None:
 
 def _compile_call(target: OpOverload, count: int) -> None:
     """Has Inductor compile an operator on so many matrices."""
-    with _no_thread_of_tqdm(), FakeTensorMode():
+    with _quietly(), FakeTensorMode():
         graph = torch.fx.Graph()
         given = [graph.placeholder(f"matrix_{place}") for place in range(count)]
         result = graph.call_function(target, tuple(given))
@@ -98,16 +98,17 @@ def _compile_call(target: OpOverload, count: int) -> None:
 
 
 @contextmanager
-def _no_thread_of_tqdm() -> Iterator[None]:
+def _quietly() -> Iterator[None]:
     """PyTorch's interpreter of graphs has a progress bar, shown or not; tqdm, where it is there, starts a thread with
-    the first, which looks after all, and a process with a thread is not to be forked."""
-    bars = torch.hub.tqdm
-    before = getattr(bars, "monitor_interval", 0)
-    bars.monitor_interval = 0
+    the first, which looks after all, and a process with a thread is not to be forked. Torch 2.14 warns that of a product
+    nothing can be kept."""
+    bars, logger = torch.hub.tqdm, logging.getLogger("torch._inductor.standalone_compile")
+    before = getattr(bars, "monitor_interval", 0), logger.disabled
+    bars.monitor_interval, logger.disabled = 0, True
     try:
         yield
     finally:
-        bars.monitor_interval = before
+        bars.monitor_interval, logger.disabled = before
 
 
 def _begin_in_a_fork() -> None:
