@@ -21,7 +21,7 @@ from fsdp_compiled.plan.leaf import Leaf, TensorParallel, dense_stride
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import loading
-from fsdp_compiled.runtime.checkpoint.stretches import held, rectangles
+from fsdp_compiled.runtime.checkpoint.chunks import held, rectangles
 from tests.saved_plans import CPU, RULES, places, save, shards, values
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -94,14 +94,16 @@ def _updated(plan: Plan, key: str) -> bool:
 
 
 @given(st.lists(st.integers(1, 6), max_size=4), st.data())
-def test_rectangles_are_the_stretch(shape: list[int], data: st.DataObject) -> None:
-    whole = torch.arange(int(torch.Size(shape).numel())).reshape(shape)
+def test_rectangles_are_the_elements_in_order(shape: list[int], data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(shape))))
+    back = [order.index(dim) for dim in range(len(shape))]
+    whole = torch.arange(int(torch.Size(shape).numel())).reshape([shape[dim] for dim in order]).permute(back)
     stop = data.draw(st.integers(0, whole.numel()))
     start = data.draw(st.integers(0, stop))
     seen: list[int] = []
-    found = list(rectangles(shape, start, stop))
-    for offsets, sizes, first in found:
-        there = whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes))].flatten().tolist()
+    found = list(rectangles(shape, order, start, stop))
+    for first, offsets, sizes in found:
+        there = whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes))].permute(order).flatten().tolist()
         assert there == list(range(first, first + len(there)))
         seen += there
     assert seen == list(range(start, stop))

@@ -13,6 +13,7 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work, last_exchange, lo
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import dcp, loading, saving, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint.chunks import place_of
 from fsdp_compiled.runtime.checkpoint.contents import (
     Trained,
 )
@@ -26,7 +27,6 @@ from fsdp_compiled.runtime.checkpoint.loading import (
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest, refusing_edited
 from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal
 from fsdp_compiled.runtime.checkpoint.saving import Image, Plans, Wish
-from fsdp_compiled.runtime.checkpoint.stretches import place_of
 from fsdp_compiled.runtime.checkpoint.values import decode
 from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory

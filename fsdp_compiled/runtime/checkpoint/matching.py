@@ -18,17 +18,17 @@ from fsdp_compiled.optim.param_groups import NOTES, options_of, scheduled
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.runtime.checkpoint import owned_state
-from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, class_name, plain
-from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.stretches import (
+from fsdp_compiled.runtime.checkpoint.chunks import (
+    Chunk,
     Place,
-    Stretch,
     held,
     parameter_name,
     per_element,
     split_state_name,
     state_name,
 )
+from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, class_name, plain
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.param_step_counts import Names, Numbers, of_group, parted
 from fsdp_compiled.runtime.state import State
@@ -41,7 +41,7 @@ FITS = "Build what was saved, or pass strict=False, which loads what fits and le
 class Match:
     """What fits. ``wanted``: what is read into this rank's shards. ``scalars``: by a rule's key, its numbers."""
 
-    wanted: list[Stretch] = field(default_factory=list)
+    wanted: list[Chunk] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     owned: dict[str, str] = field(default_factory=dict)  # by parameter, the value that is its optimizer's state
     buffers: list[str] = field(default_factory=list)
@@ -144,6 +144,8 @@ def write_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], writt
                 group[name].fill_(before[name])
             elif name in before:
                 group[name] = before[name]
+            elif name in written:
+                group.pop(name, None)
 
 
 def match_optimizer(manifest: Manifest, trained: Trained, places: dict[str, str], found: Match) -> None:

@@ -6,7 +6,7 @@ rank 0       the folder aside         -+
 They meet once. What each does after that follows from what all have said, so that it is refused on all ranks or on
 none; where a rank cannot copy all the same, it says so where it would say what it has written.
 
-    stretches and values  ->  names and offsets in files (`Plans`)  ->  one copy into the image (`fill`)  ->  files
+    chunks and values  ->  names and offsets in files (`Plans`)  ->  one copy into the image (`fill`)  ->  files
 
 The image is kept for the next checkpoint: fresh memory costs as much as the copy. What this rank writes of the flat
 shards is found at the first save, and again only when what it depends on is another: the plan, the optimizer's rules,
@@ -25,6 +25,17 @@ import torch
 from fsdp_compiled.distributed.lockstep import Exchange, Last, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint.chunks import (
+    Chunk,
+    Entry,
+    Holders,
+    Piece,
+    aliases,
+    held,
+    place_of,
+    tensors,
+    whole_chunk,
+)
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, dealt_out, values_of
 from fsdp_compiled.runtime.checkpoint.data_file import (
     Item,
@@ -35,7 +46,6 @@ from fsdp_compiled.runtime.checkpoint.data_file import (
     packed,
 )
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.stretches import Entry, Holders, Piece, Stretch, aliases, held, place_of, tensors
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
 
 ALIKE = ("updates", "scale", "optimizer", "scalars", "owners")  # values that ranks cannot differ in
@@ -87,7 +97,7 @@ class Written:
 
     files: Sequence[Arranged]
     values: Mapping[str, Any]
-    beside: Sequence[Stretch]
+    beside: Sequence[Chunk]
     entries: Mapping[str, Entry]
 
 
@@ -167,10 +177,10 @@ def _writers(digests: list[dict[str, str]], rows: Sequence[int]) -> dict[str, li
 
 def _own_values(
     rank: int, writers: Mapping[str, list[int]], values: Mapping[str, Any], found: Tensors
-) -> tuple[dict[str, Any], list[Stretch], dict[str, Entry]]:
+) -> tuple[dict[str, Any], list[Chunk], dict[str, Entry]]:
     """The values that this rank writes: as JSON, and their tensors."""
     trees: dict[str, Any] = {}
-    parts: list[Stretch] = []
+    parts: list[Chunk] = []
     entries: dict[str, Entry] = {}
     for name, ranks in writers.items():
         if rank not in ranks:
@@ -178,32 +188,25 @@ def _own_values(
         suffix = f" of rank {rank}" if len(ranks) > 1 else ""
         trees[name] = renamed(values[name], lambda key, suffix=suffix: key + suffix)  # type: ignore[misc]
         for key in tensor_names(values[name]):
-            value = found[key]
-            shape = tuple(value.shape)
-            entries[key + suffix] = Entry(shape, value.dtype, tuple(range(len(shape))))
-            parts.append(Stretch(key + suffix, 0, value.numel(), value, shape, entries[key + suffix].order))
+            parts.append(whole_chunk(key + suffix, found[key]))
+            entries[key + suffix] = Entry(parts[-1].shape, found[key].dtype)
     return trees, parts, entries
 
 
-def arrange(shards: Sequence[Stretch], beside: Sequence[Stretch], rank: int, world: int) -> list[Arranged]:
+def arrange(shards: Sequence[Chunk], beside: Sequence[Chunk], rank: int, world: int) -> list[Arranged]:
     """The files, with everything's place in them."""
     found = []
     others = {one.key for one in beside}
     for index, row in enumerate(packed([*shards, *beside], lambda one: one.values.nbytes, FILE)):
-        layout = lay_out(map(_item, row))
+        layout = lay_out(Item(one.key, one.values.dtype, tuple(one.values.shape)) for one in row)
         name = f"shard-{rank:05d}-of-{world:05d}{f'-{index:05d}' if index else ''}.safetensors"
-        pieces = [(one.name, Piece(one.start, one.stop, name, layout.offsets[one.key], one.cut)) for one in row]
+        pieces = [(one.name, Piece(one.offsets, tuple(one.values.shape), name, layout.offsets[one.key])) for one in row]
         found.append(Arranged(name, layout, pieces, list(runs([p for p in row if p.key not in others], layout))))
     return found
 
 
-def _item(one: Stretch) -> Item:
-    in_shape = one.whole and list(one.order) == sorted(one.order)
-    return Item(one.key, one.values.dtype, one.shape if in_shape else (one.values.numel(),))
-
-
-def runs(parts: Sequence[Stretch], layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
-    """Where in the file what goes, 1-d: parts that follow each other in memory and in the file as one, a single copy.
+def runs(parts: Sequence[Chunk], layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
+    """Where in the file what goes: parts that follow each other in memory and in the file as one, 1-d, a single copy.
 
     Of a flat buffer these are nearly all. One copy of many MiB costs less than many of one.
     """
@@ -211,9 +214,12 @@ def runs(parts: Sequence[Stretch], layout: Layout) -> Iterator[tuple[int, torch.
     ends: tuple[torch.dtype, int, int, int] | None = None  # dtype and storage, address and offset where the last ended
     starts: list[int] = []
     for one in sorted(parts, key=lambda one: layout.offsets[one.key]):
-        values = one.values.detach().reshape(-1)
-        size, start = values.numel() * values.itemsize, layout.offsets[one.key]
+        values = one.values.detach()
+        size, start = values.nbytes, layout.offsets[one.key]
         if not size:
+            continue
+        if not values.is_contiguous():
+            yield start, values
             continue
         at = values.dtype, values.untyped_storage().data_ptr(), values.data_ptr(), start
         if at != ends:
@@ -234,7 +240,7 @@ class Plans:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self._shards: Sequence[Stretch] = ()  # what this rank writes of them
+        self._shards: Sequence[Chunk] = ()  # what this rank writes of them
         self._of: object = None  # what they depend on
         self._by: tuple[object, ...] = ()  # what is compared by identity, kept so that it stays one
         self._alike: object = None  # what the files hold beside them
@@ -250,7 +256,7 @@ class Plans:
             self.entries = tensors(plan, rules, state.optimizer)
             self._by, self._of, self._alike = by, of, None
 
-    def arrange(self, beside: Sequence[Stretch], rank: int, world: int) -> Sequence[Arranged]:
+    def arrange(self, beside: Sequence[Chunk], rank: int, world: int) -> Sequence[Arranged]:
         """This rank's files, of what `find` found last and what is ``beside``, whose values lie elsewhere each time."""
         alike = [(one.key, one.values.dtype, one.values.shape) for one in beside], FILE
         if alike != self._alike:
@@ -270,7 +276,7 @@ class Image:
         self._device = device
         self._memory: list[torch.Tensor] = []
 
-    def fill(self, files: Sequence[Arranged], beside: Sequence[Stretch]) -> list[memoryview]:
+    def fill(self, files: Sequence[Arranged], beside: Sequence[Chunk]) -> list[memoryview]:
         """Copies everything; returns, by file, its bytes. They are the image's until the next call."""
         cuda = self._device.type == "cuda"
         for index, file in enumerate(files):
@@ -286,8 +292,8 @@ class Image:
                     *file.runs,
                     *runs([p for p in beside if p.key in file.layout.offsets], file.layout),
                 ):
-                    place = memory[start : start + values.numel() * values.itemsize]
-                    place.view(values.dtype).copy_(values, non_blocking=cuda)
+                    place = memory[start : start + values.nbytes].view(values.dtype)
+                    place.view(values.shape).copy_(values, non_blocking=cuda)
         if cuda:
             torch.cuda.synchronize(self._device)
         return [memory_of(memory)[: file.layout.size] for memory, file in zip(self._memory, files)]
