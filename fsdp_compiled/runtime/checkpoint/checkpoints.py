@@ -14,9 +14,7 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import dcp, loading, saving, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint.chunks import place_of
-from fsdp_compiled.runtime.checkpoint.contents import (
-    Trained,
-)
+from fsdp_compiled.runtime.checkpoint.contents import Trained
 from fsdp_compiled.runtime.checkpoint.loading import (
     check_saved_extra,
     chosen_values,
@@ -180,18 +178,18 @@ class Checkpoints:
             raise ValueError(refusal(f"{chosen} is of another model or optimizer", found.differences))
         values = chosen_values(manifest, found, extra, mesh.rank, rows)
         trees = [tree for tree, _ in values.values()]
-        staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees)
+        pairs, tensors = yield from loading.read(chosen, manifest, mesh, found.wanted, trees)
         check_saved_extra(manifest, values, extra, len(set(rows)))
         with refusing_edited(chosen, RuntimeError):
             row = f"{saving.row_of(mesh)} of {len(set(rows))}"
-            write_values = prepare_values(values, staged.tensors, found, trained, row)
-        undo = load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)
+            write_values = prepare_values(values, tensors, found, trained, row)
+        undo = load_extra({name: decode(tree, tensors) for name, (tree, _) in values.items()}, extra)
         try:
             yield "what they have read is whole"
         except BaseException:
             undo()
             raise
-        loading.write(staged.pairs)
+        loading.write(pairs)
         write_values()
         if mesh.rank == 0:
             _report(chosen, manifest, found, extra)

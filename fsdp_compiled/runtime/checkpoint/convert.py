@@ -125,8 +125,8 @@ def _lazy(folder: Path, manifest: Manifest, name: str) -> Lazy:
 
     def whole() -> torch.Tensor:
         wanted = whole_chunk(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
-        staged = lockstep(ALONE, "what is read", loading.read(folder, manifest, ALONE, [wanted], [], rest=False))
-        return staged.pairs[0][1]
+        pairs, _ = lockstep(ALONE, "what is read", loading.read(folder, manifest, ALONE, [wanted], [], rest=False))
+        return pairs[0][1]
 
     return Lazy(entry.shape, entry.dtype, whole)
 

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.runtime.checkpoint.chunks import (
     Chunk,
@@ -40,13 +41,13 @@ from fsdp_compiled.runtime.checkpoint.chunks import (
     wrapped,
 )
 from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor
-from fsdp_compiled.runtime.checkpoint.contents import Trained, options, plain
+from fsdp_compiled.runtime.checkpoint.contents import Trained, numbers_of, options, plain
 from fsdp_compiled.runtime.checkpoint.loading import chosen_values, prepare_values, write
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import match, refusal
 from fsdp_compiled.runtime.checkpoint.owned_state import kept_by
 from fsdp_compiled.runtime.checkpoint.values import encode
-from fsdp_compiled.runtime.param_step_counts import fresh, names_of
+from fsdp_compiled.runtime.param_step_counts import names_of
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, LocalShardsWrapper, TensorMeta
 
@@ -89,15 +90,13 @@ def device_mesh(mesh: Mesh) -> DeviceMesh | None:
 def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateDict:
     """What this rank holds, as views, and small things that are the same on all ranks, as copies."""
     plan, state, rules = trained.plan, trained.state, trained.rules
-    own: dict[str, list[Chunk]] = {}
-    for chunk in held(plan, rules, place_of(mesh), state.parameters, state.optimizer):
-        own.setdefault(chunk.name, []).append(chunk)
+    chunks = held_by_name(trained, rules, mesh)
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
     for key, entry in every_tensor(plan, rules, state.optimizer).items():
         of = split_state_name(key)
         cut = plan.placement.state if of else plan.placement.parameter
-        if (tensor := _tensor(entry, own.get(key), cut, ranks)) is None:
+        if (tensor := _tensor(entry, chunks.get(key), cut, ranks)) is None:
             continue
         if of is None:
             model[key.removeprefix("model.")] = tensor
@@ -105,13 +104,11 @@ def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateD
             optimizer.setdefault(of[0], {})[of[1]] = tensor
     model |= dict(state.buffers)
     for rule in rules:
-        names, begin = names_of(plan, rule), fresh(rule)
-        later = state.ages.left(rule, names)
-        for parameter in names:
-            for one in (one for one in rule.state if one.scalar):
-                number = state.optimizer[f"{rule.key}.{one.name}"].clone()
-                number = number.fill_(begin.get(one.name, number)) if parameter in later else number
-                optimizer.setdefault(parameter, {})[one.name] = number
+        for names, numbers in numbers_of(state, plan, rule):
+            dtypes = {name: state.optimizer[f"{rule.key}.{name}"].dtype for name in numbers}
+            for parameter in names:
+                own = {name: torch.tensor(number, dtype=dtypes[name]) for name, number in numbers.items()}
+                optimizer.setdefault(parameter, {}).update(own)
     found = StateDict(model=model, updates=state.step.clone())
     if trained.optimizer is not None:
         groups = [
@@ -121,6 +118,14 @@ def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateD
         found["optim"] = {"state": optimizer, "param_groups": groups}
     if state.scale:
         found["loss_scale"] = {name: tensor.clone() for name, tensor in state.scale.items()}
+    return found
+
+
+def held_by_name(trained: Trained, rules: Sequence[Rule], mesh: Mesh) -> dict[str, list[Chunk]]:
+    """What this rank holds of each tensor."""
+    found: dict[str, list[Chunk]] = {}
+    for one in held(trained.plan, rules, place_of(mesh), trained.state.parameters, trained.state.optimizer):
+        found.setdefault(one.name, []).append(one)
     return found
 
 
@@ -141,7 +146,7 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> W
 
     Raises ``ValueError`` for what does not fit.
     """
-    wrong = _other_groups(given, trained)
+    wrong: list[str] = []
     manifest, values = _described(given, trained, mesh, wrong)
     found = match(manifest, trained, place_of(mesh))
     copies = [(one.values, _source(one, values[one.name], wrong)) for one in found.wanted if one.name in values]
@@ -185,9 +190,8 @@ def _described(
     tensors |= kept
     if trained.optimizer is not None and "optim" in given:
         values |= more
-    for one in held(plan, rules, place_of(mesh), state.parameters, state.optimizer):
-        if one.name not in tensors:
-            entries.pop(one.name, None)
+    for name in held_by_name(trained, rules, mesh).keys() - tensors.keys():
+        entries.pop(name)
     of_model = {*entries, *(f"model.{name}" for name in state.buffers)}
     entries |= {key: _entry(one) for key, one in tensors.items() if key in kept or key in of_model}
     return Manifest(0, 1, entries, values, {}, {}, {}), tensors
@@ -200,9 +204,12 @@ def optimizer_values(
     tensors of it by name."""
     records: list[dict[str, Any]] = []
     found: dict[str, torch.Tensor] = {}
+    told = [{name: encode(plain(value), name, {}) for name, value in group.items()} for group in groups]
+    names = [group.pop("params", []) for group in told]
+    grouped = {name for row in names for name in row}
     for rule in trained.rules:
         scalars = {entry.name for entry in rule.state if entry.scalar}
-        for parameter in names_of(trained.plan, rule):
+        for parameter in (name for name in names_of(trained.plan, rule) if name in grouped):
             its = {name: value for name, value in states.get(parameter, {}).items() if value is not None}
             numbers = {name: float(its.pop(name)) for name in scalars if name in its}
             records.append({"parameters": [parameter], "scalars": encode(numbers, "", {})})
@@ -211,8 +218,6 @@ def optimizer_values(
                     found[f"optimizer.state.{parameter}.{name}"] = value
                 else:
                     wrong.append(f"the optimizer's {name} of {parameter} is a {type(value).__name__}, and no tensor")
-    told = [{name: encode(plain(value), name, {}) for name, value in group.items()} for group in groups]
-    names = [group.pop("params", []) for group in told]
     values = {"optimizer": {"class": None, "groups": told, "parameters": names}, "scalars": records}
     return {name: {"same": value} for name, value in values.items()}, found
 
@@ -235,19 +240,6 @@ def _source(one: Chunk, given: Any, wrong: list[str]) -> torch.Tensor:
                 return shard
     wrong.append(f"{one.name} is cut in another way: give what state_dict() returned here, or whole tensors")
     return one.values
-
-
-def _other_groups(given: Mapping[str, Any], trained: Trained) -> list[str]:
-    """What is wrong where groups are not of the same parameters: their rates would go to others."""
-    if trained.optimizer is None:
-        return []
-    groups = given.get("optim", {}).get("param_groups", [])
-    here = [[parameter._sharded_name for parameter in group["params"]] for group in trained.optimizer.param_groups]
-    there = [list(group.get("params", ())) for group in groups]
-    if there == here:
-        return []
-    sizes = " and ".join(str([len(row) for row in rows]) for rows in (here, there))
-    return [f"the optimizer's groups are of other parameters: they have {sizes} here and there, in this order"]
 
 
 States = dict[str, dict[str, torch.Tensor]]  # by parameter's name, and by the name of what is kept

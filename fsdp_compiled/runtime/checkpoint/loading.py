@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,18 +60,11 @@ def choose(folder: Path, step: int | None) -> Path | None:
     return folders.path_of(folder, step)
 
 
-@dataclass(frozen=True)
-class Staged:
-    """Read and verified, and not yet anybody's: what is wanted, and tensors of values by name."""
-
-    pairs: Pairs
-    tensors: Tensors
-
-
 def read(
     path: Path, manifest: Manifest, mesh: Mesh, wanted: Sequence[Chunk], trees: Iterable[Any], rest: bool = True
-) -> Work[Staged]:
-    """Each rank reads what it wants, all together (``rest``) every byte of every file; in stages, for `lockstep`."""
+) -> Work[tuple[Pairs, Tensors]]:
+    """Each rank reads what it wants, all together (``rest``) every byte of every file: what is wanted, and tensors of
+    values by name, verified, and not yet anybody's. In stages, for `lockstep`."""
     tensors = manifest.tensors
     staged = [replace(one, values=torch.empty(one.values.shape, dtype=tensors[one.name].dtype)) for one in wanted]
     values = {name: None for tree in trees for name in tensor_names(tree)}
@@ -94,7 +87,7 @@ def read(
             )
             reader.read([], unseen[mesh.rank :: mesh.world])
         check_headers(path, manifest, list(manifest.files)[mesh.rank :: mesh.world])
-    return Staged([(one.values, aside.values) for one, aside in zip(wanted, staged, strict=True)], values)
+    return [(one.values, aside.values) for one, aside in zip(wanted, staged, strict=True)], values
 
 
 class Copy(NamedTuple):
@@ -297,7 +290,7 @@ def prepare_values(
     random, own = values.get("random", (None, False))  # none in what was converted from another format
     drawn = decode(random, tensors) if own else {}
     if own:
-        check_generators(drawn)
+        check_generators(drawn, trained.plan.device)
 
     def write_them() -> None:
         if trained.local is not None:
@@ -319,7 +312,7 @@ def prepare_optimizer(
     """A function that writes what its groups have once, what owners keep, and rates."""
     state = trained.state
     written = [
-        _filled(state.optimizer[f"{key}.{name}"], decode(number, tensors))
+        _filled(state.optimizer[f"{key}.{name}"], number)
         for key, numbers in found.scalars.items()
         for name, number in numbers.items()
     ]

@@ -243,4 +243,8 @@ def of_version_2(content: dict[str, Any]) -> dict[str, Any]:
                 if all(o < length for o, length in zip(at, shape, strict=True)):
                     pieces.append([at, sizes, file, offset + (first - start) * size, order])
         one["pieces"] = pieces
+    random = content["values"].get("random", {})
+    for tree in [random["same"]] if "same" in random else random.get("by_rank", []):
+        for name in {"python", "numpy"} & {*tree}:
+            tree[name] = {"$tuple": list(tree[name].values())}
     return content

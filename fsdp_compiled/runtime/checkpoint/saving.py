@@ -15,7 +15,7 @@ who else holds the same elements, and where in memory the shards are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from fsdp_compiled.runtime.checkpoint.chunks import (
     Chunk,
     Entry,
     Holders,
-    Piece,
     aliases,
     held,
     place_of,
@@ -83,12 +82,15 @@ class Save:
 
 @dataclass(frozen=True)
 class Arranged:
-    """One file of this rank's. ``runs``: what is copied where in it, as `runs` says, of the flat shards."""
+    """One file of this rank's. ``shards``: what of the flat shards is in it."""
 
     name: str
     layout: Layout
-    pieces: Sequence[tuple[str, Piece]]
-    runs: Sequence[tuple[int, torch.Tensor]]
+    shards: Sequence[Chunk]
+
+    def places(self, chunks: Sequence[Chunk]) -> list[tuple[int, Chunk]]:
+        """Those of them that are in it, each with its first byte."""
+        return [(self.layout.offsets[one.key], one) for one in chunks if one.key in self.layout.offsets]
 
 
 @dataclass(frozen=True)
@@ -200,36 +202,8 @@ def arrange(shards: Sequence[Chunk], beside: Sequence[Chunk], rank: int, world: 
     for index, row in enumerate(packed([*shards, *beside], lambda one: one.values.nbytes, FILE)):
         layout = lay_out(Item(one.key, one.values.dtype, tuple(one.values.shape)) for one in row)
         name = f"shard-{rank:05d}-of-{world:05d}{f'-{index:05d}' if index else ''}.safetensors"
-        pieces = [(one.name, Piece(one.offsets, tuple(one.values.shape), name, layout.offsets[one.key])) for one in row]
-        found.append(Arranged(name, layout, pieces, list(runs([p for p in row if p.key not in others], layout))))
+        found.append(Arranged(name, layout, [one for one in row if one.key not in others]))
     return found
-
-
-def runs(parts: Sequence[Chunk], layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
-    """Where in the file what goes: parts that follow each other in memory and in the file as one, 1-d, a single copy.
-
-    Of a flat buffer these are nearly all. One copy of many MiB costs less than many of one.
-    """
-    rows: list[list[torch.Tensor]] = []
-    ends: tuple[torch.dtype, int, int, int] | None = None  # dtype and storage, address and offset where the last ended
-    starts: list[int] = []
-    for one in sorted(parts, key=lambda one: layout.offsets[one.key]):
-        values = one.values.detach()
-        size, start = values.nbytes, layout.offsets[one.key]
-        if not size:
-            continue
-        if not values.is_contiguous():
-            yield start, values
-            continue
-        at = values.dtype, values.untyped_storage().data_ptr(), values.data_ptr(), start
-        if at != ends:
-            rows.append([])
-            starts.append(start)
-        rows[-1].append(values)
-        ends = at[0], at[1], at[2] + size, start + size
-    for start, row in zip(starts, rows):
-        first = row[0]
-        yield start, first.as_strided((sum(one.numel() for one in row),), (1,)) if len(row) > 1 else first
 
 
 class Plans:
@@ -275,25 +249,36 @@ class Image:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: list[torch.Tensor] = []
+        self._files: Sequence[Arranged] = ()
+        self._shards: list[tuple[torch.Tensor, torch.Tensor]] = []  # of these files: where to, and the values
 
     def fill(self, files: Sequence[Arranged], beside: Sequence[Chunk]) -> list[memoryview]:
         """Copies everything; returns, by file, its bytes. They are the image's until the next call."""
         cuda = self._device.type == "cuda"
-        for index, file in enumerate(files):
-            if index == len(self._memory):
-                self._memory.append(torch.empty(0, dtype=torch.uint8))
-            if self._memory[index].numel() < file.layout.size:
-                self._memory[index] = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
-                self._memory[index] = torch.empty(file.layout.size, dtype=torch.uint8, pin_memory=cuda)
+        if files is not self._files:
+            self._files, shards = (), []
+            for index, file in enumerate(files):
+                if index == len(self._memory):
+                    self._memory.append(torch.empty(0, dtype=torch.uint8))
+                if self._memory[index].numel() < file.layout.size:
+                    self._memory[index] = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+                    self._memory[index] = torch.empty(file.layout.size, dtype=torch.uint8, pin_memory=cuda)
+                shards += _copies(self._memory[index], file, file.shards)
+            self._files, self._shards = files, shards
+        others = [pair for memory, file in zip(self._memory, files) for pair in _copies(memory, file, beside)]
         with torch.no_grad():
             for memory, file in zip(self._memory, files):
                 memory_of(memory)[: len(file.layout.header)] = file.layout.header
-                for start, values in (
-                    *file.runs,
-                    *runs([p for p in beside if p.key in file.layout.offsets], file.layout),
-                ):
-                    place = memory[start : start + values.nbytes].view(values.dtype)
-                    place.view(values.shape).copy_(values, non_blocking=cuda)
+            for to, values in (*self._shards, *others):
+                to.copy_(values, non_blocking=cuda)
         if cuda:
             torch.cuda.synchronize(self._device)
         return [memory_of(memory)[: file.layout.size] for memory, file in zip(self._memory, files)]
+
+
+def _copies(memory: torch.Tensor, file: Arranged, chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Where in a file's memory what goes."""
+    return [
+        (memory[start : start + one.values.nbytes].view(one.values.dtype).view(one.values.shape), one.values)
+        for start, one in file.places(chunks)
+    ]

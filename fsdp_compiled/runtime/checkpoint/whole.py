@@ -17,10 +17,10 @@ from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.checkpoint import owned_state
-from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, held, place_of
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, whole_chunk
 from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor
-from fsdp_compiled.runtime.checkpoint.contents import Trained, options
-from fsdp_compiled.runtime.checkpoint.dcp import optimizer_values
+from fsdp_compiled.runtime.checkpoint.contents import Trained, numbers_of, options
+from fsdp_compiled.runtime.checkpoint.dcp import held_by_name, optimizer_values
 from fsdp_compiled.runtime.checkpoint.loading import Pairs, chosen_values, prepare_optimizer, write
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import FITS, Match, match_optimizer, refusal, taken_over
@@ -106,14 +106,6 @@ def of_rank_0(given: Any, mesh: Mesh) -> Work[dict[str, Lazy]]:
     return {key: Lazy(shape, dtype, partial(read, key)) for key, (shape, dtype) in kinds.items()}
 
 
-def held_by_name(trained: Trained, rules: Sequence[Rule], mesh: Mesh) -> dict[str, list[Chunk]]:
-    """What this rank holds of each tensor."""
-    found: dict[str, list[Chunk]] = {}
-    for one in held(trained.plan, rules, place_of(mesh), trained.state.parameters, trained.state.optimizer):
-        found.setdefault(one.name, []).append(one)
-    return found
-
-
 def load_weights(
     there: Mapping[str, Lazy],
     what: str,
@@ -128,43 +120,40 @@ def load_weights(
     ``together``: to read one is a work of all ranks.
     """
     keys = keys_of(model, trained)
-    wrong: list[str] = []
-    places: dict[str, list[str]] = {}  # of a tied parameter there may be several
     prefix = renamed(model, there, keys)
+    own = held_by_name(trained, (), mesh)
+    targets = {  # by name: the keys that it may have there, of a tied parameter several, and where it goes
+        slot.name: ({*slot.leaf.names}, slot.leaf.whole_shape, slot.leaf.dtype, own.get(f"model.{slot.name}", []))
+        for buffer in trained.plan.buffers
+        for slot in buffer.slots
+    }
+    for name in keys.buffers.values():
+        chunk = whole_chunk(name, trained.state.buffers[name])
+        targets[name] = ({name}, chunk.shape, chunk.values.dtype, [chunk])
+    for key, name in (keys.parameters | keys.buffers).items():
+        targets[name][0].add(key)
+    wrong: list[str] = []
+    fits: list[tuple[list[str], list[Chunk]]] = []
     used: set[str] = set()
-    leaves = {slot.name: slot.leaf for buffer in trained.plan.buffers for slot in buffer.slots}
-    names = {name: {name, *leaf.names} for name, leaf in leaves.items()}
-    for key, name in keys.parameters.items():
-        names[name].add(key)
-    for name, known in names.items():
+    for name, (known, shape, dtype, chunks) in targets.items():
         found = [key for key in map(prefix, sorted(known)) if key in there]
-        shape, dtype = tuple(leaves[name].whole_shape), leaves[name].dtype
         used |= set(found)
         if not found:
             wrong.append(f"{name} is not there")
-        elif odd := [key for key in found if there[key].shape != shape]:
+        elif odd := [key for key in found if there[key].shape != tuple(shape)]:
             wrong.append(f"{name} has shape {list(shape)} here, and {list(there[odd[0]].shape)} there")
         elif odd := [key for key in found if _loses(there[key].dtype, dtype)]:
             wrong.append(f"{name} is {dtype} here, and {there[odd[0]].dtype} there")
         else:
-            places[f"model.{name}"] = found
-    buffers: list[tuple[torch.Tensor, str]] = []
-    for key, name in keys.buffers.items():
-        used.add(prefix(key))
-        if (one := there.get(prefix(key))) is None or one.shape != tuple(trained.state.buffers[name].shape):
-            wrong.append(f"the buffer {name} is not there, or has another shape")
-        else:
-            buffers.append((trained.state.buffers[name], prefix(key)))
+            fits.append((found, chunks))
     wrong += [f"{key} is not in the model" for key in sorted(there.keys() - used)]
     if wrong and strict:
         raise ValueError(refusal(f"{what} are of another model", wrong, "Build that model." if together else FITS))
-    own = held_by_name(trained, (), mesh)
     staged: Pairs = []
-    for name, found in places.items():
+    for found, chunks in fits:
         first: list[torch.Tensor] = []
         for key in found:
             value = (yield from there[key].read()) if together else there[key].read()
-            chunks = own.get(name, [])
             values = [one.of(value.detach()).to(one.values.dtype, copy=True) for one in chunks]
             if not first:
                 first = values
@@ -174,8 +163,6 @@ def load_weights(
                     f"{what} differ in {found[0]} and {key}, which are one parameter here, so nothing was loaded. "
                     "Build the model without the tie, or remove the one that is not meant."
                 )
-    for buffer, key in buffers:
-        staged.append((buffer, (yield from there[key].read()) if together else there[key].read()))
 
     def write_them() -> None:
         write(staged)
@@ -217,18 +204,15 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
     state |= {indices[name]: kept for name, kept in owned.items()}
     groups = options(optimizer)
     for rule in trained.rules:
-        for entry in (entry for entry in rule.state if entry.scalar):
-            value = trained.state.optimizer[f"{rule.key}.{entry.name}"].detach().cpu()
-            if entry.place == "parameter":
-                begin = torch.full_like(value, entry.initial)
-                later = trained.state.ages.left(rule, names_of(trained.plan, rule))
-                for name in names_of(trained.plan, rule):
-                    number = begin if name in later else value
-                    state.setdefault(indices[name], {})[entry.name] = _scalar(number, entry)
-            elif entry.place in ("group", "state"):
-                (groups[rule.group] if entry.place == "group" else state)[entry.name] = _scalar(value, entry)
-    for rule in (rule for rule in trained.rules if any(entry.place == "ours" for entry in rule.state)):
-        for name in names_of(trained.plan, rule):
+        scalars = [entry for entry in rule.state if entry.scalar]
+        for names, numbers in numbers_of(trained.state, trained.plan, rule):
+            for entry in scalars:
+                if entry.place in ("group", "state"):
+                    holder = groups[rule.group] if entry.place == "group" else state
+                    holder[entry.name] = _scalar(numbers[entry.name], entry)
+                for name in names if entry.place == "parameter" else ():  # to each a tensor of its own
+                    state.setdefault(indices[name], {})[entry.name] = _scalar(numbers[entry.name], entry)
+        for name in names_of(trained.plan, rule) if any(entry.place == "ours" for entry in scalars) else ():
             if name not in trained.state.ages.updated.get(rule.key, ()):  # its code begins where there is no state
                 state.pop(indices[name], None)
     for group, kept in zip(optimizer.param_groups, groups, strict=True):
@@ -237,11 +221,10 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
     return {"state": ordered, "param_groups": groups}
 
 
-def _scalar(value: torch.Tensor, entry: StateTensor) -> Any:
+def _scalar(number: Any, entry: StateTensor) -> Any:
     """What the optimizer's code keeps: a Python number, or a tensor of one."""
     if not entry.number:
-        return value.clone().to(entry.dtype)
-    number = value.item()
+        return torch.tensor(number, dtype=entry.dtype)
     return int(number) if float(number).is_integer() else number
 
 
