@@ -12,9 +12,9 @@ from fsdp_compiled.optim.rule import Rule, StateTensor
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import data_file, writing
+from fsdp_compiled.runtime.checkpoint.chunks import Holders, Place, held, tensors
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest, merged
 from fsdp_compiled.runtime.checkpoint.saving import Image, Save, Written, arrange
-from fsdp_compiled.runtime.checkpoint.stretches import Holders, Place, held, tensors
 from fsdp_compiled.runtime.shard_model import write_slot
 
 CPU = torch.device("cpu")

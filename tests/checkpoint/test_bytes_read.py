@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import data_file, loading
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Place, held, overlap
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.stretches import Place, Stretch, held
 from tests.saved_plans import CPU, RULES, places, save, shards, values
 
 BLOCK = 256
@@ -44,24 +45,26 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Manife
     return tmp_path, save(plan(4), values(LEAVES), tmp_path), read
 
 
-def load(folder: Path, manifest: Manifest, new: Plan, place: Place) -> Sequence[Stretch]:
+def load(folder: Path, manifest: Manifest, new: Plan, place: Place) -> Sequence[Chunk]:
     parameters, optimizer = shards(new, place, None)
     wanted = list(held(new, RULES, place, parameters, optimizer))
     work = loading.read(folder, manifest, Mesh(CPU), wanted, [], rest=False)
-    loading.write(lockstep(Mesh(CPU), "it", work).pairs)
+    loading.write(lockstep(Mesh(CPU), "it", work)[0])
     expected = shards(new, place, values(LEAVES))
     for made, right in zip((parameters, optimizer), expected, strict=True):
         assert all(torch.equal(made[key], right[key]) for key in made)
     return wanted
 
 
-def blocks_of(manifest: Manifest, wanted: Sequence[Stretch]) -> set[tuple[str, int]]:
+def blocks_of(manifest: Manifest, wanted: Sequence[Chunk]) -> set[tuple[str, int]]:
     """The blocks in which any of these elements is, one element at a time."""
     found = set()
     for one in wanted:
         for piece in manifest.tensors[one.name].pieces:
-            for element in range(max(one.start, piece.start), min(one.stop, piece.stop)):
-                found.add((piece.file, (piece.offset + 4 * (element - piece.start)) // BLOCK))
+            common = overlap(one.offsets, tuple(one.values.shape), piece.offsets, piece.sizes)
+            for row, column in itertools.product(*map(range, *common)) if common is not None else ():
+                element = (row - piece.offsets[0]) * piece.sizes[1] + column - piece.offsets[1]
+                found.add((piece.file, (piece.start + 4 * element) // BLOCK))
     return found
 
 

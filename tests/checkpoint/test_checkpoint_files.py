@@ -114,8 +114,8 @@ def test_damage_is_named_with_its_file_and_the_cure(sharded: Sharded, copied: Pa
         manifest.write_text('{"weight_map": {}}')
         expected = f"{manifest} does not begin as a manifest of this package"
     else:
-        manifest.write_bytes(text.replace(b'"version": 2', b'"version": 3', 1))
-        expected = f"{manifest} has version 3, and this package reads up to 2.*newer"
+        manifest.write_bytes(text.replace(b'"version": 3', b'"version": 4', 1))
+        expected = f"{manifest} has version 4, and this package reads up to 3.*newer"
     with pytest.raises(ValueError, match=expected):
         sharded.load(copied.parent, step=1)
 

@@ -104,14 +104,19 @@ def test_weights_that_differ_are_not_taken_for_one_tied_parameter(tmp_path: Path
 
 
 def test_rates_of_other_groups_are_not_taken() -> None:
-    """By ``load_state_dict``, for `torch.distributed.checkpoint`."""
+    """By ``load_state_dict``, for `torch.distributed.checkpoint`: a rate goes with the parameters."""
     model = nn.Linear(4, 4)
     groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
     sharded = compile_sharded(model, torch.optim.SGD(groups), loss=lambda m, x: m(x).mean(), policy=EAGER)
     given = sharded.state_dict()
-    for changed in (given["optim"]["param_groups"][::-1], given["optim"]["param_groups"][:1]):
-        with pytest.raises(ValueError, match="the optimizer's groups are of other parameters"):
+    first, second = given["optim"]["param_groups"]
+    for changed, expected in (
+        ([first], "the checkpoint has no optimizer's state of bias"),
+        ([{**first, "params": ["other"]}, second], "the checkpoint has no optimizer's state of weight"),
+    ):
+        with pytest.raises(ValueError, match=expected):
             sharded.load_state_dict({**given, "optim": {**given["optim"], "param_groups": changed}})
-    given["optim"]["param_groups"][1]["lr"] = 0.3
-    sharded.load_state_dict(given)
+    assert [group["lr"] for group in sharded.optimizer.param_groups] == [0.1, 0.2]
+    second["lr"] = 0.3
+    sharded.load_state_dict({**given, "optim": {**given["optim"], "param_groups": [second, first]}})
     assert [group["lr"] for group in sharded.optimizer.param_groups] == [0.1, 0.3]

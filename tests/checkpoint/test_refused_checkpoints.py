@@ -77,8 +77,20 @@ EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a huge file": (lambda c: c["files"][0].update(size=1 << 80), "has not one checksum for each 4 MiB"),
     "a negative file": (lambda c: c["files"][0].update(size=-1), "has not one checksum for each 4 MiB"),
     "no checksums": (lambda c: c["files"][0].update(checksums=[]), "has not one checksum for each 4 MiB"),
-    "no pieces": (lambda c: tensor(c).update(pieces=[]), "model.0.weight, element 0 is in no file"),
-    "half a piece": (lambda c: tensor(c)["pieces"][0].__setitem__(1, 3), "element 3 is in no file"),
+    "no pieces": (lambda c: tensor(c).update(pieces=[]), "0 of 16 elements of model.0.weight are in files"),
+    "half a piece": (lambda c: tensor(c)["pieces"][0].__setitem__(1, [2, 4]), "8 of 16 elements of model.0.weight are"),
+    "a piece twice": (
+        lambda c: tensor(c).update(pieces=tensor(c)["pieces"] * 2),
+        r"from \[0, 0\] on are in files twice",
+    ),
+    "pieces that meet": (
+        lambda c: tensor(c).update(pieces=[[[0, 0], [2, 4], 0, 64], [[1, 2], [4, 2], 0, 64]]),
+        r"elements of model.0.weight from \[1, 2\] on are in files twice",
+    ),
+    "a flat piece": (
+        lambda c: tensor(c)["pieces"][0].__setitem__(1, [16]),
+        "4 of 16 elements of model.0.weight are in files",
+    ),
     "before the file": (lambda c: tensor(c)["pieces"][0].__setitem__(3, -8), "a piece of model.0.weight is"),
     "behind the file": (lambda c: tensor(c)["pieces"][0].__setitem__(3, 1 << 20), "which is not in the file"),
     "in another tensor": (
@@ -87,8 +99,7 @@ EDITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "no such file": (lambda c: tensor(c)["pieces"][0].__setitem__(2, 7), "list index out of range"),
     "a dtype": (lambda c: tensor(c).update(dtype="Tensor"), "model.0.weight is <class 'torch.Tensor'>"),
-    "a shape": (lambda c: tensor(c).update(shape=[-1, 4]), "model.0.weight, element 16 is in no file, or twice"),
-    "an order": (lambda c: tensor(c).update(order=[0, 0]), "the dims of model.0.weight are"),
+    "a shape": (lambda c: tensor(c).update(shape=[-1, 4]), r"model.0.weight is torch.float32 \[-1, 4\]"),
     "no tensors": (lambda c: c.pop("tensors"), "'tensors'"),
     "no count": (lambda c: c["values"].pop("updates"), "it has no updates"),
     "a huge count": (lambda c: c["values"].update(updates={"same": 1 << 80}), "OverflowError, int too big to convert"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,12 @@ def check(ranks: list[dict[str, Any]]) -> None:
 def test_every_element_is_written_once(folder: Path, four: object) -> None:
     for place in (folder / "step-2", folder / "replicas" / "step-2"):
         content = json.loads((place / "manifest.json").read_text())["content"]
-        for name, cuts in (("model.tokens.weight", 2), ("model.down.weight", 2), ("model.down.bias", 1)):
+        for name, dim, cuts in (("model.tokens.weight", 0, 2), ("model.down.weight", 1, 2), ("model.down.bias", 0, 1)):
             entry = content["tensors"][name]
-            size = 1
-            for length in entry["shape"]:
-                size *= length
-            assert sum(stop - start for start, stop, *_ in entry["pieces"]) == size
-            assert len({tuple(cut) for _, _, _, _, *cut in entry["pieces"]}) == cuts
+            assert sum(math.prod(sizes) for _, sizes, *_ in entry["pieces"]) == math.prod(entry["shape"])
+            each = entry["shape"][dim] // cuts
+            parts = {(at[dim] // each, (at[dim] + size[dim] - 1) // each) for at, size, *_ in entry["pieces"]}
+            assert parts == {(part, part) for part in range(cuts)}
         # Of ranks that hold the same, each writes a part.
         writers = {file for entry in content["tensors"].values() for _, _, file, *_ in entry["pieces"]}
         assert len(writers) == 4

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compiled.runtime.checkpoint.stretches import Cut, Stretch, part_shape, parts_of
+from fsdp_compiled.plan.leaf import Leaf, TensorParallel, contiguous_stride
+from fsdp_compiled.runtime.checkpoint.chunks import Place, chunks_of
 from tests.launch import answers, launch
 
 WORKER = Path(__file__).parents[1] / "workers" / "uneven_parts.py"
@@ -63,11 +64,12 @@ def test_inductor_gives_the_same() -> None:
 
 @pytest.mark.parametrize("shape", [(10, 3), (5, 2), (3, 41), (2, 5, 3)])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_rectangles_of_parts_of_different_sizes(shape: tuple[int, ...], dim: int) -> None:
+def test_chunks_of_parts_of_different_sizes(shape: tuple[int, ...], dim: int) -> None:
     """Cut in four, each part's elements, all or some, are where they are in the whole."""
     whole = torch.arange(1, torch.Size(shape).numel() + 1).view(shape)
-    order = tuple(range(len(shape)))
-    each = part_shape(shape, Cut(dim, 0, 4))[dim]
+    cut = TensorParallel(dim, shape, 4)
+    leaf = Leaf(("it",), cut.part_shape, contiguous_stride(cut.part_shape), whole.dtype, True, 0, "", cut)
+    each = cut.part_shape[dim]
     longer = [size if place != dim else 4 * each for place, size in enumerate(shape)]
     laid = torch.zeros(longer, dtype=torch.int64)
     laid.narrow(dim, 0, shape[dim]).copy_(whole)
@@ -75,6 +77,6 @@ def test_rectangles_of_parts_of_different_sizes(shape: tuple[int, ...], dim: int
         flat = laid.narrow(dim, part * each, each).reshape(-1)
         for start, stop in ((0, len(flat)), (1, len(flat) - 1), (len(flat) // 2, len(flat))):
             found = torch.zeros_like(flat)[start:stop]
-            for at, view in parts_of(Stretch("it", start, stop, found, shape, order, Cut(dim, part, 4))):
-                view.copy_(whole[tuple(slice(o, o + size) for o, size in zip(at, view.shape, strict=True))])
+            for one in chunks_of("it", leaf, Place(0, part), start, found):
+                one.values.copy_(one.of(whole))
             assert torch.equal(found, flat[start:stop])

@@ -6,6 +6,7 @@ torchrun --nproc-per-node N checkpoints.py RESULT FOLDER save|load
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import threading
@@ -23,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.runtime.checkpoint import data_file
 from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint.chunks import Place, held
 from fsdp_compiled.runtime.checkpoint.saving import Image
-from fsdp_compiled.runtime.checkpoint.stretches import Place, held
 from tests import generated_models
 from tests.chosen import examples
 from tests.launch import told
@@ -83,11 +84,15 @@ def train(sharded: Sharded, first: int, last: int) -> list[float]:
 
 
 def by_name(sharded: Sharded) -> dict[str, list[float]]:
-    """Every element of parameters and optimizer state, in memory order, by the model's names, from all ranks."""
+    """Every element of parameters and optimizer state, in order, by the model's names, from all ranks."""
     programs, state = PARTS(sharded).programs, sharded.state
     place = Place(programs.mesh.shard_rank)
     own = [
-        (one.name, one.start, one.values.tolist())
+        (
+            one.name,
+            one.of(torch.arange(math.prod(one.shape)).view(one.shape)).flatten().tolist(),
+            one.values.flatten().tolist(),
+        )
         for one in held(sharded.plan, programs.rules, place, state.parameters, state.optimizer)
     ]
     every: list[Any] = [own]
@@ -95,8 +100,8 @@ def by_name(sharded: Sharded) -> dict[str, list[float]]:
         every = [None] * WORLD
         dist.all_gather_object(every, own)
     found: dict[str, dict[int, float]] = {}
-    for name, start, values in (one for rank in every for one in rank):
-        found.setdefault(name, {}).update(enumerate(values, start))
+    for name, places, values in (one for rank in every for one in rank):
+        found.setdefault(name, {}).update(zip(places, values, strict=True))
     scalars = {name: [t.item()] for name, t in state.optimizer.items() if name.startswith("group")}
     return {name: [values[i] for i in sorted(values)] for name, values in found.items()} | scalars
 

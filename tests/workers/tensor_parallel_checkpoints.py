@@ -22,9 +22,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
-from fsdp_compiled.plan.leaf import Leaf
-from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.checkpoint.stretches import Cut, Place
+from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.runtime.checkpoint import checkpoints
+from fsdp_compiled.runtime.checkpoint.chunks import Place
 from tests.cut_models import VOCABULARY, Net, loss_fn
 from tests.launch import told
 from tests.parts import Seen, parts
@@ -142,9 +142,9 @@ def apart(one: Trained, other: Trained) -> float:
     return max(rows)
 
 
-def swapped(self: Place, leaf: Leaf, plan: Plan) -> Cut | None:
+def swapped(mesh: Mesh) -> Place:
     """As if ranks along tp had each other's parts."""
-    return Cut(leaf.tp.dim, plan.tp - 1 - self.tp, plan.tp) if leaf.split and leaf.tp is not None else None  # type: ignore[arg-type]
+    return Place(mesh.shard_rank, mesh.tp - 1 - mesh.tp_rank)
 
 
 def along_tp(value: Any, mesh: DeviceMesh) -> bool:
@@ -195,7 +195,7 @@ def save(folder: Path) -> dict[str, Any]:
     found["same mesh"] = equal(trained(sharded), expected)
     found["bit for bit"] = train(sharded, BEFORE, BEFORE + AFTER) == losses
     again = build(1, square)
-    with mock.patch.object(Place, "cut", swapped):
+    with mock.patch.object(checkpoints, "place_of", swapped):
         again.load(folder)
     found["other parts"] = equal(trained(again), expected)
 

@@ -6,6 +6,7 @@
     folder/.step-1300.5c1d09aa/                            being written, or left by a run that was killed: never read
     folder/.lock                                           held by the process that saves here
 
-Terms: a *tensor* of a checkpoint goes by the model's own names and is written by many ranks, as *stretches* of its
-elements in memory order; a *value* is small and written whole (`values`), once where it is the same on all ranks.
+Terms: a *tensor* of a checkpoint goes by the model's own names and is written by many ranks, in *chunks*, which are
+rectangles of it, as `torch.distributed.checkpoint` has them; a *value* is small and written whole (`values`), once
+where it is the same on all ranks.
 """

@@ -13,9 +13,8 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work, last_exchange, lo
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import dcp, loading, saving, writing
 from fsdp_compiled.runtime.checkpoint import folder as folders
-from fsdp_compiled.runtime.checkpoint.contents import (
-    Trained,
-)
+from fsdp_compiled.runtime.checkpoint.chunks import place_of
+from fsdp_compiled.runtime.checkpoint.contents import Trained
 from fsdp_compiled.runtime.checkpoint.loading import (
     check_saved_extra,
     chosen_values,
@@ -26,7 +25,6 @@ from fsdp_compiled.runtime.checkpoint.loading import (
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest, refusing_edited
 from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal
 from fsdp_compiled.runtime.checkpoint.saving import Image, Plans, Wish
-from fsdp_compiled.runtime.checkpoint.stretches import place_of
 from fsdp_compiled.runtime.checkpoint.values import decode
 from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
@@ -180,18 +178,18 @@ class Checkpoints:
             raise ValueError(refusal(f"{chosen} is of another model or optimizer", found.differences))
         values = chosen_values(manifest, found, extra, mesh.rank, rows)
         trees = [tree for tree, _ in values.values()]
-        staged = yield from loading.read(chosen, manifest, mesh, found.wanted, trees)
+        pairs, tensors = yield from loading.read(chosen, manifest, mesh, found.wanted, trees)
         check_saved_extra(manifest, values, extra, len(set(rows)))
         with refusing_edited(chosen, RuntimeError):
             row = f"{saving.row_of(mesh)} of {len(set(rows))}"
-            write_values = prepare_values(values, staged.tensors, found, trained, row)
-        undo = load_extra({name: decode(tree, staged.tensors) for name, (tree, _) in values.items()}, extra)
+            write_values = prepare_values(values, tensors, found, trained, row)
+        undo = load_extra({name: decode(tree, tensors) for name, (tree, _) in values.items()}, extra)
         try:
             yield "what they have read is whole"
         except BaseException:
             undo()
             raise
-        loading.write(staged.pairs)
+        loading.write(pairs)
         write_values()
         if mesh.rank == 0:
             _report(chosen, manifest, found, extra)

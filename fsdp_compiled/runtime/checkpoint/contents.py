@@ -20,10 +20,12 @@ Each is written once where all ranks have the same, and else by every rank.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -145,47 +147,70 @@ def plain(value: Any) -> Any:
 
 def scalars_of(state: State, plan: Plan, rules: Sequence[Rule]) -> list[dict[str, Any]]:
     """Numbers in JSON have all the bits of a float64."""
-    found = []
-    for rule in rules:
-        own = {entry.name: state.optimizer[f"{rule.key}.{entry.name}"].item() for entry in rule.state if entry.scalar}
-        names = names_of(plan, rule)
-        later = state.ages.left(rule, names)
-        found.append({"parameters": [name for name in names if name not in later], "scalars": own})
-        if later:
-            found.append({"parameters": [name for name in names if name in later], "scalars": own | fresh(rule)})
+    pairs = [pair for rule in rules for pair in numbers_of(state, plan, rule)]
+    return [{"parameters": names, "scalars": numbers} for names, numbers in pairs]
+
+
+def numbers_of(state: State, plan: Plan, rule: Rule) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """What a group has once, with the parameters that have it; apart, those with no step yet."""
+    own = {entry.name: state.optimizer[f"{rule.key}.{entry.name}"].item() for entry in rule.state if entry.scalar}
+    names = names_of(plan, rule)
+    later = state.ages.left(rule, names)
+    yield [name for name in names if name not in later], own
+    if later:
+        yield [name for name in names if name in later], own | fresh(rule)
+
+
+class _Source(NamedTuple):
+    """What random numbers are drawn from: its state, how it is set, how that is tried, and how it is seeded."""
+
+    state: Callable[[], Any]
+    put: Callable[[Any], Any]
+    try_: Callable[[Any], Any]  # on a generator of its own
+    seed: Callable[[str], Any]
+
+
+def _sources(device: torch.device) -> dict[str, _Source]:
+    """This rank's generators, by name."""
+    default, spare = torch.default_generator, random.Random()
+
+    def python() -> tuple[Any, ...]:
+        version, words, gauss = random.getstate()
+        return version, torch.tensor(words, dtype=torch.int64), gauss
+
+    def to_python(to: random.Random | ModuleType, saved: Sequence[Any]) -> None:
+        version, words, gauss = saved
+        to.setstate((version, tuple(words.tolist()), gauss))
+
+    found = {
+        "cpu": _Source(default.get_state, default.set_state, torch.Generator().set_state, partial(seed, default)),
+        "python": _Source(python, partial(to_python, random), partial(to_python, spare), random.seed),
+    }
+    if device.type == "cuda":
+        own = default_generator(device)
+        found["cuda"] = _Source(own.get_state, own.set_state, torch.Generator(device).set_state, partial(seed, own))
+    with suppress(ImportError):
+        from numpy import random as numpy
+
+        found["numpy"] = _Source(
+            numpy.get_state, numpy.set_state, numpy.RandomState().set_state,
+            lambda text: numpy.seed(random.Random(text).getrandbits(32)),
+        )  # fmt: skip
     return found
 
 
 def generators(state: State, device: torch.device) -> dict[str, Any]:
     """What this rank draws random numbers from."""
     _ = state.random  # what was written into the state goes to the generator first
-    version, words, gauss = random.getstate()
-    found: dict[str, Any] = {
-        "cpu": torch.default_generator.get_state(),
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-    }
-    if device.type == "cuda":
-        found["cuda"] = default_generator(device).get_state()
-    numpy = _numpy()
-    if numpy is not None and isinstance(now := numpy.random.get_state(), tuple):
-        kind, keys, position, has_gauss, cached = now
-        words = torch.from_numpy(keys.astype("int64"))
-        found["numpy"] = {
-            "kind": kind, "keys": words, "position": int(position), "has_gauss": int(has_gauss), "cached": float(cached)
-        }  # fmt: skip
-    return found
+    return {name: source.state() for name, source in _sources(device).items()}
 
 
-def check_generators(saved: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` where `set_generators` could not take it, on generators of its own."""
+def check_generators(saved: Mapping[str, Any], device: torch.device) -> None:
+    """Raises ``ValueError`` where `set_generators` could not take it."""
     try:
-        torch.Generator().set_state(saved["cpu"])
-        python = saved["python"]
-        random.Random().setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        if (numpy := _numpy()) is not None and "numpy" in saved:
-            numpy.random.RandomState().set_state(_numpy_state(saved["numpy"]))
-        if "cuda" in saved and (saved["cuda"].dtype != torch.uint8 or saved["cuda"].dim() != 1):
-            raise ValueError("the GPU's is no string of bytes")
+        for name, source in _sources(device).items():
+            if name in saved or name in ("cpu", "python"):
+                source.try_(saved[name])
     except Exception as error:
         raise ValueError(
             f"The checkpoint's random state is not one that can be set here ({type(error).__name__}: {error}), so "
@@ -196,38 +221,15 @@ def check_generators(saved: Mapping[str, Any]) -> None:
 def set_generators(saved: Mapping[str, Any], state: State, device: torch.device) -> None:
     """Lets this rank go on drawing where the saved one stood."""
     _ = state.random
-    torch.default_generator.set_state(saved["cpu"])
-    if device.type == "cuda":
-        own = default_generator(device)
-        if "cuda" in saved:
-            own.set_state(saved["cuda"])
-        else:  # written on CPUs
-            seed(own, f"fsdp_compiled cuda {saved['cpu'].tolist()}")
-    python = saved["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    if (numpy := _numpy()) is not None and "numpy" in saved:
-        numpy.random.set_state(_numpy_state(saved["numpy"]))
-
-
-def _numpy_state(saved: Mapping[str, Any]) -> tuple[Any, ...]:
-    keys = saved["keys"].numpy().astype("uint32")
-    return saved["kind"], keys, saved["position"], saved["has_gauss"], saved["cached"]
+    for name, source in _sources(device).items():
+        if name in saved:
+            source.put(saved[name])
+        elif name == "cuda":  # written on CPUs
+            source.seed(f"fsdp_compiled cuda {saved['cpu'].tolist()}")
 
 
 def derive_generators(text: str, state: State, device: torch.device) -> None:
     """New random numbers for this rank, which are a function of the text."""
     _ = state.random
-    seed(torch.default_generator, f"fsdp_compiled cpu {text}")
-    if device.type == "cuda":
-        seed(default_generator(device), f"fsdp_compiled cuda {text}")
-    random.seed(f"fsdp_compiled python {text}")
-    if (numpy := _numpy()) is not None:
-        numpy.random.seed(random.Random(f"fsdp_compiled numpy {text}").getrandbits(32))
-
-
-def _numpy() -> Any:
-    try:
-        import numpy
-    except ImportError:
-        return None
-    return numpy
+    for name, source in _sources(device).items():
+        source.seed(f"fsdp_compiled {name} {text}")

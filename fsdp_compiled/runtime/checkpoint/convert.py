@@ -34,10 +34,10 @@ from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import data_file, hugging_face, loading
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
+from fsdp_compiled.runtime.checkpoint.chunks import Entry, Piece, split_state_name, whole_chunk
 from fsdp_compiled.runtime.checkpoint.data_file import Item, Layout, lay_out, memory_of
 from fsdp_compiled.runtime.checkpoint.dcp import STEPPED
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Manifest
-from fsdp_compiled.runtime.checkpoint.stretches import Entry, Piece, Stretch, split_state_name
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.checkpoint.whole import Lazy
 
@@ -124,10 +124,9 @@ def _lazy(folder: Path, manifest: Manifest, name: str) -> Lazy:
     entry = manifest.tensors[name]
 
     def whole() -> torch.Tensor:
-        values = torch.empty(entry.numel, dtype=entry.dtype)
-        wanted = Stretch(name, 0, entry.numel, values, entry.shape, tuple(range(len(entry.shape))))
-        staged = lockstep(ALONE, "what is read", loading.read(folder, manifest, ALONE, [wanted], [], rest=False))
-        return staged.pairs[0][1].reshape(entry.shape)
+        wanted = whole_chunk(name, torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
+        pairs, _ = lockstep(ALONE, "what is read", loading.read(folder, manifest, ALONE, [wanted], [], rest=False))
+        return pairs[0][1]
 
     return Lazy(entry.shape, entry.dtype, whole)
 
@@ -398,7 +397,6 @@ def _write_ours(folder: Path, contents: Contents) -> None:
     layout = lay_out(Item(key, one.dtype, one.shape) for key, one in tensors.items())
     made.files[name] = _write_file(folder / name, layout, tensors)
     for key, one in tensors.items():
-        count = torch.Size(one.shape).numel()
-        pieces = [Piece(0, count, name, layout.offsets[key])] if count else []
-        made.tensors[key] = Entry(one.shape, one.dtype, tuple(range(len(one.shape))), pieces)
+        pieces = [Piece((0,) * len(one.shape), one.shape, name, layout.offsets[key])] if 0 not in one.shape else []
+        made.tensors[key] = Entry(one.shape, one.dtype, pieces)
     data_file.write(folder / manifests.NAME, [memoryview(manifests.to_bytes(made))])

@@ -1,4 +1,4 @@
-"""For `torch.distributed.checkpoint`: the state as it wants it, each rank's stretches as rectangles of whole tensors.
+"""For `torch.distributed.checkpoint`: the state as it wants it, each rank's chunks of whole tensors.
 
     dcp.save({"app": sharded}, checkpoint_id=folder)        any planner and storage of DCP's
     dcp.load({"app": sharded}, checkpoint_id=folder)        on any number of ranks
@@ -21,8 +21,7 @@ tensors of the parameter's shape has a form that is known beforehand (Muon); oth
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -31,24 +30,24 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.leaf import contiguous_stride
-from fsdp_compiled.runtime.checkpoint.contents import Trained, options, plain
-from fsdp_compiled.runtime.checkpoint.loading import Pairs, chosen_values, prepare_values, write
+from fsdp_compiled.runtime.checkpoint.chunks import (
+    Chunk,
+    Entry,
+    held,
+    place_of,
+    split_state_name,
+    wrapped,
+)
+from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor
+from fsdp_compiled.runtime.checkpoint.contents import Trained, numbers_of, options, plain
+from fsdp_compiled.runtime.checkpoint.loading import chosen_values, prepare_values, write
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import match, refusal
 from fsdp_compiled.runtime.checkpoint.owned_state import kept_by
-from fsdp_compiled.runtime.checkpoint.stretches import (
-    Entry,
-    Stretch,
-    held,
-    parts_of,
-    place_of,
-    split_state_name,
-    tensors,
-    wrapped,
-)
 from fsdp_compiled.runtime.checkpoint.values import encode
-from fsdp_compiled.runtime.param_step_counts import fresh, names_of
+from fsdp_compiled.runtime.param_step_counts import names_of
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, LocalShardsWrapper, TensorMeta
 
@@ -91,13 +90,13 @@ def device_mesh(mesh: Mesh) -> DeviceMesh | None:
 def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateDict:
     """What this rank holds, as views, and small things that are the same on all ranks, as copies."""
     plan, state, rules = trained.plan, trained.state, trained.rules
-    own = {one.name: one for one in held(plan, rules, place_of(mesh), state.parameters, state.optimizer)}
+    chunks = held_by_name(trained, rules, mesh)
     model: dict[str, Any] = {}
     optimizer: dict[str, dict[str, Any]] = {}
-    for key, entry in tensors(plan, rules, state.optimizer).items():
+    for key, entry in every_tensor(plan, rules, state.optimizer).items():
         of = split_state_name(key)
         cut = plan.placement.state if of else plan.placement.parameter
-        if (tensor := _tensor(entry, own.get(key), cut, ranks)) is None:
+        if (tensor := _tensor(entry, chunks.get(key), cut, ranks)) is None:
             continue
         if of is None:
             model[key.removeprefix("model.")] = tensor
@@ -105,13 +104,11 @@ def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateD
             optimizer.setdefault(of[0], {})[of[1]] = tensor
     model |= dict(state.buffers)
     for rule in rules:
-        names, begin = names_of(plan, rule), fresh(rule)
-        later = state.ages.left(rule, names)
-        for parameter in names:
-            for one in (one for one in rule.state if one.scalar):
-                number = state.optimizer[f"{rule.key}.{one.name}"].clone()
-                number = number.fill_(begin.get(one.name, number)) if parameter in later else number
-                optimizer.setdefault(parameter, {})[one.name] = number
+        for names, numbers in numbers_of(state, plan, rule):
+            dtypes = {name: state.optimizer[f"{rule.key}.{name}"].dtype for name in numbers}
+            for parameter in names:
+                own = {name: torch.tensor(number, dtype=dtypes[name]) for name, number in numbers.items()}
+                optimizer.setdefault(parameter, {}).update(own)
     found = StateDict(model=model, updates=state.step.clone())
     if trained.optimizer is not None:
         groups = [
@@ -124,16 +121,24 @@ def state_dict(trained: Trained, mesh: Mesh, ranks: DeviceMesh | None) -> StateD
     return found
 
 
-def _tensor(entry: Entry, one: Stretch | None, cut: bool, ranks: DeviceMesh | None) -> torch.Tensor | None:
+def held_by_name(trained: Trained, rules: Sequence[Rule], mesh: Mesh) -> dict[str, list[Chunk]]:
+    """What this rank holds of each tensor."""
+    found: dict[str, list[Chunk]] = {}
+    for one in held(trained.plan, rules, place_of(mesh), trained.state.parameters, trained.state.optimizer):
+        found.setdefault(one.name, []).append(one)
+    return found
+
+
+def _tensor(entry: Entry, chunks: list[Chunk] | None, cut: bool, ranks: DeviceMesh | None) -> torch.Tensor | None:
     """The tensor as DCP wants it; None where this rank holds nothing of it."""
     if entry.numel == 0:
         return torch.empty(entry.shape, dtype=entry.dtype)
-    if one is None or not (parts := parts_of(one)):
+    if chunks is None:
         return None
-    if ranks is None or not (cut or one.cut):
-        return parts[0][1]
+    if ranks is None or (not cut and chunks[0].values.shape == entry.shape):
+        return chunks[0].values
     meta = TensorMeta(torch.Size(entry.shape), contiguous_stride(entry.shape), entry.dtype)
-    return DTensor(wrapped(parts), DTensorSpec(ranks, (Shard(0),), tensor_meta=meta), requires_grad=False)
+    return DTensor(wrapped(chunks), DTensorSpec(ranks, (Shard(0),), tensor_meta=meta), requires_grad=False)
 
 
 def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
@@ -141,11 +146,10 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> W
 
     Raises ``ValueError`` for what does not fit.
     """
-    wrong = _other_groups(given, trained)
-    here = _held_of_all(given, trained, mesh)
-    manifest, values = _described(given, trained, here, wrong)
+    wrong: list[str] = []
+    manifest, values = _described(given, trained, mesh, wrong)
     found = match(manifest, trained, place_of(mesh))
-    copies = [copy for one in found.wanted if one.name in values for copy in _copies(one, values[one.name], wrong)]
+    copies = [(one.values, _source(one, values[one.name], wrong)) for one in found.wanted if one.name in values]
     wrong += found.differences
     if wrong:
         raise ValueError(
@@ -162,100 +166,80 @@ def load_state_dict(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> W
     yield  # no stage of its own
 
 
-def _held_of_all(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> dict[str, Entry]:
-    """Every tensor of all ranks, as it is given where this rank has something of it, and else as it is here."""
-    state = trained.state
-    found = tensors(trained.plan, trained.rules, state.optimizer)
-    for one in held(trained.plan, trained.rules, place_of(mesh), state.parameters, state.optimizer):
-        if one.cut is not None and not parts_of(one):
-            continue  # the zeros that end a part
-        if (source := _given(given, one.name)) is None:
-            del found[one.name]
-        else:
-            local = source.to_local() if isinstance(source, DTensor) else source
-            if isinstance(local, LocalShardsWrapper):  # whose own dtype says nothing
-                local = local.local_shards()[0]
-            found[one.name] = replace(found[one.name], shape=tuple(source.shape), dtype=local.dtype)
-    return found
-
-
 def _described(
-    given: Mapping[str, Any], trained: Trained, entries: dict[str, Entry], wrong: list[str]
+    given: Mapping[str, Any], trained: Trained, mesh: Mesh, wrong: list[str]
 ) -> tuple[Manifest, dict[str, torch.Tensor]]:
     """What is given as a checkpoint has it, for `match`, and its tensors by name."""
-    values: dict[str, Any] = {"updates": {"same": int(given.get("updates", trained.state.step))}}
-    given_of = {name: value for name in entries if (value := _given(given, name)) is not None}
-    for name in trained.state.buffers:
-        if isinstance(value := given.get("model", {}).get(name), torch.Tensor):
-            given_of[f"model.{name}"], entries[f"model.{name}"] = value, _entry(value)
+    plan, state, rules = trained.plan, trained.state, trained.rules
+    tensors = {f"model.{name}": one for name, one in given.get("model", {}).items() if isinstance(one, torch.Tensor)}
+    entries = every_tensor(plan, rules, state.optimizer)  # as it is here where this rank has nothing of it
+    values: dict[str, Any] = {"updates": {"same": int(given.get("updates", state.step))}}
     if scale := given.get("loss_scale"):
         values["scale"] = {"same": encode({name: float(number) for name, number in scale.items()}, "", {})}
-    states = given.get("optim", {}).get("state", {})
-    owned = {name for update in trained.updates for name in _forms(update) if name in update.owned}
-    records = []
+    optim = given.get("optim", {})
+    states = {name: dict(kept) for name, kept in optim.get("state", {}).items()}
+    for update in trained.updates:
+        for name in (name for name in _forms(update) if name in update.owned):
+            its = states.setdefault(name, {})
+            if not given.get(STEPPED, True) and not _is_filled(its):
+                its.clear()
+            elif not its or any(isinstance(value, DTensor) for value in its.values()):
+                wrong.append(f"the optimizer's state of {name} is not given as whole tensors")
+            its |= {key: value.detach().clone() for key, value in its.items() if isinstance(value, torch.Tensor)}
+    more, kept = optimizer_values(states, optim.get("param_groups", ()), trained, wrong)
+    tensors |= kept
+    if trained.optimizer is not None and "optim" in given:
+        values |= more
+    for name in held_by_name(trained, rules, mesh).keys() - tensors.keys():
+        entries.pop(name)
+    of_model = {*entries, *(f"model.{name}" for name in state.buffers)}
+    entries |= {key: _entry(one) for key, one in tensors.items() if key in kept or key in of_model}
+    return Manifest(0, 1, entries, values, {}, {}, {}), tensors
+
+
+def optimizer_values(
+    states: Mapping[str, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], trained: Trained, wrong: list[str]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """An optimizer's state by parameter, and groups with names of parameters, as values of a checkpoint, and the
+    tensors of it by name."""
+    records: list[dict[str, Any]] = []
+    found: dict[str, torch.Tensor] = {}
+    told = [{name: encode(plain(value), name, {}) for name, value in group.items()} for group in groups]
+    names = [group.pop("params", []) for group in told]
+    grouped = {name for row in names for name in row}
     for rule in trained.rules:
         scalars = {entry.name for entry in rule.state if entry.scalar}
-        for parameter in names_of(trained.plan, rule):
+        for parameter in (name for name in names_of(trained.plan, rule) if name in grouped):
             its = {name: value for name, value in states.get(parameter, {}).items() if value is not None}
             numbers = {name: float(its.pop(name)) for name in scalars if name in its}
             records.append({"parameters": [parameter], "scalars": encode(numbers, "", {})})
-            if parameter in owned:
-                if not given.get(STEPPED, True) and not _is_filled(its):
-                    continue
-                if not its or any(isinstance(value, DTensor) for value in its.values()):
-                    wrong.append(f"the optimizer's state of {parameter} is not given as whole tensors")
             for name, value in its.items():
-                key = f"optimizer.state.{parameter}.{name}"
-                if not isinstance(value, torch.Tensor):
-                    wrong.append(f"{key} is a {type(value).__name__}, and no tensor")
-                elif key not in entries:  # an owner's, or nobody's here
-                    given_of[key], entries[key] = value.detach().clone(), _entry(value)
-    if trained.optimizer is not None and "optim" in given:
-        groups = [dict(group) for group in given["optim"].get("param_groups", ())]
-        names = [list(group.pop("params", ())) for group in groups]
-        told = [{name: encode(plain(value), name, {}) for name, value in group.items()} for group in groups]
-        values["optimizer"] = {"same": {"class": None, "groups": told, "parameters": names}}
-        values["scalars"] = {"same": records}
-    return Manifest(0, 1, entries, values, {}, {}, {}), given_of
+                if isinstance(value, torch.Tensor):
+                    found[f"optimizer.state.{parameter}.{name}"] = value
+                else:
+                    wrong.append(f"the optimizer's {name} of {parameter} is a {type(value).__name__}, and no tensor")
+    values = {"optimizer": {"class": None, "groups": told, "parameters": names}, "scalars": records}
+    return {name: {"same": value} for name, value in values.items()}, found
 
 
 def _entry(value: torch.Tensor) -> Entry:
-    return Entry(tuple(value.shape), value.dtype, tuple(range(value.dim())))
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if isinstance(local, LocalShardsWrapper):  # whose own dtype says nothing
+        local = local.local_shards()[0]
+    return Entry(tuple(value.shape), local.dtype)
 
 
-def _given(given: Mapping[str, Any], name: str) -> Any:
-    if (of := split_state_name(name)) is None:
-        return given.get("model", {}).get(name.removeprefix("model."))
-    return given.get("optim", {}).get("state", {}).get(of[0], {}).get(of[1])
-
-
-def _copies(one: Stretch, source: Any, wrong: list[str]) -> Pairs:
-    if not isinstance(source, DTensor):
-        return [
-            (view, source.detach()[tuple(slice(o, o + size) for o, size in zip(at, view.shape, strict=True))])
-            for at, view in parts_of(one)
-        ]
-    local = source.to_local()
-    here = dict(parts_of(one))
+def _source(one: Chunk, given: Any, wrong: list[str]) -> torch.Tensor:
+    """Its values, of what is given."""
+    if not isinstance(given, DTensor):
+        return one.of(given.detach())
+    local = given.to_local()
     if isinstance(local, LocalShardsWrapper):
-        there = dict(zip(map(tuple, local.local_offsets()), local.local_shards(), strict=True))
-        if {place: tensor.shape for place, tensor in here.items()} == {k: v.shape for k, v in there.items()}:
-            return [(tensor, there[place]) for place, tensor in here.items()]
+        for offsets, shard in zip(local.local_offsets(), local.local_shards(), strict=True):
+            if (tuple(offsets), shard.shape) == (one.offsets, one.values.shape):
+                return shard
     wrong.append(f"{one.name} is cut in another way: give what state_dict() returned here, or whole tensors")
-    return []
-
-
-def _other_groups(given: Mapping[str, Any], trained: Trained) -> list[str]:
-    """What is wrong where groups are not of the same parameters: their rates would go to others."""
-    if trained.optimizer is None:
-        return []
-    groups = given.get("optim", {}).get("param_groups", [])
-    here = [[parameter._sharded_name for parameter in group["params"]] for group in trained.optimizer.param_groups]
-    there = [list(group.get("params", ())) for group in groups]
-    if there == here:
-        return []
-    sizes = " and ".join(str([len(row) for row in rows]) for rows in (here, there))
-    return [f"the optimizer's groups are of other parameters: they have {sizes} here and there, in this order"]
+    return one.values
 
 
 States = dict[str, dict[str, torch.Tensor]]  # by parameter's name, and by the name of what is kept

@@ -29,10 +29,11 @@ from torch import nn
 
 from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, Holders, held, place_of, tensors
 from fsdp_compiled.runtime.checkpoint.contents import Trained
 from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Item, Layout, lay_out, memory_of, packed, refuse_pairs
-from fsdp_compiled.runtime.checkpoint.stretches import Entry, Holders, held, parts_of, place_of, tensors
 from fsdp_compiled.runtime.checkpoint.whole import Lazy, keys_of, load_weights
 
 LARGEST = 5 << 30  # bytes of a file
@@ -130,8 +131,7 @@ def export(folder: Path, model: nn.Module, trained: Trained, mesh: Mesh) -> Work
             for one in held(trained.plan, (), own, state.parameters, {}, holders):
                 for key in of.get(one.name, ()):
                     file, offset = places[key]
-                    for offsets, view in parts_of(one):
-                        _write(opened[file], offset, one.shape, offsets, view.detach().cpu())
+                    _write(opened[file], offset, one)
             for key, name in keys.buffers.items() if mesh.rank == 0 else ():
                 file, offset = places[key]
                 _write_all(opened[file], memory_of(state.buffers[name].detach().cpu().contiguous()), offset)
@@ -174,17 +174,16 @@ def _begin(folder: Path, files: Mapping[str, Layout]) -> Path:
     return aside
 
 
-def _write(descriptor: int, offset: int, shape: tuple[int, ...], offsets: tuple[int, ...], view: torch.Tensor) -> None:
-    """Puts a rectangle of a tensor where it belongs in a file, in as few runs as its rows allow."""
-    dims = len(shape)
+def _write(descriptor: int, offset: int, one: Chunk) -> None:
+    """Puts a chunk of a tensor where it belongs in a file, in as few runs as its rows allow."""
+    view, shape, dims = one.values.detach().cpu(), one.shape, len(one.shape)
     run = dims  # dims from here on are whole, so that they and the one before lie end to end
     while run > 0 and view.shape[run - 1] == shape[run - 1]:
         run -= 1
-    lead = max(run - 1, 0)
-    strides = [int(torch.Size(shape[dim + 1 :]).numel()) for dim in range(dims)]
-    start = sum(place * stride for place, stride in zip(offsets, strides))
-    for index in itertools.product(*(range(size) for size in view.shape[:lead])):
-        place = start + sum(one * stride for one, stride in zip(index, strides))
+    strides = contiguous_stride(shape)
+    start = sum(place * stride for place, stride in zip(one.offsets, strides))
+    for index in itertools.product(*(range(size) for size in view.shape[: max(run - 1, 0)])):
+        place = start + sum(at * stride for at, stride in zip(index, strides))
         row = view[index].contiguous()
         _write_all(descriptor, memory_of(row), offset + place * row.itemsize)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +22,7 @@ from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
 from fsdp_compiled.runtime.checkpoint import manifest as manifests
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Piece, Shape, key_of, overlap, whole_chunk
 from fsdp_compiled.runtime.checkpoint.contents import (
     Trained,
     check_generators,
@@ -31,7 +33,6 @@ from fsdp_compiled.runtime.checkpoint.contents import (
 from fsdp_compiled.runtime.checkpoint.data_file import BLOCK, Corrupt, Reader, Request, header_of, memory_of, stored
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.matching import Match, buffer_value, write_groups
-from fsdp_compiled.runtime.checkpoint.stretches import Cut, Entry, Part, Piece, Stretch, key_of, parts_of
 from fsdp_compiled.runtime.checkpoint.values import Tensors, decode, digest, tensor_names
 
 CURE = "Load another checkpoint: load(folder, step=...)."
@@ -59,47 +60,25 @@ def choose(folder: Path, step: int | None) -> Path | None:
     return folders.path_of(folder, step)
 
 
-@dataclass(frozen=True)
-class Staged:
-    """Read and verified, and not yet anybody's: what is wanted, and tensors of values by name."""
-
-    pairs: Pairs
-    tensors: Tensors
-
-
 def read(
-    path: Path,
-    manifest: Manifest,
-    mesh: Mesh,
-    wanted: Sequence[Stretch],
-    trees: Iterable[Any],
-    rest: bool = True,
-) -> Work[Staged]:
-    """Each rank reads what it wants, all together (``rest``) every byte of every file; in stages, for `lockstep`."""
-    readers = {
-        file.name: Reader(
-            path / file.name,
-            file.size,
-            file.checksums,
-            lambda a, b, name=file.name: manifest.holds(name, a, b),  # type: ignore[misc]
-        )
-        for file in manifest.files.values()
-    }
-    requests: dict[str, list[Request]] = {name: [] for name in readers}
-    staged, values = [], {}
-    for one in wanted:
-        entry = manifest.tensors[one.name]
-        staged.append(replace(one, values=torch.empty(one.stop - one.start, dtype=entry.dtype)))
-        if one.cut is not None and entry.shape[one.cut.dim] % one.cut.parts:
-            staged[-1].values.zero_()  # what ends a part is in no file of other parts
-        _request(entry, staged[-1], requests)
-    for name in dict.fromkeys(name for tree in trees for name in tensor_names(tree)):
-        values[name] = _whole(name, manifest.tensors[name])
-        _request(manifest.tensors[name], values[name], requests)
-    for name, reader in readers.items():
-        reader.read(requests[name])
-    for one in (*staged, *values.values()):
-        _read_turned(manifest.tensors[one.name], one, readers)
+    path: Path, manifest: Manifest, mesh: Mesh, wanted: Sequence[Chunk], trees: Iterable[Any], rest: bool = True
+) -> Work[tuple[Pairs, Tensors]]:
+    """Each rank reads what it wants, all together (``rest``) every byte of every file: what is wanted, and tensors of
+    values by name, verified, and not yet anybody's. In stages, for `lockstep`."""
+    tensors = manifest.tensors
+    staged = [replace(one, values=torch.empty(one.values.shape, dtype=tensors[one.name].dtype)) for one in wanted]
+    values = {name: None for tree in trees for name in tensor_names(tree)}
+    values = {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype) for name in values}
+    copies: dict[str, list[Copy]] = {name: [] for name in manifest.files}
+    for one in (*staged, *(whole_chunk(name, value) for name, value in values.items())):
+        for piece in tensors[one.name].pieces:
+            common = overlap(one.offsets, tuple(one.values.shape), piece.offsets, piece.sizes)
+            if common is not None:
+                copies[piece.file].append(Copy(_between(one.values, one.offsets, *common), piece, common))
+    readers: dict[str, Reader] = {}
+    for name, file in manifest.files.items():
+        readers[name] = Reader(path / name, file.size, file.checksums, partial(manifest.holds, name))
+        _read_file(readers[name], copies[name])
     seen = yield Exchange("what they have read", {name: sorted(reader.verified) for name, reader in readers.items()})
     if rest:
         for name, reader in readers.items():
@@ -108,71 +87,36 @@ def read(
             )
             reader.read([], unseen[mesh.rank :: mesh.world])
         check_headers(path, manifest, list(manifest.files)[mesh.rank :: mesh.world])
-    return Staged(
-        [(one.values, aside.values) for one, aside in zip(wanted, staged, strict=True)],
-        {name: one.values.view(one.shape) for name, one in values.items()},
-    )
+    return [(one.values, aside.values) for one, aside in zip(wanted, staged, strict=True)], values
 
 
-def _whole(name: str, entry: Entry) -> Stretch:
-    """Room for all of it, in the order of its dims."""
-    values = torch.empty(entry.numel, dtype=entry.dtype)
-    return Stretch(name, 0, entry.numel, values, entry.shape, tuple(range(len(entry.shape))))
+class Copy(NamedTuple):
+    """What is wanted of a piece: where to, and between which offsets of the tensor."""
+
+    to: torch.Tensor
+    piece: Piece
+    common: tuple[Shape, Shape]
 
 
-def _lies_alike(piece: Piece, entry: Entry, one: Stretch) -> bool:
-    return piece.cut == one.cut and entry.order == one.order
+def _read_file(reader: Reader, copies: Sequence[Copy]) -> None:
+    requests: list[Request] = []
+    turned: Pairs = []  # what does not lie in the file as it does here
+    for to, piece, common in copies:
+        held = torch.empty(piece.numel, dtype=to.dtype)  # of which only what is read takes memory
+        source = _between(piece.shaped(held), piece.offsets, *common)
+        begin = source.storage_offset()
+        end = begin + 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
+        alike = to.is_contiguous() and source.is_contiguous()
+        start, stop = (piece.start + at * to.itemsize for at in (begin, end))
+        requests.append(Request(start, stop, memory_of(to if alike else held[begin:end])))
+        turned += [] if alike else [(to, source)]
+    reader.read(requests)
+    write(turned)
 
 
-def _are_parts_of_one_cut(one: Cut | None, other: Cut | None) -> bool:
-    """Two different ones, which have nothing in common."""
-    return one is not None and other is not None and one != other and one._replace(part=other.part) == other
-
-
-def _request(entry: Entry, one: Stretch, requests: dict[str, list[Request]]) -> None:
-    """What lies in files as it does here."""
-    size, memory = entry.dtype.itemsize, memory_of(one.values)
-    for piece in entry.pieces:
-        first, last = max(one.start, piece.start), min(one.stop, piece.stop)
-        if first < last and _lies_alike(piece, entry, one):
-            begin, end = (piece.offset + (place - piece.start) * size for place in (first, last))
-            into = memory[(first - one.start) * size : (last - one.start) * size]
-            requests[piece.file].append(Request(begin, end, into))
-
-
-def _read_turned(entry: Entry, one: Stretch, readers: Mapping[str, Reader]) -> None:
-    """What was cut in another way, or has its dims in another order: a piece at a time, where rectangles meet."""
-    turned = [p for p in entry.pieces if not _lies_alike(p, entry, one) and not _are_parts_of_one_cut(p.cut, one.cut)]
-    here, size = parts_of(one) if turned else [], entry.dtype.itemsize
-    for piece in turned:
-        held = torch.empty(piece.stop - piece.start, dtype=entry.dtype)  # of which only what is read takes memory
-        there = parts_of(Stretch(one.name, piece.start, piece.stop, held, entry.shape, entry.order, piece.cut))
-        copies = [pair for own in here for other in there if (pair := _common(own, other)) is not None]
-        if copies:
-            begin = min(source.storage_offset() for _, source in copies)
-            end = max(source.storage_offset() + _extent(source) for _, source in copies)
-            request = Request(piece.offset + begin * size, piece.offset + end * size, memory_of(held[begin:end]))
-            readers[piece.file].read([request])
-            for to, source in copies:
-                to.copy_(source)
-
-
-def _common(own: Part, other: Part) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The elements that both rectangles have, as each has them."""
-    begin = [max(pair) for pair in zip(own[0], other[0], strict=True)]
-    ends = ([start + size for start, size in zip(at, view.shape, strict=True)] for at, view in (own, other))
-    end = [min(pair) for pair in zip(*ends, strict=True)]
-    if any(start >= stop for start, stop in zip(begin, end, strict=True)):
-        return None
-    first, second = (
-        view[tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, at, strict=True))] for at, view in (own, other)
-    )
-    return first, second
-
-
-def _extent(view: torch.Tensor) -> int:
-    """Elements of memory from its first to its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+def _between(values: torch.Tensor, offsets: Shape, begin: Shape, end: Shape) -> torch.Tensor:
+    """What a chunk at these offsets has between others."""
+    return values[tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, offsets, strict=True))]
 
 
 def write(pairs: Pairs) -> None:
@@ -216,13 +160,13 @@ def check_headers(folder: Path, manifest: Manifest, names: Iterable[str]) -> Non
     said: dict[str, dict[str, Any]] = {name: {} for name in names}
     for name, entry in manifest.tensors.items():
         for piece in entry.pieces:
-            if piece.file in said and (count := piece.stop - piece.start):
-                whole = piece.cut is None and count == entry.numel
-                row_major = list(entry.order) == sorted(entry.order)
-                dtype, shape = stored(entry.dtype, entry.shape if whole and row_major else (count,))
-                key = key_of(name, piece.start, piece.stop, whole, piece.cut)
-                end = piece.offset + count * entry.dtype.itemsize
-                said[piece.file][key] = dtype, list(shape), piece.offset, end
+            if piece.order is not None:
+                return  # an older version, whose headers say it otherwise
+            if piece.file in said and piece.numel:
+                dtype, sizes = stored(entry.dtype, piece.sizes)
+                end = piece.start + piece.numel * entry.dtype.itemsize
+                key = key_of(name, piece.offsets, piece.sizes, entry.shape)
+                said[piece.file][key] = dtype, list(sizes), piece.start, end
     for file, expected in said.items():
         header, first = header_of(folder / file)
         try:
@@ -329,9 +273,6 @@ def prepare_values(
     state = trained.state
     written: Pairs = []
     fresh: dict[str, torch.Tensor] = {}  # what the loss updates, and no program reads yet
-    for key, numbers in found.scalars.items():
-        for name, number in numbers.items():
-            written.append(_filled(state.optimizer[f"{key}.{name}"], decode(number, tensors)))
     for name, (tree, _) in values.items():
         kind, _, rest = name.partition(" ")
         if kind == "updates":
@@ -345,29 +286,48 @@ def prepare_values(
                 written.append((known[rest], value.view(known[rest].shape)))
             else:
                 fresh[rest] = value
-    owned = {name: decode(values[key][0], tensors) for name, key in found.owned.items() if key in values}
-    others = decode(values["owners"][0], tensors) if "owners" in values else []
-    groups = [{k: decode(v, {}) for k, v in one.items()} for one in found.options or ()]
+    write_optimizer = prepare_optimizer(values, tensors, found, trained)
     random, own = values.get("random", (None, False))  # none in what was converted from another format
     drawn = decode(random, tensors) if own else {}
     if own:
-        check_generators(drawn)
+        check_generators(drawn, trained.plan.device)
 
     def write_them() -> None:
         if trained.local is not None:
             trained.local.load(decode(values["local"][0], tensors) if found.local else None, state)
-        state.ages.loaded(found.updated)
         write([*written, *((total, total.new_zeros(())) for total in state.sums.values())])
         state.constants.update(fresh)
+        write_optimizer()
+        if own:
+            set_generators(drawn, state, trained.plan.device)
+        elif random is not None:
+            derive_generators(f"{digest(random, tensors)} {row}", state, trained.plan.device)
+
+    return write_them
+
+
+def prepare_optimizer(
+    values: Mapping[str, tuple[Any, bool]], tensors: Mapping[str, torch.Tensor], found: Match, trained: Trained
+) -> Callable[[], None]:
+    """A function that writes what its groups have once, what owners keep, and rates."""
+    state = trained.state
+    written = [
+        _filled(state.optimizer[f"{key}.{name}"], number)
+        for key, numbers in found.scalars.items()
+        for name, number in numbers.items()
+    ]
+    owned = {name: decode(values[key][0], tensors) for name, key in found.owned.items() if key in values}
+    others = decode(values["owners"][0], tensors) if "owners" in values else []
+    groups = [{k: decode(v, {}) for k, v in one.items()} for one in found.options or ()]
+
+    def write_them() -> None:
+        state.ages.loaded(found.updated)
+        write(written)
         for update, one in zip(trained.updates, others, strict=False):
             update.go_on(owned, one)
             update.show(state.optimizer)
         if trained.optimizer is not None and found.options is not None:
             write_groups(trained.optimizer, groups, found.written)
-        if own:
-            set_generators(drawn, state, trained.plan.device)
-        elif random is not None:
-            derive_generators(f"{digest(random, tensors)} {row}", state, trained.plan.device)
 
     return write_them
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,8 +22,8 @@ from typing import Any
 import torch
 
 from fsdp_compiled.runtime.checkpoint import data_file
+from fsdp_compiled.runtime.checkpoint.chunks import Entry, Piece, overlap, rectangles
 from fsdp_compiled.runtime.checkpoint.data_file import DTYPES, Corrupt
-from fsdp_compiled.runtime.checkpoint.stretches import Cut, Entry, Piece
 from fsdp_compiled.runtime.checkpoint.values import tensor_names
 
 
@@ -36,16 +37,13 @@ def wrong_in(manifest: Manifest) -> Iterator[str]:
         if len(file.checksums) != -(-file.size // data_file.BLOCK):
             yield f"{file.name} has not one checksum for each {data_file.BLOCK >> 20} MiB"
     for name, entry in manifest.tensors.items():
-        if entry.dtype not in DTYPES and entry.dtype != torch.complex128:
+        if entry.dtype not in {*DTYPES, torch.complex128} or min(entry.shape, default=0) < 0:
             yield f"{name} is {entry.dtype} {list(entry.shape)}"
-        if sorted(entry.order) != list(range(len(entry.shape))):
-            yield f"the dims of {name} are {list(entry.order)}"
         for one in entry.pieces:
-            end = one.offset + (one.stop - one.start) * entry.dtype.itemsize
-            if not 0 <= one.offset <= end <= manifest.files[one.file].size:
+            if not 0 <= one.start <= one.start + one.numel * entry.dtype.itemsize <= manifest.files[one.file].size:
                 yield f"a piece of {name} is {one}, which is not in the file"
     if (missing := manifest.incomplete()) is not None:
-        yield f"{missing} is in no file, or twice"
+        yield missing
     for name in {"updates", *({"optimizer", "scalars"} if "optimizer" in manifest.values else ())} - {*manifest.values}:
         yield f"it has no {name}"
     for name, value in manifest.values.items():
@@ -58,8 +56,7 @@ def wrong_in(manifest: Manifest) -> Iterator[str]:
 
 
 NAME = "manifest.json"
-VERSION = 2  # 2: pieces may be of parts that were cut along tp; ranks say whose batches they had
-READABLE = (1, 2)
+VERSION = 3  # `convert` reads those before
 HEAD = re.compile(rb'\{"format": "fsdp_compiled checkpoint", "version": (\d+), "sha256": "([0-9a-f]{64})", "content": ')
 TAIL = b"}\n"
 
@@ -91,8 +88,8 @@ class Manifest:
         found = []
         for name, entry in self.tensors.items():
             for piece in entry.pieces:
-                size = (piece.stop - piece.start) * entry.dtype.itemsize
-                if piece.file == file and piece.offset < stop and start < piece.offset + size:
+                size = piece.numel * entry.dtype.itemsize
+                if piece.file == file and piece.start < stop and start < piece.start + size:
                     found.append(name)
                     break
         if not found:
@@ -101,23 +98,19 @@ class Manifest:
         return ", ".join(found[:3]) + more
 
     def incomplete(self) -> str | None:
-        """A tensor of which elements are missing or written twice."""
+        """Which tensor has elements that are missing or written twice, in words."""
         for name, entry in self.tensors.items():
-            cuts = dict.fromkeys(piece.cut for piece in entry.pieces) or {None: None}
-            first = next(iter(cuts))
-            if first is not None:  # every other part as well, and nothing else
-                cuts = dict.fromkeys([*(first._replace(part=part) for part in range(first.parts)), *cuts])
-            for cut in cuts:
-                position = 0
-                where = name if cut is None else f"{name}, {cut}"
-                if (cut and cut._replace(part=0)) != (first and first._replace(part=0)):
-                    return f"{where}, element 0"
-                for piece in sorted((p for p in entry.pieces if p.cut == cut), key=lambda piece: piece.start):
-                    if piece.start != position:
-                        return f"{where}, element {min(position, piece.start)}"
-                    position = piece.stop
-                if position != entry.part_numel(cut):
-                    return f"{where}, element {position}"
+            written = 0
+            meeting: list[Piece] = []  # those before that may reach as far along the first dim
+            for piece in sorted(entry.pieces, key=lambda piece: piece.offsets):
+                at, sizes = piece.offsets, piece.sizes
+                written += math.prod(map(min, sizes, [whole - o for whole, o in zip(entry.shape, at, strict=True)]))
+                meeting = [one for one in meeting if not at or one.offsets[0] + one.sizes[0] > at[0]]
+                if any(overlap(at, sizes, one.offsets, one.sizes) for one in meeting):
+                    return f"elements of {name} from {list(at)} on are in files twice"
+                meeting.append(piece)
+            if written != entry.numel:
+                return f"{written} of {entry.numel} elements of {name} are in files"
         return None
 
 
@@ -135,7 +128,7 @@ def merged(parts: Sequence[Manifest], writers: Mapping[str, Sequence[int]]) -> M
         trees = [parts[rank].values[name] for rank in ranks]
         made.values[name] = {"same": trees[0]} if len(trees) == 1 else {"by_rank": trees}
     if (missing := made.incomplete()) is not None:
-        raise ValueError(f"{missing} would be missing or twice in the checkpoint")
+        raise ValueError(f"the checkpoint would not be whole: {missing}")
     return made
 
 
@@ -151,8 +144,7 @@ def content_of(manifest: Manifest) -> dict[str, Any]:
             name: {
                 "shape": list(entry.shape),
                 "dtype": str(entry.dtype).removeprefix("torch."),
-                **({"order": list(entry.order)} if list(entry.order) != sorted(entry.order) else {}),
-                "pieces": [[p.start, p.stop, places[p.file], p.offset, *(p.cut or ())] for p in entry.pieces],
+                "pieces": [[p.offsets, p.sizes, places[p.file], p.start] for p in entry.pieces],
             }
             for name, entry in manifest.tensors.items()
         },
@@ -181,7 +173,7 @@ def read(folder: Path) -> Manifest:
     match = HEAD.match(text)
     if match is None:
         raise Corrupt(f"{path} does not begin as a manifest of this package does: it is foreign or damaged. {other}")
-    if (version := int(match[1])) not in READABLE:
+    if not 1 <= (version := int(match[1])) <= VERSION:
         raise Corrupt(
             f"{path} has version {version}, and this package reads up to {VERSION}: it was written by a "
             f"{'newer' if version > VERSION else 'different'} one, or is damaged. Install the one that wrote it."
@@ -190,7 +182,8 @@ def read(folder: Path) -> Manifest:
     if not text.endswith(TAIL) or hashlib.sha256(body).hexdigest().encode() != match[2]:
         raise Corrupt(f"{path} is damaged: it is not what its own checksum says. {other}")
     with refusing_edited(path, ValueError):
-        found = parse(json.loads(body))
+        content = json.loads(body)
+        found = parse(content if version == VERSION else of_version_2(content))
         wrong = next(wrong_in(found), None)
     if wrong is not None:
         raise edited(path, wrong)
@@ -220,15 +213,38 @@ def parse(content: dict[str, Any]) -> Manifest:
         name: Entry(
             tuple(one["shape"]),
             getattr(torch, one["dtype"]),
-            tuple(one.get("order", range(len(one["shape"])))),
             [
-                Piece(start, stop, files[file].name, offset, Cut(*cut) if cut else None)
-                for start, stop, file, offset, *cut in one["pieces"]
+                Piece(tuple(offsets), tuple(sizes), files[file].name, start, *map(tuple, order))
+                for offsets, sizes, file, start, *order in one["pieces"]
             ],
         )
         for name, one in content["tensors"].items()
     }
     return Manifest(
         content["step"], content["world"], tensors, content["values"], content["aliases"],
-        {file.name: file for file in files}, content["written_by"], content.get("rows", range(content["world"])),
+        {file.name: file for file in files}, content["written_by"], content["rows"],
     )  # fmt: skip
+
+
+def of_version_2(content: dict[str, Any]) -> dict[str, Any]:
+    """What versions 1 and 2 say, as this one does. They had elements ``[start, stop)`` of a tensor in memory order, or
+    of one of equal parts along a dim, of which zeros may end the last."""
+    content.setdefault("rows", list(range(content["world"])))
+    for one in content["tensors"].values():
+        shape, size = one["shape"], getattr(torch, one["dtype"]).itemsize
+        order = one.get("order", list(range(len(shape))))
+        pieces = []
+        for start, stop, file, offset, *cut in one["pieces"]:
+            dim, part, parts = cut or (None, 0, 1)
+            own = [-(-length // parts) if at == dim else length for at, length in enumerate(shape)]
+            begin = [part * length if at == dim else 0 for at, length in enumerate(own)]
+            for first, offsets, sizes in rectangles(own, order, start, stop):
+                at = [o + b for o, b in zip(offsets, begin, strict=True)]
+                if all(o < length for o, length in zip(at, shape, strict=True)):
+                    pieces.append([at, sizes, file, offset + (first - start) * size, order])
+        one["pieces"] = pieces
+    random = content["values"].get("random", {})
+    for tree in [random["same"]] if "same" in random else random.get("by_rank", []):
+        for name in {"python", "numpy"} & {*tree}:
+            tree[name] = {"$tuple": list(tree[name].values())}
+    return content

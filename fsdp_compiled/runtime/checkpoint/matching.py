@@ -6,7 +6,7 @@ optimizer's rule all of the state fits or nothing.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,21 +14,21 @@ import torch
 from torch.optim import Optimizer
 
 from fsdp_compiled.optim.optimizer_copy import IMPLEMENTATIONS
-from fsdp_compiled.optim.param_groups import NOTES, options_of, scheduled
+from fsdp_compiled.optim.param_groups import NOTES, scheduled
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.checkpoint import owned_state
-from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, class_name, plain
-from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.stretches import (
+from fsdp_compiled.runtime.checkpoint.chunks import (
+    Chunk,
     Place,
-    Stretch,
     held,
     parameter_name,
     per_element,
     split_state_name,
     state_name,
 )
+from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, class_name, options
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest
 from fsdp_compiled.runtime.checkpoint.values import decode, encode
 from fsdp_compiled.runtime.param_step_counts import Names, Numbers, of_group, parted
 from fsdp_compiled.runtime.state import State
@@ -41,7 +41,7 @@ FITS = "Build what was saved, or pass strict=False, which loads what fits and le
 class Match:
     """What fits. ``wanted``: what is read into this rank's shards. ``scalars``: by a rule's key, its numbers."""
 
-    wanted: list[Stretch] = field(default_factory=list)
+    wanted: list[Chunk] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     owned: dict[str, str] = field(default_factory=dict)  # by parameter, the value that is its optimizer's state
     buffers: list[str] = field(default_factory=list)
@@ -78,41 +78,33 @@ def refusal(what: str, differences: Sequence[str], cure: str = FITS) -> str:
     return "\n".join([f"{what}, so nothing was loaded:", *lines, cure])
 
 
-def match_options(
-    manifest: Manifest, plan: Plan, optimizer: Optimizer, rules: Sequence[Rule], saved: dict[str, Any], found: Match
-) -> None:
+def match_options(manifest: Manifest, trained: Trained, optimizer: Optimizer, found: Match) -> None:
     """What the checkpoint has of each group's options: those of its parameters, in whichever groups they were."""
-    counted = {(rule.group, entry.name) for rule in rules for entry in rule.state if entry.place == "group"}
-    names = {slot.name: slot.leaf.names for buffer in plan.buffers for slot in buffer.slots}
-    group_of = {name: index for index, row in enumerate(saved["parameters"]) for name in row}
+    saved = manifest.values["optimizer"]["same"]
+    counted = {(rule.group, entry.name) for rule in trained.rules for entry in rule.state if entry.place == "group"}
+    names = {slot.name: slot.leaf.names for buffer in trained.plan.buffers for slot in buffer.slots}
+    group_of = {
+        name: options for options, row in zip(saved["groups"], saved["parameters"], strict=True) for name in row
+    }
     rows: list[dict[str, Any]] = []
-    for index, group in enumerate(optimizer.param_groups):
-        before: dict[str, Any] | None = None
-        for parameter in group["params"]:
-            known = [group_of[name] for name in _aliased(manifest, names[parameter._sharded_name]) if name in group_of]
-            if not known:
+    for index, (group, own) in enumerate(zip(optimizer.param_groups, options(optimizer), strict=True)):
+        firsts = [first for one in group["params"] for first in saved_names(manifest, names[one._sharded_name])]
+        there = [group_of[first] for first in firsts if first in group_of]
+        before = there[0] if there else {}
+        if odd := {name for one in there for name in {*one, *before} if one.get(name) != before.get(name)}:
+            found.differences.append(
+                f"the optimizer's group {index} is of parameters that had another {', '.join(sorted(odd))} each in the "
+                "checkpoint"
+            )
+            return
+        rows.append(before)
+        taken = (*taken_over(group), *found.written)
+        for name, value in own.items():
+            if name not in before or name in IMPLEMENTATIONS or (index, name) in counted:
                 continue
-            options = saved["groups"][known[0]]
-            if before is not None and options != before:
-                odd = sorted(name for name in {*options, *before} if options.get(name) != before.get(name))
-                found.differences.append(
-                    f"the optimizer's group {index} is of parameters that had another {', '.join(odd)} each in the "
-                    "checkpoint"
-                )
-                return
-            before = options
-        rows.append(before or {})
-        for name, value in options_of(group).items():
-            taken = (*taken_over(group), *found.written)
-            if before is None or name not in before or name in IMPLEMENTATIONS or (index, name) in counted:
+            if name in taken and (not _is_number(value) or _is_number(decode(before[name], {}))):
                 continue
-            if name in taken and (not _is_number(plain(value)) or _is_number(decode(before[name], {}))):
-                continue
-            try:
-                equal = encode(plain(value), name, {}) == before[name]
-            except ValueError:
-                continue
-            if not equal:
+            if encode(value, name, {}) != before[name]:
                 found.differences.append(
                     f"the optimizer's param_groups[{index}][{name!r}] is {value!r} here, and "
                     f"{decode(before[name], {})!r} in the checkpoint"
@@ -123,11 +115,6 @@ def match_options(
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
-
-
-def _aliased(manifest: Manifest, names: Sequence[str]) -> list[str]:
-    """The names under which a parameter may have been saved."""
-    return [*names, *(manifest.aliases[name] for name in names if name in manifest.aliases)]
 
 
 def taken_over(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -144,121 +131,98 @@ def write_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]], writt
                 group[name].fill_(before[name])
             elif name in before:
                 group[name] = before[name]
+            elif name in written:
+                group.pop(name, None)
 
 
 def match_optimizer(manifest: Manifest, trained: Trained, places: dict[str, str], found: Match) -> None:
     """What fits of it, into ``found``; ``places``: by our name of a tensor, the saved one, to which those of a traced
-    update's state are added."""
-    if trained.optimizer is None or not _same_optimizer(manifest, trained, found):
+    update's state are added. A rule's state is loaded whole or not at all: half of it would be another optimizer's."""
+    optimizer, updates = trained.optimizer, trained.updates
+    if optimizer is None:
         return
-    _by_rules(manifest, trained, trained.optimizer, places, found)
-
-
-def _same_optimizer(manifest: Manifest, trained: Trained, found: Match) -> bool:
-    """Whether its state can be compared further."""
-    assert trained.optimizer is not None
     if "optimizer" not in manifest.values:
         found.differences.append("the checkpoint has no optimizer's state: it was saved without an optimizer")
-        return False
-    saved = manifest.values["optimizer"]["same"]
-    if (own := class_name(trained.optimizer)) != saved["class"] and saved["class"] is not None:
-        found.differences.append(f"the optimizer is {own} here, and {saved['class']} in the checkpoint")
-        return False
-    return True
-
-
-def _by_rules(manifest: Manifest, trained: Trained, optimizer: Optimizer, places: dict[str, str], found: Match) -> None:
-    """A rule's state is loaded whole or not at all: half of it would be another optimizer's."""
-    plan, state, rules, updates = trained.plan, trained.state, trained.rules, trained.updates
-    for one in manifest.values.get("owners", {}).get("same", []):
-        found.written = (*found.written, *one["written"])
-    match_options(manifest, plan, optimizer, rules, manifest.values["optimizer"]["same"], found)
-    there = _Records(manifest)
-    foreign = "owners" not in manifest.values  # or it had no whole parameters
-    if foreign and updates:
+        return
+    kind = manifest.values["optimizer"]["same"]["class"]
+    if (own := class_name(optimizer)) != kind and kind is not None:
+        found.differences.append(f"the optimizer is {own} here, and {kind} in the checkpoint")
+        return
+    owners = manifest.values.get("owners")
+    found.written = [name for one in (owners or {}).get("same", ()) for name in one["written"]]
+    match_options(manifest, trained, optimizer, found)
+    if owners is None and updates:  # of another format, or it had no whole parameters
         manifest.values["owners"] = {"same": [{"written": [], "attributes": {}} for _ in updates]}
-    idle = [slot for buffer in plan.buffers if not buffer.updated for slot in buffer.slots]
-    found.differences += _not_updated(idle, {*there.of, *there.states}, manifest)
-    for rule in rules:
-        members = [(slot, b) for b in plan.buffers if _updates(rule, b) for slot in b.slots]
-        fits, problems, records = {}, [], {}
-        for slot, buffer in members:
+    records = {name: one["scalars"] for one in manifest.values["scalars"]["same"] for name in one["parameters"]}
+    states: dict[str, set[str]] = {}
+    for of in filter(None, map(split_state_name, manifest.tensors)):
+        states.setdefault(of[0], set()).add(of[1])
+    for buffer in (buffer for buffer in trained.plan.buffers if not buffer.updated):
+        for slot in buffer.slots:
+            if saved_names(manifest, slot.leaf.names) & {*records, *states}:
+                found.differences.append(
+                    f"the checkpoint has the optimizer's state of {slot.name}, which is not updated here"
+                )
+    for rule in trained.rules:
+        _match_rule(rule, manifest, trained, places, found, records, states, owners is None)
+
+
+def _match_rule(
+    rule: Rule,
+    manifest: Manifest,
+    trained: Trained,
+    places: dict[str, str],
+    found: Match,
+    records: Mapping[str, Any],
+    states: Mapping[str, set[str]],
+    foreign: bool,
+) -> None:
+    """``records``, ``states``: what was saved of each parameter once, and an element each; ``foreign``: whether what
+    owners keep was saved as tensors."""
+    problems: list[str] = []
+    fits: dict[str, str] = {}
+    firsts: dict[str, str] = {}  # by parameter, its name in the checkpoint
+    lost = ""
+    for buffer in trained.plan.buffers:
+        for slot in buffer.slots if buffer.updated and buffer.group == rule.group else ():
             if parameter_name(slot) not in places:
+                lost = lost or slot.name
                 continue
-            first = next(iter(saved_names(manifest, slot.leaf.names)))
-            if (record := there.of.get(first)) is None:
+            first = places[parameter_name(slot)].removeprefix("model.")
+            if first not in records:
                 problems.append(f"the checkpoint has no optimizer's state of {slot.name}")
                 continue
-            records[slot.name] = there.records[record]["scalars"]
-            for name in per_element(buffer, rules):
-                saved_name = f"optimizer.state.{first}.{name}"
-                dtype = state.optimizer[f"{buffer.key}.{name}"].dtype
-                if saved_name not in manifest.tensors:
-                    problems.append(f"the optimizer's {name} of {slot.name} is not in the checkpoint")
-                elif (reason := unlike(manifest, saved_name, slot.leaf.whole_shape, dtype)) is not None:
-                    problems.append(f"the optimizer's {name} of {slot.name} {reason}")
+            firsts[slot.name] = first
+            here, there = set(per_element(buffer, trained.rules)), states.get(first, set())
+            for name in sorted(here | there):
+                saved, what = f"optimizer.state.{first}.{name}", f"{name} of {slot.name}"
+                if name not in there:
+                    problems.append(f"the optimizer's {what} is not in the checkpoint")
+                elif name not in here:
+                    problems += [f"the optimizer keeps no {what}"] * (not (rule.whole and foreign))
+                elif reason := unlike(
+                    manifest, saved, slot.leaf.whole_shape, trained.state.optimizer[f"{buffer.key}.{name}"].dtype
+                ):
+                    problems.append(f"the optimizer's {what} {reason}")
                 else:
-                    fits[state_name(slot, name)] = saved_name
-            wanted = set(per_element(buffer, rules))
-            problems += [
-                f"the optimizer keeps no {name} of {slot.name}"
-                for name in sorted(there.states.get(first, set()) - wanted)
-                if not (rule.whole and foreign)
-            ]
-        if lost := [slot.name for slot, _ in members if parameter_name(slot) not in places]:
-            problems.append(f"the optimizer's state of group {rule.group} is of other parameters ({lost[0]} is new)")
-        if rule.whole and foreign:
-            firsts = {slot.name: first for slot, _ in members for first in saved_names(manifest, slot.leaf.names)}
-            problems += owned_state.from_tensors(manifest, firsts, there.states, updates)
-        stepped, numbers = of_group(rule, {name: _decoded(one) for name, one in records.items()})
-        problems += _scalars(rule, numbers.values())
-        if problems:
-            found.differences += [*problems, *_left(f"group {rule.group}", records)]
-        elif records:
-            places |= fits
-            found.owned |= {
-                slot.name: OWNED + next(iter(saved_names(manifest, slot.leaf.names)))
-                for slot, _ in members
-                if rule.whole
-            }
-            found.scalars[rule.key], found.updated[rule.key] = records[next(iter(numbers))], stepped
-
-
-def _left(group: str, names: Iterable[str]) -> list[str]:
-    """What follows for parameters whose own state would fit: a group has one count of steps."""
-    every = ", ".join(names)
-    return (
-        [f"so the optimizer's state of {group} is not loaded, that of these parameters too: {every}"] if every else []
-    )
-
-
-def _not_updated(slots: Iterable[Slot], saved: Container[str], manifest: Manifest) -> list[str]:
-    """What the checkpoint has of the optimizer's for parameters that it does not update here."""
-    return [
-        f"the checkpoint has the optimizer's state of {slot.name}, which is not updated here"
-        for slot in slots
-        if any(name in saved for name in saved_names(manifest, slot.leaf.names))
-    ]
-
-
-def _updates(rule: Rule, buffer: Buffer) -> bool:
-    return buffer.updated and buffer.group == rule.group
-
-
-class _Records:
-    """What was saved of the optimizer, by parameter."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.records: list[dict[str, Any]] = manifest.values["scalars"]["same"]
-        self.of = {name: index for index, record in enumerate(self.records) for name in record["parameters"]}
-        self.states: dict[str, set[str]] = {}
-        for key in manifest.tensors:
-            if (of := split_state_name(key)) is not None:
-                self.states.setdefault(of[0], set()).add(of[1])
-
-
-def _decoded(numbers: Mapping[str, Any]) -> dict[str, float]:
-    return {name: decode(value, {}) for name, value in numbers.items()}
+                    fits[state_name(slot, name)] = saved
+    if lost:
+        problems.append(f"the optimizer's state of group {rule.group} is of other parameters ({lost} is new)")
+    if rule.whole and foreign:
+        problems += owned_state.from_tensors(manifest, firsts, states, trained.updates)
+    decoded = {name: decode(records[first], {}) for name, first in firsts.items()}
+    stepped, numbers = of_group(rule, decoded)
+    problems += _scalars(rule, numbers.values())
+    if problems and firsts:  # a group has one count of steps
+        problems.append(
+            f"so the optimizer's state of group {rule.group} is not loaded, that of these parameters too: "
+            f"{', '.join(firsts)}"
+        )
+    found.differences += problems
+    if not problems and firsts:
+        places |= fits
+        found.owned |= {name: OWNED + first for name, first in firsts.items() if rule.whole}
+        found.scalars[rule.key], found.updated[rule.key] = dict(numbers[next(iter(numbers))]), stepped
 
 
 def _scalars(rule: Rule, rows: Collection[Numbers]) -> list[str]:
@@ -290,8 +254,7 @@ def match(manifest: Manifest, trained: Trained, place: Place) -> Match:
     for one in held(plan, rules, place, state.parameters, state.optimizer):
         if one.name in places:
             found.wanted.append(replace(one, name=places[one.name]))
-    _buffers(manifest, state, found)
-    _constants(manifest, state, found)
+    _beside(manifest, state, found)
     return found
 
 
@@ -306,10 +269,10 @@ def _parameters(manifest: Manifest, plan: Plan, buffers: Iterable[str], found: M
             found.differences.append(f"{slot.name} is not in the checkpoint")
         elif len(saved) > 1:
             found.differences.append(f"{' and '.join(sorted(saved))} are one parameter here, and two in the checkpoint")
-        elif (reason := unlike(manifest, _saved_as(saved), slot.leaf.whole_shape, slot.leaf.dtype)) is not None:
+        elif (reason := unlike(manifest, f"model.{min(saved)}", slot.leaf.whole_shape, slot.leaf.dtype)) is not None:
             found.differences.append(f"{slot.name} {reason}")
         else:
-            places[parameter_name(slot)] = _saved_as(saved)
+            places[parameter_name(slot)] = f"model.{min(saved)}"
     saved_parameters = {name.removeprefix("model.") for name in manifest.tensors if name.startswith("model.")}
     # Other formats do not tell parameters and buffers apart, and have a tied one under each of its names.
     saved_parameters -= used | set(buffers) | {name for name, first in manifest.aliases.items() if first in used}
@@ -317,36 +280,31 @@ def _parameters(manifest: Manifest, plan: Plan, buffers: Iterable[str], found: M
     return places
 
 
-def _saved_as(names: set[str]) -> str:
-    return f"model.{next(iter(names))}"
-
-
-def _buffers(manifest: Manifest, state: State, found: Match) -> None:
-    saved = {name.removeprefix("buffer ") for name in manifest.values if name.startswith("buffer ")}
+def _beside(manifest: Manifest, state: State, found: Match) -> None:
+    """Buffers, and tensors that the loss updates; of these, those that no program reads yet are compared when one
+    does."""
+    saved = [key.partition(" ")[::2] for key in manifest.values]
+    found.constants += [name for kind, name in saved if kind == "constant" and name not in state.constants]
     for name, tensor in state.buffers.items():
-        value = buffer_value(manifest, name)
-        if value is None:
-            found.differences.append(f"the buffer {name} is not in the checkpoint")
-            continue
-        tree = value["same"] if "same" in value else value["by_rank"][0]
-        if (reason := unlike(manifest, tree["$tensor"], tensor.shape, tensor.dtype)) is not None:
-            found.differences.append(f"the buffer {name} {reason}")
-        else:
-            found.buffers.append(name)
-    found.differences += [f"the buffer {name} is not in the model" for name in sorted(saved - set(state.buffers))]
+        _compare(f"the buffer {name}", manifest, buffer_value(manifest, name), tensor, name, found.buffers, found)
+    for name, tensor in state.constants.items():
+        if (value := manifest.values.get(f"constant {name}")) is not None:
+            _compare(f"the tensor {name} that the loss updates", manifest, value, tensor, name, found.constants, found)
+    odd = sorted(name for kind, name in saved if kind == "buffer" and name not in state.buffers)
+    found.differences += [f"the buffer {name} is not in the model" for name in odd]
 
 
-def _constants(manifest: Manifest, state: State, found: Match) -> None:
-    """Those that no program reads yet are compared when one does."""
-    for key, value in manifest.values.items():
-        kind, _, name = key.partition(" ")
-        if kind != "constant":
-            continue
-        own, tree = state.constants.get(name), value["same"] if "same" in value else value["by_rank"][0]
-        if own is not None and (reason := unlike(manifest, tree["$tensor"], own.shape, own.dtype)) is not None:
-            found.differences.append(f"the tensor {name} that the loss updates {reason}")
-        else:
-            found.constants.append(name)
+def _compare(
+    what: str, manifest: Manifest, value: Any, own: torch.Tensor, name: str, fits: list[str], found: Match
+) -> None:
+    if value is None:
+        found.differences.append(f"{what} is not in the checkpoint")
+        return
+    tree = value["same"] if "same" in value else value["by_rank"][0]
+    if (reason := unlike(manifest, tree["$tensor"], own.shape, own.dtype)) is not None:
+        found.differences.append(f"{what} {reason}")
+    else:
+        fits.append(name)
 
 
 def buffer_value(manifest: Manifest, name: str) -> dict[str, Any] | None:

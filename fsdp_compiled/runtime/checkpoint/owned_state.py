@@ -45,26 +45,6 @@ class _Kept:
     written: frozenset[str]
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """Of one optimizer, on this rank."""
-
-    update: WholeUpdate
-    states: States
-    written: frozenset[str]
-
-    def put(self, trained: Trained, groups: list[dict[str, Any]]) -> None:
-        """``groups``: of all optimizers, as they are loaded."""
-        assert trained.optimizer is not None
-        for group, loaded in zip(trained.optimizer.param_groups, groups, strict=True):
-            for name in self.written if any(group is one for one in self.update.groups) else ():
-                group.pop(name, None)
-                if name in loaded:
-                    group[name] = loaded[name]
-        self.update.go_on(self.states, {"written": sorted(self.written), "attributes": {}})
-        self.update.show(trained.state.optimizer)
-
-
 def from_owners(trained: Trained, mesh: Mesh) -> Work[States]:
     """On the CPU of rank 0; nothing on the other ranks."""
     if not trained.updates:
@@ -88,36 +68,22 @@ def from_owners(trained: Trained, mesh: Mesh) -> Work[States]:
     return found
 
 
-def to_owners(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[list[Loaded]]:
-    """``given``: by name, on rank 0. Raises ``ValueError`` for what does not fit."""
-    if not trained.updates:
-        return []
-    written: list[frozenset[str]] = []
-    own: dict[str, tuple[Any, dict[str, torch.Tensor]]] = {}
+def given_to_owners(
+    states: Mapping[str, Any], trained: Trained, manifest: Manifest, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Adds values of ``states``, by parameter, and their tensors. Raises ``ValueError`` for what does not fit."""
+    others: list[dict[str, Any]] = []
     for update in trained.updates:
         update.of_all_ranks()
-        written.append(frozenset())
+        written: set[str] = set()
         for name, kept in kept_by(update).items():
-            written[-1] |= kept.written
-            if mesh.rank == 0 and given.get(name):
-                _check(name, given[name], kept, update.leaves[name], update.name)
-                tensors: dict[str, torch.Tensor] = {}
-                own[name] = encode(dict(given[name]), name, tensors), tensors
-    forms = {name: (tree, _kinds(tensors)) for name, (tree, tensors) in own.items()}
-    said = (yield Exchange("what owners are given", forms))[0]
-    found: States = {}
-    mine = {name for update in trained.updates for name in update.owned}
-    for name, (tree, kinds) in said.items():
-        tensors = own[name][1] if name in own else _empty(kinds)
-        if mesh.world > 1:
-            yield name
-            _broadcast(tensors, mesh, None, 0)
-        if name in mine:
-            found[name] = decode(tree, tensors)
-    return [
-        Loaded(update, {name: found[name] for name in update.owned if name in found}, names)
-        for update, names in zip(trained.updates, written, strict=True)
-    ]
+            written |= kept.written
+            if states.get(name):
+                _check(name, states[name], kept, update.leaves[name], update.name)
+                manifest.values[OWNED + name] = {"same": encode(dict(states[name]), OWNED + name, tensors)}
+        others.append({"written": sorted(written), "attributes": {}})
+    if others:
+        manifest.values["owners"] = {"same": others}
 
 
 def _kinds(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -6,7 +6,7 @@ rank 0       the folder aside         -+
 They meet once. What each does after that follows from what all have said, so that it is refused on all ranks or on
 none; where a rank cannot copy all the same, it says so where it would say what it has written.
 
-    stretches and values  ->  names and offsets in files (`Plans`)  ->  one copy into the image (`fill`)  ->  files
+    chunks and values  ->  names and offsets in files (`Plans`)  ->  one copy into the image (`fill`)  ->  files
 
 The image is kept for the next checkpoint: fresh memory costs as much as the copy. What this rank writes of the flat
 shards is found at the first save, and again only when what it depends on is another: the plan, the optimizer's rules,
@@ -15,7 +15,7 @@ who else holds the same elements, and where in memory the shards are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,16 @@ import torch
 from fsdp_compiled.distributed.lockstep import Exchange, Last, Work
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.runtime.checkpoint import folder as folders
+from fsdp_compiled.runtime.checkpoint.chunks import (
+    Chunk,
+    Entry,
+    Holders,
+    aliases,
+    held,
+    place_of,
+    tensors,
+    whole_chunk,
+)
 from fsdp_compiled.runtime.checkpoint.contents import OWNED, Trained, dealt_out, values_of
 from fsdp_compiled.runtime.checkpoint.data_file import (
     Item,
@@ -35,7 +45,6 @@ from fsdp_compiled.runtime.checkpoint.data_file import (
     packed,
 )
 from fsdp_compiled.runtime.checkpoint.manifest import Manifest
-from fsdp_compiled.runtime.checkpoint.stretches import Entry, Holders, Piece, Stretch, aliases, held, place_of, tensors
 from fsdp_compiled.runtime.checkpoint.values import Tensors, digest, renamed, tensor_names
 
 ALIKE = ("updates", "scale", "optimizer", "scalars", "owners")  # values that ranks cannot differ in
@@ -73,12 +82,15 @@ class Save:
 
 @dataclass(frozen=True)
 class Arranged:
-    """One file of this rank's. ``runs``: what is copied where in it, as `runs` says, of the flat shards."""
+    """One file of this rank's. ``shards``: what of the flat shards is in it."""
 
     name: str
     layout: Layout
-    pieces: Sequence[tuple[str, Piece]]
-    runs: Sequence[tuple[int, torch.Tensor]]
+    shards: Sequence[Chunk]
+
+    def places(self, chunks: Sequence[Chunk]) -> list[tuple[int, Chunk]]:
+        """Those of them that are in it, each with its first byte."""
+        return [(self.layout.offsets[one.key], one) for one in chunks if one.key in self.layout.offsets]
 
 
 @dataclass(frozen=True)
@@ -87,7 +99,7 @@ class Written:
 
     files: Sequence[Arranged]
     values: Mapping[str, Any]
-    beside: Sequence[Stretch]
+    beside: Sequence[Chunk]
     entries: Mapping[str, Entry]
 
 
@@ -167,10 +179,10 @@ def _writers(digests: list[dict[str, str]], rows: Sequence[int]) -> dict[str, li
 
 def _own_values(
     rank: int, writers: Mapping[str, list[int]], values: Mapping[str, Any], found: Tensors
-) -> tuple[dict[str, Any], list[Stretch], dict[str, Entry]]:
+) -> tuple[dict[str, Any], list[Chunk], dict[str, Entry]]:
     """The values that this rank writes: as JSON, and their tensors."""
     trees: dict[str, Any] = {}
-    parts: list[Stretch] = []
+    parts: list[Chunk] = []
     entries: dict[str, Entry] = {}
     for name, ranks in writers.items():
         if rank not in ranks:
@@ -178,52 +190,20 @@ def _own_values(
         suffix = f" of rank {rank}" if len(ranks) > 1 else ""
         trees[name] = renamed(values[name], lambda key, suffix=suffix: key + suffix)  # type: ignore[misc]
         for key in tensor_names(values[name]):
-            value = found[key]
-            shape = tuple(value.shape)
-            entries[key + suffix] = Entry(shape, value.dtype, tuple(range(len(shape))))
-            parts.append(Stretch(key + suffix, 0, value.numel(), value, shape, entries[key + suffix].order))
+            parts.append(whole_chunk(key + suffix, found[key]))
+            entries[key + suffix] = Entry(parts[-1].shape, found[key].dtype)
     return trees, parts, entries
 
 
-def arrange(shards: Sequence[Stretch], beside: Sequence[Stretch], rank: int, world: int) -> list[Arranged]:
+def arrange(shards: Sequence[Chunk], beside: Sequence[Chunk], rank: int, world: int) -> list[Arranged]:
     """The files, with everything's place in them."""
     found = []
     others = {one.key for one in beside}
     for index, row in enumerate(packed([*shards, *beside], lambda one: one.values.nbytes, FILE)):
-        layout = lay_out(map(_item, row))
+        layout = lay_out(Item(one.key, one.values.dtype, tuple(one.values.shape)) for one in row)
         name = f"shard-{rank:05d}-of-{world:05d}{f'-{index:05d}' if index else ''}.safetensors"
-        pieces = [(one.name, Piece(one.start, one.stop, name, layout.offsets[one.key], one.cut)) for one in row]
-        found.append(Arranged(name, layout, pieces, list(runs([p for p in row if p.key not in others], layout))))
+        found.append(Arranged(name, layout, [one for one in row if one.key not in others]))
     return found
-
-
-def _item(one: Stretch) -> Item:
-    in_shape = one.whole and list(one.order) == sorted(one.order)
-    return Item(one.key, one.values.dtype, one.shape if in_shape else (one.values.numel(),))
-
-
-def runs(parts: Sequence[Stretch], layout: Layout) -> Iterator[tuple[int, torch.Tensor]]:
-    """Where in the file what goes, 1-d: parts that follow each other in memory and in the file as one, a single copy.
-
-    Of a flat buffer these are nearly all. One copy of many MiB costs less than many of one.
-    """
-    rows: list[list[torch.Tensor]] = []
-    ends: tuple[torch.dtype, int, int, int] | None = None  # dtype and storage, address and offset where the last ended
-    starts: list[int] = []
-    for one in sorted(parts, key=lambda one: layout.offsets[one.key]):
-        values = one.values.detach().reshape(-1)
-        size, start = values.numel() * values.itemsize, layout.offsets[one.key]
-        if not size:
-            continue
-        at = values.dtype, values.untyped_storage().data_ptr(), values.data_ptr(), start
-        if at != ends:
-            rows.append([])
-            starts.append(start)
-        rows[-1].append(values)
-        ends = at[0], at[1], at[2] + size, start + size
-    for start, row in zip(starts, rows):
-        first = row[0]
-        yield start, first.as_strided((sum(one.numel() for one in row),), (1,)) if len(row) > 1 else first
 
 
 class Plans:
@@ -234,7 +214,7 @@ class Plans:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self._shards: Sequence[Stretch] = ()  # what this rank writes of them
+        self._shards: Sequence[Chunk] = ()  # what this rank writes of them
         self._of: object = None  # what they depend on
         self._by: tuple[object, ...] = ()  # what is compared by identity, kept so that it stays one
         self._alike: object = None  # what the files hold beside them
@@ -250,7 +230,7 @@ class Plans:
             self.entries = tensors(plan, rules, state.optimizer)
             self._by, self._of, self._alike = by, of, None
 
-    def arrange(self, beside: Sequence[Stretch], rank: int, world: int) -> Sequence[Arranged]:
+    def arrange(self, beside: Sequence[Chunk], rank: int, world: int) -> Sequence[Arranged]:
         """This rank's files, of what `find` found last and what is ``beside``, whose values lie elsewhere each time."""
         alike = [(one.key, one.values.dtype, one.values.shape) for one in beside], FILE
         if alike != self._alike:
@@ -269,25 +249,36 @@ class Image:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: list[torch.Tensor] = []
+        self._files: Sequence[Arranged] = ()
+        self._shards: list[tuple[torch.Tensor, torch.Tensor]] = []  # of these files: where to, and the values
 
-    def fill(self, files: Sequence[Arranged], beside: Sequence[Stretch]) -> list[memoryview]:
+    def fill(self, files: Sequence[Arranged], beside: Sequence[Chunk]) -> list[memoryview]:
         """Copies everything; returns, by file, its bytes. They are the image's until the next call."""
         cuda = self._device.type == "cuda"
-        for index, file in enumerate(files):
-            if index == len(self._memory):
-                self._memory.append(torch.empty(0, dtype=torch.uint8))
-            if self._memory[index].numel() < file.layout.size:
-                self._memory[index] = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
-                self._memory[index] = torch.empty(file.layout.size, dtype=torch.uint8, pin_memory=cuda)
+        if files is not self._files:
+            self._files, shards = (), []
+            for index, file in enumerate(files):
+                if index == len(self._memory):
+                    self._memory.append(torch.empty(0, dtype=torch.uint8))
+                if self._memory[index].numel() < file.layout.size:
+                    self._memory[index] = torch.empty(0, dtype=torch.uint8)  # the old goes before the new comes
+                    self._memory[index] = torch.empty(file.layout.size, dtype=torch.uint8, pin_memory=cuda)
+                shards += _copies(self._memory[index], file, file.shards)
+            self._files, self._shards = files, shards
+        others = [pair for memory, file in zip(self._memory, files) for pair in _copies(memory, file, beside)]
         with torch.no_grad():
             for memory, file in zip(self._memory, files):
                 memory_of(memory)[: len(file.layout.header)] = file.layout.header
-                for start, values in (
-                    *file.runs,
-                    *runs([p for p in beside if p.key in file.layout.offsets], file.layout),
-                ):
-                    place = memory[start : start + values.numel() * values.itemsize]
-                    place.view(values.dtype).copy_(values, non_blocking=cuda)
+            for to, values in (*self._shards, *others):
+                to.copy_(values, non_blocking=cuda)
         if cuda:
             torch.cuda.synchronize(self._device)
         return [memory_of(memory)[: file.layout.size] for memory, file in zip(self._memory, files)]
+
+
+def _copies(memory: torch.Tensor, file: Arranged, chunks: Sequence[Chunk]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Where in a file's memory what goes."""
+    return [
+        (memory[start : start + one.values.nbytes].view(one.values.dtype).view(one.values.shape), one.values)
+        for start, one in file.places(chunks)
+    ]

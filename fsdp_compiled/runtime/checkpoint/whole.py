@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,15 +14,20 @@ from torch.optim import Optimizer
 from fsdp_compiled.distributed.lockstep import Exchange, Work
 from fsdp_compiled.distributed.mesh import Mesh, broadcast
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
+from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.checkpoint import owned_state
-from fsdp_compiled.runtime.checkpoint.contents import Trained, options
-from fsdp_compiled.runtime.checkpoint.loading import Pairs, write
-from fsdp_compiled.runtime.checkpoint.matching import FITS, refusal, write_groups
-from fsdp_compiled.runtime.checkpoint.stretches import Stretch, held, parts_of, place_of, state_name
+from fsdp_compiled.runtime.checkpoint.chunks import Chunk, Entry, whole_chunk
+from fsdp_compiled.runtime.checkpoint.chunks import tensors as every_tensor
+from fsdp_compiled.runtime.checkpoint.contents import Trained, numbers_of, options
+from fsdp_compiled.runtime.checkpoint.dcp import held_by_name, optimizer_values
+from fsdp_compiled.runtime.checkpoint.loading import Pairs, chosen_values, prepare_optimizer, write
+from fsdp_compiled.runtime.checkpoint.manifest import Manifest
+from fsdp_compiled.runtime.checkpoint.matching import FITS, Match, match_optimizer, refusal, taken_over
+from fsdp_compiled.runtime.checkpoint.values import tensor_names
 from fsdp_compiled.runtime.full_state_dict import collected
 from fsdp_compiled.runtime.managed_model import holding
-from fsdp_compiled.runtime.param_step_counts import Names, Numbers, names_of, of_group, parted
+from fsdp_compiled.runtime.param_step_counts import names_of
 
 log = logging.getLogger("fsdp_compiled")
 
@@ -102,14 +106,6 @@ def of_rank_0(given: Any, mesh: Mesh) -> Work[dict[str, Lazy]]:
     return {key: Lazy(shape, dtype, partial(read, key)) for key, (shape, dtype) in kinds.items()}
 
 
-def aside(one: Stretch, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a stretch's elements go, and a copy of them, out of the whole tensor."""
-    values = torch.zeros_like(one.values, device=whole.device)
-    for at, view in parts_of(replace(one, values=values)):
-        view.copy_(whole.detach()[tuple(slice(o, o + size) for o, size in zip(at, view.shape, strict=True))])
-    return one.values, values
-
-
 def load_weights(
     there: Mapping[str, Lazy],
     what: str,
@@ -124,55 +120,49 @@ def load_weights(
     ``together``: to read one is a work of all ranks.
     """
     keys = keys_of(model, trained)
-    wrong: list[str] = []
-    places: dict[str, list[str]] = {}  # of a tied parameter there may be several
     prefix = renamed(model, there, keys)
+    own = held_by_name(trained, (), mesh)
+    targets = {  # by name: the keys that it may have there, of a tied parameter several, and where it goes
+        slot.name: ({*slot.leaf.names}, slot.leaf.whole_shape, slot.leaf.dtype, own.get(f"model.{slot.name}", []))
+        for buffer in trained.plan.buffers
+        for slot in buffer.slots
+    }
+    for name in keys.buffers.values():
+        chunk = whole_chunk(name, trained.state.buffers[name])
+        targets[name] = ({name}, chunk.shape, chunk.values.dtype, [chunk])
+    for key, name in (keys.parameters | keys.buffers).items():
+        targets[name][0].add(key)
+    wrong: list[str] = []
+    fits: list[tuple[list[str], list[Chunk]]] = []
     used: set[str] = set()
-    leaves = {slot.name: slot.leaf for buffer in trained.plan.buffers for slot in buffer.slots}
-    names = {name: {name, *leaf.names} for name, leaf in leaves.items()}
-    for key, name in keys.parameters.items():
-        names[name].add(key)
-    for name, known in names.items():
+    for name, (known, shape, dtype, chunks) in targets.items():
         found = [key for key in map(prefix, sorted(known)) if key in there]
-        shape, dtype = tuple(leaves[name].whole_shape), leaves[name].dtype
         used |= set(found)
         if not found:
             wrong.append(f"{name} is not there")
-        elif odd := [key for key in found if there[key].shape != shape]:
+        elif odd := [key for key in found if there[key].shape != tuple(shape)]:
             wrong.append(f"{name} has shape {list(shape)} here, and {list(there[odd[0]].shape)} there")
         elif odd := [key for key in found if _loses(there[key].dtype, dtype)]:
             wrong.append(f"{name} is {dtype} here, and {there[odd[0]].dtype} there")
         else:
-            places[f"model.{name}"] = found
-    buffers: list[tuple[torch.Tensor, str]] = []
-    for key, name in keys.buffers.items():
-        used.add(prefix(key))
-        if (one := there.get(prefix(key))) is None or one.shape != tuple(trained.state.buffers[name].shape):
-            wrong.append(f"the buffer {name} is not there, or has another shape")
-        else:
-            buffers.append((trained.state.buffers[name], prefix(key)))
+            fits.append((found, chunks))
     wrong += [f"{key} is not in the model" for key in sorted(there.keys() - used)]
     if wrong and strict:
         raise ValueError(refusal(f"{what} are of another model", wrong, "Build that model." if together else FITS))
-    own = {one.name: one for one in held(trained.plan, (), place_of(mesh), trained.state.parameters, {})}
     staged: Pairs = []
-    for name, found in places.items():
-        values = None
+    for found, chunks in fits:
+        first: list[torch.Tensor] = []
         for key in found:
             value = (yield from there[key].read()) if together else there[key].read()
-            if name not in own:
-                continue
-            to, more = aside(own[name], value)
-            if values is None:
-                values = more
-                staged.append((to, values))
-            elif not torch.equal(values, more):
+            values = [one.of(value.detach()).to(one.values.dtype, copy=True) for one in chunks]
+            if not first:
+                first = values
+                staged += zip((one.values for one in chunks), values, strict=True)
+            elif not all(map(torch.equal, first, values)):
                 raise ValueError(
                     f"{what} differ in {found[0]} and {key}, which are one parameter here, so nothing was loaded. "
                     "Build the model without the tie, or remove the one that is not meant."
                 )
-    for buffer, key in buffers:
-        staged.append((buffer, (yield from there[key].read()) if together else there[key].read()))
 
     def write_them() -> None:
         write(staged)
@@ -214,18 +204,15 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
     state |= {indices[name]: kept for name, kept in owned.items()}
     groups = options(optimizer)
     for rule in trained.rules:
-        for entry in (entry for entry in rule.state if entry.scalar):
-            value = trained.state.optimizer[f"{rule.key}.{entry.name}"].detach().cpu()
-            if entry.place == "parameter":
-                begin = torch.full_like(value, entry.initial)
-                later = trained.state.ages.left(rule, names_of(trained.plan, rule))
-                for name in names_of(trained.plan, rule):
-                    number = begin if name in later else value
-                    state.setdefault(indices[name], {})[entry.name] = _scalar(number, entry)
-            elif entry.place in ("group", "state"):
-                (groups[rule.group] if entry.place == "group" else state)[entry.name] = _scalar(value, entry)
-    for rule in (rule for rule in trained.rules if any(entry.place == "ours" for entry in rule.state)):
-        for name in names_of(trained.plan, rule):
+        scalars = [entry for entry in rule.state if entry.scalar]
+        for names, numbers in numbers_of(trained.state, trained.plan, rule):
+            for entry in scalars:
+                if entry.place in ("group", "state"):
+                    holder = groups[rule.group] if entry.place == "group" else state
+                    holder[entry.name] = _scalar(numbers[entry.name], entry)
+                for name in names if entry.place == "parameter" else ():  # to each a tensor of its own
+                    state.setdefault(indices[name], {})[entry.name] = _scalar(numbers[entry.name], entry)
+        for name in names_of(trained.plan, rule) if any(entry.place == "ours" for entry in scalars) else ():
             if name not in trained.state.ages.updated.get(rule.key, ()):  # its code begins where there is no state
                 state.pop(indices[name], None)
     for group, kept in zip(optimizer.param_groups, groups, strict=True):
@@ -234,11 +221,10 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
     return {"state": ordered, "param_groups": groups}
 
 
-def _scalar(value: torch.Tensor, entry: StateTensor) -> Any:
+def _scalar(number: Any, entry: StateTensor) -> Any:
     """What the optimizer's code keeps: a Python number, or a tensor of one."""
     if not entry.number:
-        return value.clone().to(entry.dtype)
-    number = value.item()
+        return torch.tensor(number, dtype=entry.dtype)
     return int(number) if float(number).is_integer() else number
 
 
@@ -270,103 +256,92 @@ def _per_element(trained: Trained) -> Iterator[tuple[Buffer, StateTensor]]:
 def load_optimizer(given: Mapping[str, Any], trained: Trained, mesh: Mesh) -> Work[Callable[[], None]]:
     """Reads the shards of rank 0's ``optimizer.state_dict()`` aside; a function that writes all of it. In stages, for
     `lockstep`."""
-    plan, optimizer = trained.plan, trained.optimizer
-    assert optimizer is not None
-    indices = _indices(optimizer)
-    numbers: dict[str, float] = {}
-    updated: dict[str, Names] = {}
-    groups: list[dict[str, Any]] = []
+    made: Manifest | None = None
+    tensors: dict[str, torch.Tensor] = {}
     if mesh.rank == 0:
-        groups = _check_groups(given, optimizer)
-        numbers, updated = _numbers(given, trained, indices)
-    numbers, updated, groups = (yield Exchange("the optimizer's groups and numbers", (numbers, updated, groups)))[0]
-    scalars = {key: trained.state.optimizer[key] for key in numbers}
-    staged: Pairs = [(to, torch.full_like(to, numbers[key])) for key, to in scalars.items()]
-    states: dict[str, torch.Tensor] = {}
-    for buffer, entry in _per_element(trained) if mesh.rank == 0 else ():
-        for slot in buffer.slots:
-            kept = given["state"].get(indices[slot.name], {}).get(entry.name)
-            shape = tuple(slot.leaf.whole_shape)
-            states[state_name(slot, entry.name)] = torch.tensor(entry.initial).expand(shape) if kept is None else kept
-            if kept is not None and tuple(kept.shape) != shape:
-                raise ValueError(f"{entry.name} of {slot.name} has shape {list(kept.shape)}.")
-    there = yield from of_rank_0(states, mesh)
-    state = trained.state
-    own = {one.name: one for one in held(plan, trained.rules, place_of(mesh), state.parameters, state.optimizer)}
-    for name, one in there.items():
-        value = yield from one.read()
-        if name in own:
-            staged.append(aside(own[name], value))
-    names = [name for update in trained.updates for name in update.leaves]
-    kept = {name: given["state"].get(indices[name]) for name in names} if mesh.rank == 0 else {}
-    owned = yield from owned_state.to_owners(kept, trained, mesh)
+        made = _described(given, trained, tensors)
+    manifest: Manifest = (yield Exchange("the optimizer's groups and numbers", made))[0]
+    found = Match()
+    places = {name: name for name in manifest.tensors if name.startswith("model.")}
+    match_optimizer(manifest, trained, places, found)
+    if found.differences:
+        raise ValueError(refusal("The optimizer's state is of another one", found.differences, "Build that optimizer."))
+    values = chosen_values(manifest, found, {}, mesh.rank, [0])
+    there = yield from of_rank_0(tensors, mesh)
+    own = held_by_name(trained, trained.rules, mesh)
+    mine = {name for tree, _ in values.values() for name in tensor_names(tree)}
+    staged: Pairs = []
+    kept: dict[str, torch.Tensor] = {}
+    for name, lazy in there.items():
+        value = yield from lazy.read()
+        staged += [(one.values, one.of(value).to(one.values.dtype, copy=True)) for one in own.get(name, ())]
+        if name in mine:
+            kept[name] = value.cpu()
+    write_optimizer = prepare_optimizer(values, kept, found, trained)
 
     def write_them() -> None:
         write(staged)
-        trained.state.ages.loaded(updated)
-        write_groups(optimizer, groups)
-        for one in owned:
-            one.put(trained, groups)
+        write_optimizer()
 
     return write_them
 
 
-def _check_groups(given: Any, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """What groups say, without their parameters."""
+def _described(given: Any, trained: Trained, tensors: dict[str, torch.Tensor]) -> Manifest:
+    """``optimizer.state_dict()`` as a checkpoint has it; its tensors, by name, into ``tensors``."""
+    optimizer = trained.optimizer
+    assert optimizer is not None
+    _refuse_containers(trained.rules)
     if not isinstance(given, Mapping) or not {"state", "param_groups"} <= set(given):
         raise ValueError("state_dict is not of torch.optim's form: expected state and param_groups, on rank 0.")
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    there = [len(group["params"]) for group in given["param_groups"]]
+    names = [[parameter._sharded_name for parameter in group["params"]] for group in optimizer.param_groups]
+    here, there = [[len(group) for group in groups] for groups in (names, [g["params"] for g in given["param_groups"]])]
     if here != there:
         raise ValueError(f"The optimizer's groups have {here} parameters here, and {there} in what is to be loaded.")
-    return [{name: value for name, value in group.items() if name != "params"} for group in given["param_groups"]]
+    states = {name: given["state"].get(index) or {} for name, index in _indices(optimizer).items()}
+    wrong: list[str] = []
+    manifest = Manifest(0, 1, every_tensor(trained.plan, (), {}), {}, {}, {}, {})
+    owned_state.given_to_owners(states, trained, manifest, tensors)
+    written = {name for one in manifest.values.get("owners", {}).get("same", ()) for name in one["written"]}
+    groups = [
+        {"params": own} | {name: loaded[name] for name in (*taken_over(group), *written) if name in loaded}
+        for own, group, loaded in zip(names, optimizer.param_groups, given["param_groups"], strict=True)
+    ]
+    traced = {
+        slot.name: _completed(states[slot.name], given, rule_for(trained.rules, buffer.group), slot.leaf, trained)
+        for buffer in trained.plan.buffers
+        if buffer.updated and not rule_for(trained.rules, buffer.group).whole
+        for slot in buffer.slots
+    }
+    values, kept = optimizer_values(traced, groups, trained, wrong)
+    if wrong:
+        raise ValueError(refusal("The optimizer's state is of another one", wrong, "Build that optimizer."))
+    manifest.values |= values
+    manifest.tensors |= {key: Entry(tuple(one.shape), one.dtype) for key, one in kept.items()}
+    tensors |= kept
+    return manifest
 
 
-def _numbers(
-    given: Mapping[str, Any], trained: Trained, indices: Mapping[str, int]
-) -> tuple[dict[str, float], dict[str, Names]]:
-    """The numbers that each rule has once, and who has made its steps: these must agree in them. As at the start where
-    none is given."""
-    _refuse_containers(trained.rules)
-    found: dict[str, float] = {}
-    updated: dict[str, Names] = {}
-    for rule in trained.rules:
-        rows = {name: given["state"].get(indices[name], {}) for name in names_of(trained.plan, rule)}
-        rows = {name: {key: value for key, value in own.items() if value is not None} for name, own in rows.items()}
-        updated[rule.key], numbers = of_group(rule, {name: _own_numbers(rule, own) for name, own in rows.items()})
-        begun = any(rows[name] for name in numbers)
-        differ = parted(numbers.values())
-        for entry in (entry for entry in rule.state if entry.scalar):
-            if entry.place == "parameter":
-                if entry.name in differ:
-                    raise ValueError(
-                        f"{entry.name} differs between the parameters of group {rule.group}: "
-                        f"{' and '.join(map(str, differ[entry.name][:2]))}. Put parameters of different age into "
-                        "groups of their own."
-                    )
-                value = next((own[entry.name] for own in numbers.values() if entry.name in own), entry.initial)
-            elif entry.place == "group":
-                if (value := given["param_groups"][rule.group].get(entry.name)) is None:
-                    raise ValueError(f"param_groups[{rule.group}] has no {entry.name!r}, in which {rule.name} counts.")
-            elif entry.place == "state":
-                value = given["state"].get(entry.name, entry.initial)
-            elif entry.place == "ours":  # whether the first step is still to come
-                value = 0.0 if begun else 1.0
-            else:  # an attribute, which is in no state_dict
-                continue
-            found[f"{rule.key}.{entry.name}"] = float(value)
-    known = {entry.name for rule in trained.rules for entry in rule.state}
-    owned = {indices[name] for update in trained.updates for name in update.leaves}
-    for index, kept in given["state"].items():
-        if index not in owned and isinstance(kept, Mapping) and (odd := sorted(set(kept) - known)):
-            raise ValueError(f"The state of parameter {index} has {odd[0]!r}, which this optimizer does not keep.")
-    return found, updated
-
-
-def _own_numbers(rule: Rule, own: Mapping[str, Any]) -> Numbers:
-    """Of a parameter's state; where it counts nothing, whether the first step is still to come follows from whether
-    there is any. State alone may be what the constructor made."""
-    counted = [entry.name for entry in rule.numbers if entry.place == "parameter"]
-    if not counted:
-        return {entry.name: float(not own) for entry in rule.numbers}
-    return {key: float(own[key]) for key in counted if key in own}
+def _completed(kept: Mapping[str, Any], given: Any, rule: Rule, leaf: Leaf, trained: Trained) -> dict[str, Any]:
+    """A parameter's state, as at the start where none is given, with what the code counts in other places."""
+    own = {name: value for name, value in kept.items() if value is not None}
+    counted = [entry for entry in rule.numbers if entry.place == "parameter"]
+    # State alone may be what the constructor made.
+    begun = any(own.get(one.name, one.initial) != one.initial for one in counted) if counted else bool(own)
+    for entry in rule.state:
+        if not entry.scalar:
+            dtype = entry.dtype or leaf.dtype
+            value = own.get(entry.name, torch.tensor(entry.initial).expand(leaf.whole_shape))
+            own[entry.name] = value.to(dtype) if isinstance(value, torch.Tensor) else value
+        elif entry.place == "parameter":
+            own.setdefault(entry.name, entry.initial)
+        elif entry.place == "group":
+            if (number := given["param_groups"][rule.group].get(entry.name)) is None:
+                raise ValueError(f"param_groups[{rule.group}] has no {entry.name!r}, in which {rule.name} counts.")
+            own[entry.name] = number
+        elif entry.place == "state":
+            own[entry.name] = given["state"].get(entry.name, entry.initial)
+        elif entry.place == "ours":  # whether the first step is still to come
+            own[entry.name] = float(not begun)
+        else:  # an attribute, which is in no state_dict
+            own[entry.name] = trained.state.optimizer[f"{rule.key}.{entry.name}"]
+    return own

@@ -23,6 +23,7 @@ from pathlib import Path
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.call_store import Board
 from fsdp_compiled.runtime.checkpoint import data_file, folder, manifest
+from fsdp_compiled.runtime.checkpoint.chunks import Piece
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Manifest
 from fsdp_compiled.runtime.checkpoint.saving import Save, Written
 
@@ -146,9 +147,10 @@ def part_of(save: Save, own: Written, rank: int, checksums: Sequence[Sequence[st
     part = replace(save.head, tensors={**save.head.tensors} if rank == 0 else {}, values=dict(own.values), files={})
     for file, found in zip(own.files, checksums, strict=True):
         part.files[file.name] = DataFile(file.name, file.layout.size, found)
-        for name, piece in file.pieces:
-            known = save.head.tensors.get(name) or own.entries[name]
-            part.tensors[name] = replace(known, pieces=[*part.tensors.get(name, known).pieces, piece])
+        for start, one in file.places([*file.shards, *own.beside]):
+            piece = Piece(one.offsets, tuple(one.values.shape), file.name, start)
+            known = save.head.tensors.get(one.name) or own.entries[one.name]
+            part.tensors[one.name] = replace(known, pieces=[*part.tensors.get(one.name, known).pieces, piece])
     return part
 
 

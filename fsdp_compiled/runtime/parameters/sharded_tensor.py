@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_compiled.runtime.checkpoint.stretches import rectangles_of
+from fsdp_compiled.runtime.checkpoint.chunks import rectangles_of
 from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
 from fsdp_compiled.torch_private.dtensor import is_dispatching
 

@@ -1,0 +1,276 @@
+"""Which elements of which tensors this rank holds: its flat shards as chunks of the model's own tensors.
+
+    buffer layers.0 (64 elements), rank 1 of 2:  [32, 64)
+        layers.0.weight at 0..48     ->  model.layers.0.weight [32, 48), as chunks
+        layers.0.bias at 48..56      ->  model.layers.0.bias [0, 8)
+
+A *chunk* is what it is for `torch.distributed.checkpoint`: a rectangle of a whole tensor. Names are
+``model.<parameter>`` and ``optimizer.state.<parameter>.<name>``, shapes those of the whole, whatever unit, buffer, rank
+and part along the tp axis the elements lie in.
+
+Elements ``[start, stop)`` of a tensor, in memory order, are at most ``2 * dims - 1`` rectangles.
+
+[7, 23) of a 4 x 6 tensor          row 1 from column 1 on, rows 2 to 2, row 3 up to column 4:
+
+    . . . . . .                    (1, 1) 1 x 5
+    . a a a a a                    (2, 0) 1 x 6
+    b b b b b b                    (3, 0) 1 x 5
+    c c c c c .
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from fsdp_compiled.distributed.mesh import Mesh
+from fsdp_compiled.optim.rule import Rule, rule_for
+from fsdp_compiled.plan.leaf import Leaf
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.runtime.parameters.shard_layout import ShardPlace
+from fsdp_compiled.torch_private.dtensor import LocalShardsWrapper
+
+Shape = tuple[int, ...]
+GRAIN = 64  # elements: replicas share a shard's elements in multiples of it
+
+
+def overlap(offsets: Shape, sizes: Shape, others: Shape, other_sizes: Shape) -> tuple[Shape, Shape] | None:
+    """Where two rectangles meet: offsets and end."""
+    begin = tuple(map(max, zip(offsets, others, strict=True)))
+    ends = zip(map(sum, zip(offsets, sizes)), map(sum, zip(others, other_sizes)), strict=True)
+    end = tuple(map(min, ends))
+    return None if any(start >= stop for start, stop in zip(begin, end)) else (begin, end)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangle of a tensor of this shape. ``values`` are its elements, in its sizes: of what a rank holds, a view of
+    the state, which a save reads and a load writes."""
+
+    name: str
+    offsets: Shape
+    values: torch.Tensor
+    shape: Shape
+
+    @cached_property
+    def key(self) -> str:
+        """Its name in a file."""
+        return key_of(self.name, self.offsets, tuple(self.values.shape), self.shape)
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """These elements of the whole tensor, a view."""
+        return whole[tuple(slice(o, o + size) for o, size in zip(self.offsets, self.values.shape, strict=True))]
+
+
+def key_of(name: str, offsets: Shape, sizes: Shape, shape: Shape) -> str:
+    """The tensor's own name where it is whole, so that any reader of safetensors finds it."""
+    if sizes == shape:
+        return name
+    return f"{name}[{', '.join(f'{start}:{start + size}' for start, size in zip(offsets, sizes, strict=True))}]"
+
+
+def whole_chunk(name: str, values: torch.Tensor) -> Chunk:
+    return Chunk(name, (0,) * values.dim(), values, tuple(values.shape))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A chunk in a file, from this byte on, with its dims in this order from slowest to fastest; None: as they are."""
+
+    offsets: Shape
+    sizes: Shape
+    file: str
+    start: int
+    order: Shape | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def shaped(self, values: torch.Tensor) -> torch.Tensor:
+        """``[numel]``, as they are in the file -> the view in its sizes."""
+        if self.order is None:
+            return values.view(self.sizes)
+        return in_dims(values, [self.sizes[dim] for dim in self.order], self.order)
+
+
+def in_dims(values: torch.Tensor, sizes: Sequence[int], order: Sequence[int]) -> torch.Tensor:
+    """``[numel]``, whose dims in memory have these sizes -> the view in the dims of the tensor."""
+    return values.view(list(sizes)).permute([order.index(dim) for dim in range(len(order))])
+
+
+@dataclass
+class Entry:
+    """One tensor."""
+
+    shape: Shape
+    dtype: torch.dtype
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is along the axes that cut something."""
+
+    shard: int = 0
+    tp: int = 0
+
+
+def place_of(mesh: Mesh) -> Place:
+    return Place(mesh.shard_rank, mesh.tp_rank)
+
+
+@dataclass(frozen=True)
+class Holders:
+    """This rank among all, of which some hold the same elements."""
+
+    rank: int
+    places: Sequence[Place]
+
+    def share(self, cut: bool, split: bool) -> tuple[int, int]:
+        """Which part, of how many, of the elements that it holds are this rank's to write.
+
+        ``cut``: each rank along the shard axis has others; ``split``: each along the tp axis.
+        """
+        own = self.places[self.rank]
+        same = [
+            rank
+            for rank, place in enumerate(self.places)
+            if (not cut or place.shard == own.shard) and (not split or place.tp == own.tp)
+        ]
+        return same.index(self.rank), len(same)
+
+
+def parameter_name(slot: Slot) -> str:
+    return f"model.{slot.name}"
+
+
+def state_name(slot: Slot, name: str) -> str:
+    return f"optimizer.state.{slot.name}.{name}"
+
+
+def split_state_name(key: str) -> tuple[str, str] | None:
+    """The parameter and the name of an optimizer's state; None for a key that is none."""
+    if not key.startswith("optimizer.state."):
+        return None
+    parameter, name = key.removeprefix("optimizer.state.").rsplit(".", 1)
+    return parameter, name
+
+
+def per_element(buffer: Buffer, rules: Sequence[Rule]) -> list[str]:
+    """The names of the optimizer's state that has an element for each of the buffer's."""
+    if not buffer.updated or not rules:
+        return []
+    assert buffer.group is not None
+    return [entry.name for entry in rule_for(rules, buffer.group).state if not entry.scalar]
+
+
+def tensors(plan: Plan, rules: Sequence[Rule], optimizer: Mapping[str, torch.Tensor]) -> dict[str, Entry]:
+    """Every tensor that the ranks hold together, without pieces."""
+    found: dict[str, Entry] = {}
+    for buffer in plan.buffers:
+        for slot in buffer.slots:
+            found[parameter_name(slot)] = Entry(slot.leaf.whole_shape, slot.leaf.dtype)
+            for name in per_element(buffer, rules):
+                dtype = optimizer[f"{buffer.key}.{name}"].dtype
+                found[state_name(slot, name)] = Entry(slot.leaf.whole_shape, dtype)
+    return found
+
+
+def aliases(plan: Plan) -> dict[str, str]:
+    """Other names of tied parameters, each with the first."""
+    return {name: slot.name for b in plan.buffers for slot in b.slots for name in slot.leaf.names[1:]}
+
+
+def held(
+    plan: Plan,
+    rules: Sequence[Rule],
+    place: Place,
+    parameters: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, torch.Tensor],
+    holders: Holders | None = None,
+) -> Iterator[Chunk]:
+    """What a rank here holds; with ``holders``, what of that it writes, so that all ranks write each element once."""
+    for buffer in plan.buffers:
+        for name in (None, *per_element(buffer, rules)):
+            values = parameters[buffer.key] if name is None else optimizer[f"{buffer.key}.{name}"]
+            cut = plan.placement.parameter if name is None else plan.placement.state
+            part, parts = holders.share(cut, buffer.split) if holders is not None else (0, 1)
+            grains = -(-values.numel() // GRAIN)
+            first, last = grains * part // parts * GRAIN, grains * (part + 1) // parts * GRAIN
+            for slot in buffer.slots:
+                own = buffer.part(slot, place.shard if cut else 0, buffer.numel // values.numel())
+                start, stop = max(own.offset, first), min(own.end, last)
+                if start < stop:
+                    tensor = parameter_name(slot) if name is None else state_name(slot, name)
+                    begin = own.first + start - own.offset
+                    yield from chunks_of(tensor, slot.leaf, place, begin, values[start:stop])
+
+
+def chunks_of(name: str, leaf: Leaf, place: Place, start: int, values: torch.Tensor) -> Iterator[Chunk]:
+    """A parameter's elements from this one on, in memory order, as chunks of the whole tensor; of one that is cut along
+    the tp axis, of the part that a rank here has, without the zeros that may end it."""
+    cut = leaf.tp.dim if leaf.split and leaf.tp is not None else None
+    for first, offsets, sizes in rectangles(leaf.shape, leaf.order, start, start + values.numel()):
+        at = tuple(o + place.tp * leaf.shape[dim] * (dim == cut) for dim, o in enumerate(offsets))
+        numel = math.prod(sizes)
+        view = in_dims(values[first - start : first - start + numel], [sizes[dim] for dim in leaf.order], leaf.order)
+        inside = view[tuple(slice(max(size - o, 0)) for size, o in zip(leaf.whole_shape, at, strict=True))]
+        if inside.numel():
+            yield Chunk(name, at, inside, leaf.whole_shape)
+
+
+class Rectangle(NamedTuple):
+    """The number of its first element, where it begins, and how long it is in each dim."""
+
+    first: int
+    offsets: Shape
+    sizes: Shape
+
+
+def rectangles(shape: Sequence[int], order: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
+    """Elements ``[start, stop)`` of a tensor whose dims lie in this order in memory, slowest first."""
+    back = [order.index(dim) for dim in range(len(shape))]
+    for first, offsets, sizes in _contiguous([shape[dim] for dim in order], start, stop):
+        yield Rectangle(first, tuple(offsets[at] for at in back), tuple(sizes[at] for at in back))
+
+
+def _contiguous(shape: Sequence[int], start: int, stop: int) -> Iterator[Rectangle]:
+    if start >= stop:
+        return
+    if not shape:
+        yield Rectangle(start, (), ())
+        return
+    inner = math.prod(shape[1:])
+    row, rows = start // inner, (stop - start) // inner
+    if start % inner or not rows:  # it begins with a part of a row
+        end = min(stop, (row + 1) * inner)
+        for first, offsets, sizes in _contiguous(shape[1:], start % inner, end - row * inner):
+            yield Rectangle(first + row * inner, (row, *offsets), (1, *sizes))
+    else:
+        end = start + rows * inner
+        yield Rectangle(start, (row, *[0] * (len(shape) - 1)), (rows, *shape[1:]))
+    yield from _contiguous(shape, end, stop)
+
+
+def wrapped(chunks: Sequence[Chunk]) -> LocalShardsWrapper:
+    """Chunks as DCP writes and reads them."""
+    return LocalShardsWrapper([one.values for one in chunks], [one.offsets for one in chunks])
+
+
+def rectangles_of(place: ShardPlace, values: torch.Tensor) -> LocalShardsWrapper | None:
+    """What this rank has of a parameter, or of its gradient or average, as DCP writes and reads it; None: nothing.
+
+    ``values``: this rank's, 1-d, at ``place``.
+    """
+    chunks = list(chunks_of(place.name, place.leaf, place_of(place.layout.mesh), place.part.first, values))
+    return wrapped(chunks) if chunks else None
