@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+import torch
 
 
 def chosen(cases: Iterable[Any], wanted: Collection[Any], ids: Any = None) -> list[Any]:
@@ -39,3 +40,9 @@ def selected(request: pytest.FixtureRequest, parameter: str, fixture: str) -> li
 def examples(few: int, many: int) -> int:
     """How many models hypothesis draws, or steps a training takes; `make test-all` sets the variable."""
     return many if os.environ.get("ALL_TESTS") else few
+
+
+def needs_torch(release: tuple[int, int], why: str) -> None:
+    """Leaves the test out on releases before this one, and says why."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < release:
+        pytest.skip(why)

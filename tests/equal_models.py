@@ -87,7 +87,7 @@ class Model(nn.Module):
             if self.like == "no round":
                 shared = (masks[index in (3, 8)],)
             if self.like == "one mask":
-                shared = (masks[index == 7],)
+                shared = (masks[int(index == 7)],)
             if self.like == "checkpointed":
                 x = checkpoint(layer, x, use_reentrant=False)
             elif self.like == "tuple":

@@ -56,7 +56,7 @@ def build(seed: int = 0, **options: Any) -> Net:
 
 
 def mse(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(x), y)
+    return F.mse_loss(model(x).to(y.dtype), y)  # torch 2.11 differentiates no other dtype
 
 
 def batches(count: int, rows: int = 5, width: int = 6) -> list[Batch]:

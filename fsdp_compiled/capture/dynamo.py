@@ -287,6 +287,8 @@ def _dynamo(asked: set[str]) -> Iterator[None]:
     wanted["skip_nnmodule_hook_guards"] = False
     wanted["run_gc_after_compile"] = False  # up to a tenth of a small capture; garbage is collected in its own time
     wanted["use_lamba_guard_for_object_aliasing"] = False  # in C++: Python's, of a config in 96 layers, is read slowly
+    # A dictionary that is as it was says nothing of another one that must hold the same tensor: torch 2.11 took it so.
+    wanted["skip_tensor_guards_with_matching_dict_tags"] = wanted["use_recursive_dict_tags_for_guards"] = False
     try:
         with (
             torch.compiler.set_stance("default"),

@@ -136,6 +136,8 @@ class Recorder:
         chosen = [entry for entry, select in zip(entries, kept, strict=True) if select]
         self._alive = [_identity(entry.value, entry.guard_type, entry.has_value) for entry in chosen]
         self.kept = [entry.orig_guard for entry in chosen]
+        for guard in self.kept:  # torch 2.11 and 2.12 expect the same object again, which a property makes anew
+            guard.obj_weakref = None
         self._tensors = [entry.orig_guard.name for entry in entries if entry.guard_type == "TENSOR_MATCH"]
         self._orders, self._equals = KeyOrders(), EqualValues()
         for entry in chosen:

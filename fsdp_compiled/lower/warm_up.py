@@ -100,8 +100,8 @@ def _compile_call(target: OpOverload, count: int) -> None:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """PyTorch's interpreter of graphs has a progress bar, shown or not; tqdm, where it is there, starts a thread with
-    the first, which looks after all, and a process with a thread is not to be forked. Torch 2.14 warns that of a product
-    nothing can be kept."""
+    the first, which looks after all, and a process with a thread is not to be forked. Torch 2.14 warns that
+    nothing of a product can be kept."""
     bars, logger = torch.hub.tqdm, logging.getLogger("torch._inductor.standalone_compile")
     before = getattr(bars, "monitor_interval", 0), logger.disabled
     bars.monitor_interval, logger.disabled = 0, True

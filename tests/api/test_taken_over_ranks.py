@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.chosen import needs_torch
 from tests.launch import launch
 
 WORKER = Path(__file__).parents[1] / "workers" / "taken_over.py"
@@ -84,5 +85,7 @@ WORDS = {
 
 @pytest.mark.parametrize("what", WORDS)
 def test_what_would_be_wrong_in_shards_is_refused_on_both(results: dict[str, Any], what: str) -> None:
+    if what == "through the model":
+        needs_torch((2, 12), "its Dynamo does not say what an exception says")
     for answer in results["refused"]:
         assert WORDS[what] in answer[what]

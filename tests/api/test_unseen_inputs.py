@@ -14,6 +14,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded, fully_shard
 from fsdp_compiled.capture import closure_values
+from tests.chosen import needs_torch
 from tests.toys import EAGER, batches, net, sgd
 
 Loss = Callable[..., torch.Tensor]
@@ -60,6 +61,8 @@ def _read(name: str, ours: bool) -> list[float]:
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_number_in_a_closed_over_tensor_is_read_as_it_is_now(name: str) -> None:
+    if name == "an index":
+        needs_torch((2, 12), "its Dynamo refuses a tensor as an index of a list")
     assert _read(name, ours=True) == pytest.approx(_read(name, ours=False), rel=1e-6)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.chosen import needs_torch
 from tests.launch import launch
 
 WORKER = Path(__file__).parents[1] / "workers" / "beside_fsdp2.py"
@@ -33,6 +34,9 @@ REFUSED = {
 }
 
 
+UNREAD = "its Dynamo cannot look through a dataclass: refused"
+
+
 @pytest.fixture(scope="module")
 def two() -> dict[str, Any]:
     return launch(WORKER, 2, *ON_TWO, *BROKEN, "refused")
@@ -45,6 +49,8 @@ def four() -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", ON_TWO)
 def test_two_ranks_leave_what_they_leave_with_fsdp2(two: dict[str, Any], case: str) -> None:
+    if "dataclasses" in case:
+        needs_torch((2, 12), UNREAD)
     assert not two[case]
 
 
@@ -60,4 +66,6 @@ def test_another_loss_hook_or_layout_of_gradients_is_told_apart(two: dict[str, A
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_would_be_lost_is_refused_on_every_rank(two: dict[str, Any], case: str) -> None:
+    if case == "changed":
+        needs_torch((2, 12), UNREAD)
     assert all(REFUSED[case] in one[case] for one in two["refused"]), two["refused"]

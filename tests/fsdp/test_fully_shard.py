@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chosen import chosen, selected
+from tests.chosen import chosen, needs_torch, selected
 from tests.launch import launch
 
 WORKER = Path(__file__).parents[1] / "workers" / "fully_shard.py"
@@ -51,6 +51,8 @@ def found(request: pytest.FixtureRequest) -> dict[str, str]:
 def test_a_loop_leaves_what_it_leaves_with_fsdp2(found: dict[str, str], case: str) -> None:
     if case == "torchao":
         pytest.importorskip("torchao")
+    if case == "own_class":
+        needs_torch((2, 12), "it cannot view what a class of its own gathers: refused")
     said = found[case]
     if case in ROUNDED and "off by " in said:
         assert float(said.rpartition(" ")[2]) < 1e-7, said

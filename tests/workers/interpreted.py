@@ -258,7 +258,8 @@ def test_cases_are_what_they_say(gradient: Gradient) -> None:
         assert not tensor.is_contiguous()
 
 
-@pytest.mark.parametrize("name", LIKES)
+# The interpreter of Triton 3.6 cannot take a number out of "combine".
+@pytest.mark.parametrize("name", [name for name in LIKES if name != "combine" or triton.__version__ >= "3.7"])
 def test_the_trial_on_first_use_believes_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32: the interpreter cuts bfloat16 off."""
     like = LIKES[name]
