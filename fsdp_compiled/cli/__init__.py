@@ -1,10 +1,12 @@
 """`fsdp-compiled COMMAND`: the parser, and which file does what."""
 
 import argparse
-import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+BEGUN = time.time()  # this command, before it imports PyTorch
 
 
 def parser(command: str | None) -> argparse.ArgumentParser:
@@ -163,15 +165,10 @@ def _benchmarks() -> bool:
 def _run(chosen: argparse.Namespace, arguments: list[str]) -> int:
     """What the command exits with. Each command's imports wait for it: a listing loads nothing that training needs."""
     if chosen.command == "train":
-        from fsdp_compiled.cli import forked
+        from fsdp_compiled.cli.launch import start
         from fsdp_compiled.cli.options import train_options
 
-        options = train_options(chosen)
-        if "RANK" not in os.environ:
-            forked.prepare(options.nproc or 2, options.lower)
-        from fsdp_compiled.cli.launch import start
-
-        return start(options, arguments)
+        return start(train_options(chosen), arguments)
     if chosen.command == "bench":
         from bench import start as bench
         from bench.options import bench_options
