@@ -19,10 +19,10 @@ import torch.distributed as dist
 from bench.network import Inner, Network, Transfer, slow_network
 from bench.observe import Observer, Seen
 from bench.options import BenchOptions
+from bench.presets import Preset, on_device, rows_of_rank
 from bench.rivals import REFERENCE, RIVALS, Rival, Setting, Step
 from bench.screen import Screen
 from fsdp_compiled.cli.rank import RankInfo, Ranks, Stop
-from fsdp_compiled.cli.simulate import Preset, on_device, rows_of_rank
 
 BATCHES = 2  # that are trained on by turns, so that the first and the last checked step see the same one
 CHECKED = 5  # steps whose losses are compared, and which warm each rival up

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from fsdp_compiled import cli
 from fsdp_compiled.cli import resume
+from fsdp_compiled.cli.machine import choose_lower
 from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.rank import (
     BEGAN,
@@ -40,7 +41,6 @@ from fsdp_compiled.cli.rank import (
     tell_failure,
     under_launcher,
 )
-from fsdp_compiled.cli.toolchain import choose_lower
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import RankError, agree, exchange
 

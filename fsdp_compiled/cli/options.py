@@ -1,6 +1,7 @@
 """The options of `train`: their defaults, their types, and what they refuse."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -161,11 +162,7 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
 
 def train_options(chosen: argparse.Namespace) -> TrainOptions:
     options = TrainOptions(**{field.name: getattr(chosen, field.name) for field in fields(TrainOptions)})
-    if options.width % options.heads or options.width // options.heads % 2:
-        raise ValueError(
-            f"--width {options.width} over --heads {options.heads}: each head needs the same, even size; "
-            f"try --width {2 * options.heads * max(1, round(options.width / options.heads / 2))}"
-        )
+    check_heads(options.width, options.heads)
     if options.profile and options.steps < 3:
         raise ValueError(f"--profile measures from the third step on, and --steps is {options.steps}; give at least 5")
     if options.checkpoint is None:
@@ -174,3 +171,18 @@ def train_options(chosen: argparse.Namespace) -> TrainOptions:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} needs --checkpoint FOLDER: there is nothing to save to or to go on from")
     return options
+
+
+def check_heads(width: int, heads: int) -> None:
+    if width % heads or width // heads % 2:
+        raise ValueError(
+            f"--width {width} over --heads {heads}: each head needs the same, even size; "
+            f"try --width {2 * heads * max(1, round(width / heads / 2))}"
+        )
+
+
+def run_train(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
+    options = train_options(chosen)
+    from fsdp_compiled.cli.launch import start  # which imports PyTorch
+
+    return start(options, arguments)

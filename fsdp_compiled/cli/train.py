@@ -22,13 +22,13 @@ from fsdp_compiled.cli.data import IGNORED, held_out_windows, load_corpus, rank_
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, decay_groups
 from fsdp_compiled.cli.journal import Journal, Record
 from fsdp_compiled.cli.loader import Loader, share
+from fsdp_compiled.cli.machine import told_short
 from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.progress import Compiling, Progress, Silent, progress
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, Ranks, Stop, began
 from fsdp_compiled.cli.recipe import loss_of, rate
 from fsdp_compiled.cli.report import configuration, curve, save
 from fsdp_compiled.cli.summary import Read, Unread, blame, first_line, generate
-from fsdp_compiled.cli.toolchain import told_short
 from fsdp_compiled.runtime.profiling import Profile
 
 # Validation and sampling share one shape, so the forward is compiled once. Few rows, because each sampled
