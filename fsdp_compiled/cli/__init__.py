@@ -1,7 +1,7 @@
 """`fsdp-compiled COMMAND`: which module does what.
 
 A command's module has ``add_COMMAND_options(parser)`` and ``run_COMMAND(chosen, arguments)``, which returns the exit
-code. It is imported for that command alone: a listing loads nothing that training needs.
+code; it is imported for that command alone.
 """
 
 import argparse

@@ -15,7 +15,7 @@ from typing import Any
 from fsdp_compiled.cli import clock
 from fsdp_compiled.cli.report import table
 from fsdp_compiled.plan.fold import fold
-from fsdp_compiled.report.changes import compared
+from fsdp_compiled.report.dump import compared
 
 STAGES = "[0-9][0-9]-*.txt"
 
