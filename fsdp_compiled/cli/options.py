@@ -1,9 +1,11 @@
 """The options of `train`: their defaults, their types, and what they refuse."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
+from typing import TypeVar
 
 
 @dataclass(frozen=True)
@@ -35,32 +37,26 @@ class TrainOptions:
     profile: bool = False
 
 
-def whole(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text}")
-    return value
+T = TypeVar("T", int, float)
 
 
-def not_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text}")
-    return value
+def number(kind: Callable[[str], T], name: str, expected: str, fits: Callable[[T], bool]) -> Callable[[str], T]:
+    """What argparse reads an option's text with."""
+
+    def read(text: str) -> T:
+        value = kind(text)
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+        return value
+
+    read.__name__ = name  # in argparse's own message
+    return read
 
 
-def positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return value
-
-
-def fraction(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text}")
-    return value
+whole = number(int, "whole", "a whole number from 1", lambda value: value >= 1)
+not_negative = number(int, "not_negative", "a whole number from 0", lambda value: value >= 0)
+positive = number(float, "positive", "a number above 0", lambda value: 0 < value < inf)
+fraction = number(float, "fraction", "a number from 0", lambda value: 0 <= value < inf)
 
 
 def add_train_options(parser: argparse.ArgumentParser) -> None:

@@ -270,16 +270,15 @@ class Job:
     def validate(self) -> float:
         """Nats a byte over all held-out windows, of all ranks."""
         self.model.eval()
-        total = torch.zeros(2, dtype=torch.float64)  # nats, bytes
+        nats, count = 0.0, 0
         for tokens, targets in self.held_out:
             logits = self.sharded(tokens.to(self.here.device))
-            nats = F.cross_entropy(
-                logits.flatten(0, 1).float().cpu(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
-            total += torch.stack((nats.double(), (targets != IGNORED).sum().double()))
+            logits, targets = logits.flatten(0, 1).float().cpu(), targets.flatten()
+            nats += F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum").item()
+            count += int((targets != IGNORED).sum())
         self.model.train()
-        nats_and_bytes = self.ranks.sum(total)
-        return (nats_and_bytes[0] / nats_and_bytes[1]).item()
+        of_ranks = self.ranks.exchange((nats, count))
+        return sum(nats for nats, _ in of_ranks) / sum(count for _, count in of_ranks)
 
     def finish(self, stopped: int) -> None:
         """Saves the model, draws, samples and sums up. A stopped run says what it knows and computes nothing
@@ -293,7 +292,7 @@ class Job:
         self.clock.enter("validating")
         options, out = self.options, self.options.out
         state = self.sharded.full_state_dict()
-        memory = self.ranks.max(torch.tensor(self._memory())).item()
+        memory = max(self.ranks.exchange(self._memory()))
         if self.journal is not None:
             assert out is not None
             with whole_file(out / "model.pt", "wb") as file:
@@ -308,7 +307,7 @@ class Job:
             return
         assert out is not None
         curve(self.journal.records, self.unigram, out / "loss.png")
-        self._sum_up(texts, int(memory))
+        self._sum_up(texts, memory)
 
     def tell(self, ended: str) -> None:
         """The attempt's last word in the journal."""
