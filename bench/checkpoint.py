@@ -26,10 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
+from bench.presets import Preset, on_device, rows_of_rank
 from bench.rivals import ADAMW, Setting
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.rank import RankInfo
-from fsdp_compiled.cli.simulate import Preset, on_device, rows_of_rank
 
 Seconds = list[float]  # on the wall, and of the processor
 Taken = dict[str, Seconds]  # by what was done

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from bench.options import BenchOptions
+from bench.presets import Preset
 from bench.rivals import RIVALS
 from fsdp_compiled import Policy, simulate
-from fsdp_compiled.cli.simulate import Preset
 from fsdp_compiled.plan.hardware import CPU, GBIT, Cluster
 
 PURE, CUT = ("ours-eager", "ours"), ("ours-tp-eager", "ours-tp")

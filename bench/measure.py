@@ -19,10 +19,10 @@ import torch.distributed as dist
 from bench.network import Inner, Network, Transfer, slow_network
 from bench.observe import Observer, Seen
 from bench.options import BenchOptions
+from bench.presets import Preset, on_device, rows_of_rank
 from bench.rivals import REFERENCE, RIVALS, Rival, Setting, Step
 from bench.screen import Screen
 from fsdp_compiled.cli.rank import RankInfo, Ranks, Stop
-from fsdp_compiled.cli.simulate import Preset, on_device, rows_of_rank
 
 BATCHES = 2  # that are trained on by turns, so that the first and the last checked step see the same one
 CHECKED = 5  # steps whose losses are compared, and which warm each rival up
@@ -125,8 +125,8 @@ class Contest:
 
                     loss = observer.step(run) if self.here.first else run()
                 losses.append(loss.item())
-        total = self.ranks.sum(torch.tensor(losses, dtype=torch.float64))
-        self.losses[rival.name] = (total / (1 if rival.alone else self.here.world)).tolist()
+        among = 1 if rival.alone else self.here.world
+        self.losses[rival.name] = [sum(each) / among for each in zip(*self.ranks.exchange(losses), strict=True)]
         if observer.seen is not None:
             self.seen[rival.name] = observer.seen
 
@@ -261,8 +261,8 @@ def measure_first_step(preset: Preset, rival: Rival, here: RankInfo, seed: int) 
         if here.first or not rival.alone:
             rival.build(setting)(*(whole if rival.alone else rows_of_rank(whole, here.rank, preset.batch))).item()
         taken, spent = time.perf_counter() - began, _spent() - spent
-        one = torch.tensor([taken, spent], dtype=torch.float64)
-        return ranks.max(one[:1].clone()).item(), ranks.sum(one[1:].clone()).item()
+        every = ranks.exchange((taken, spent))
+        return max(taken for taken, _ in every), sum(spent for _, spent in every)
 
 
 def _spent() -> float:

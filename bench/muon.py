@@ -24,10 +24,10 @@ from torch.optim import AdamW, Muon
 
 from bench.checkpoint import Seconds, of_ranks
 from bench.network import slow_network
+from bench.presets import Batch, Preset, on_device, rows_of_rank
 from bench.rivals import ADAMW, Setting
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.rank import RankInfo
-from fsdp_compiled.cli.simulate import Batch, Preset, on_device, rows_of_rank
 
 GOAL = 1.2  # of the share, by processor time
 TITLES = {

@@ -1,12 +1,13 @@
 """The options of `bench`: their defaults, their types, and what they refuse."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from bench.presets import PRESETS
 from bench.rivals import RIVALS
 from fsdp_compiled.cli.options import fraction, not_negative, positive, whole
-from fsdp_compiled.cli.simulate import PRESETS
 
 MEASURES = ("steps", "first-step", "checkpoint", "muon")
 SIZES = ("layers", "width", "heads", "context", "batch", "rounds", "steps")  # of a preset
@@ -106,3 +107,10 @@ def bench_options(chosen: argparse.Namespace) -> BenchOptions:
             "is between nodes: --node 2 --network-gbps 1 --inner-gbps 20"
         )
     return BenchOptions(**values)
+
+
+def run_bench(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
+    options = bench_options(chosen)
+    from bench.start import start
+
+    return start(options, arguments)

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 import fsdp_compiled
+from bench.presets import Preset
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.rank import RankInfo
-from fsdp_compiled.cli.simulate import Preset
 
 Step = Callable[[Tensor, Tensor], Tensor]
 ADAMW: Mapping[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}

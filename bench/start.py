@@ -22,13 +22,13 @@ from bench.estimates import add_estimates
 from bench.measure import measure_first_step, measure_steps
 from bench.options import SIZES, BenchOptions
 from bench.plot import plot
+from bench.presets import PRESETS, Preset
 from bench.rivals import RIVALS, Rival
 from bench.screen import screen
 from fsdp_compiled.cli.launch import launch, refuse_used
-from fsdp_compiled.cli.machine import hardware, versions
+from fsdp_compiled.cli.machine import choose_lower, hardware, versions
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, own_launcher, place, tell_failure, under_launcher
-from fsdp_compiled.cli.simulate import PRESETS, Preset, sized
-from fsdp_compiled.cli.toolchain import choose_lower
+from fsdp_compiled.cli.simulate import sized
 from fsdp_compiled.distributed.device_mesh import connect
 
 RESULT = "result.json"

@@ -11,6 +11,7 @@ piece by piece, in half a second of processor time; where the end of a process i
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import json
@@ -19,12 +20,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from fsdp_compiled.cli.forked import leave
+from typing import Any, NoReturn
 
 GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 LOOK = 0.02  # seconds between two looks at the ranks
@@ -36,6 +38,23 @@ IMPORTED = (  # most of it lazily, by the first program that is captured or comp
     "torch.export._trace", "torch.fx.experimental.validator", "torch.nn.parallel",
     "torch.testing._internal.distributed",
 )  # fmt: skip
+
+
+def leave(work: Callable[[], Any]) -> NoReturn:
+    """Ends this process after ``work``, whose number is the exit status, as Python would, but that it frees nothing."""
+    code = 1
+    try:
+        code = work() or 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # ends executors and waits for threads
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 @dataclass(frozen=True)

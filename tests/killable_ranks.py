@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
-from fsdp_compiled.cli.forked import leave
+from tests.forked_ranks import leave
 
 
 class Forked:

@@ -14,8 +14,6 @@ one thing, so that the parts add up to its wall time:
 attempts.jsonl in the run folder has a line for each attempt that began and one for each record of the journal, never
 rewritten: what a killed attempt did after its last checkpoint stands there too. *Goodput* is the share of all the time
 since the run began that went into steps that count: neither repeated after a failure nor spent on anything else.
-
-How fast a training job goes.
 """
 
 from __future__ import annotations
@@ -160,30 +158,3 @@ def rows(spent: Spent) -> list[tuple[str, str]]:
     if spent.ends and not spent.ends[-1]:
         found.append(("the last attempt runs, or was killed", "up to its last line in the journal"))
     return [*found, (f"goodput, of {attempts}", f"{spent.total:,.1f} s  {spent.goodput:6.1%}")]
-
-
-class Pace:
-    """Time spent in steps: the first of this attempt, which compiles, by itself, and the others with validation and
-    saving left out."""
-
-    def __init__(self, tokens: int) -> None:
-        self.first = 0.0  # seconds
-        self.steps = 0
-        self._tokens = tokens  # of all ranks, in one step
-        self._seconds, self._started = 0.0, 0.0
-
-    def start(self) -> None:
-        self._started = time.perf_counter()
-
-    def stop(self, steps: int) -> None:
-        """These many were made since the last time."""
-        seconds = time.perf_counter() - self._started
-        if self.steps == 0:
-            self.first = seconds
-        else:
-            self._seconds += seconds
-        self.steps += steps
-
-    @property
-    def tokens_per_second(self) -> float:
-        return (self.steps - 1) * self._tokens / self._seconds if self._seconds else 0.0

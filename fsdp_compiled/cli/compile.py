@@ -8,8 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,6 @@ from fsdp_compiled.runtime.programs.compile_only import CALLS, FOLDER
 IDLE_CALLS = 8  # calls in a row that compile nothing
 
 
-@dataclass(frozen=True)
-class CompileOptions:
-    script: Path
-    arguments: tuple[str, ...]
-    out: Path
-    nproc: int
-    calls: int
-
-
 def add_compile_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="the training script, as torchrun would run it")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own arguments")
@@ -43,16 +33,13 @@ def add_compile_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def compile_options(chosen: argparse.Namespace) -> CompileOptions:
-    if not chosen.script.is_file():
-        raise ValueError(f"{chosen.script} does not exist; give a Python script")
-    if chosen.nproc < 1 or chosen.calls < 0:
-        raise ValueError(f"--nproc {chosen.nproc} --calls {chosen.calls}: expected 1 or more, and 0 or more")
-    return CompileOptions(chosen.script, tuple(chosen.arguments), chosen.out, chosen.nproc, chosen.calls)
-
-
-def run(options: CompileOptions) -> int:
+def run_compile(chosen: argparse.Namespace, _: Sequence[str]) -> int:
     """Runs the script in a cache folder of its own, and packs what it leaves there; the exit code."""
+    script, nproc = chosen.script, chosen.nproc
+    if not script.is_file():
+        raise ValueError(f"{script} does not exist; give a Python script")
+    if nproc < 1 or chosen.calls < 0:
+        raise ValueError(f"--nproc {nproc} --calls {chosen.calls}: expected 1 or more, and 0 or more")
     with tempfile.TemporaryDirectory(prefix="fsdp_compiled_") as own_folder:
         cache, notes, logs = (Path(own_folder, name) for name in ("cache", "notes", "logs"))
         for folder in (cache, notes, logs):
@@ -60,17 +47,16 @@ def run(options: CompileOptions) -> int:
         own = disk_cache.folder()
         if own is not None and (own / PROBES).is_dir():  # what this machine's compiler was found to be good for
             shutil.copytree(own / PROBES, cache / own.name / PROBES)
-        environment = {CACHE: str(cache), FOLDER: str(notes), CALLS: str(options.calls)}
-        if options.nproc > 1:
+        environment = {CACHE: str(cache), FOLDER: str(notes), CALLS: str(chosen.calls)}
+        if nproc > 1:
             environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # as torchrun has it
-        command = [sys.executable, str(options.script), *options.arguments]
-        if code := launch(command, options.nproc, logs, environment, name="compile"):
+        command = [sys.executable, str(script), *chosen.arguments]
+        if code := launch(command, nproc, logs, environment, name="compile"):
             return code
-        made_for = _made_for(notes, options.nproc)
-        script = options.script
-        count = write_bundle(cache, options.out, made_for, script.name, script.read_bytes())
-    size = options.out.stat().st_size / 2**20
-    print(f"{options.out}: {count} compiled files, {size:.1f} MiB. To start from it: {VARIABLE}={options.out}")
+        made_for = _made_for(notes, nproc)
+        count = write_bundle(cache, chosen.out, made_for, script.name, script.read_bytes())
+    size = chosen.out.stat().st_size / 2**20
+    print(f"{chosen.out}: {count} compiled files, {size:.1f} MiB. To start from it: {VARIABLE}={chosen.out}")
     return 0
 
 

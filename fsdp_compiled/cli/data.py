@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from fsdp_compiled.cli.gpt import VOCABULARY
 
@@ -92,20 +92,25 @@ def _split(texts: list[bytes]) -> tuple[Tensor, Tensor]:
     return whole[:cut], whole[cut:]
 
 
-class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows side by side: window i holds bytes [i * context, (i + 1) * context) as int64, targets one
-    further."""
+class Windows:
+    """Windows side by side: window i holds bytes [i * context, (i + 1) * context) as int64, targets one further."""
 
     def __init__(self, text: Tensor, context: int) -> None:
         self.text, self.context = text, context
+        count = max(0, (text.numel() - 1) // context)
+        self._tokens, self._targets = (text[at : at + count * context].view(count, context) for at in (0, 1))
 
     def __len__(self) -> int:
-        return max(0, (self.text.numel() - 1) // self.context)
+        return len(self._tokens)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        start = index * self.context
-        window = self.text[start : start + self.context + 1].long()
-        return window[:-1], window[1:]
+    def __getitem__(self, index: int | Tensor) -> tuple[Tensor, Tensor]:
+        return self._tokens[index].long(), self._targets[index].long()
+
+
+def padded(tokens: Tensor, targets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """With so many rows, of which those that are new have `IGNORED` targets: nothing of them counts."""
+    spare = (0, 0, 0, rows - len(tokens))
+    return F.pad(tokens, spare), F.pad(targets, spare, value=IGNORED)
 
 
 def train_windows(corpus: Corpus, context: int, batch: int) -> Windows:
@@ -130,19 +135,15 @@ def held_out_windows(corpus: Corpus, context: int, count: int) -> tuple[Tensor, 
             f"validation needs at least {context + 1}; give more text or a smaller --context"
         )
     count = min(count, len(windows))
-    pairs = [windows[index * len(windows) // count] for index in range(count)]
-    return torch.stack([tokens for tokens, _ in pairs]), torch.stack([targets for _, targets in pairs])
+    return windows[torch.arange(count) * len(windows) // count]
 
 
 def rank_batches(tokens: Tensor, targets: Tensor, batch: int, rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
     """This rank's share of the held-out windows, in batches of one fixed shape [batch, context].
 
-    Every rank gets the same number of batches, because the forward is collective; what fills the last ones up
-    has `IGNORED` targets, so no byte counts twice.
+    Every rank gets the same number of batches, because the forward is collective; the last ones are `padded`.
     """
-    rows = -(-tokens.shape[0] // (batch * world)) * batch * world - tokens.shape[0]
-    tokens = torch.cat((tokens, tokens.new_zeros(rows, tokens.shape[1])))
-    targets = torch.cat((targets, targets.new_full((rows, targets.shape[1]), IGNORED)))
+    tokens, targets = padded(tokens, targets, -(-len(tokens) // (batch * world)) * batch * world)
     return list(zip(tokens[rank::world].split(batch), targets[rank::world].split(batch), strict=True))
 
 

@@ -8,9 +8,11 @@ checkpoint goes on in the same file, without the lines of steps that it makes ag
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 EXTRA = "pip install 'fsdp-compiled[train]'"
 FILE = "metrics.jsonl"
@@ -28,17 +30,29 @@ class Record:
     seconds: float  # since the run, or this attempt at it, began
 
 
+@contextmanager
+def whole_file(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """A file that is at ``path`` once all of it is written and on disk; else what was there is."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open(mode) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 class Journal:
     """Owned by rank 0."""
 
     def __init__(self, out: Path, step: int = 0) -> None:
         """``step``: after which the run goes on; what the folder tells of later ones is forgotten."""
         self.records = [record for record in read(out) if record.step <= step]
-        whole = out / f".{FILE}.{os.getpid()}"
-        with whole.open("w") as file:
+        with whole_file(out / FILE) as file:
             for record in self.records:
                 print(_line(record), file=file)
-        os.replace(whole, out / FILE)
         self._file = (out / FILE).open("a")
         self._events = _event_writer(out / "tensorboard", step)
 

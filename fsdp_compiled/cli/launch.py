@@ -1,6 +1,5 @@
 """From one command to N ranks on this machine, and back to one exit code.
 
-Ranks are forks of the launcher where that can be (`forked`), else processes that begin anew.
 The launcher is the only process that Ctrl-C reaches: ranks run in sessions of their own. The first one closes
 the stop pipe, and ranks agree among themselves after which step they stop; the second kills them. SIGTERM
 does the same, and kills after `TERM_LIMIT` by itself. The store at which ranks meet lives here, on a port the
@@ -19,7 +18,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -29,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compiled import cli
-from fsdp_compiled.cli import forked, resume
-from fsdp_compiled.cli.forked import Forked, Work
+from fsdp_compiled.cli import resume
+from fsdp_compiled.cli.machine import choose_lower
 from fsdp_compiled.cli.options import TrainOptions
 from fsdp_compiled.cli.rank import (
     BEGAN,
@@ -43,7 +41,6 @@ from fsdp_compiled.cli.rank import (
     tell_failure,
     under_launcher,
 )
-from fsdp_compiled.cli.toolchain import choose_lower
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import RankError, agree, exchange
 
@@ -52,7 +49,6 @@ POLL = 0.1  # seconds between two looks at the ranks
 GRACE = 2.0  # seconds the other ranks get to write their logs once one has failed
 TERM_LIMIT = 30.0  # seconds from SIGTERM until ranks are killed, as elsewhere
 USAGE = 2  # the exit code for the user's mistakes, which no restart mends
-Rank = subprocess.Popen[bytes] | Forked
 
 
 def start(options: TrainOptions, arguments: Sequence[str]) -> int:
@@ -63,13 +59,10 @@ def start(options: TrainOptions, arguments: Sequence[str]) -> int:
     assert options.out is not None and options.nproc is not None and options.lower is not None
     # What was resolved here is repeated at the end, where argparse lets it win.
     resolved = ["--out", str(options.out), "--lower", options.lower, "--global-batch", str(options.global_batch)]
-    how: Sequence[str] | Work = [sys.executable, "-m", "fsdp_compiled", *arguments, *resolved]
-    if forked.possible(options.nproc):
-        how = partial(cli.main, [*arguments, *resolved])
-    return restarting(how, options)
+    return restarting([sys.executable, "-m", "fsdp_compiled", *arguments, *resolved], options)
 
 
-def restarting(how: Sequence[str] | Work, options: TrainOptions) -> int:
+def restarting(command: Sequence[str], options: TrainOptions) -> int:
     """`launch`, again and again as often as --max-restarts allows, unless the run ended as it should or was stopped,
     be it that it failed in stopping."""
     assert options.out is not None and options.nproc is not None
@@ -79,8 +72,8 @@ def restarting(how: Sequence[str] | Work, options: TrainOptions) -> int:
             logs.mkdir(parents=True, exist_ok=True)
             environment = {"TORCHELASTIC_RESTART_COUNT": str(restarts)}
             if restarts == 0:
-                environment[BEGAN] = str(forked.BEGAN)
-            code = launch(how, options.nproc, logs, environment, received=received)
+                environment[BEGAN] = str(cli.BEGUN)
+            code = launch(command, options.nproc, logs, environment, received=received)
             if code in (0, USAGE) or code > 128 or received or restarts == options.max_restarts:
                 return code
             logs.rename(_unused(logs))
@@ -182,15 +175,14 @@ def _resolve_together(options: TrainOptions, here: RankInfo) -> TrainOptions:
 
 
 def launch(
-    how: Sequence[str] | Work,
+    command: Sequence[str],
     world: int,
     logs: Path,
     environment: Mapping[str, str] | None = None,
     name: str = "train",
     received: list[int] | None = None,
 ) -> int:
-    """Runs a command, or this work in forks of this process, as `world` ranks. Rank 0 speaks on our standard output;
-    the rest goes to `logs`.
+    """Runs a command as `world` ranks. Rank 0 speaks on our standard output; the rest goes to `logs`.
 
     `environment` is added to this process's own; `name` is the command that a failure is told of; `received` is
     where the caller collects signals, if it does. Returns 0, the code of a rank that failed (its reason is printed
@@ -198,8 +190,11 @@ def launch(
     """
     failure = logs / "failure.txt"
     failure.unlink(missing_ok=True)
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = socket.create_server(("127.0.0.1", 0))  # PyTorch's own would be open to other machines
     port = listening.getsockname()[1]
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
     reading, end = os.pipe()
     writing = os.fdopen(end, "wb", buffering=0)
     shared = os.environ | {
@@ -213,38 +208,24 @@ def launch(
         BEGAN: str(time.time()),
     }
     shared |= environment or {}
-    shared.setdefault(forked.THREADS, forked.threads(world))
-    ranks: list[Rank] = []
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world)))
+    ranks: list[subprocess.Popen[bytes]] = []
     with nullcontext(received) if received is not None else _signals() as received:
         try:
             for rank in range(world):
                 own = shared | {"RANK": str(rank)} | _gpu(rank, world, shared)
                 with (logs / f"rank{rank}.txt").open("wb") as log:
-                    if callable(how):
-                        close = (writing.fileno(), listening.fileno())
-                        ranks.append(Forked(how, own, log.fileno() if rank else None, log.fileno(), close))
-                    else:
-                        ranks.append(
-                            subprocess.Popen(
-                                how,
-                                env=own,
-                                stdin=subprocess.DEVNULL,
-                                stdout=log if rank else None,
-                                stderr=log,
-                                pass_fds=(reading,),
-                                start_new_session=True,
-                            )
+                    output = log if rank else None
+                    ranks.append(
+                        subprocess.Popen(
+                            command, env=own, stdin=subprocess.DEVNULL, stdout=output, stderr=log, pass_fds=(reading,),
+                            start_new_session=True,
                         )
-            # After the forks, since it is a thread; who comes before it waits.
-            store = dist.TCPStore(
-                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-            )
-            code = _wait(ranks, received, writing, logs, name)
-            del store
-            return code
+                    )  # fmt: skip
+            return _wait(ranks, received, writing, logs, name)
         finally:
             _kill(ranks)
-            listening.close()
+            del store
             writing.close()
             os.close(reading)
 
@@ -259,7 +240,7 @@ def _gpu(rank: int, world: int, environment: Mapping[str, str]) -> dict[str, str
     return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": names[rank]}
 
 
-def _wait(ranks: Sequence[Rank], received: list[int], stop: IO[bytes], logs: Path, name: str) -> int:
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], received: list[int], stop: IO[bytes], logs: Path, name: str) -> int:
     fine = (None, 0, *STOPPED.values())  # None: still running
     deadline = limit = math.inf  # of the ranks that are left once one has failed; of all once SIGTERM came
     while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < deadline:
@@ -322,7 +303,7 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _kill(ranks: Sequence[Rank]) -> None:
+def _kill(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     running = [rank for rank in ranks if rank.poll() is None]
     for rank in running:
         os.killpg(rank.pid, signal.SIGKILL)  # the whole session: a compiling rank has workers

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_compiled.cli.data import IGNORED, Windows
+from fsdp_compiled.cli.data import Windows, padded
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,12 @@ class Loader:
 
     def __next__(self) -> list[tuple[Tensor, Tensor]]:
         """``how.parts`` pairs of tokens and targets [rows, context]; the position moves on."""
-        indices = self.windows_at(self.position)
+        indices, rows = self.windows_at(self.position), self._how.rows
         self.position += self._how.batch
-        first = self._rank * self._how.rows * self._how.parts
-        mine = indices[first : first + self._how.rows * self._how.parts].tolist()
-        pairs = [self._windows[index] for index in mine]
-        spare = self._how.rows * self._how.parts - len(pairs)
-        if spare:
-            blank = torch.zeros(self._windows.context, dtype=torch.int64)
-            pairs += [(blank, torch.full_like(blank, IGNORED))] * spare
-        rows = self._how.rows
-        parts = [pairs[start : start + rows] for start in range(0, len(pairs), rows)]
-        return [(torch.stack([t for t, _ in part]), torch.stack([t for _, t in part])) for part in parts]
+        own = rows * self._how.parts
+        mine = indices[self._rank * own : (self._rank + 1) * own]
+        tokens, targets = padded(*self._windows[mine], own)
+        return list(zip(tokens.split(rows), targets.split(rows), strict=True))
 
     def windows_at(self, position: int) -> Tensor:
         """The windows [batch] that a step at this position trains on, all ranks together."""

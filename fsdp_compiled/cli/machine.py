@@ -1,7 +1,11 @@
-"""What a figure was measured on: the processor, the GPUs, the versions of what ran."""
+"""The machine: the processor, the GPUs, the versions of what runs; and whether Inductor can compile on it."""
 
+import importlib.util
 import os
 import platform
+import shutil
+import sys
+import sysconfig
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -39,3 +43,44 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:  # a bare clone
         return "not installed"
+
+
+def choose_lower(*, cuda: bool) -> tuple[str, str | None]:
+    """`--lower` when it was not given, and, where that is not inductor, one line that says why."""
+    missing = _missing(cuda)
+    if missing is None:
+        return "inductor", None
+    return "eager", f"--lower eager: inductor needs {missing}, which this machine lacks"
+
+
+# Tokens: on CPUs, about what a run must have left for compiled steps to make up for compiling, in processor time
+# (bench/results/start-up.json).
+SHORT = 600_000
+
+
+def told_short(lower: str, device: str, tokens: int) -> str | None:
+    """One line where a run on CPUs compiles for fewer than `SHORT` tokens that are left; nothing is chosen by it.
+
+    Told by a count, which is the same in each run, not by a stopwatch.
+    """
+    if lower != "inductor" or device != "cpu" or tokens >= SHORT:
+        return None
+    return (
+        f"a short run: {tokens:,} tokens are left, and below {SHORT:,} compiling may take longer than it saves; "
+        "--lower eager begins at once"
+    )
+
+
+def _missing(cuda: bool) -> str | None:
+    if cuda and importlib.util.find_spec("triton") is None:
+        return "triton"
+    # Triton builds its launchers in C, Inductor its CPU kernels in C++, and both include Python's own header.
+    if cuda:
+        names = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    else:
+        names = [os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")]
+    if not any(name and shutil.which(name) for name in names):
+        return "a C compiler (gcc)" if cuda else f"a C++ compiler ({names[0]})"
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        return "Python's C headers (Python.h)"
+    return None

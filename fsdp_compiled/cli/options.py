@@ -1,171 +1,119 @@
 """The options of `train`: their defaults, their types, and what they refuse."""
+# ruff: noqa: RUF009 (`option` makes a field)
 
 import argparse
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from math import inf
 from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T", int, float)
+
+
+def number(kind: Callable[[str], T], name: str, expected: str, fits: Callable[[T], bool]) -> Callable[[str], T]:
+    """What argparse reads an option's text with."""
+
+    def read(text: str) -> T:
+        value = kind(text)
+        if not fits(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+        return value
+
+    read.__name__ = name  # in argparse's own message
+    return read
+
+
+whole = number(int, "whole", "a whole number from 1", lambda value: value >= 1)
+not_negative = number(int, "not_negative", "a whole number from 0", lambda value: value >= 0)
+positive = number(float, "positive", "a number above 0", lambda value: 0 < value < inf)
+fraction = number(float, "fraction", "a number from 0", lambda value: 0 <= value < inf)
+
+
+def option(default: Any, about: str, kind: Any = None, metavar: str | None = None, **more: Any) -> Any:
+    """A field, and what argparse is told of it; its name is the option's."""
+    told = {"default": default, "help": about, "type": kind, "metavar": metavar, **more}
+    return field(default=default, metadata={name: value for name, value in told.items() if value is not None})
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    nproc: int | None = None  # None: chosen by the launcher
-    steps: int = 300
-    out: Path | None = None
-    seed: int = 0
-    lower: str | None = None
-    shard: str = "zero3"
-    data: Path | None = None
-    layers: int = 4
-    width: int = 128
-    heads: int = 4
-    context: int = 128
-    batch: int = 16
-    lr: float = 3e-3
-    warmup: int | None = None
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    validate_every: int | None = None
-    prompt: str | None = None
-    global_batch: int | None = None  # None: --batch times the ranks
-    checkpoint: Path | None = None
-    save_every: int | None = None
-    keep: int = 3
-    on_nonfinite: str = "stop"
-    max_restarts: int = 0
-    profile: bool = False
-
-
-def whole(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text}")
-    return value
-
-
-def not_negative(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0, got {text}")
-    return value
-
-
-def positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
-    return value
-
-
-def fraction(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text}")
-    return value
-
-
-def add_train_options(parser: argparse.ArgumentParser) -> None:
-    d = TrainOptions()
-    run = parser.add_argument_group("the run")
-    run.add_argument("--nproc", type=whole, metavar="N", help="processes to start (default: one a GPU, else 2)")
-    run.add_argument("--steps", type=whole, default=d.steps, metavar="N", help="optimizer steps (%(default)s)")
-    run.add_argument("--out", type=Path, metavar="FOLDER", help="run folder (runs/<date>-<time>)")
-    run.add_argument(
-        "--seed",
-        type=not_negative,
-        default=d.seed,
-        metavar="N",
-        help="for weights, windows and sample (%(default)s)",
+    nproc: int | None = option(None, "processes to start (default: one a GPU, else 2)", whole, "N")
+    steps: int = option(300, "optimizer steps (%(default)s)", whole, "N")
+    out: Path | None = option(None, "run folder (runs/<date>-<time>)", Path, "FOLDER")
+    seed: int = option(0, "for weights, windows and sample (%(default)s)", not_negative, "N")
+    data: Path | None = option(
+        None, "a text file or a folder of them (default: the Python standard library's sources)", Path, "PATH"
     )
-    run.add_argument(
-        "--data",
-        type=Path,
-        metavar="PATH",
-        help="a text file or a folder of them (default: the Python standard library's sources)",
-    )
-    run.add_argument("--validate-every", type=whole, metavar="N", help="steps between validations (a tenth of --steps)")
-    run.add_argument("--prompt", metavar="TEXT", help="what the sample continues (default: the first held-out line)")
-    run.add_argument(
-        "--profile",
-        action="store_true",
-        help="measure three early steps, say what bounds them, and put them into the run's report.html and trace.json",
-    )
+    validate_every: int | None = option(None, "steps between validations (a tenth of --steps)", whole, "N")
+    prompt: str | None = option(None, "what the sample continues (default: the first held-out line)", None, "TEXT")
+    profile: bool = option(
+        False, "measure three early steps, say what bounds them, and put them into the run's report.html and "
+        "trace.json", action="store_true",
+    )  # fmt: skip
 
-    saving = parser.add_argument_group(
+    checkpoint: Path | None = option(None, "save to, and go on from, this folder", Path, "FOLDER")
+    save_every: int | None = option(None, "steps between checkpoints (a tenth of --steps)", whole, "N")
+    keep: int = option(3, "newest checkpoints kept (%(default)s)", whole, "K")
+    max_restarts: int = option(
+        0, "times that failed ranks are started again from the newest checkpoint (%(default)s; torchrun has its own)",
+        not_negative, "N",
+    )  # fmt: skip
+    on_nonfinite: str = option(
+        "stop", "on a loss or gradient that is infinite or not a number: stop the run, or make that step without an "
+        "update (%(default)s)", choices=("stop", "skip"),
+    )  # fmt: skip
+
+    shard: str = option(
+        "zero3", "what is sharded: parameters, gradients, optimizer state or nothing (%(default)s)",
+        choices=("zero3", "zero2", "zero1", "ddp"),
+    )  # fmt: skip
+    lower: str | None = option(
+        None, "what runs the program (inductor where it can compile; short runs are told)",
+        choices=("eager", "inductor"),
+    )  # fmt: skip
+
+    layers: int = option(4, "blocks (%(default)s)", whole, "N")
+    width: int = option(128, "size of the residual stream (%(default)s)", whole, "N")
+    heads: int = option(4, "attention heads (%(default)s)", whole, "N")
+    context: int = option(128, "bytes in a window (%(default)s)", whole, "N")
+    batch: int = option(16, "most windows a rank takes at once (%(default)s)", whole, "N")
+    global_batch: int | None = option(
+        None, "windows of all ranks in a step, on any number of ranks: fewer ranks take more microbatches of --batch "
+        "(--batch times the ranks, or what the checkpoint's run had)", whole, "N",
+    )  # fmt: skip
+
+    lr: float = option(3e-3, "highest learning rate (%(default)s)", positive)
+    warmup: int | None = option(None, "steps until it is reached (a tenth of --steps, at most 50)", not_negative, "N")
+    weight_decay: float = option(0.1, "for matrices only (%(default)s)", fraction)
+    clip: float = option(1.0, "highest gradient norm; 0 for none (%(default)s)", fraction)
+
+
+GROUPS = {  # by their first option
+    "nproc": ("the run", None),
+    "checkpoint": (
         "checkpoints and failures",
         "With --checkpoint the same command goes on where the last one ended, on any number of ranks. SIGTERM saves "
         "and ends with 143 (ranks under torchrun too), Ctrl-C with 130; a second one ends at once.",
-    )
-    saving.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="save to, and go on from, this folder")
-    saving.add_argument("--save-every", type=whole, metavar="N", help="steps between checkpoints (a tenth of --steps)")
-    saving.add_argument("--keep", type=whole, default=d.keep, metavar="K", help="newest checkpoints kept (%(default)s)")
-    saving.add_argument(
-        "--max-restarts",
-        type=not_negative,
-        default=d.max_restarts,
-        metavar="N",
-        help="times that failed ranks are started again from the newest checkpoint (%(default)s; torchrun has its own)",
-    )
-    saving.add_argument(
-        "--on-nonfinite",
-        choices=("stop", "skip"),
-        default=d.on_nonfinite,
-        help="on a loss or gradient that is infinite or not a number: stop the run, or make that step without an "
-        "update (%(default)s)",
-    )
+    ),
+    "shard": ("how it is sharded and run", None),
+    "layers": ("the model and its batch", None),
+    "lr": ("the optimizer (AdamW)", None),
+}
 
-    sharding = parser.add_argument_group("how it is sharded and run")
-    sharding.add_argument(
-        "--shard",
-        choices=("zero3", "zero2", "zero1", "ddp"),
-        default=d.shard,
-        help="what is sharded: parameters, gradients, optimizer state or nothing (%(default)s)",
-    )
-    sharding.add_argument(
-        "--lower",
-        choices=("eager", "inductor"),
-        help="what runs the program (inductor where it can compile; short runs are told)",
-    )
 
-    model = parser.add_argument_group("the model and its batch")
-    model.add_argument("--layers", type=whole, default=d.layers, metavar="N", help="blocks (%(default)s)")
-    model.add_argument(
-        "--width", type=whole, default=d.width, metavar="N", help="size of the residual stream (%(default)s)"
-    )
-    model.add_argument("--heads", type=whole, default=d.heads, metavar="N", help="attention heads (%(default)s)")
-    model.add_argument("--context", type=whole, default=d.context, metavar="N", help="bytes in a window (%(default)s)")
-    model.add_argument(
-        "--batch",
-        type=whole,
-        default=d.batch,
-        metavar="N",
-        help="most windows a rank takes at once (%(default)s)",
-    )
-    model.add_argument(
-        "--global-batch",
-        type=whole,
-        metavar="N",
-        help="windows of all ranks in a step, on any number of ranks: fewer ranks take more microbatches of --batch "
-        "(--batch times the ranks, or what the checkpoint's run had)",
-    )
-
-    rate = parser.add_argument_group("the optimizer (AdamW)")
-    rate.add_argument("--lr", type=positive, default=d.lr, help="highest learning rate (%(default)s)")
-    rate.add_argument(
-        "--warmup",
-        type=not_negative,
-        metavar="N",
-        help="steps until it is reached (a tenth of --steps, at most 50)",
-    )
-    rate.add_argument("--weight-decay", type=fraction, default=d.weight_decay, help="for matrices only (%(default)s)")
-    rate.add_argument("--clip", type=fraction, default=d.clip, help="highest gradient norm; 0 for none (%(default)s)")
+def add_train_options(parser: argparse.ArgumentParser) -> None:
+    group = None
+    for one in fields(TrainOptions):
+        if one.name in GROUPS:
+            group = parser.add_argument_group(*GROUPS[one.name])
+        assert group is not None
+        group.add_argument(f"--{one.name.replace('_', '-')}", **one.metadata)
 
 
 def train_options(chosen: argparse.Namespace) -> TrainOptions:
     options = TrainOptions(**{field.name: getattr(chosen, field.name) for field in fields(TrainOptions)})
-    if options.width % options.heads or options.width // options.heads % 2:
-        raise ValueError(
-            f"--width {options.width} over --heads {options.heads}: each head needs the same, even size; "
-            f"try --width {2 * options.heads * max(1, round(options.width / options.heads / 2))}"
-        )
+    check_heads(options.width, options.heads)
     if options.profile and options.steps < 3:
         raise ValueError(f"--profile measures from the third step on, and --steps is {options.steps}; give at least 5")
     if options.checkpoint is None:
@@ -174,3 +122,18 @@ def train_options(chosen: argparse.Namespace) -> TrainOptions:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} needs --checkpoint FOLDER: there is nothing to save to or to go on from")
     return options
+
+
+def check_heads(width: int, heads: int) -> None:
+    if width % heads or width // heads % 2:
+        raise ValueError(
+            f"--width {width} over --heads {heads}: each head needs the same, even size; "
+            f"try --width {2 * heads * max(1, round(width / heads / 2))}"
+        )
+
+
+def run_train(chosen: argparse.Namespace, arguments: Sequence[str]) -> int:
+    options = train_options(chosen)
+    from fsdp_compiled.cli.launch import start  # which imports PyTorch
+
+    return start(options, arguments)

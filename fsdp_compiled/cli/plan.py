@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_compiled.cli.options import positive, whole
 from fsdp_compiled.cli.simulate import setup_of
-from fsdp_compiled.plan.hardware import bits
-from fsdp_compiled.runtime.plan_search import Plans, plan
+from fsdp_compiled.runtime.plan_search import plan
 
 # Of public configurations, what is needed to build the model where nothing is on this machine: from each model's
 # config.json. Layers, width, feed-forward, heads, key-value heads, vocabulary.
@@ -27,47 +26,28 @@ LLAMAS = {
 }
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    model: str = "meta-llama/Llama-3-8B"
-    gpus: str = "8xH100"
-    node: int = 8
-    nic: str | None = None
-    seq: int = 8192
-    batch: int | None = None
-    memory: float | None = None
-    tokens: float | None = None
-    dollars: float | None = None
-    tp: tuple[int, ...] = (1, 2, 4, 8)
-    rows: tuple[int, ...] = (1, 2, 4, 8)
-    most: int = 12
-    json: Path | None = None
-    picture: Path | None = None
-
-
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    d = PlanOptions()
     parser.add_argument(
-        "--model", default=d.model, metavar="MODEL",
+        "--model", default="meta-llama/Llama-3-8B", metavar="MODEL",
         help="a config.json of transformers or its folder, the name of a model whose configuration is on this machine "
         f"or one of {', '.join(LLAMAS)}, or MODULE:FUNCTION, which returns (model_fn, loss, batch of one row) "
         "(%(default)s)",
     )  # fmt: skip
-    parser.add_argument("--gpus", default=d.gpus, metavar="NxNAME", help="how many of which (%(default)s)")
-    parser.add_argument("--node", type=whole, default=d.node, metavar="N", help="GPUs of a node (%(default)s)")
+    parser.add_argument("--gpus", default="8xH100", metavar="NxNAME", help="how many of which (%(default)s)")
+    parser.add_argument("--node", type=whole, default=8, metavar="N", help="GPUs of a node (%(default)s)")
     parser.add_argument(
         "--nic", metavar="RATE", help="what a node's NICs carry together: 400Gb/s, 8x400Gb/s (the usual of such a GPU)"
     )
-    parser.add_argument("--seq", type=whole, default=d.seq, metavar="N", help="tokens in a row (%(default)s)")
+    parser.add_argument("--seq", type=whole, default=8192, metavar="N", help="tokens in a row (%(default)s)")
     parser.add_argument("--batch", type=whole, metavar="N", help="rows of a step, over all GPUs (one microbatch each)")
     parser.add_argument("--memory", type=positive, metavar="GIB", help="of a GPU that a step may use (its own, less 2)")
     parser.add_argument("--tokens", type=positive, metavar="N", help="to train on, such as 1e12: for days and cost")
     parser.add_argument("--dollars", type=positive, metavar="X", help="of a GPU's hour: for the cost")
     for name, about in (("tp", "ranks that the model is cut over"), ("rows", "rows of a microbatch")):
         parser.add_argument(
-            f"--{name}", type=_numbers, default=getattr(d, name), metavar="N,N", help=f"{about}, of 1, 2, 4, 8 (all)"
+            f"--{name}", type=_numbers, default=(1, 2, 4, 8), metavar="N,N", help=f"{about}, of 1, 2, 4, 8 (all)"
         )
-    parser.add_argument("--most", type=whole, default=d.most, metavar="N", help="rows of the table (%(default)s)")
+    parser.add_argument("--most", type=whole, default=12, metavar="N", help="rows of the table (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write inputs and all ways there")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw them (needs matplotlib)")
 
@@ -76,33 +56,22 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(whole, text.split(",")))
 
 
-def plan_options(chosen: argparse.Namespace) -> PlanOptions:
-    options = PlanOptions(**{field.name: getattr(chosen, field.name) for field in fields(PlanOptions)})
+def run_plan(options: argparse.Namespace, _: Sequence[str]) -> int:
     if options.dollars is not None and options.tokens is None:
         raise ValueError("--dollars is of an hour; say how much is trained: --tokens 1e12")
     if options.picture is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--picture needs matplotlib, which is not installed: pip install 'fsdp-compiled[train]'")
-    if options.nic is not None:
-        bits(options.nic)
-    return options
-
-
-def run(options: PlanOptions) -> str:
-    """What is printed."""
-    found = search(options)
-    if options.json is not None:
-        options.json.write_text(found.json() + "\n")
-    if options.picture is not None:
-        found.picture(options.picture)
-    return "\n".join(found.lines(options.most))
-
-
-def search(options: PlanOptions) -> Plans:
-    return plan(
+    found = plan(
         model_of(options.model), options.gpus, options.node, options.nic, seq=options.seq, batch=options.batch,
         memory=options.memory, tokens=options.tokens, dollars=options.dollars, picture=options.picture is not None,
         ways=lambda way: way.tp in options.tp and way.rows in options.rows,
     )  # fmt: skip
+    if options.json is not None:
+        options.json.write_text(found.json() + "\n")
+    if options.picture is not None:
+        found.picture(options.picture)
+    print("\n".join(found.lines(options.most)))
+    return 0
 
 
 def model_of(given: str) -> Any:

@@ -81,12 +81,6 @@ class Ranks:
         self.group = dist.new_group(backend="gloo") if many else None
         self._why = why
 
-    def sum(self, values: Tensor) -> Tensor:
-        return self._reduce(values, dist.ReduceOp.SUM)
-
-    def max(self, values: Tensor) -> Tensor:
-        return self._reduce(values, dist.ReduceOp.MAX)
-
     def exchange(self, value: T) -> list[T]:
         """What each rank has, by rank; any picklable value."""
         if self.group is None:
@@ -105,12 +99,6 @@ class Ranks:
             if (reason := self._why(error)) is not None:
                 raise RankError(reason) from error
             raise
-
-    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.group is not None:
-            with self.naming():
-                dist.all_reduce(values, operation, self.group)
-        return values
 
 
 class Stop:

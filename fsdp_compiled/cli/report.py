@@ -1,14 +1,10 @@
 """What a run leaves to look at: the loss curve, the summary, and how it was made."""
 
 import math
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from fsdp_compiled.analysis.best_effort import attempt
 from fsdp_compiled.cli.journal import EXTRA, Record
@@ -100,16 +96,3 @@ def configuration(options: TrainOptions, **facts: object) -> dict[str, object]:
         **facts,
         "versions": versions(),
     }
-
-
-def save(state: Mapping[str, Any], path: Path) -> None:
-    """Writes the file whole or not at all: whoever finds `path` can load it."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            torch.save(dict(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -7,7 +7,6 @@ takes, and is refused where it would go on with other numbers than the run began
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -63,20 +62,13 @@ def write(options: TrainOptions) -> None:
     folder, out = options.checkpoint, options.out
     assert folder is not None and out is not None
     about = {"out": str(out.absolute()), "options": {name: asdict(options)[name] for name in (*KEPT, "steps")}}
-    unfinished = folder / f".{FILE}.{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with unfinished.open("w") as file:
+        with journal.whole_file(folder / FILE) as file:
             file.write(json.dumps(about, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, folder / FILE)
     except OSError as error:
         why = error.strerror or error
         raise ValueError(f"--checkpoint: {folder} cannot be written ({why}); give a folder that can") from error
-    finally:
-        if folder.is_dir():
-            unfinished.unlink(missing_ok=True)
 
 
 def bring_along(before: Path, out: Path) -> None:

@@ -1,20 +1,67 @@
-"""A dump on the terminal: the plan with the final program or a stage, or the difference between two.
+"""What is on disk, on the terminal: a dump's plan with its final program or a stage, the difference between two; and
+checkpoints, converted.
 
 A *stage* is one numbered text file of a dump folder (`00-capture.txt`); its name is what follows the number. Texts are
 folded: what repeats is shown once. ``whole``: as they are in the files.
 """
 
+import argparse
 import difflib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_compiled.cli import clock
 from fsdp_compiled.cli.report import table
 from fsdp_compiled.plan.fold import fold
-from fsdp_compiled.report.changes import compared
+from fsdp_compiled.report.dump import compared
 
 STAGES = "[0-9][0-9]-*.txt"
+
+
+def add_show_options(show: argparse.ArgumentParser) -> None:
+    show.add_argument("run", type=Path, metavar="RUN", help="a run folder, or the folder a dump was written to")
+    show.add_argument("--stage", metavar="NAME", help="another stage than the last, for example 'gather'")
+    show.add_argument("--whole", action="store_true", help="every line, where repeated blocks are folded otherwise")
+    show.add_argument("--html", action="store_true", help="print where the run's page is, report.html, to open offline")
+
+
+def run_show(chosen: argparse.Namespace, _: Sequence[str]) -> int:
+    print(page(chosen.run) if chosen.html else show(chosen.run, chosen.stage, chosen.whole))
+    return 0
+
+
+def add_diff_options(diff: argparse.ArgumentParser) -> None:
+    diff.add_argument("a", type=Path, metavar="A", help="a stage's text file, a run folder, or a dump folder")
+    diff.add_argument("b", type=Path, metavar="B", help="the same, to compare with A")
+    diff.add_argument("--whole", action="store_true", help="of whole texts, where repeated blocks are folded otherwise")
+
+
+def run_diff(chosen: argparse.Namespace, _: Sequence[str]) -> int:
+    print(diff(chosen.a, chosen.b, chosen.whole))
+    return 0
+
+
+def add_convert_options(convert: argparse.ArgumentParser) -> None:
+    convert.add_argument("a", type=Path, metavar="A", help="the checkpoint")
+    convert.add_argument("b", type=Path, metavar="B", help="where to write it; must not exist")
+    convert.add_argument(
+        "--to", choices=("ours", "dcp", "hf"), required=True,
+        help="ours: for Sharded.load; dcp: for torch.distributed.checkpoint, as {'model': ..., 'optim': ...}; "
+        "hf: weights alone, for from_pretrained",
+    )  # fmt: skip
+
+
+def run_convert(chosen: argparse.Namespace, _: Sequence[str]) -> int:
+    """Converts, and says what was written, and what the other layout has no place for."""
+    from fsdp_compiled.runtime.checkpoint.convert import convert
+
+    found = convert(chosen.a, chosen.b, chosen.to)
+    if found.left_out:
+        print(f"left out: {', '.join(found.left_out)}")
+    print(f"{len(found.parameters)} parameters, {len(found.buffers)} buffers, step {found.step}: {chosen.b}")
+    return 0
 
 
 def show(run: Path, name: str | None = None, whole: bool = False) -> str:

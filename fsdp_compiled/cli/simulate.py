@@ -1,10 +1,4 @@
-"""`fsdp-compiled simulate`: what a step would take, hold and send on ranks that one does not have.
-
-What is trained: models of four sizes, and batches from which something can be learnt.
-
-A *preset* is a model and its batch, and how often it is stepped. *Blocks* are what FSDP2 is applied to one by one,
-and what becomes a unit each in this package.
-"""
+"""`fsdp-compiled simulate`: what a step would take, hold and send on ranks that one does not have."""
 
 from __future__ import annotations
 
@@ -14,9 +8,9 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,49 +18,23 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled import Policy
 from fsdp_compiled.cli.gpt import GPT, VOCABULARY, GPTConfig, next_byte_loss
-from fsdp_compiled.cli.options import positive, whole
+from fsdp_compiled.cli.options import check_heads, positive, whole
 from fsdp_compiled.plan.hardware import GBIT, HARDWARE, bits, with_bandwidth
 from fsdp_compiled.runtime.simulate import Estimate, simulate
 
+P = TypeVar("P", bound="Preset")
 SIZES = ("layers", "width", "heads", "context", "batch", "vocabulary")  # of a preset
 
 
-@dataclass(frozen=True)
-class SimulateOptions:
-    ranks: int = 8
-    replicate: int = 1
-    tp: int = 1
-    preset: str = "small"
-    setup: str | None = None  # module:function
-    layers: int | None = None  # None, here and below: as the preset has it
-    width: int | None = None
-    heads: int | None = None
-    context: int | None = None
-    batch: int | None = None
-    vocabulary: int | None = None
-    shard: str = "zero3"
-    half: bool = False
-    recompute: str = "auto"
-    hardware: str = "gpu"
-    node: int | None = None
-    nic: float | None = None  # bytes a second
-    microbatches: int = 1
-    network_gbps: float | None = None
-    inner_gbps: float | None = None
-    program: bool = False
-    json: Path | None = None
-
-
 def add_simulate_options(parser: argparse.ArgumentParser) -> None:
-    d = SimulateOptions()
     mesh = parser.add_argument_group("the ranks")
-    mesh.add_argument("--ranks", type=whole, default=d.ranks, metavar="N", help="all of them (%(default)s)")
-    mesh.add_argument("--replicate", type=whole, default=d.replicate, metavar="N", help="replicas: HSDP (%(default)s)")
+    mesh.add_argument("--ranks", type=whole, default=8, metavar="N", help="all of them (%(default)s)")
+    mesh.add_argument("--replicate", type=whole, default=1, metavar="N", help="replicas: HSDP (%(default)s)")
     mesh.add_argument(
-        "--tp", type=whole, default=d.tp, metavar="N",
+        "--tp", type=whole, default=1, metavar="N",
         help="ranks that the model is cut over, by the plan that it brings or one that is derived (%(default)s)",
     )  # fmt: skip
-    mesh.add_argument("--hardware", choices=tuple(HARDWARE), default=d.hardware, help="what ranks are (%(default)s)")
+    mesh.add_argument("--hardware", choices=tuple(HARDWARE), default="gpu", help="what ranks are (%(default)s)")
     mesh.add_argument("--node", type=whole, metavar="N", help="ranks of a node (8 GPUs)")
     mesh.add_argument(
         "--nic", type=bits, metavar="RATE",
@@ -76,15 +44,13 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     mesh.add_argument("--inner-gbps", type=positive, metavar="X", help="the same along tp, where it has its own wire")
 
     model = parser.add_argument_group("the model and one rank's batch")
-    model.add_argument("--preset", choices=tuple(PRESETS), default=d.preset, help="one of bench's (%(default)s)")
+    model.add_argument("--preset", choices=tuple(PRESETS), default="small", help="one of bench's (%(default)s)")
     model.add_argument(
         "--setup", metavar="MODULE:FUNCTION",
         help="one of your own: the function returns (model_fn, loss, batch), as fsdp_compiled.simulate takes them; "
         "MODULE is found from the current folder",
     )  # fmt: skip
-    model.add_argument(
-        "--microbatches", type=whole, default=d.microbatches, metavar="N", help="how many make a step (%(default)s)"
-    )
+    model.add_argument("--microbatches", type=whole, default=1, metavar="N", help="how many make a step (%(default)s)")
     for name, about in (
         ("layers", "blocks"), ("width", "size of the residual stream"), ("heads", "attention heads"),
         ("context", "tokens in a row"), ("batch", "rows a rank sees in a step"), ("vocabulary", "tokens (llama)"),
@@ -93,13 +59,13 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
 
     policy = parser.add_argument_group("how it is trained")
     policy.add_argument(
-        "--shard", choices=("zero3", "zero2", "zero1", "ddp"), default=d.shard, help="what is sharded (%(default)s)"
+        "--shard", choices=("zero3", "zero2", "zero1", "ddp"), default="zero3", help="what is sharded (%(default)s)"
     )
     policy.add_argument("--half", action="store_true", help="compute in bfloat16, reduce in float32")
     policy.add_argument(
         "--recompute",
         choices=("auto", "cheap", "unit"),
-        default=d.recompute,
+        default="auto",
         help="what backward makes again (%(default)s)",
     )
 
@@ -107,8 +73,7 @@ def add_simulate_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
 
 
-def simulate_options(chosen: argparse.Namespace) -> SimulateOptions:
-    options = SimulateOptions(**{field.name: getattr(chosen, field.name) for field in fields(SimulateOptions)})
+def run_simulate(options: argparse.Namespace, _: Sequence[str]) -> int:
     if options.ranks % (options.replicate * options.tp):
         raise ValueError(
             f"--ranks {options.ranks} are no whole number of --replicate {options.replicate} times --tp {options.tp}"
@@ -117,11 +82,6 @@ def simulate_options(chosen: argparse.Namespace) -> SimulateOptions:
         raise ValueError("--inner-gbps is the wire along tp; say how many ranks that is: --tp 8")
     if options.setup is not None and (given := [name for name in SIZES if getattr(options, name) is not None]):
         raise ValueError(f"--{given[0]} is of a preset's model, and --setup brings its own")
-    return options
-
-
-def run(options: SimulateOptions) -> str:
-    """What is printed."""
     model_fn, loss, batch = setup_of(options.setup) if options.setup is not None else _preset(options)
     machine = HARDWARE[options.hardware]
     if options.node is not None:
@@ -133,7 +93,7 @@ def run(options: SimulateOptions) -> str:
         machine = replace(machine, inner=options.inner_gbps * GBIT)
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.half else None
     policy = Policy(
-        shard=options.shard,  # type: ignore[arg-type]
+        shard=options.shard,
         tp="auto" if options.tp > 1 else None,
         recompute=options.recompute,
         **({"precision": precision} if precision is not None else {}),
@@ -148,7 +108,8 @@ def run(options: SimulateOptions) -> str:
     if options.json is not None:
         options.json.write_text(json.dumps(figures(found), indent=1) + "\n")
     where = f"{options.ranks} ranks ({', '.join(f'{axis} {size}' for axis, size in shape.items())})"
-    return "\n".join([f"simulated: {where}, {options.hardware}", str(found), *[f"\n{found.program}"] * options.program])
+    print(f"simulated: {where}, {options.hardware}\n{found}", *[f"\n{found.program}"] * options.program, sep="\n")
+    return 0
 
 
 def figures(found: Estimate) -> dict[str, Any]:
@@ -162,9 +123,10 @@ def figures(found: Estimate) -> dict[str, Any]:
     }
 
 
-def _preset(options: SimulateOptions) -> tuple[Callable[[], Any], Any, tuple[Any, ...]]:
+def _preset(options: argparse.Namespace) -> tuple[Callable[[], Any], Any, tuple[Any, ...]]:
     preset = sized(PRESETS[options.preset], **{name: getattr(options, name) for name in SIZES})
-    return preset.model, preset.loss, preset.batches(1, 0, 1)[0]
+    tokens = torch.empty(preset.batch, preset.context, dtype=torch.int64)
+    return preset.model, preset.loss, (tokens, tokens)
 
 
 def setup_of(setup: str, option: str = "--setup") -> tuple[Callable[[], Any], Any, tuple[Any, ...]]:
@@ -185,20 +147,15 @@ def setup_of(setup: str, option: str = "--setup") -> tuple[Callable[[], Any], An
     return made
 
 
-Batch = tuple[Tensor, Tensor]  # tokens and targets, [rows, context] int64
-
-
 @dataclass(frozen=True)
 class Preset:
-    name: str
-    about: str
+    """A model and one rank's batch."""
+
     layers: int
     width: int
     heads: int
     context: int  # tokens in a row
-    batch: int  # rows a rank sees in a step
-    rounds: int
-    steps: int  # a rival takes in a round
+    batch: int  # rows of a rank
     vocabulary: int = VOCABULARY
     llama: bool = False
 
@@ -209,32 +166,6 @@ class Preset:
         if self.llama:
             return model(input_ids=tokens, labels=tokens).loss  # which shifts the labels itself
         return next_byte_loss(model, tokens, targets)
-
-    @property
-    def tp(self) -> Any:
-        """`Policy.tp`: the plan that Llama brings; of our GPT (q, k and v are one matrix) the feed-forward alone."""
-        return "auto" if self.llama else {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
-
-    def blocks(self, model: Any) -> list[nn.Module]:
-        return list(model.model.layers if self.llama else model.layers)
-
-    def batches(self, world: int, seed: int, count: int) -> list[Batch]:
-        """Whole batches, [world * batch, context]: each token follows from the one before it."""
-        generator = torch.Generator().manual_seed(seed)
-        made = []
-        for _ in range(count):
-            column = torch.randint(self.vocabulary, (world * self.batch,), generator=generator)
-            columns = [column]
-            for _ in range(self.context):
-                column = (5 * column + 1) % self.vocabulary
-                columns.append(column)
-            rows = torch.stack(columns, 1)
-            made.append((rows[:, :-1].contiguous(), rows[:, 1:].contiguous()))
-        return made
-
-    def __str__(self) -> str:
-        kind = "Llama" if self.llama else "GPT"
-        return f"{kind}, {self.layers} layers of width {self.width}, {self.batch} x {self.context} tokens a rank"
 
 
 def _llama(preset: Preset) -> nn.Module:
@@ -254,36 +185,19 @@ def _llama(preset: Preset) -> nn.Module:
 
 
 PRESETS = {
-    preset.name: preset
-    for preset in (
-        Preset("thin", "many small layers: overhead", 24, 64, 4, 32, 1, rounds=12, steps=5),
-        Preset("small", "few layers of a middling width", 4, 256, 4, 128, 4, rounds=12, steps=2),
-        Preset("large", "compute and memory", 6, 512, 8, 128, 4, rounds=6, steps=1),
-        Preset("llama", "a LlamaForCausalLM of transformers", 6, 256, 8, 128, 2, 10, 2, vocabulary=2048, llama=True),
-    )
+    "thin": Preset(24, 64, 4, 32, 1),
+    "small": Preset(4, 256, 4, 128, 4),
+    "large": Preset(6, 512, 8, 128, 4),
+    "llama": Preset(6, 256, 8, 128, 2, vocabulary=2048, llama=True),
 }
 
 
-def sized(preset: Preset, **sizes: int | None) -> Preset:
+def sized(preset: P, **sizes: int | None) -> P:
     """The preset with some of its numbers given; refuses what cannot be built."""
     preset = replace(preset, **{name: value for name, value in sizes.items() if value is not None})  # type: ignore[arg-type]
-    if preset.width % preset.heads or preset.width // preset.heads % 2:
-        raise ValueError(
-            f"--width {preset.width} over --heads {preset.heads}: each head needs the same, even size; "
-            f"try --width {2 * preset.heads * max(1, round(preset.width / preset.heads / 2))}"
-        )
+    check_heads(preset.width, preset.heads)
     if preset.llama and importlib.util.find_spec("transformers") is None:
         raise ValueError(
             "--preset llama needs transformers, which is not installed: pip install 'fsdp-compiled[bench]'"
         )
     return preset
-
-
-def rows_of_rank(batch: Batch, rank: int, rows: int) -> Batch:
-    """A rank's rows of a whole batch."""
-    tokens, targets = (part[rank * rows : (rank + 1) * rows].contiguous() for part in batch)
-    return tokens, targets
-
-
-def on_device(batches: Sequence[Batch], device: torch.device) -> list[Batch]:
-    return [(tokens.to(device), targets.to(device)) for tokens, targets in batches]

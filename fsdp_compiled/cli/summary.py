@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from fsdp_compiled.cli import clock
-from fsdp_compiled.cli.clock import Pace
 from fsdp_compiled.cli.journal import Journal
 from fsdp_compiled.cli.report import printable, table
 
@@ -42,14 +41,17 @@ def samples(texts: Sequence[bytes], prompt: bytes, out: Path) -> str:
     return f"\na sample, which continues {prompt.decode('utf-8', errors='replace')!r}:\n\n{lines}"
 
 
-def results(journal: Journal, pace: Pace, unigram: float, memory: int, skipped: int, seconds: float, out: Path) -> str:
-    """Writes them to ``result.json``; the table of them, to print. ``memory``: a rank's peak. ``seconds``: of all."""
+def results(
+    journal: Journal, speed: float, first: float, unigram: float, memory: int, skipped: int, seconds: float, out: Path
+) -> str:
+    """Writes them to ``result.json``; the table of them, to print. ``speed``: tokens a second. ``first``: seconds of
+    the first step. ``memory``: a rank's peak. ``seconds``: of all."""
     result = {
         "validation_loss": journal.val_loss,
         "unigram_loss": unigram,
         "train_loss": journal.train_loss,
-        "tokens_per_second": pace.tokens_per_second,
-        "first_step_seconds": pace.first,
+        "tokens_per_second": speed,
+        "first_step_seconds": first,
         "peak_memory_bytes": memory,
         "skipped_steps": skipped,
         "wall_seconds": seconds,
@@ -59,8 +61,8 @@ def results(journal: Journal, pace: Pace, unigram: float, memory: int, skipped: 
         ("validation loss", _nats(journal.val_loss)),
         ("byte-unigram model's validation loss", _nats(unigram)),
         ("training loss, last steps", _nats(journal.train_loss)),
-        ("speed", f"{pace.tokens_per_second:,.0f} tokens/s"),
-        ("first step, with compilation", f"{pace.first:.1f} s"),
+        ("speed", f"{speed:,.0f} tokens/s"),
+        ("first step, with compilation", f"{first:.1f} s"),
         ("peak memory of a rank", f"{memory / 2**30:.2f} GiB"),
         ("wall time", f"{seconds:.0f} s"),
     ]

@@ -2,33 +2,34 @@
 
 import gc
 import json
+import math
 import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_compiled import LossScale, Policy, compile_sharded
 from fsdp_compiled.analysis.best_effort import attempt
 from fsdp_compiled.cli import summary
-from fsdp_compiled.cli.clock import Attempts, Clock, Pace
+from fsdp_compiled.cli.clock import Attempts, Clock
 from fsdp_compiled.cli.data import IGNORED, held_out_windows, load_corpus, rank_batches, train_windows, unigram_loss
-from fsdp_compiled.cli.gpt import GPT, GPTConfig, decay_groups
-from fsdp_compiled.cli.journal import Journal, Record
-from fsdp_compiled.cli.loader import Loader, share
+from fsdp_compiled.cli.gpt import GPT, GPTConfig, decay_groups, next_byte_loss
+from fsdp_compiled.cli.journal import Journal, Record, whole_file
+from fsdp_compiled.cli.loader import Loader, Share, share
+from fsdp_compiled.cli.machine import told_short
 from fsdp_compiled.cli.options import TrainOptions
-from fsdp_compiled.cli.progress import Compiling, Progress, Silent, progress
+from fsdp_compiled.cli.progress import Compiling, Progress
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, Ranks, Stop, began
-from fsdp_compiled.cli.recipe import loss_of, rate
-from fsdp_compiled.cli.report import configuration, curve, save
+from fsdp_compiled.cli.report import configuration, curve
 from fsdp_compiled.cli.summary import Read, Unread, blame, first_line, generate
-from fsdp_compiled.cli.toolchain import told_short
 from fsdp_compiled.runtime.profiling import Profile
 
 # Validation and sampling share one shape, so the forward is compiled once. Few rows, because each sampled
@@ -37,6 +38,36 @@ ROWS = 4
 VALIDATION_WINDOWS = 256
 SAMPLE_BYTES = 300
 PROFILED = (3, 5)  # steps of an attempt, the first and the last, under --profile
+
+
+def loss_of(how: Share) -> Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The loss of one microbatch, and the same as this rank's own.
+
+    Where some rows do not count, ranks' losses are sums, scaled so that their mean over microbatches and ranks is the
+    mean over the windows that do.
+    """
+
+    def mean(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        loss = next_byte_loss(model, tokens, targets)
+        return loss, loss.detach()
+
+    def scaled(model: nn.Module, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logits = model(tokens).flatten(0, 1)
+        total = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        loss = total * (how.world * how.parts / (how.batch * tokens.shape[1]))
+        return loss, loss.detach()
+
+    return scaled if how.padded else mean
+
+
+def rate(step: int, options: TrainOptions) -> float:
+    """The learning rate of a step, counted from 0, as a fraction of --lr: a straight rise, then half a cosine
+    down to a tenth."""
+    warmup = min(50, options.steps // 10) if options.warmup is None else options.warmup
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, options.steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
 class Job:
@@ -70,15 +101,15 @@ class Job:
         policy = Policy(shard=options.shard, lower=options.lower, clip=options.clip or None, loss_scale=scale)
         self.sharded = compile_sharded(self.model, optimizer, loss=loss_of(self.share), policy=policy)
         self.ranks = Ranks(self.sharded.explain)
-        self.pace = Pace(self.share.batch * options.context)
         self.unread = Unread()
         self.skipped = 0  # steps that updated nothing, for what was not finite
         self.saved: Future[Any] | None = None
-        self.step = self._restore()
+        self.step = self.began_after = self._restore()
+        self.first_seconds = 0.0  # of this attempt's first step, which compiles
 
         self.journal: Journal | None = None
         self.attempts: Attempts | None = None
-        self.progress: Progress = Silent()
+        self.progress = Progress(options.steps, self.share.batch * options.context, here.first)
         if here.first:
             self._open(f"{corpus}", size)
 
@@ -122,7 +153,6 @@ class Job:
         )
         self.journal = Journal(out, self.step)
         self.attempts = Attempts(out, self.clock, self.here.world, self.step)
-        self.progress = progress(options.steps, self.share.batch * options.context)
         if self.step:
             self.progress.say(f"goes on after step {self.step}, from {options.checkpoint}")
 
@@ -140,7 +170,6 @@ class Job:
             self.progress.say(f"step {first}: capturing the model and compiling the step; the slowest one ...")
         measuring, profile = ExitStack(), None
         self.clock.enter("training")
-        self.pace.start()
         for step in range(first, options.steps + 1):
             lr = self.schedule.get_last_lr()[0]
             if options.profile and step - first + 1 == PROFILED[0]:
@@ -166,8 +195,6 @@ class Job:
                 measuring.close()
                 self._dump(profile)
                 profile = None
-            if reading:
-                self.pace.start()
             if stopped:
                 where = f"; saved in {options.checkpoint}" if saving else ""
                 self.progress.say(f"stopped after step {step} of {options.steps}, as asked{where}")
@@ -191,9 +218,9 @@ class Job:
     def _read(self, step: int) -> None:
         """Reads the losses of the steps since the last time; one that is not finite stops the run, or is said."""
         found = self.unread.read()
-        self.pace.stop(len(found))
-        if self.pace.steps == len(found):
-            self.progress.say(f"step {step} took {self.pace.first:.1f} s; the next ones only run")
+        if not self.first_seconds:
+            self.first_seconds = self.clock.seconds["compiling"]
+            self.progress.say(f"step {step} took {self.first_seconds:.1f} s; the next ones only run")
         for read in found:
             if read.finite:
                 continue
@@ -213,8 +240,7 @@ class Job:
             with self.clock.spending("validating"):
                 val_loss = self.validate()
         if self.journal is not None and self.attempts is not None:
-            read, speed = self.newest, self.pace.tokens_per_second
-            seconds = time.time() - self.began
+            read, speed, seconds = self.newest, self.tokens_per_second, time.time() - self.began
             record = Record(read.step, read.loss, val_loss, read.grad_norm, lr, speed, self._memory(), seconds)
             self.journal.add(record)
             self.attempts.add(read.step)
@@ -244,16 +270,15 @@ class Job:
     def validate(self) -> float:
         """Nats a byte over all held-out windows, of all ranks."""
         self.model.eval()
-        total = torch.zeros(2, dtype=torch.float64)  # nats, bytes
+        nats, count = 0.0, 0
         for tokens, targets in self.held_out:
             logits = self.sharded(tokens.to(self.here.device))
-            nats = F.cross_entropy(
-                logits.flatten(0, 1).float().cpu(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-            )
-            total += torch.stack((nats.double(), (targets != IGNORED).sum().double()))
+            logits, targets = logits.flatten(0, 1).float().cpu(), targets.flatten()
+            nats += F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum").item()
+            count += int((targets != IGNORED).sum())
         self.model.train()
-        nats_and_bytes = self.ranks.sum(total)
-        return (nats_and_bytes[0] / nats_and_bytes[1]).item()
+        of_ranks = self.ranks.exchange((nats, count))
+        return sum(nats for nats, _ in of_ranks) / sum(count for _, count in of_ranks)
 
     def finish(self, stopped: int) -> None:
         """Saves the model, draws, samples and sums up. A stopped run says what it knows and computes nothing
@@ -267,10 +292,11 @@ class Job:
         self.clock.enter("validating")
         options, out = self.options, self.options.out
         state = self.sharded.full_state_dict()
-        memory = self.ranks.max(torch.tensor(self._memory())).item()
+        memory = max(self.ranks.exchange(self._memory()))
         if self.journal is not None:
             assert out is not None
-            save(state, out / "model.pt")
+            with whole_file(out / "model.pt", "wb") as file:
+                torch.save(dict(state), file)
         texts: list[bytes] = []
         if not stopped:
             self.progress.say("writing a sample ...")
@@ -280,9 +306,8 @@ class Job:
         if self.journal is None:
             return
         assert out is not None
-        self.progress.close()
         curve(self.journal.records, self.unigram, out / "loss.png")
-        self._sum_up(texts, int(memory))
+        self._sum_up(texts, memory)
 
     def tell(self, ended: str) -> None:
         """The attempt's last word in the journal."""
@@ -290,7 +315,6 @@ class Job:
             self.attempts.add(self.step, ended)
 
     def close(self) -> None:
-        self.progress.close()
         for one in (self.journal, self.attempts):
             if one is not None:
                 one.close()
@@ -303,9 +327,16 @@ class Job:
         assert out is not None and journal is not None
         if texts:
             print(summary.samples(texts, self.prompt, out))
-        print(summary.results(journal, self.pace, self.unigram, memory, self.skipped, time.time() - self.began, out))
+        speed, seconds = (self.tokens_per_second, self.first_seconds), time.time() - self.began
+        print(summary.results(journal, *speed, self.unigram, memory, self.skipped, seconds, out))
         self.tell("complete" if texts else "stopped")
         print(summary.written(out), flush=True)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """All ranks together, over this attempt's steps but the first, and what they waited for."""
+        spent, steps = self.clock.seconds, self.step - self.began_after - 1
+        return max(steps, 0) * self.share.batch * self.options.context / (spent["training"] + spent["waiting"])
 
     def _memory(self) -> int:
         """This process's peak, in bytes: of the GPU if it has one."""

@@ -7,8 +7,8 @@
     ...
 
 Lines repeat that differ in nothing but whole numbers, each of which grows, or shrinks, by the same from one time to the
-next, and stand in the same columns: so the folded text says all that the whole one does, and `unfolded` gives that
-back. Texts that were written to a file fold as well.
+next, and stand in the same columns: so the folded text says all that the whole one does. Texts that were
+written to a file fold as well.
 """
 
 from __future__ import annotations
@@ -40,17 +40,10 @@ class Repeat:
         """Numbers that move as the first and the last."""
         rows = [self._row(*pair) for pair in zip(self.lines, self.steps, strict=True)]
         if len(rows) == 1:
-            yield f"{_spaced(rows[0])}  ×{self.times}"
+            yield f"{spaced(rows[0])}  ×{self.times}"
             return
         yield f"{' ' * (len(rows[0]) - len(rows[0].lstrip()))}×{self.times}:"
-        yield from (_spaced(f"  {row}") for row in rows)
-
-    def whole(self) -> Iterator[str]:
-        for time in range(self.times):
-            for line, steps in zip(self.lines, self.steps, strict=True):
-                pieces = NUMBER.split(line)
-                pieces[1::2] = [str(int(one) + time * step) for one, step in zip(pieces[1::2], steps, strict=True)]
-                yield _spaced("".join(pieces))
+        yield from (spaced(f"  {row}") for row in rows)
 
     def _row(self, line: str, steps: Sequence[int]) -> str:
         pieces = NUMBER.split(line)
@@ -68,11 +61,6 @@ def fold(lines: Iterable[str]) -> list[str]:
 
 def folded(text: str) -> str:
     return "\n".join(fold(text.split("\n")))
-
-
-def unfolded(parts: Iterable[str | Repeat]) -> list[str]:
-    """The lines that `repeats` was given."""
-    return [line for part in parts for line in ([part] if isinstance(part, str) else part.whole())]
 
 
 def repeats(lines: Sequence[str]) -> Iterator[str | Repeat]:
@@ -136,7 +124,7 @@ def _columned(line: str) -> str | None:
     return GAP.sub(lambda gap: chr(ord(FIRST) + gap.end()) if ord(FIRST) + gap.end() <= ord(LAST) else gap[0], line)
 
 
-def _spaced(line: str) -> str:
+def spaced(line: str) -> str:
     """With gaps again, each as wide as leads to its column, or two where that is passed."""
     found = ""
     for part in re.split(f"({COLUMN.pattern})", line):

@@ -86,3 +86,7 @@ def describe(plan: Plan) -> list[str]:
         note = f"; under {other!r} it would be {human(instead)}" if instead != held else ""
         lines.append(f"while microbatches are added up (accumulate={kept!r}): {human(held)} more a rank{note}")
     return lines
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.4g} ms"

@@ -338,7 +338,7 @@ def _ways(base: Policy, ranks: int, tp: int, rows: int, batch: int | None, node:
         accumulates = ("shards", "full") if microbatches > 1 and shard != "ddp" and not offload else ("shards",)
         for accumulate in accumulates:
             policy = replace(
-                base, shard=shard, recompute=recompute, offload=offload, accumulate=accumulate, bucket_mb=0.0,
+                base, shard=shard, recompute=recompute, offload=offload, accumulate=accumulate,
                 tp="auto" if tp > 1 else None,
             )  # fmt: skip
             yield Way(replicate, ranks // replicate, tp, rows, microbatches, policy)

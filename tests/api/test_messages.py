@@ -134,13 +134,17 @@ def test_a_cache_folder_that_cannot_be_made_is_replaced_and_said_once(tmp_path: 
         "sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), lr=0.1),\n"
         "                          loss=lambda m, x: m(x).square().mean(), policy=Policy(lower='eager'))\n"
         "print(sharded.step(torch.ones(2, 4)).item() > 0, sharded.step(torch.ones(3, 4)).item() > 0)\n"
-        "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
+        "import os, sys; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])\n"
+        "sys.stdout.flush()\n"
+        "if os.fork() == 0: sys.exit()\n"
+        "os.wait(); print(os.path.isdir(os.environ['TORCHINDUCTOR_CACHE_DIR']))\n"
     )
     environment = {"PATH": "/usr/bin:/bin", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "file" / "cache")}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    answers, place = done.stdout.split("\n")[:2]
+    answers, place, after_fork = done.stdout.split("\n")[:3]
     assert answers == "True True" and not Path(place).exists()  # gone when the process ended
+    assert after_fork == "True"  # and not when one that it had forked did
     assert done.stderr.count("cannot be used (Not a directory)") == 1, done.stderr

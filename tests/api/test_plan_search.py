@@ -19,15 +19,15 @@ from fsdp_compiled.cli.plan import LLAMAS, model_of
 from fsdp_compiled.plan.hardware import ERROR, GIB, gpus
 from fsdp_compiled.policy import Policy as _Policy
 from fsdp_compiled.runtime import plan_search
-from fsdp_compiled.runtime.plan_search import PRECISION, Plans, Way, _Source, of_config, policy_text
+from fsdp_compiled.runtime.plan_search import PRECISION, Plans, Price, Way, _Source, of_config, policy_text
 
 transformers = pytest.importorskip("transformers")
 
 
-def llama(layers: int = 3) -> Any:
+def llama(layers: int = 3, width: int = 256, vocabulary: int = 512) -> Any:
     return transformers.LlamaConfig(
-        num_hidden_layers=layers, hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=512, max_position_embeddings=256,
+        num_hidden_layers=layers, hidden_size=width, intermediate_size=2 * width, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=vocabulary, max_position_embeddings=256,
     )  # fmt: skip
 
 
@@ -51,20 +51,34 @@ def test_the_fastest_that_fits_is_first_and_was_simulated_whole() -> None:
 
 
 def test_a_price_is_what_simulate_says() -> None:
-    """Of the model's whole depth, and of a few blocks continued."""
-    config = llama(9)
+    """Of the model's whole depth, and of a few blocks continued; under the policy that is printed, with which the large
+    matrices at the model's ends are units of their own."""
+    config = llama(8, 1024, 32000)
 
     def asked(way: Way) -> bool:
         plain = way.policy.shard == "zero3" and not way.policy.offload
         return plain and way.tp == way.rows == way.replicate == 1
 
     made: Plans = fsdp_compiled.plan(config, "16xH100", node=4, nic="100Gb/s", seq=256, ways=asked)  # type: ignore[operator]
-    assert len(made.prices) == 2 and made.best.whole and not made.prices[1].whole
+    assert len(made.prices) == 2 and made.best.whole
+    model = of_config(config, 8, 1, 256)
     for price in made.prices:
-        way = price.way
-        said = simulate(*of_config(config, 9, way.rows, 256), 16, made.cluster, way.policy)
+        said = simulate(*model, 16, made.cluster, pasted(made, price))
+        assert "root/0" in [unit.name for unit in said.plan.units]
         assert price.seconds == pytest.approx(said.seconds, rel=1e-9 if price.whole else 0.1)
         assert price.peak == pytest.approx(said.memory.peak.nbytes, rel=1e-9 if price.whole else 0.1)
+    other = simulate(*model, 16, made.cluster, replace(made.best.way.policy, bucket_mb=0.0))
+    assert other.seconds != pytest.approx(made.best.seconds, rel=1e-3), "the control: one unit a block, and the root"
+
+
+def pasted(made: Plans, price: Price) -> Policy:
+    """The policy that is printed where this price is the best."""
+    text = str(replace(made, prices=(price,)))
+    line = next(line for line in text.splitlines() if line.startswith("policy = "))
+    names = {"Policy": Policy, "MixedPrecisionPolicy": type(PRECISION), "torch": torch}
+    found = eval(line.removeprefix("policy = "), names)
+    assert isinstance(found, Policy)
+    return found
 
 
 def test_less_memory_gives_another_way_or_none() -> None:
@@ -79,9 +93,7 @@ def test_less_memory_gives_another_way_or_none() -> None:
 def test_what_is_printed_can_be_pasted_and_read() -> None:
     text = str(found())
     assert "16 x h100, nodes of 4" in text and "days" in text and "cost" in text
-    pasted = next(line for line in text.splitlines() if line.startswith("policy = "))
-    names = {"Policy": Policy, "MixedPrecisionPolicy": type(PRECISION), "torch": torch}
-    assert eval(pasted.removeprefix("policy = "), names) == found().best.way.policy
+    assert pasted(found(), found().best) == found().best.way.policy
     read = json.loads(found().json())
     assert read["inputs"]["batch"] == 32 and len(read["ways"]) == len(found().prices)
     assert read["ways"][0]["MFU"] < 1 and read["ways"][0]["cost"] == pytest.approx(read["ways"][0]["days"] * 24 * 32)

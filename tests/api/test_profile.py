@@ -12,7 +12,7 @@ import torch
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.analysis.timeline import WAIT, Span, Timeline, measured
-from fsdp_compiled.report.bounds import sentence
+from fsdp_compiled.runtime.profiling import sentence
 from tests.launch import launch
 from tests.models import Stack
 from tests.simulate import stages

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from bench import run_all, tables
+from bench.presets import PRESETS
 from bench.rivals import RIVALS
-from fsdp_compiled.cli.simulate import PRESETS
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,12 +18,13 @@ from bench.network import Transfer
 from bench.observe import MARK, Event, Observer, read
 from bench.options import BenchOptions, bench_options
 from bench.plot import plot
+from bench.presets import PRESETS, rows_of_rank
 from bench.rivals import ADAMW, REFERENCE, RIVALS, Rival, Setting, Step, plain
 from bench.screen import Silent
 from bench.summary import BASELINE, Spread, ratio, rows
 from fsdp_compiled.cli import main, parser
 from fsdp_compiled.cli.rank import RankInfo, Ranks
-from fsdp_compiled.cli.simulate import PRESETS, rows_of_rank, sized
+from fsdp_compiled.cli.simulate import sized
 from tests.launch import launch
 
 ROOT = Path(__file__).parents[2]

@@ -11,10 +11,11 @@ from bench import tables
 from bench.estimates import add_estimates, machine
 from bench.network import Inner, Network
 from bench.options import BenchOptions, bench_options
+from bench.presets import PRESETS
 from bench.start import selection
 from bench.summary import ratio
 from fsdp_compiled.cli import parser
-from fsdp_compiled.cli.simulate import PRESETS, sized
+from fsdp_compiled.cli.simulate import sized
 
 
 class Done(dist._Work):

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_compiled.cli import main
-from fsdp_compiled.cli.check import start, tests
-from fsdp_compiled.cli.check.tests import ALONE, KERNELS, TOGETHER, Skipped, Wrong, results
+from fsdp_compiled.cli import check, main
+from fsdp_compiled.cli.check import ALONE, KERNELS, TOGETHER, Skipped, Wrong, results
 from fsdp_compiled.kernels.operators import IMPLEMENTATIONS, RUNS
 
 CPU = torch.device("cpu")
@@ -30,7 +29,7 @@ def broken(_: torch.device) -> str:
 
 
 def test_each_test_is_a_row_whatever_it_raises() -> None:
-    made = tuple(tests.Test(run.__name__, run) for run in (wrong, missing, broken, lambda _: "fine"))
+    made = tuple(check.Test(run.__name__, run) for run in (wrong, missing, broken, lambda _: "fine"))
     assert list(results(made, CPU)) == [
         ("wrong", "FAILED", "losses [2.0], expected [1.0]"),
         ("missing", "skipped", "no GPU"),
@@ -42,7 +41,7 @@ def test_each_test_is_a_row_whatever_it_raises() -> None:
 def test_between_ranks_all_is_well_here_and_the_file_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(start, "ALONE", (tests.Test("nothing", lambda _: "there"),))
+    monkeypatch.setattr(check, "ALONE", (check.Test("nothing", lambda _: "there"),))
     assert main(["check", "--out", str(tmp_path)]) == 0
     said = capfd.readouterr().out
     assert "all is well: 5 passed" in said and "as FSDP2 on 2 ranks" in said and "bit for bit" in said
@@ -54,14 +53,14 @@ def test_between_ranks_all_is_well_here_and_the_file_says_so(
 def test_a_failure_is_told_at_the_end_and_by_the_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(start, "ALONE", (tests.Test("arithmetic", wrong),))
-    monkeypatch.setattr(start, "TOGETHER", ())
-    monkeypatch.setattr(start, "launch", lambda *_: 0)
+    monkeypatch.setattr(check, "ALONE", (check.Test("arithmetic", wrong),))
+    monkeypatch.setattr(check, "TOGETHER", ())
+    monkeypatch.setattr(check, "launch", lambda *_: 0)
     assert main(["check", "--out", str(tmp_path)]) == 1
     assert f"1 of 1 failed: arithmetic. Please report it, with {tmp_path / 'check.json'}." in capsys.readouterr().out
-    monkeypatch.setattr(start, "launch", lambda *_: 7)
-    monkeypatch.setattr(start, "TOGETHER", TOGETHER)
-    monkeypatch.setattr(start, "ALONE", ())
+    monkeypatch.setattr(check, "launch", lambda *_: 7)
+    monkeypatch.setattr(check, "TOGETHER", TOGETHER)
+    monkeypatch.setattr(check, "ALONE", ())
     assert main(["check"]) == 1
     assert "a rank ended with exit code 7" in capsys.readouterr().out
 
@@ -73,19 +72,19 @@ def test_one_process_is_no_place_for_collectives(capsys: pytest.CaptureFixture[s
 
 def test_a_lowering_that_trains_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the same test, of a reference that is a little off."""
-    test = tests.lowering("eager")
+    test = check.lowering("eager")
     assert "bit for bit" in test.run(CPU)
-    right = tests.by_hand
-    monkeypatch.setattr(tests, "by_hand", lambda *given: [loss * 1.00001 for loss in right(*given)])
+    right = check.by_hand
+    monkeypatch.setattr(check, "by_hand", lambda *given: [loss * 1.00001 for loss in right(*given)])
     with pytest.raises(Wrong, match="expected"):
         test.run(CPU)
 
 
 @pytest.mark.parametrize("like", KERNELS, ids=lambda like: like.name)
 def test_its_kernels_are_calls_that_their_references_take(like: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tests.failure(like, CPU) == ""
+    assert check.failure(like, CPU) == ""
     monkeypatch.setitem(RUNS, (like.name, "cpu"), lambda *_, **__: torch.zeros(1))
-    assert tests.failure(like, CPU)
+    assert check.failure(like, CPU)
 
 
 def test_every_kernel_and_both_lowerings_are_among_the_tests() -> None:

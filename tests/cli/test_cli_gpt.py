@@ -4,8 +4,8 @@ import torch
 
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, decay_groups, next_byte_loss
 from fsdp_compiled.cli.options import TrainOptions
-from fsdp_compiled.cli.recipe import rate
 from fsdp_compiled.cli.summary import first_line, generate
+from fsdp_compiled.cli.train import rate
 
 CONFIG = GPTConfig(layers=2, width=32, heads=4, context=16)
 

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,26 @@ def test_the_first_interrupt_stops_ranks_by_the_pipe(tmp_path: Path, capfd: pyte
     assert ranks(f"open({str(tmp_path / 'ready')!r}, 'w')\n{UNTIL_STOPPED}", tmp_path) == 130
     assert "stopping after the current step" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ranks_whose_launcher_is_killed_stop(tmp_path: Path) -> None:
+    rank = RANK + f"open({str(tmp_path)!r} + f'/began-{{rank}}', 'w')\n"
+    rank += f"found = select.select([int(os.environ['{STOP}'])], [], [], 60)[0]\n"
+    rank += f"os.mkdir({str(tmp_path)!r} + f'/stopping-{{rank}}' * bool(found))"
+    code = "import pathlib, sys; from fsdp_compiled.cli.launch import launch\n"
+    code += f"launch([sys.executable, '-c', {rank!r}], 2, pathlib.Path({str(tmp_path)!r}))"
+    launcher = subprocess.Popen([sys.executable, "-c", code])
+    until(lambda: len(list(tmp_path.glob("began-*"))) == 2)
+    launcher.kill()
+    launcher.wait()
+    until(lambda: len(list(tmp_path.glob("stopping-*"))) == 2)
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_the_second_interrupt_kills(tmp_path: Path) -> None:

@@ -5,26 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_compiled.cli.journal import Journal, Record
-from fsdp_compiled.cli.progress import Compiling, Plain, seconds_left
-from fsdp_compiled.cli.report import curve, printable, save, smooth, table
+from fsdp_compiled.cli.journal import Journal, Record, whole_file
+from fsdp_compiled.cli.progress import Compiling, Progress, seconds_left
+from fsdp_compiled.cli.report import curve, printable, smooth, table
 
 
 def record(step: int, val_loss: float | None = None) -> Record:
     return Record(step, 5.0 - step, val_loss, 1.0, 1e-3, 100.0, 2**30, float(step))
 
 
-def test_save_leaves_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_leaves_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
-    save({"weight": torch.ones(3)}, path)
-
-    def break_off(state: object, file: object) -> None:
-        file.write(b"half")  # type: ignore[attr-defined]
+    with whole_file(path, "wb") as file:
+        torch.save({"weight": torch.ones(3)}, file)
+    with pytest.raises(OSError, match="disk full"), whole_file(path, "wb") as file:
+        file.write(b"half")
         raise OSError("disk full")
-
-    monkeypatch.setattr(torch, "save", break_off)
-    with pytest.raises(OSError, match="disk full"):
-        save({"weight": torch.zeros(3)}, path)
     assert [found.name for found in tmp_path.iterdir()] == ["model.pt"]
     assert torch.load(path)["weight"].tolist() == [1, 1, 1]
 
@@ -59,8 +55,8 @@ def test_a_table_lines_up() -> None:
     assert lines[1:-1] == [" a        1 ", " longer  22 "] and len({len(line) for line in lines}) == 1
 
 
-def test_plain_progress_prints_ends_and_validations(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = Plain(steps=9, tokens=50)
+def test_progress_prints_ends_and_validations(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = Progress(steps=9, tokens=50)
     for step in range(1, 10):
         progress.update(record(step, 2.5 if step == 4 else None))
     steps = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
@@ -82,7 +78,7 @@ def test_the_compilers_progress_is_said_once_a_second_and_warnings_are_as_they_w
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's
     monkeypatch.setattr(log, "handlers", [])  # that another test left
     before = log.level, list(log.handlers)
-    with Compiling(Plain(3, 10)):
+    with Compiling(Progress(3, 10)):
         for piece in (1, 2):
             log.info("compiling %d of %d pieces (%d operators)", piece, 12, 40)
         log.info("something else")

@@ -11,8 +11,8 @@ import torch
 
 from bench import RESULTS
 from bench.start_up import paid
+from fsdp_compiled.cli.machine import SHORT, told_short
 from fsdp_compiled.cli.options import TrainOptions
-from fsdp_compiled.cli.toolchain import SHORT, told_short
 from fsdp_compiled.cli.train import Job
 
 

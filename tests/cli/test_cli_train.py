@@ -100,7 +100,7 @@ def test_an_interrupted_run_saves_what_it_reached(text: Path, whole: tuple[Path,
     assert printed.splitlines()[-1] == str(out)
     assert "stopped after step" in printed
     assert 1 <= len(metrics(out)) < 100000
-    assert metrics(out)[0]["loss"] == metrics(whole[0])[0]["loss"]  # on forks of the launcher, and on ranks that joined
+    assert metrics(out)[0]["loss"] == metrics(whole[0])[0]["loss"]  # the launcher's ranks, and ranks that joined
     assert "embed.weight" in torch.load(out / "model.pt") and any((out / "logs").iterdir())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -76,37 +75,6 @@ def test_it_begins_with_a_model_that_is_compiled(how: str, expected: int, monkey
     model = torch.nn.Linear(4, 4)
     compile_sharded(model, torch.optim.SGD(model.parameters()), loss=lambda m, x: m(x).sum(), policy=Policy(lower=how))
     assert len(began) == expected
-
-
-ASKS = """
-import importlib, json, sys, threading
-import torch
-from fsdp_compiled.lower import warm_up
-from fsdp_compiled.torch_private.inductor import compile_alone
-late = ("torch._inductor.codegen.cpp", *warm_up.WITH_KERNELS)
-before = [name in sys.modules for name in late]
-warm_up.compile_product()
-after = [name in sys.modules for name in late]
-passes = [importlib.import_module(f"torch._inductor.fx_passes.{name}") for name in ("joint_graph", "post_grad")]
-set_up = [one.lazy_init.cache_info().currsize for one in passes]
-modules, threads = set(sys.modules), threading.active_count()
-module = torch.fx.symbolic_trace(lambda x, y: (x @ y,))
-compile_alone(module, [torch.ones(4, 4), torch.ones(4, 4)], dynamic_shapes="from_graph")
-again = [one.lazy_init.cache_info().currsize for one in passes]
-new = [name for name in {*sys.modules} - modules if name.startswith("torch._inductor.") and "compile_tasks" not in name]
-print(json.dumps([before, after, set_up, again, new, threads]))
-"""
-
-
-def test_a_product_has_inductor_import_and_set_up_what_a_first_piece_needs(tmp_path: Path) -> None:
-    """Without a thread, after which ranks could not be forked, and without a C++ compiler."""
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "CXX": "no compiler", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-P", "-c", ASKS], env=environment, capture_output=True, text=True)
-    said = [line for line in done.stderr.splitlines() if "No CUDA runtime" not in line]  # a CUDA build's, without a GPU
-    assert done.returncode == 0 and not said, done.stderr
-    before, after, *rest = json.loads(done.stdout)
-    assert not any(before) and all(after)
-    assert rest == [[1, 1], [1, 1], [], 1]
 
 
 STEPS = """

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_compiled import Policy
-from fsdp_compiled.plan.fold import Repeat, fold, repeats, unfolded
+from fsdp_compiled.plan.fold import NUMBER, Repeat, fold, repeats, spaced
 from tests.models import Stack
 from tests.simulate import stages
+
+
+def whole(repeat: Repeat) -> Iterator[str]:
+    for time in range(repeat.times):
+        for line, steps in zip(repeat.lines, repeat.steps, strict=True):
+            pieces = NUMBER.split(line)
+            pieces[1::2] = [str(int(one) + time * step) for one, step in zip(pieces[1::2], steps, strict=True)]
+            yield spaced("".join(pieces))
+
+
+def unfolded(parts: Iterable[str | Repeat]) -> list[str]:
+    """The lines that `repeats` was given."""
+    return [line for part in parts for line in ([part] if isinstance(part, str) else whole(part))]
 
 
 def test_rows_that_grow_are_one() -> None:

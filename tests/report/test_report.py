@@ -23,7 +23,7 @@ from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.report import dump
-from fsdp_compiled.report.changes import compared
+from fsdp_compiled.report.dump import compared
 from fsdp_compiled.report.page import figures, starts
 from tests.browser import Page, browser, found
 from tests.models import Stack

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from bench.observe import Observer
+from bench.presets import PRESETS, rows_of_rank
 from bench.rivals import RIVALS, Setting, Step, ours
 from fsdp_compiled.cli.rank import RankInfo
-from fsdp_compiled.cli.simulate import PRESETS, rows_of_rank, sized
+from fsdp_compiled.cli.simulate import sized
 from tests.chosen import examples
 
 LAYERS = examples(12, 24)

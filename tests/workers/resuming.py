@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from fsdp_compiled import Sharded, cli
-from fsdp_compiled.cli import recipe, show
+from fsdp_compiled.cli import show, train
 from tests.killable_ranks import Forked
 from tests.kills import JOB, Trial, before, run, warm
 
@@ -71,8 +71,8 @@ def nonfinite(world: int, name: str, choice: str) -> dict[str, Any]:
     """The last rank's loss is no number in its fifth step."""
 
     def prepare(rank: int) -> None:
-        factor, loss = torch.ones(()), recipe.next_byte_loss
-        recipe.next_byte_loss = lambda *given: loss(*given) * factor  # type: ignore[assignment]
+        factor, loss = torch.ones(()), train.next_byte_loss
+        train.next_byte_loss = lambda *given: loss(*given) * factor  # type: ignore[assignment]
         if rank == world - 1:
             before(Sharded, "step", lambda *_: factor.fill_(torch.nan), 5)
             before(Sharded, "step", lambda *_: factor.fill_(1.0), 6)

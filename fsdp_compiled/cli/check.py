@@ -1,14 +1,21 @@
-"""What is tried on this machine, each beside what it must equal. A test says in words what it found, or raises.
+"""`fsdp-compiled check`: what is tried on this machine, each beside what it must equal. A test says in words what it
+found, or raises: a line each as it is done, and one file to send with a report.
 
 On one process: the kernels, the two lowerings, CUDA graphs. Between ranks: the collectives, and a step of FSDP2.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import json
+import logging
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +26,11 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
+from fsdp_compiled.cli.launch import launch
+from fsdp_compiled.cli.machine import hardware, versions
+from fsdp_compiled.cli.options import whole
+from fsdp_compiled.cli.rank import place, under_launcher
+from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.kernels.trial import Like, failure
 
 CONFIG = GPTConfig(layers=2, width=64, heads=2, context=16)
@@ -26,6 +38,8 @@ STEPS = 3
 EAGER = 1e-6  # relative; 0 is what a CPU gives, and a GPU's atomics are not in the same order twice
 COMPILED = 1e-4  # of a compiled step, or one with fused kernels, after `STEPS` steps of AdamW
 MIB = 2**20
+RESULT = "check.json"
+ROW = "{:<28}{:<9}{}"
 
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 _SHARDS = (("parameters", (F32,)), ("gradients", (F32,)))
@@ -220,3 +234,78 @@ def results(tests: tuple[Test, ...], device: torch.device) -> Iterator[tuple[str
         except Exception as error:
             kind = "" if isinstance(error, Wrong) else f"{type(error).__name__}: "
             yield test.name, "FAILED", f"{kind}{error}".splitlines()[0]
+
+
+def add_check_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nproc", type=whole, metavar="N", help="ranks of the tests between ranks (all GPUs, else 2)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"also write {RESULT}, to send with a report, there")
+
+
+def run_check(options: argparse.Namespace, _: Sequence[str]) -> int:
+    """Runs the tests, those between ranks as ranks; 1 where one fails."""
+    if under_launcher():
+        return _rank(options)
+    if options.nproc is not None and options.nproc < 2:
+        raise ValueError(f"--nproc is {options.nproc}; expected 2 or more, since collectives are between ranks.")
+    gpus = torch.cuda.device_count()
+    if gpus > 1 and options.nproc is not None and options.nproc > gpus:
+        raise ValueError(f"--nproc {options.nproc}: this machine has {gpus} GPUs, and each process needs its own.")
+    if options.out is not None:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"--out: {options.out} cannot be made ({error}); give another folder.") from None
+    found = {"torch": torch.__version__, "hardware": hardware(), "versions": versions("triton")}
+    print(f"torch {torch.__version__}, {hardware()}\n", flush=True)
+    print(ROW.format("test", "", "found"), flush=True)
+    device = torch.device("cuda", torch.cuda.current_device()) if gpus else torch.device("cpu")
+    logging.getLogger("fsdp_compiled").addHandler(logging.NullHandler())  # warnings are told by the tests
+    rows = _shown(ALONE, device)
+    with tempfile.TemporaryDirectory() as folder:
+        out = options.out or Path(folder)
+        (out / "logs").mkdir(parents=True, exist_ok=True)
+        # With one GPU, ranks share the CPU: what is between them is the same, but for NCCL.
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if gpus == 1 else {}
+        command = [sys.executable, "-m", "fsdp_compiled", "check", "--out", str(out)]
+        code = launch(command, options.nproc or max(gpus, 2), out / "logs", hidden, "check")
+        part = out / "ranks.json"
+        rows += [tuple(row) for row in json.loads(part.read_text())] if part.exists() else []
+        part.unlink(missing_ok=True)
+    if code and len(rows) < len(ALONE) + len(TOGETHER):
+        rows.append(("ranks", "FAILED", f"a rank ended with exit code {code}"))
+        print(ROW.format(*rows[-1]), flush=True)
+    failed = [name for name, verdict, _ in rows if verdict == "FAILED"]
+    if options.out is not None:
+        (options.out / RESULT).write_text(json.dumps(found | {"rows": rows}, indent=1) + "\n")
+    print(f"\n{_sentence(rows, failed, options.out)}", flush=True)
+    return 1 if failed else 0
+
+
+def _shown(tests: tuple[Test, ...], device: torch.device, first: bool = True) -> list[tuple[str, str, str]]:
+    rows = []
+    for row in results(tests, device):
+        rows.append(row)
+        if first:
+            print(ROW.format(*row), flush=True)
+    return rows
+
+
+def _sentence(rows: Sequence[tuple[str, str, str]], failed: Sequence[str], out: Path | None) -> str:
+    if failed:
+        where = f"{out / RESULT}" if out is not None else "what --out FOLDER writes"
+        return f"{len(failed)} of {len(rows)} failed: {', '.join(failed)}. Please report it, with {where}."
+    skipped = sum(verdict == "skipped" for _, verdict, _ in rows)
+    return f"all is well: {len(rows) - skipped} passed" + (f", {skipped} skipped" if skipped else "")
+
+
+def _rank(options: argparse.Namespace) -> int:
+    here = place()
+    connect(None, here.device)
+    rows = _shown(TOGETHER, here.device, here.first)
+    every: list[list[tuple[str, str, str]]] = [[] for _ in range(here.world)]
+    dist.all_gather_object(every, rows)
+    if here.first and options.out is not None:
+        # Of each test, the first rank that has something to say against it.
+        worst = [next((row for row in row_of if row[1] == "FAILED"), row_of[0]) for row_of in zip(*every, strict=True)]
+        (options.out / "ranks.json").write_text(json.dumps(worst))
+    return 0

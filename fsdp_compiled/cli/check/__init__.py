@@ -1,1 +1,0 @@
-"""`fsdp-compiled check`: whether this package is right on this machine."""
