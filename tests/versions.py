@@ -96,7 +96,7 @@ def main(arguments: list[str]) -> int:
     split = arguments.index("--")
     releases, command = arguments[:split], arguments[split + 1 :]
     asked = shlex.quote(os.environ.get("PYTEST_ARGS", ""))
-    said = "make test-versions" + (f" PYTEST_ARGS={asked}" if os.environ.get("PYTEST_ARGS") else "")
+    said = f'make test-versions VERSIONS="{" ".join(releases)}"' + (f" PYTEST_ARGS={asked}" if os.environ.get("PYTEST_ARGS") else "")
     suites: list[Suite] = []
     for release in releases:
         suites.append(run(release, command))
