@@ -95,8 +95,9 @@ def page(suites: Iterable[Suite], command: str) -> str:
 def main(arguments: list[str]) -> int:
     split = arguments.index("--")
     releases, command = arguments[:split], arguments[split + 1 :]
-    asked = shlex.quote(os.environ.get("PYTEST_ARGS", ""))
-    said = f'make test-versions VERSIONS="{" ".join(releases)}"' + (f" PYTEST_ARGS={asked}" if os.environ.get("PYTEST_ARGS") else "")
+    said = f'make test-versions VERSIONS="{" ".join(releases)}"'
+    if asked := os.environ.get("PYTEST_ARGS"):
+        said += f" PYTEST_ARGS={shlex.quote(asked)}"
     suites: list[Suite] = []
     for release in releases:
         suites.append(run(release, command))
