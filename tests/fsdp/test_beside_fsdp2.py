@@ -59,6 +59,11 @@ def test_two_replicas_of_two_ranks_leave_what_they_leave_with_fsdp2(four: dict[s
     assert not four[case]
 
 
+def test_a_backward_without_communication_reduces_nothing(two: dict[str, Any], four: dict[str, Any]) -> None:
+    for found in (two, four):
+        assert len(found["reductions"]) >= 3 and not any(found["reductions"])
+
+
 @pytest.mark.parametrize("case", BROKEN)
 def test_another_loss_hook_or_layout_of_gradients_is_told_apart(two: dict[str, Any], case: str) -> None:
     assert "off by" in two[case]

@@ -33,6 +33,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_compiled as ours
+from fsdp_compiled.ir.nodes import role_of
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.lower.split_forward_backward import whole_gradients
+from fsdp_compiled.runtime.programs import program_maker
 from tests import launch
 from tests.loops import different, full, gradients, weights
 
@@ -661,7 +665,17 @@ def refused() -> dict[str, str]:
     return found
 
 
+REDUCTIONS: list[list[str]] = []  # that each backward without communication starts
+
+
+def recorded(backward: Program) -> Program:
+    made = whole_gradients(backward)
+    REDUCTIONS.append([node.name for node in made.graph.nodes if role_of(node) == "reduce"])
+    return made
+
+
 def main(result: str, names: list[str]) -> None:
+    program_maker.whole_gradients = recorded
     GROUPS.extend(dist.new_group([rank]) for rank in range(dist.get_world_size()))
     found: dict[str, Any] = {}
     for name in names:
@@ -678,6 +692,7 @@ def main(result: str, names: list[str]) -> None:
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, said)
         found[name] = next((f"rank {rank}: {one}" for rank, one in enumerate(everyone) if one), "")
+    found["reductions"] = REDUCTIONS
     if dist.get_rank() == 0:
         Path(result).write_text(json.dumps(found))
 
