@@ -110,7 +110,9 @@ def run(case: str, width: int) -> dict[str, Any]:
         ended = ranks.wait(LIMIT, lambda codes: all(codes[rank] is not None for rank in others))
         codes = list(ranks.poll())
         ranks.kill()
-        said = [ranks.said(rank).strip().splitlines()[-1:] for rank in range(WORLD)]
+        # A rank that ends may be told after its own line that nobody goes on.
+        lines = [ranks.said(rank).splitlines() for rank in range(WORLD)]
+        said = [[line for line in mine if line.startswith("{")][-1:] for mine in lines]
         return {"ended": ended, "codes": codes, "said": said}
 
 
