@@ -20,7 +20,6 @@ from torch.nn.utils import parametrizations
 from tests.toys import mse
 
 logger = logging.getLogger("a model")
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 class Square(torch.autograd.Function):

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 def chosen(cases: Iterable[Any], wanted: Collection[Any], ids: Any = None) -> list[Any]:
     """All of them, for `pytest.mark.parametrize`; those that are not ``wanted`` are marked ``exhaustive``."""
@@ -44,5 +46,5 @@ def examples(few: int, many: int) -> int:
 
 def needs_torch(release: tuple[int, int], why: str) -> None:
     """Leaves the test out on releases before this one, and says why."""
-    if tuple(map(int, torch.__version__.split(".")[:2])) < release:
+    if release > TORCH:
         pytest.skip(why)

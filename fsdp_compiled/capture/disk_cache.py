@@ -3,7 +3,7 @@
 A reader finds a whole file or none: files are written beside their place and then moved there, so that two ranks may
 write the same one at once, and each begins with the hash of its content. One that is damaged, or that cannot be read
 any more, counts as missing and is replaced; a folder that cannot be written keeps nothing. Neither is an error, since
-everything that is kept can be made again.
+everything that is kept can be made again. What is compiled has `settings` in its key.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from fsdp_compiled.torch_private.inductor import cache_dir, config
 from fsdp_compiled.torch_private.names import there
 
 T = TypeVar("T")
-# Namespaces of operators that are PyTorch's or ours.
-KNOWN = ("aten", "prims", "_c10d_functional", "fsdp_compiled", "fsdp_compiled_cpu")
 log = logging.getLogger("fsdp_compiled")
 
 
@@ -99,7 +97,7 @@ def write(place: Path, content: bytes) -> None:
 
 
 def settings() -> str:
-    """Equal where tracing or compiling the same would give the same."""
+    """Equal where compiling the same would give the same."""
     found = {**versions(), **_modes(), **_machine()}
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
 

@@ -21,7 +21,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fsdp_compiled.capture import disk_cache
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.captured import Capture, Tensors
-from fsdp_compiled.capture.disk_cache import versions
 from fsdp_compiled.capture.dynamo import trace_whole
 from fsdp_compiled.capture.global_modes import outside_modes
 from fsdp_compiled.capture.source_lines import OURS
@@ -176,7 +175,7 @@ def _try() -> str:
 
 def _key() -> str:
     """Another one where a function or class of the table is another one."""
-    found = hashlib.sha256(repr(sorted(versions().items())).encode())
+    found = hashlib.sha256(repr(sorted(disk_cache.versions().items())).encode())
     for use in TABLE.values():
         for name in use.names:
             found.update(f"{name} {_code(find(name)) if has(name) else None}\n".encode())

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture import disk_cache
-from fsdp_compiled.capture.disk_cache import KNOWN, folder, settings
+from fsdp_compiled.capture.disk_cache import folder, settings
 from fsdp_compiled.ir.nodes import fake_mode
 from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.lower.compiled_piece import Call, CompiledPiece
@@ -49,6 +49,8 @@ from fsdp_compiled.torch_private.names import there
 log = logging.getLogger("fsdp_compiled")
 COMPILED = "compiled by Inductor"
 PIECES = "pieces"  # in our part of the cache folder
+# Namespaces of operators that are PyTorch's or ours.
+KNOWN = ("aten", "prims", "_c10d_functional", "fsdp_compiled", "fsdp_compiled_cpu")
 ITSELF = 20  # operators: as long as so many take is what a piece takes by itself, most of it its C++ compiler
 
 

@@ -214,10 +214,9 @@ def whole_gradients(backward: Program) -> Program:
     for port in list(edit.outputs):
         if port.kind == "gradient":
             edit.remove_output(port)
-    edit.sweep()
-    for node in reversed(list(edit.graph.nodes)):
-        # An all-reduction that writes its input, the flat gradient, would stay though nothing reads it.
-        if role_of(node) in ("reduce", "wait") and not node.users:
+    edit.sweep()  # which leaves an all-reduction that writes its input, though nothing reads it
+    for node in list(edit.graph.nodes):
+        if role_of(node) == "reduce" and not node.users:
             edit.graph.erase_node(node)
     return edit.done("whole_gradients")
 

@@ -28,7 +28,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from fsdp_compiled.capture import disk_cache
-from fsdp_compiled.capture.disk_cache import settings
 from fsdp_compiled.lower.isa_probes import REPLACING, with_found_headers, without_headers
 from fsdp_compiled.torch_private.inductor import AsyncCompile, codecache
 
@@ -105,7 +104,7 @@ def compile_together(folder: Path | None) -> Iterator[None]:
 
 
 def _compile(kernels: Sequence[Kernel], folder: Path | None) -> None:
-    around = settings()
+    around = disk_cache.settings()
     distinct = {kernel.key(around): kernel for kernel in kernels}
     known = {text for key in distinct if folder is not None and (text := _known(key, folder / UNITS))}
     held = {key for text in known for key in keys_of(text)}

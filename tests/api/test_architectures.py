@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from fsdp_compiled import Policy, compile_sharded
-from tests.architectures import CASES, TORCH, forces, smooth
+from tests.architectures import CASES, forces, smooth
+from tests.chosen import TORCH
 from tests.toys import mse, same_weights
 
 

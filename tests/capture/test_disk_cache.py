@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from fsdp_compiled.capture import disk_cache
+from tests.modes import changed
 
 CONTENT = bytes(range(256)) * 40
 
@@ -93,3 +99,23 @@ def test_a_folder_is_the_same_one_on_every_host_and_to_all_that_ask_at_once(
     assert found == {disk_cache.identity(tmp_path / "shared")}
     assert disk_cache.identity(tmp_path / "own") not in found
     assert [path.name for path in (tmp_path / "own").iterdir()] == ["fsdp_compiled_identity"]
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "determinism": lambda: changed(torch.use_deterministic_algorithms, True, False),
+    "the default dtype": lambda: changed(torch.set_default_dtype, torch.float64, torch.float32),
+    "attention": lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH),
+    "cuDNN": lambda: torch.backends.cudnn.flags(enabled=False),
+    "functorch": lambda: torch._functorch.config.patch(view_replay_for_aliased_outputs=False),
+    "the versions": lambda: mock.patch.object(disk_cache, "versions", lambda: {"torch": "3.0"}),
+    "the sources": lambda: mock.patch.object(disk_cache, "versions", lambda: {"sources": "another hash"}),
+    "the machine": lambda: mock.patch.object(disk_cache, "_machine", lambda: {"cpu": "another"}),
+}
+
+
+@pytest.mark.parametrize("change", SETTINGS)
+def test_a_change_of_a_setting_is_another_key(change: str) -> None:
+    before = disk_cache.settings()
+    with SETTINGS[change]():
+        assert disk_cache.settings() != before
+    assert disk_cache.settings() == before

@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy, compile_sharded
-from tests.chosen import chosen
+from tests.chosen import TORCH, chosen
 
 Loss = Callable[..., torch.Tensor]
 GLOBAL_LOG: list[torch.Tensor] = []
 GLOBAL_COUNT = 0
 NUMBERS = itertools.count(1)
-OLDER = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+OLDER = TORCH < (2, 13)
 
 
 @pytest.fixture(autouse=True)

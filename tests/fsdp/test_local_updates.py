@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from fsdp_compiled import fully_shard
 from fsdp_compiled.runtime.fsdp import local_updates
 from fsdp_compiled.torch_private.dtensor import handlers
-from tests.architectures import TORCH
+from tests.chosen import TORCH
 from tests.toys import net
 
 Make = Callable[[Any], torch.optim.Optimizer]

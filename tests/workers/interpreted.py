@@ -24,6 +24,7 @@ from fsdp_compiled.kernels.layout import MOST, TILE, Group, ceil_div, contiguous
 from fsdp_compiled.kernels.operators import RUNS
 from fsdp_compiled.kernels.options import SGD, Adam
 from fsdp_compiled.kernels.trial import failure
+from tests.chosen import TORCH
 from tests.kernel_cases import (
     ADAM,
     LAYOUTS,
@@ -259,7 +260,7 @@ def test_cases_are_what_they_say(gradient: Gradient) -> None:
 
 
 # The interpreter of Triton 3.6 cannot take a number out of "combine".
-@pytest.mark.parametrize("name", [name for name in LIKES if name != "combine" or triton.__version__ >= "3.7"])
+@pytest.mark.parametrize("name", [name for name in LIKES if name != "combine" or TORCH >= (2, 12)])
 def test_the_trial_on_first_use_believes_the_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32: the interpreter cuts bfloat16 off."""
     like = LIKES[name]

@@ -228,8 +228,8 @@ class Repeats:
                 guards = enumerate(guard for guard, _, _ in block.walked.guards)
                 of_like = block.walked.distinct(place for place, guard in guards if id(guard) in kept)
                 places[id(block.walked)] = of_like
-            kept.update(id(guard) for guard in block.made(of_like))
             self.built += [(block, place, block.guard(place)) for place in of_like]
+            kept.update(id(block.guard(place)) for place in of_like)  # of a block around this one, too
         return [guard for _, _, guard in self.built]
 
     def tell(self, recorder: Recorder) -> None:

@@ -12,7 +12,7 @@ then, it does node by node, so a block is one node for as long (`written_out`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +72,6 @@ class WrittenBlock:
         """That guard's."""
         walked = self.walked
         return walked.guards[place][0].name.replace(walked.call.source.name, self.call.source.name)
-
-    def made(self, places: Iterable[int]) -> list[Guard]:
-        """Those of them that somebody asked for; a block around this one did."""
-        return [self._guards[place] for place in places if place in self._guards]
 
     def _there(self, value: Any) -> Any:
         return self.walked.there(value, self.call) if isinstance(value, Source) else value

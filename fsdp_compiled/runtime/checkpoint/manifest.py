@@ -56,7 +56,7 @@ def wrong_in(manifest: Manifest) -> Iterator[str]:
 
 
 NAME = "manifest.json"
-VERSION = 3  # `convert` reads those before
+VERSION = 3  # `of_version_2` reads those before
 HEAD = re.compile(rb'\{"format": "fsdp_compiled checkpoint", "version": (\d+), "sha256": "([0-9a-f]{64})", "content": ')
 TAIL = b"}\n"
 
