@@ -2,12 +2,13 @@
 
 python -m tests.versions RELEASE... -- COMMAND...      the module that runs the tests, and its arguments
 
-Each release has an environment of its own, `.venv-2.14` for one, made by `.ci/setup`. The page is written anew after
-each, so that a run that is broken off leaves what it had found.
+Each release has an environment of its own, `.venv-2.14` for one, made by `.ci/setup`. Results are kept by release in
+bench/results/versions.json, and the page is written from that file after each: one release can be run again alone.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from xml.etree import ElementTree
@@ -24,6 +25,7 @@ from fsdp_compiled.cli.machine import hardware
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "versions.md"
+RESULTS = ROOT / "bench" / "results" / "versions.json"
 ASKED = "import platform, torch, triton; print(torch.__version__, triton.__version__, platform.python_version())"
 HEAD = """# Versions of PyTorch
 
@@ -37,10 +39,13 @@ class Suite:
     """How the tests went on one release: by a test's name, why it did not pass."""
 
     installed: tuple[str, ...]  # versions of torch, Triton and Python
-    counts: Counter[str]  # passed, skipped, failed
+    counts: dict[str, int]  # passed, skipped, failed
     skipped: dict[str, str]
     failed: tuple[str, ...]
     seconds: float
+    command: str
+    commit: str
+    hardware: str
 
 
 def read(report: Path) -> tuple[Counter[str], dict[str, str], tuple[str, ...]]:
@@ -60,7 +65,7 @@ def read(report: Path) -> tuple[Counter[str], dict[str, str], tuple[str, ...]]:
     return counts, skipped, tuple(failed)
 
 
-def run(release: str, command: list[str]) -> Suite:
+def run(release: str, command: list[str], said: str) -> Suite:
     """Raises ``CalledProcessError`` where the release cannot be installed, `.ci/setup` having said why, or pytest made
     no report."""
     folder = f".venv-{release.rpartition('.')[0]}"
@@ -68,22 +73,42 @@ def run(release: str, command: list[str]) -> Suite:
         ["sh", ".ci/setup", "test", folder], cwd=ROOT, env=os.environ | {"TORCH": f"torch=={release}"}, check=True
     )
     python = [f"{folder}/bin/python", "-P"]
-    installed = subprocess.run([*python, "-c", ASKED], cwd=ROOT, capture_output=True, text=True, check=True)
+    installed = output_of(*python, "-c", ASKED)
+    commit = output_of("git", "rev-parse", "--short", "HEAD").strip() + (
+        "+" if output_of("git", "diff", "HEAD") else ""
+    )
     with TemporaryDirectory() as place:
         report, since = Path(place, "report.xml"), time.monotonic()
         done = subprocess.run([*python, "-m", *command, f"--junitxml={report}"], cwd=ROOT)
         if not report.exists():
             raise subprocess.CalledProcessError(done.returncode, command)
-        return Suite(tuple(installed.stdout.split()), *read(report), time.monotonic() - since)
+        return Suite(tuple(installed.split()), *read(report), time.monotonic() - since, said, commit, hardware())
 
 
-def page(suites: Iterable[Suite], command: str) -> str:
+def output_of(*command: str) -> str:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def recorded() -> dict[str, Suite]:
+    """By release, what RESULTS holds."""
+    if not RESULTS.exists():
+        return {}
+    return {release: Suite(**fields) for release, fields in json.loads(RESULTS.read_text()).items()}
+
+
+def page(suites: Iterable[Suite]) -> str:
     suites = list(suites)
-    lines = [HEAD, "| torch | Triton | Python | passed | skipped | failed | minutes |", "|---|---|---|--:|--:|--:|--:|"]
+    lines = [
+        HEAD,
+        "| torch | Triton | Python | passed | skipped | failed | minutes | at commit |",
+        "|---|---|---|--:|--:|--:|--:|---|",
+    ]
     for suite in suites:
-        counts = (suite.counts[kind] for kind in ("passed", "skipped", "failed"))
-        lines.append(f"| {' | '.join(map(str, (*suite.installed, *counts, f'{suite.seconds / 60:.1f}')))} |")
-    lines += ["", f"`{command}`, {hardware()}. Builds for CUDA (cu) ran on the processor, too.", ""]
+        counts = (suite.counts.get(kind, 0) for kind in ("passed", "skipped", "failed"))
+        cells = (*suite.installed, *counts, f"{suite.seconds / 60:.1f}", suite.commit)
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    commands = dict.fromkeys(f"`{suite.command}`, {suite.hardware}" for suite in suites)
+    lines += ["", f"{'; '.join(commands)}. Builds for CUDA (cu) ran on the processor, too.", ""]
     often = Counter(name for suite in suites for name in suite.skipped)
     for suite in suites:
         torch, here = suite.installed[0], [name for name in suite.skipped if often[name] < len(suites)]
@@ -98,12 +123,12 @@ def main(arguments: list[str]) -> int:
     said = f'make test-versions VERSIONS="{" ".join(releases)}"'
     if asked := os.environ.get("PYTEST_ARGS"):
         said += f" PYTEST_ARGS={shlex.quote(asked)}"
-    suites: list[Suite] = []
     for release in releases:
-        suites.append(run(release, command))
-        PAGE.write_text(page(suites, said))
+        results = recorded() | {release: run(release, command, said)}
+        RESULTS.write_text(json.dumps({one: asdict(results[one]) for one in sorted(results)}, indent=1) + "\n")
+        PAGE.write_text(page(recorded().values()))
     print(PAGE.read_text())
-    return int(any(suite.failed for suite in suites))
+    return int(any(recorded()[release].failed for release in releases))
 
 
 if __name__ == "__main__":

@@ -37,10 +37,19 @@ def test_the_page_counts_and_names_what_did_not_pass(tmp_path: Path) -> None:
     counts, skipped, failed = versions.read(report)
     assert counts == Counter(passed=1, skipped=1, failed=2)
     assert failed == ("test_a::test_three", "test_b::test_four")
-    one = versions.Suite(("2.11.0", "3.6.0", "3.11.2"), counts, skipped, failed, 90.0)
-    other = versions.Suite(("2.13.0", "3.7.1", "3.11.2"), Counter(passed=4), {}, (), 60.0)
-    text = versions.page([one, other], "make test-versions")
-    assert "| 2.11.0 | 3.6.0 | 3.11.2 | 1 | 1 | 2 | 1.5 |\n| 2.13.0 | 3.7.1 | 3.11.2 | 4 | 0 | 0 | 1.0 |" in text
+    said = ("make test-versions", "abc", "2 cores")
+    one = versions.Suite(("2.11.0", "3.6.0", "3.11.2"), counts, skipped, failed, 90.0, *said)
+    other = versions.Suite(("2.13.0", "3.7.1", "3.11.2"), {"passed": 4}, {}, (), 60.0, *said)
+    text = versions.page([one, other])
+    assert (
+        "| 2.11.0 | 3.6.0 | 3.11.2 | 1 | 1 | 2 | 1.5 | abc |\n| 2.13.0 | 3.7.1 | 3.11.2 | 4 | 0 | 0 | 1.0 | abc |"
+        in text
+    )
+    assert text.count("`make test-versions`, 2 cores") == 1
     assert "- On 2.11.0 failed: `test_b::test_four`" in text
     assert "- On 2.11.0 left out: `test_a::test_two` (traced from 2.13 on)" in text
-    assert "left out" not in versions.page([one, one], "make test-versions"), "on all of them"
+    assert "left out" not in versions.page([one, one]), "on all of them"
+
+
+def test_the_page_is_written_from_the_results() -> None:
+    assert not versions.recorded() or versions.PAGE.read_text() == versions.page(versions.recorded().values())
