@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -48,7 +48,7 @@ class Suite:
     hardware: str
 
 
-def read(report: Path) -> tuple[Counter[str], dict[str, str], tuple[str, ...]]:
+def read(report: Path) -> tuple[dict[str, int], dict[str, str], tuple[str, ...]]:
     """Of pytest's report in JUnit's form: the counts, reasons of skips, and what failed."""
     counts: Counter[str] = Counter()
     skipped, failed = {}, []
@@ -62,7 +62,7 @@ def read(report: Path) -> tuple[Counter[str], dict[str, str], tuple[str, ...]]:
             skipped[name] = skip.get("message", "")
         else:
             counts["passed"] += 1
-    return counts, skipped, tuple(failed)
+    return dict(counts), skipped, tuple(failed)
 
 
 def run(release: str, command: list[str], said: str) -> Suite:
@@ -96,6 +96,10 @@ def recorded() -> dict[str, Suite]:
     return {release: Suite(**fields) for release, fields in json.loads(RESULTS.read_text()).items()}
 
 
+def keep(results: Mapping[str, Suite]) -> None:
+    RESULTS.write_text(json.dumps({one: asdict(results[one]) for one in sorted(results)}, indent=1) + "\n")
+
+
 def page(suites: Iterable[Suite]) -> str:
     suites = list(suites)
     lines = [
@@ -124,8 +128,7 @@ def main(arguments: list[str]) -> int:
     if asked := os.environ.get("PYTEST_ARGS"):
         said += f" PYTEST_ARGS={shlex.quote(asked)}"
     for release in releases:
-        results = recorded() | {release: run(release, command, said)}
-        RESULTS.write_text(json.dumps({one: asdict(results[one]) for one in sorted(results)}, indent=1) + "\n")
+        keep(recorded() | {release: run(release, command, said)})
         PAGE.write_text(page(recorded().values()))
     print(PAGE.read_text())
     return int(any(recorded()[release].failed for release in releases))

@@ -55,7 +55,7 @@ def test_a_loop_leaves_what_it_leaves_with_fsdp2(found: dict[str, str], case: st
         needs_torch((2, 12), "it cannot view what a class of its own gathers: refused")
     said = found[case]
     if case in ROUNDED and "off by " in said:
-        assert float(said.rpartition(" ")[2]) < 1e-7, said
+        assert float(said.rpartition(" ")[2]) < 1e-6, said  # the last bits of a loss of 5
     else:
         assert not said
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from pathlib import Path
+
+import pytest
 
 from tests import versions
 
@@ -35,7 +36,7 @@ def test_the_page_counts_and_names_what_did_not_pass(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     report.write_text(REPORT)
     counts, skipped, failed = versions.read(report)
-    assert counts == Counter(passed=1, skipped=1, failed=2)
+    assert counts == {"passed": 1, "skipped": 1, "failed": 2}
     assert failed == ("test_a::test_three", "test_b::test_four")
     said = ("make test-versions", "abc", "2 cores")
     one = versions.Suite(("2.11.0", "3.6.0", "3.11.2"), counts, skipped, failed, 90.0, *said)
@@ -49,6 +50,15 @@ def test_the_page_counts_and_names_what_did_not_pass(tmp_path: Path) -> None:
     assert "- On 2.11.0 failed: `test_b::test_four`" in text
     assert "- On 2.11.0 left out: `test_a::test_two` (traced from 2.13 on)" in text
     assert "left out" not in versions.page([one, one]), "on all of them"
+
+
+def test_results_are_read_as_they_were_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tmp_path / "report.xml"
+    report.write_text(REPORT)
+    monkeypatch.setattr(versions, "RESULTS", tmp_path / "versions.json")
+    one = versions.Suite(("2.11.0", "3.6.0", "3.11.2"), *versions.read(report), 90.0, "make", "abc", "2 cores")
+    versions.keep({"2.11.0": one})
+    assert versions.page(versions.recorded().values()) == versions.page([one])
 
 
 def test_the_page_is_written_from_the_results() -> None:
