@@ -74,9 +74,10 @@ def run(release: str, command: list[str], said: str) -> Suite:
     )
     python = [f"{folder}/bin/python", "-P"]
     installed = output_of(*python, "-c", ASKED)
-    commit = output_of("git", "rev-parse", "--short", "HEAD").strip() + (
-        "+" if output_of("git", "diff", "HEAD") else ""
+    changed = output_of(
+        "git", "diff", "HEAD", "--", ".", f":!{PAGE.relative_to(ROOT)}", f":!{RESULTS.relative_to(ROOT)}"
     )
+    commit = output_of("git", "rev-parse", "--short", "HEAD").strip() + "+" * bool(changed)
     with TemporaryDirectory() as place:
         report, since = Path(place, "report.xml"), time.monotonic()
         done = subprocess.run([*python, "-m", *command, f"--junitxml={report}"], cwd=ROOT)

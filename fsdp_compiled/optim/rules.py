@@ -137,9 +137,9 @@ def _on_shards(optimizer: Optimizer, index: int, group: Mapping[str, Any], names
     # What it is now is what the traced update does.
     subject = way.subject(copy_of(optimizer, [{"params": []}], named_state(optimizer)), options, values)
     state = _current(subject, optimizer, group)
-    common = partial(Rule, index, kind.__name__, state, tuple(values), nonzero=way.nonzero)
+    common = partial(Rule, index, kind.__name__, state, tuple(values), nonzero=way.nonzero, kept=way.kept)
     if way.eagerly is not None:
-        return common(trace=_no_graph, eagerly=way.eagerly, kept=way.kept)
+        return common(trace=_no_graph, eagerly=way.eagerly)
     formula = formula_of(kind, subject.options, tuple(values), {entry.name for entry in state})
     return common(trace=_graphs(subject), formula=formula)
 

@@ -27,17 +27,19 @@ from fsdp_compiled.optim.step import Part, step_on_shards
 from fsdp_compiled.optim.ways import noted_by
 from fsdp_compiled.plan.plan import Buffer, Plan
 
+BEGINS = {"first", "undamped"}  # scalars that say that no step was made, as traced rules ask it
 Named = Mapping[str, torch.Tensor]
 
 
 class ShardUpdate:
-    """Runs one optimizer's step. ``first``: the number of its first group among those of all optimizers."""
+    """Runs one optimizer's step on the groups of these rules. ``first``: the number of its first group among those of
+    all optimizers."""
 
     def __init__(self, optimizer: Optimizer, rules: Sequence[Rule], first: int, plan: Plan, mesh: Mesh) -> None:
         self._optimizer, self._first, self._plan, self._mesh = optimizer, first, plan, mesh
         self._shards: dict[str, ShardParameter] = {}  # by buffer's key: the same objects at every step
-        groups = {rule.group for rule in rules}
-        self._buffers = [buffer for buffer in plan.buffers if buffer.updated and buffer.group in groups]
+        self._groups = {rule.group for rule in rules}
+        self._buffers = [buffer for buffer in plan.buffers if buffer.updated and buffer.group in self._groups]
         entries = [entry.name for rule in rules for entry in rule.state if entry.place == "optimizer"]
         self._attributes = {name: vars(optimizer).get(name, MISSING) for name in entries}
 
@@ -78,12 +80,12 @@ class ShardUpdate:
         for target, before in kept:
             target.copy_(before)
         for part in begun:
-            part.scalars["first"].zero_()
+            for name in BEGINS & part.scalars.keys():
+                part.scalars[name].zero_()
         torch.autograd.graph.increment_version([shards[buffer.key] for buffer in self._buffers])
 
     def _own(self, rules: Sequence[Rule]) -> Iterator[Rule]:
-        groups = range(self._first, self._first + len(self._optimizer.param_groups))
-        return (rule for rule in rules if rule.group in groups and rule.kept is not None)
+        return (rule for rule in rules if rule.group in self._groups)
 
     def _part(
         self, rule: Rule, values: Mapping[str, float], state: Named, shards: Named,
@@ -104,7 +106,7 @@ class ShardUpdate:
                 reached = not all(slot.name in idle for slot in buffer.slots)
                 shard.grad = gradient if gradient is not None and reached else None
                 parameters.append((shard, {name: state[f"{buffer.key}.{name}"] for name in each}))
-        begins = bool(scalars["first"]) if "first" in scalars else False
+        begins = any(bool(scalars[name]) for name in BEGINS & scalars.keys())
         assert rule.kept is not None
         return Part(rule.kept, plain_options(options), scalars, parameters, begins)
 

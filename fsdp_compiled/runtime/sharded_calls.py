@@ -88,7 +88,7 @@ class ShardedCalls:
         self._joined: Joined | None = None  # inside `join`
         self._random = random
         verified = bool(plan.policy.verify)
-        self._verification = Verification(taken, programs.loss, plan, mesh, random) if verified else None
+        self._verification = Verification(taken, programs.loss, optimizer, plan, mesh, random) if verified else None
         self._failed = FailedCalls(mesh, self._calls, programs, copies.tensors)
         self._row = self._failed.row  # of microbatches
         self._checkpoints = Checkpoints(mesh, self._calls)
@@ -187,7 +187,7 @@ class ShardedCalls:
                 self._copies.step_returned()
             found = dict(zip(compiled.outputs, outputs, strict=True))
             if expected is not None:
-                expected.owner.compare(expected, compiled.capture.rebuild(found), state)
+                expected.owner.compare(expected, compiled.capture.rebuild(found), found, state)
             if compiled.updates and (self._updates or self._shard_updates):
                 for one in self._shard_updates:
                     values = self._hyperparameters.values
@@ -223,7 +223,9 @@ class ShardedCalls:
             return None
         shadows = self._joined is not None and self._joined.shadows is not None
         with self._calls.meeting(f"verification of {compiled.label}"):
-            return self._verification.run(compiled, request, state, 0 if shadows else request.rows)
+            rows = 0 if shadows else request.rows
+            rules, values = self._programs.rules, self._hyperparameters.values
+            return self._verification.run(compiled, request, state, rows, rules, values)
 
     def _bind(self, compiled: Compiled, state: State, request: Request) -> Sequence[Any]:
         """The program's inputs, with the numbers that this call sets."""

@@ -1,40 +1,45 @@
-"""A step held against eager PyTorch: the user's own model runs on the same weights, batch, modes and random numbers.
+"""Steps held against eager PyTorch, while they train: the user's own model, loss and optimizer, on the same weights,
+batch, modes and random numbers.
 
     verify=True    the first two calls of each program that trains      verify=1000    and every 1000th after them
 
-    eager run      forward and loss, by the model's own code; each unit is gathered while it is read, and then freed
+    eager run      forward, loss and backward, by the model's own code; each unit is gathered while it is read
     program        the step itself
-    compare        loss and what else was returned; where they differ, state and random numbers are put back, and
-                   every rank raises
+    compare        loss, what else was returned, gradients, norm, and each updated element; where they differ, state and
+                   random numbers are put back, and every rank raises
 
-The eager run reads parameters by what each rank says of its place, not through the program's process groups. What it
-changes is put back: buffers, tensors and containers that modules, the loss's closure and its globals hold, the batch,
-and random states. Objects that are reached in other ways, and what leaves the process (files, prints), are not.
+Gradients of two programs differ by rounding, and an optimizer such as Adam makes much of little: a gradient that is
+zero but for rounding moves a weight by the whole rate, either way. So the optimizer runs three times on copies of the
+shards: on the eager gradient, and on what lies as far above and below it as rounding explains. What the program updated
+has to lie between these, where the gradient is more than rounding, or there is none.
+
+The eager run (`eager_run`) reads parameters by what each rank says of its place, not through the program's process
+groups.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import random
-import sys
+import math
 import time
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.fake_inputs import casting
 from fsdp_compiled.capture.mutations import PLAIN
 from fsdp_compiled.capture.objective import find_loss
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
-from fsdp_compiled.kernels.operators import operators
+from fsdp_compiled.ir.program import NORM, OVERFLOW, Port
+from fsdp_compiled.optim.given_optimizer import numbered
+from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Buffer, Plan
+from fsdp_compiled.policy import Policy
+from fsdp_compiled.runtime.eager_run import EagerRun, Place
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.parameters.sharded_parameter import is_live
@@ -42,78 +47,124 @@ from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import read_slot
+from fsdp_compiled.runtime.shard_update import ShardUpdate
 from fsdp_compiled.runtime.state import State
+from fsdp_compiled.torch_private.names import there
 
 FIRST = 2  # calls of each program that are verified, the one that compiled it among them
-ALIVE = 4  # buffers that stay gathered at once
 # How far two ways to compute one number may be apart, as a part of it, and at the least.
 BOUNDS = {torch.float64: (1e-9, 1e-12), torch.float32: (1e-4, 1e-6)}
 HALF = (3e-2, 1e-3)
-CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+# The same for an element of a gradient: as parts of the parameter's largest, and of the model's.
+GRADIENTS = {torch.float64: (1e-8, 1e-12), torch.float32: (1e-3, 1e-6)}
+HALF_GRADIENTS = (0.1, 1e-3)
+TINY = 1e-30
+EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_, beside the norm
 CURE = (
     "The state was put back to what it was before the step. If the code changed since it was traced in a way that is "
     "not seen, build the Sharded again, or change a guarded value; Policy(verify=False) turns the comparison off."
 )
 log = logging.getLogger("fsdp_compiled")
+Named = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class Gradient:
+    """What this rank has of a buffer's, as its shard lies; ``spread``: how far rounding may move each element."""
+
+    mean: torch.Tensor
+    spread: torch.Tensor
+
+    @property
+    def tells(self) -> torch.Tensor:
+        """Which elements' updates are known: those of which the gradient is more than rounding, or there is none."""
+        return (self.mean.abs() > 4 * self.spread) | (self.spread == 0)
+
+
+@dataclass
+class Expected:
+    """What eager PyTorch gave, and what the state was then. ``reached``: the parameters that have gradients."""
+
+    owner: Verification
+    compiled: Compiled
+    result: Any
+    mean: float
+    changed: str
+    before: Mapping[str, dict[str, torch.Tensor]]
+    step: torch.Tensor
+    drawn: torch.Tensor
+    rules: Sequence[Rule]
+    values: Mapping[str, float]
+    took: float
+    norm: float = 0.0
+    gradients: dict[str, Gradient] = field(default_factory=dict)
+    reached: set[str] = field(default_factory=set)
 
 
 class Verification:
     """Which calls of one `Sharded` are verified, and how."""
 
     def __init__(
-        self, taken: ManagedModel, loss: Callable[..., Any] | None, plan: Plan, mesh: Mesh, numbers: RandomNumbers
-    ) -> None:
-        self._taken, self._loss, self._plan, self._mesh, self._numbers = taken, loss, plan, mesh, numbers
+        self, taken: ManagedModel, loss: Callable[..., Any] | None, optimizer: Optimizer | None, plan: Plan,
+        mesh: Mesh, numbers: RandomNumbers,
+    ) -> None:  # fmt: skip
+        self._taken, self._loss, self._optimizer = taken, loss, optimizer
+        self._plan, self._mesh, self._numbers = plan, mesh, numbers
         self._counts: dict[int, int] = {}  # of good calls, by program's number
         self._traced: dict[int, dict[str, Any]] = {}  # plain attributes of modules at the first, by the same
-        self._told = False
+        self._told: set[str] = set()
 
     def due(self, compiled: Compiled) -> bool:
         """Whether this call of the program is one. The same on every rank, which made the same good calls."""
-        every = self._plan.policy.verify
         if compiled.kind not in ("step", "gradient"):
             return False
-        count = self._counts.get(compiled.number, 0)
         if compiled.random and self._plan.device.type == "cuda":
-            if not self._told and self._mesh.rank == 0:
-                log.warning("Policy.verify: %s draws random numbers, which on a GPU come in other orders than eager "
-                            "PyTorch, so it is not compared.", compiled.label)  # fmt: skip
-            self._told = True
+            self._tell(f"{compiled.label} draws random numbers, which on a GPU come in other orders than eager "
+                       "PyTorch, so it is not compared.")  # fmt: skip
             return False
-        return count < FIRST or (every is not True and count % every == 0)
+        return is_due(self._plan.policy.verify, self._counts.get(compiled.number, 0))
 
     def returned(self, compiled: Compiled) -> None:
         """Counts a good call."""
         self._counts[compiled.number] = self._counts.get(compiled.number, 0) + 1
 
-    def run(self, compiled: Compiled, request: Request, state: State, rows: float) -> Expected:
-        """Runs the model eagerly on what the program is about to read. Collective; nothing is changed by it."""
+    def run(
+        self, compiled: Compiled, request: Request, state: State, rows: float, rules: Sequence[Rule],
+        values: Mapping[str, float],
+    ) -> Expected:  # fmt: skip
+        """Runs the model eagerly on what the program is about to read. Collective; nothing is changed by it.
+
+        ``rows``: of this rank's batch; ``values``: of the optimizer's scheduled numbers.
+        """
         begun = time.perf_counter()
-        plain = _attributes(self._taken.model)
-        changed = _changes(self._traced.setdefault(compiled.number, plain), plain)
+        plain = attributes(self._taken.model)
+        changed = changes(self._traced.setdefault(compiled.number, plain), plain)
         wait_for_host_memory(self._plan)
         own, failure, result = 0.0, None, None
-        weights = _Weights(self._plan, self._mesh, state.parameters)
+        run = EagerRun(self._plan, self._mesh, state.parameters, _place_of)
         closed = compiled.capture.guards.closed.tensors.values()
+        scale = float(state.scale["factor"]) if state.scale else 1.0
+        compares = gradients_compared(self._plan.policy)
         try:
             with (
                 self._taken.open() as model,
-                _put_back(model, self._loss, [*request.tensors, *closed, *request.closed.values()]),
                 self._numbers.repeated(state.drawn_from),
                 request.modes.entered(),
                 torch.enable_grad(),
                 casting(model, self._plan.policy.precision),
-                torch.autograd.graph.saved_tensors_hooks(weights.pack, weights.unpack),
-                weights,
+                run.reading(model, self._loss, [*request.tensors, *closed, *request.closed.values()]),
             ):
                 call = model if self._loss is None else self._loss
                 given = request.batch if self._loss is None else (model, *request.batch)
                 result = call(*given, **request.named)
+                loss = find_loss(result, self._loss is None)
+                own = float(loss.detach())
+                if compares and loss.requires_grad:
+                    run.backward([loss], [torch.full_like(loss, scale)])
                 result = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().clone(), result)
-            own = float(find_loss(result, self._loss is None))
         except Exception as error:
             failure = error
-        weights.end()
+        run.end()
         told = exchange((own, rows, None if failure is None else f"{type(failure).__name__}: {failure}"), self._mesh)
         for rank, (_, _, said) in enumerate(told):
             if said is not None:
@@ -121,36 +172,67 @@ class Verification:
                     f"Policy.verify: on rank {rank} the model does not run in eager PyTorch, where {compiled.label} "
                     f"would run as it was traced{changed}. It said:\n{said}\nNothing was updated."
                 ) from failure
-        weighed = self._plan.policy.weigh == "rows"
-        total = sum(count if weighed else 1.0 for _, count, _ in told)
-        mean = sum(value * (count if weighed else 1.0) for value, count, _ in told if count or not weighed) / total
-        drawn = state.random.clone()
+        weights = [count if self._plan.policy.weigh == "rows" else 1.0 for _, count, _ in told]
+        total = sum(weights)
+        mean = sum(value * weight for (value, *_), weight in zip(told, weights, strict=True) if weight) / total
         before = {
             name: {key: one.clone() for key, one in getattr(state, name).items()}
             for name in ("parameters", "buffers", "optimizer", "constants", "sums", "scale")
         }
-        return Expected(
-            self, compiled, result, mean, changed, before, state.step.clone(), drawn, begun, time.perf_counter()
+        drawn = state.random.clone()
+        expected = Expected(
+            self, compiled, result, mean, changed, before, state.step.clone(), drawn, rules, dict(values), 0.0
         )
+        if compares:
+            self._average(run, weights[self._mesh.rank] / total / scale, expected)
+        expected.took = time.perf_counter() - begun
+        return expected
 
-    def compare(self, expected: Expected, found: Any, state: State) -> None:
-        """Raises `RankError` on every rank where what the program returned is not what eager PyTorch gave.
+    @torch.no_grad()
+    def _average(self, run: EagerRun, weight: float, expected: Expected) -> None:
+        """The mean gradients of all ranks, as the program leaves or uses them. Collective."""
+        plan, updates = self._plan, expected.compiled.updates
+        cut = plan.placement.state if updates else plan.placement.gradient
+        squares, largest = 0.0, 0.0
+        for buffer, means in run.means(weight):
+            flat = torch.zeros(buffer.numel, dtype=next(iter(means.values())).dtype if means else buffer.dtype,
+                               device=plan.device)  # fmt: skip
+            spread = torch.zeros_like(flat)
+            for slot in buffer.slots:
+                if (mean := means.get(slot.name)) is not None:
+                    read_slot(flat, slot).copy_(mean)
+                    most = float(mean.abs().max()) if mean.numel() else 0.0
+                    spread[slot.offset : slot.end] = self._gradient_bound[0] * most + TINY
+                    largest = max(largest, most)
+            expected.reached |= means.keys()
+            squares += float(flat.double().square().sum()) if buffer.updated else 0.0
+            own = [plan.own(one, self._mesh.shard_rank, cut).clone() for one in (flat, spread)]
+            expected.gradients[buffer.key] = Gradient(*own)
+        expected.norm = squares**0.5
+        for one in expected.gradients.values():
+            one.spread += (one.spread > 0) * self._gradient_bound[1] * largest
+            if updates and (clip := plan.policy.clip) is not None:
+                factor = min(1.0, clip / (expected.norm + EPSILON))
+                one.mean *= factor
+                one.spread *= factor
+            if updates and (value := plan.policy.clip_value) is not None:
+                one.mean.clamp_(-value, value)
+
+    def compare(self, expected: Expected, found: Any, outputs: Mapping[Port, torch.Tensor], state: State) -> None:
+        """Raises `RankError` on every rank where what the program returned, or did to the state, is not what eager
+        PyTorch gives.
 
         Before that, the state is put back to what it was. Collective.
         """
         waited = time.perf_counter()
         wait_for_host_memory(self._plan)
-        difference = self._difference(expected, found)
+        difference = self._difference(expected, found) or self._updates_differ(expected, outputs, state)
         label, changed = expected.compiled.label, expected.changed
         told = exchange((difference, changed), self._mesh)
         if all(said is None for said, _ in told):
-            if not self._told and self._mesh.rank == 0:
-                took = expected.ended - expected.begun + time.perf_counter() - waited
-                log.warning(
-                    "Policy.verify: %s gave in eager PyTorch what its program gives, loss %.6g. That took %.2f s.",
-                    label, expected.mean, took,
-                )  # fmt: skip
-            self._told = True
+            took = expected.took + time.perf_counter() - waited
+            self._tell(f"{label} gave in eager PyTorch what its program gives, loss {expected.mean:.6g}. "
+                       f"That took {took:.2f} s.", "compared")  # fmt: skip
             return
         with torch.no_grad():
             for name, values in expected.before.items():
@@ -169,188 +251,177 @@ class Verification:
     def _difference(self, expected: Expected, found: Any) -> str | None:
         first = self._loss is None
         loss, theirs = find_loss(found, first), find_loss(expected.result, first)
-        said = _apart(float(loss), expected.mean, self._bound(theirs))
-        if said is not None:
+        bound = self._bound(theirs)
+        if furthest(torch.tensor(float(loss)), torch.tensor(expected.mean), bound) is not None:
             return f"the loss is {float(loss):.7g}, and {expected.mean:.7g} in eager PyTorch"
-        mine, others = pytree.tree_leaves(found), pytree.tree_leaves(expected.result)
-        if len(mine) != len(others):
-            return f"{len(mine)} values were returned, and {len(others)} in eager PyTorch"
-        for place, (one, other) in enumerate(zip(mine, others, strict=True)):
-            if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and other is not theirs:
-                if one.shape != other.shape:
-                    return f"value {place} that was returned has shape {list(one.shape)}, and {list(other.shape)} there"
-                if (worst := _furthest(one, other, self._bound(other))) is not None:
-                    return f"value {place} that was returned is off from that of eager PyTorch by {worst:.3g}"
+        return returned_otherwise(found, expected.result, self._bound, theirs)
+
+    def _updates_differ(self, expected: Expected, outputs: Mapping[Port, torch.Tensor], state: State) -> str | None:
+        """Where gradients, their norm or what was updated from them is not what eager PyTorch gives."""
+        if not expected.gradients or (OVERFLOW in outputs and bool(outputs[OVERFLOW])):
+            return None
+        plan, updates = self._plan, expected.compiled.updates
+        if NORM in outputs and not self._near(norm := float(outputs[NORM]), expected.norm):
+            return f"the gradient's norm is {norm:.7g}, and {expected.norm:.7g} in eager PyTorch"
+        unseen = [name for name in expected.compiled.idle if name in expected.reached]
+        for buffer in (one for one in plan.buffers if one.key in expected.gradients):
+            one = expected.gradients[buffer.key]
+            low, high = one.mean - one.spread, one.mean + one.spread
+            for slot in buffer.slots:
+                if slot.name in unseen:
+                    part, spread = (self._part(buffer, slot.name, v, updates) for v in (one.mean.abs(), one.spread))
+                    if bool((part > spread).any()):
+                        return f"{slot.name} has no gradient, and one of {float(part.max()):.3g} in eager PyTorch"
+            mine = outputs.get(Port("out", "update" if updates else "gradient", buffer.key))
+            if mine is not None and (
+                said := self._outside(buffer, mine, (low, high, high), updates, one.mean.isfinite())
+            ):
+                return f"the gradient of {said}"
+        return self._updated_otherwise(expected, state) if updates else None
+
+    def _updated_otherwise(self, expected: Expected, state: State) -> str | None:
+        """Where the program updated otherwise than the optimizer does, by its own code."""
+        between: dict[str, list[torch.Tensor]] = {}
+        keys = set(expected.gradients)
+        idle = {slot.name for buffer in self._plan.buffers for slot in buffer.slots} - expected.reached
+        try:
+            for factor in (0.0, 1.0, -1.0):
+                for name, value in self._update(expected, factor, idle):
+                    low, high = between.setdefault(name, [value.clone(), value.clone()])
+                    torch.minimum(low, value, out=low)
+                    torch.maximum(high, value, out=high)
+        except Exception as error:
+            self._tell(f"the update of {type(self._optimizer).__name__} is not compared: {error}")
+            return None
+        for buffer in (one for one in self._plan.buffers if one.key in keys):
+            before, after = (
+                {**optimizer, buffer.key: parameters[buffer.key]}
+                for parameters, optimizer in (
+                    (expected.before["parameters"], expected.before["optimizer"]),
+                    (state.parameters, state.optimizer),
+                )
+            )
+            for name in between:
+                if name == buffer.key or name.startswith(f"{buffer.key}."):
+                    said = self._outside(
+                        buffer, after[name], (*between[name], before[name]), True, expected.gradients[buffer.key].tells
+                    )
+                    if said is not None:
+                        what = "" if name == buffer.key else f"the optimizer's {name[len(buffer.key) + 1 :]} of "
+                        return f"{what}{said}, after its update"
         return None
+
+    def _update(self, expected: Expected, factor: float, idle: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Shards and state per element, by key, after the optimizer's own step on gradients that are moved so far."""
+        shards = {key: value.clone() for key, value in expected.before["parameters"].items()}
+        state = {key: value.clone() for key, value in expected.before["optimizer"].items()}
+        outputs = {
+            Port("out", "update", key): (one.mean + factor * one.spread).to(shards[key])
+            for key, one in expected.gradients.items()
+        }
+        for optimizer, first in numbered(self._optimizer) if self._optimizer is not None else ():
+            groups = range(first, first + len(optimizer.param_groups))
+            rules = [rule for rule in expected.rules if rule.group in groups and rule.eagerly is None]
+            if rules:
+                ShardUpdate(optimizer, rules, first, self._plan, self._mesh).run(
+                    expected.rules, expected.values, state, shards, outputs, idle
+                )
+            traced = {rule.group for rule in rules}
+            for buffer in self._plan.buffers:
+                if buffer.updated and buffer.group in traced and buffer.key in expected.gradients:
+                    yield buffer.key, shards[buffer.key]
+                    yield from ((k, v) for k, v in state.items() if k.startswith(f"{buffer.key}.") and v.dim())
+
+    def _outside(
+        self, buffer: Buffer, mine: torch.Tensor, bounds: Sequence[torch.Tensor], updates: bool, tells: torch.Tensor
+    ) -> str | None:
+        """The first parameter of the buffer of which an element lies outside of these bounds, with how far. ``bounds``:
+        the least, the most, and what it was made of, whose rounding it has."""
+        for slot in buffer.slots:
+            own, least, most, source = (self._part(buffer, slot.name, one, updates).double() for one in (mine, *bounds))
+            slack = 4 * torch.finfo(mine.dtype).eps * torch.stack([least, most, source]).abs().amax(0)
+            slack += (most - least) / 2 + TINY
+            wrong = ~((own >= least - slack) & (own <= most + slack)) & ~(own.isnan() & (least.isnan() | most.isnan()))
+            wrong &= self._part(buffer, slot.name, tells, updates)
+            if bool(wrong.any()):
+                place = int(wrong.nonzero()[0])
+                other = float((least + most)[place] / 2)
+                return (
+                    f"{slot.name} is {float(own[place]):.7g} at an element that is {other:.7g} in eager PyTorch "
+                    f"({int(wrong.sum())} of {own.numel()} are off)"
+                )
+        return None
+
+    def _part(self, buffer: Buffer, name: str, values: torch.Tensor, updates: bool) -> torch.Tensor:
+        """This rank's elements of a parameter."""
+        placement = self._plan.placement
+        slot = next(slot for slot in buffer.slots if slot.name == name)
+        cut = placement.state if updates else placement.gradient
+        return self._plan.part(buffer, slot, self._mesh.shard_rank, cut).of(values.detach())
+
+    def _near(self, mine: float, other: float) -> bool:
+        near = mine == other or abs(mine - other) <= 10 * self._gradient_bound[0] * abs(other) + TINY
+        return near or (math.isnan(mine) and math.isnan(other))
+
+    @property
+    def _dtypes(self) -> list[torch.dtype]:
+        return [self._plan.compute_dtype(buffer) for buffer in self._plan.buffers]
 
     def _bound(self, value: torch.Tensor) -> tuple[float, float]:
         """By the coarsest dtype that the model computes in."""
-        dtypes = {value.dtype, *(self._plan.compute_dtype(buffer) for buffer in self._plan.buffers)}
-        real = [dtype for dtype in dtypes if dtype.is_floating_point]
-        coarse = max(real, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
-        return HALF if torch.is_autocast_enabled(value.device.type) else BOUNDS.get(coarse, HALF)
+        return bound_of([value.dtype, *self._dtypes], value.device, BOUNDS, HALF)
+
+    @property
+    def _gradient_bound(self) -> tuple[float, float]:
+        dtypes = [*self._dtypes, *(self._plan.reduce_dtype(buffer) for buffer in self._plan.buffers)]
+        return bound_of(dtypes, self._plan.device, GRADIENTS, HALF_GRADIENTS)
+
+    def _tell(self, said: str, once: str | None = None) -> None:
+        """In the log of rank 0, once."""
+        if (once or said) not in self._told and self._mesh.rank == 0:
+            log.warning("Policy.verify: %s", said)
+        self._told.add(once or said)
 
 
-class Expected:
-    """What eager PyTorch gave, and what the state was then."""
-
-    def __init__(
-        self, owner: Verification, compiled: Compiled, result: Any, mean: float, changed: str,
-        before: Mapping[str, Mapping[str, torch.Tensor]], step: torch.Tensor, drawn: torch.Tensor,
-        begun: float, ended: float,
-    ) -> None:  # fmt: skip
-        self.owner, self.compiled, self.result, self.mean, self.changed = owner, compiled, result, mean, changed
-        self.before, self.step, self.drawn = before, step, drawn
-        self.begun, self.ended = begun, ended
+def _place_of(tensor: Any) -> Place | None:
+    return (tensor._sharded_place.buffer.key, tensor._sharded_place.name) if is_live(tensor) else None
 
 
-class _Weights(TorchFunctionMode):
-    """Inside, an operator that is given a live parameter gets the whole one, gathered with its buffer for as long.
-
-    Ranks may read units in other orders, or not all of them: before each gather they tell which one they want, and
-    all take part in all of these, until nobody wants one. So a model that takes other ways on two ranks hangs nobody.
-    """
-
-    def __init__(self, plan: Plan, mesh: Mesh, shards: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._plan, self._mesh, self._shards = plan, mesh, shards
-        self._buffers = {buffer.key: buffer for buffer in plan.buffers}
-        self._alive: OrderedDict[str, torch.Tensor] = OrderedDict()  # whole buffers, the last read last
-        self._leaves: dict[str, dict[str, torch.Tensor]] = {}  # the parameters in them
-        self._cut = plan.placement.parameter and mesh.shard > 1
-        self._owners = exchange(mesh.shard_rank, mesh) if self._cut else []
-
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = pytree.tree_map_only(
-            torch.Tensor, lambda one: self._whole(one) if is_live(one) else one, (args, kwargs or {})
-        )
-        return function(*args, **kwargs)
-
-    def _whole(self, parameter: Any) -> torch.Tensor:
-        place = parameter._sharded_place
-        flat = self._flat(place.buffer.key)
-        leaves = self._leaves[place.buffer.key]
-        if place.name not in leaves:
-            leaf = read_slot(flat, place.slot).detach()
-            leaves[place.name] = leaf.requires_grad_(parameter.requires_grad)
-        return leaves[place.name]
-
-    def _flat(self, key: str) -> torch.Tensor:
-        """The whole buffer, in the dtype that is computed in."""
-        if key not in self._alive:
-            found = self._round(key)[key] if self._cut else self._own(self._buffers[key])
-            self._alive[key], self._leaves[key] = found, {}
-            while len(self._alive) > ALIVE:
-                oldest, _ = self._alive.popitem(last=False)
-                del self._leaves[oldest]
-        self._alive.move_to_end(key)
-        return self._alive[key]
-
-    def _own(self, buffer: Buffer) -> torch.Tensor:
-        return self._shards[buffer.key].detach().to(self._plan.device, self._plan.compute_dtype(buffer))
-
-    def _sent(self, own: torch.Tensor) -> torch.Tensor:
-        """As the wire rounds it."""
-        if (form := self._plan.policy.wire) is None or not own.is_floating_point():
-            return own
-        return operators.unpack(operators.pack(own, 1, form=form), 1, own.numel(), own.dtype, form=form)
-
-    def _round(self, wanted: str | None) -> dict[str, torch.Tensor]:
-        """What any rank wants now, gathered: ``[numel / shard]`` on each -> ``[numel]``. Collective."""
-        found = {}
-        for key in sorted({one for one in exchange(wanted, self._mesh) if one is not None}):
-            own = self._sent(self._own(self._buffers[key]).contiguous())
-            parts = own.new_empty(len(self._owners) * own.numel())
-            dist.all_gather_into_tensor(parts, own)
-            rows = parts.view(len(self._owners), -1)
-            found[key] = torch.cat([rows[self._owners.index(place)] for place in range(self._mesh.shard)])
-        return found
-
-    def end(self) -> None:
-        """Takes part in what other ranks still read. Collective."""
-        self._alive.clear()
-        self._leaves.clear()
-        while self._cut and self._round(None):
-            pass
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Of a whole parameter, autograd keeps where it lies; of all else, the tensor."""
-        start = tensor.untyped_storage().data_ptr()
-        for key, flat in self._alive.items():
-            if self._cut and flat.untyped_storage().data_ptr() == start:
-                return key, tensor.size(), tensor.stride(), tensor.storage_offset()
-        return tensor
-
-    def unpack(self, kept: Any) -> torch.Tensor:
-        if isinstance(kept, torch.Tensor):
-            return kept
-        key, size, stride, offset = kept
-        return self._flat(key).as_strided(size, stride, offset)
+def gradients_compared(policy: Policy) -> bool:
+    return policy.verify_gradients and policy.wire is None and there("backward under a mode")
 
 
-@contextlib.contextmanager
-def _put_back(model: nn.Module, loss: Callable[..., Any] | None, others: Sequence[torch.Tensor]) -> Iterator[None]:
-    """At its end, what the model's code may have written is what it was."""
-    codes = [_forward(module) for module in model.modules()]
-    codes += [
-        hook for one in model.modules() for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values())
-    ]
-    functions = [one for one in (loss, getattr(loss, "__func__", None), *codes) if one is not None]
-    cells = [cell for one in functions for cell in getattr(one, "__closure__", None) or () if _filled(cell)]
-    contents = [cell.cell_contents for cell in cells]
-    tables: list[dict[str, Any]] = [vars(module) for module in model.modules()]
-    tables += [vars(loss)] if hasattr(loss, "__dict__") and not isinstance(loss, nn.Module) else []
-    held = [value for table in tables for value in table.values()] + contents
-    names = [(one.__globals__, name) for one in functions if hasattr(one, "__code__") for name in one.__code__.co_names]
-    names = [(table, name) for table, name in names if name in table]
-    held += [table[name] for table, name in names]
-    held += [value for one in functions for value in getattr(one, "__defaults__", None) or ()]
-    globals_before = [table[name] for table, name in names]
-    boxes = list({id(one): one for one in [*tables, *held] if type(one) in CONTAINERS}.values())
-    copies = [one.copy() for one in boxes]
-    inside = [one for box in boxes for one in (box.values() if isinstance(box, dict) else box)]
-    tensors = {id(one): one for one in [*held, *inside, *others] if isinstance(one, torch.Tensor) and not is_live(one)}
-    kept = [(one, one.detach().clone()) for one in tensors.values() if not one.is_inference()]
-    states = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        if states[1] is not None:
-            sys.modules["numpy"].random.set_state(states[1])
-        for box, copy in zip(boxes, copies, strict=True):
-            if not _same(box, copy):
-                box.clear()
-                box.extend(copy) if isinstance(box, list | deque) else box.update(copy)
-        for (table, name), value in zip(names, globals_before, strict=True):
-            table[name] = value
-        for cell, value in zip(cells, contents, strict=True):
-            cell.cell_contents = value
-        with torch.no_grad():
-            for tensor, value in kept:  # not by version: BatchNorm's kernels write their statistics past it
-                if not torch.equal(tensor, value):
-                    tensor.detach().copy_(value)
+def is_due(every: bool | int, count: int) -> bool:
+    """Whether the call of a program after so many good ones is compared."""
+    return count < FIRST or (every is not True and count % every == 0)
 
 
-def _forward(module: nn.Module) -> Any:
-    return getattr(type(module).forward, "__wrapped__", type(module).forward)
+def bound_of(
+    dtypes: Sequence[torch.dtype], device: torch.device, bounds: Mapping[torch.dtype, tuple[float, float]],
+    half: tuple[float, float],
+) -> tuple[float, float]:  # fmt: skip
+    real = [dtype for dtype in dtypes if dtype.is_floating_point]
+    coarse = max(real, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+    return half if torch.is_autocast_enabled(device.type) else bounds.get(coarse, half)
 
 
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None or True
-    except ValueError:
-        return False
+def returned_otherwise(
+    mine: Any, theirs: Any, bound: Callable[[torch.Tensor], tuple[float, float]], apart: Any = None
+) -> str | None:
+    """Where what a program returned is not what eager PyTorch gives; ``apart``: what of theirs is not compared."""
+    values, others = pytree.tree_leaves(mine), pytree.tree_leaves(theirs)
+    if len(values) != len(others):
+        return f"{len(values)} values were returned, and {len(others)} in eager PyTorch"
+    for place, (one, other) in enumerate(zip(values, others, strict=True)):
+        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and other is not apart:
+            if one.shape != other.shape:
+                return f"value {place} that was returned has shape {list(one.shape)}, and {list(other.shape)} there"
+            if (worst := furthest(one, other, bound(other))) is not None:
+                return f"value {place} that was returned is off from that of eager PyTorch by {worst:.3g}"
+    return None
 
 
-def _same(box: Any, copy: Any) -> bool:
-    """Whether a container holds the same objects, in the same order, as it did."""
-    mine, others = [[*one.items()] if isinstance(one, dict) else [*one] for one in (box, copy)]
-    flat = [[part for item in one for part in (item if isinstance(item, tuple) else (item,))] for one in (mine, others)]
-    return len(mine) == len(others) and len(flat[0]) == len(flat[1]) and all(a is b for a, b in zip(*flat, strict=True))
-
-
-def _attributes(model: nn.Module) -> dict[str, Any]:
+def attributes(model: torch.nn.Module) -> dict[str, Any]:
     """Plain values that modules hold, by name."""
     return {
         f"{path}.{name}".lstrip("."): value
@@ -360,7 +431,7 @@ def _attributes(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Which of them are others than at the first call of the program, for a message."""
     found = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
@@ -370,11 +441,7 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return f" (since the first such call, {'; '.join(found[:3])})" if found else ""
 
 
-def _apart(mine: float, other: float, bound: tuple[float, float]) -> str | None:
-    return None if _furthest(torch.tensor(mine), torch.tensor(other), bound) is None else "apart"
-
-
-def _furthest(mine: torch.Tensor, other: torch.Tensor, bound: tuple[float, float]) -> float | None:
+def furthest(mine: torch.Tensor, other: torch.Tensor, bound: tuple[float, float]) -> float | None:
     """The largest difference, where it is more than rounding explains."""
     one, two = mine.detach().double(), other.detach().double()
     difference = (one - two).abs()

@@ -2,9 +2,11 @@
 
 Relied on: what is asked of the caller's modes at every call, in the names that ``torch.backends``, ``torch.autocast``
 and ``torch.overrides`` are written in (`capture.global_modes`); hooks for saved tensors; whether a node of backward
-will run; dispatch below autograd; and a CUDA allocator's pools (`lower.cuda_device`). Each is in the table of `names`.
+will run, and backward's engine; dispatch below autograd; and a CUDA allocator's pools (`lower.cuda_device`). Each is in
+the table of `names`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,4 +38,15 @@ def will_run(node: Any) -> bool:
         return False
 
 
-__all__ = ["C", "will_run"]
+def run_backward(
+    results: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> None:
+    """As `torch.autograd.backward`, during which a mode that sees functions is off: it would not see a part of forward
+    that is computed again."""
+    engine = find("torch.autograd.Variable._execution_engine")
+    engine.run_backward(
+        tuple(results), tuple(tangents), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+__all__ = ["C", "run_backward", "will_run"]

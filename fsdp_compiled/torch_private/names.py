@@ -107,6 +107,8 @@ TABLE: dict[str, Use] = {
     ), "torch 2.11 takes a parameter in shards for a DTensor of its own, and fails on operators outside of a step"),
     "backward by parts": Use("defence", ("torch._C._will_engine_execute_node",),
         "gradients pass through autograd one by one, and set_requires_gradient_sync(False) reduces them all the same"),
+    "backward under a mode": Use("defence", ("torch.autograd.Variable._execution_engine",),
+        "Policy.verify does not compare gradients and updates"),
     "hooks of parameters": Use("defence", ("torch.Tensor._post_accumulate_grad_hooks",),
         "a hook that is called after a parameter's gradient is not seen, and not called"),
     "loss on parts of the logits": Use("defence", (

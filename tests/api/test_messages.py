@@ -89,7 +89,7 @@ KEPT: list[Any] = []
 @pytest.mark.parametrize("keep", [KEPT.append, lambda number: KEPT.extend([2 * number]), lambda number: number])
 def test_a_number_that_is_read_off_a_tensor_and_kept_says_what_to_return(keep: Callable[[Any], Any]) -> None:
     if keep == KEPT.append:
-        needs_torch((2, 12), "its Dynamo refuses the list before the number is asked for")
+        needs_torch((2, 13), "its Dynamo refuses the list before the number is asked for")
 
     def noted(model: nn.Module, x: torch.Tensor) -> Any:
         found = model(x).mean()

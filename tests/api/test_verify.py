@@ -6,12 +6,15 @@ import copy
 import os
 import random
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture.guards import Guards
@@ -124,6 +127,124 @@ def test_verified_steps_are_those_without(lower: str) -> None:
         values = [one.tolist() for one in sharded.full_state_dict().values()]
         runs.append((losses, noted, float(torch.rand(())), random.random(), values))
     assert runs[0] == runs[1]
+
+
+class Scaled(torch.autograd.Function):
+    """The identity, whose derivative reads a Python value."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * GAIN
+
+
+class Backwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Scaled.apply(self.linear(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("call", ["step", "value_and_grad"])
+def test_a_stale_read_in_backward_is_an_error(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which the loss tells nothing: the control compares forward alone, and goes on."""
+    batch, found = batches(1, 4)[0], {}
+    for gradients in (False, True):
+        with monkeypatch.context() as off:
+            set_global(1.0)
+            model = Backwards()
+            policy = Policy(lower="eager", verify=1, verify_gradients=gradients)
+            sharded = compile_sharded(model, adamw(model), loss=mse, policy=policy)
+            getattr(sharded, call)(*batch)
+            off.setattr(Guards, "hold", lambda _: True)
+            set_global(1.5)
+            before = [one.clone() for one in (*sharded.state.parameters.values(), *sharded.state.optimizer.values())]
+            try:
+                getattr(sharded, call)(*batch)
+            except RankError as error:
+                found[gradients] = str(error)
+                now = [*sharded.state.parameters.values(), *sharded.state.optimizer.values()]
+                assert all(map(torch.equal, before, now))
+    assert set(found) == {True}
+    assert "the gradient's norm is" in found[True] or "the gradient of linear." in found[True]
+
+
+def test_an_update_that_is_not_the_optimizers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two dtypes in one group one is updated by the other's rate. The control, without verify, says nothing."""
+    update = import_module("fsdp_compiled.passes.update")
+    inline = update._inline
+
+    def twice(edit: Any, rule: Any, buffer: Any, *others: Any) -> None:
+        for _ in range(1 + (buffer.dtype is torch.bfloat16)):
+            inline(edit, rule, buffer, *others)
+
+    monkeypatch.setattr(update, "_inline", twice)
+    for verify in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
+
+        def loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (model[1](model[0](x).bfloat16()).float() - y).square().mean()
+
+        sharded = compile_sharded(model, adamw(model), loss=loss, policy=Policy(lower="eager", verify=verify))
+        if not verify:
+            sharded.step(*batches(1, 4)[0])
+            continue
+        with pytest.raises(RankError, match=r"1\.(weight|bias).*after its update"):
+            sharded.step(*batches(1, 4)[0])
+
+
+class Convolved(nn.Module):
+    """A bias whose gradient is zero but for rounding, of which Adam makes the whole rate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.conv(x[:, None])).tanh().flatten(1))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.1), nn.Tanh()) for _ in range(4))
+        self.head, self.unused = nn.Linear(6, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "options", "policy"),
+    [
+        (Convolved, torch.optim.AdamW, {}, {"lower": "inductor"}),
+        (Convolved, torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}, {"lower": "eager", "clip": 0.1}),
+        (Checkpointed, torch.optim.NAdam, {"decoupled_weight_decay": True}, {"lower": "eager", "clip_value": 0.01}),
+        (Checkpointed, torch.optim.AdamW, {"amsgrad": True}, {"lower": "inductor", "precision": HALF}),
+        (Checkpointed, torch.optim.RMSprop, {"centered": True}, {"lower": "eager", "loss_scale": 128.0}),
+    ],
+)
+def test_what_is_right_is_no_difference(
+    model: type[nn.Module], optimizer: type[torch.optim.Optimizer], options: Any, policy: Any
+) -> None:
+    torch.manual_seed(0)
+    one = model()
+    made = optimizer(one.parameters(), lr=0.01, **options)  # type: ignore[call-arg]
+    sharded = compile_sharded(one, made, loss=mse, policy=Policy(verify=1, **policy))
+    for batch in batches(4, 4):
+        sharded.step(*batch)
+    assert int(sharded.state.step) == 4
 
 
 def test_which_calls_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:

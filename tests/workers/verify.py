@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.capture.guards import Guards
 from fsdp_compiled.distributed import device_mesh
-from fsdp_compiled.runtime import verify
+from fsdp_compiled.runtime.eager_run import EagerRun
 from tests.workers.ranks import RANK, main, unchanged
 
 LARGEST = [0]  # elements of whole buffers that were alive at once
@@ -64,17 +64,17 @@ def same_as_without() -> Any:
 
 
 def at_once() -> Any:
-    flat = verify._Weights._flat
+    flat = EagerRun._flat
 
     def watched(self: Any, key: str) -> torch.Tensor:
         value = flat(self, key)
         LARGEST[0] = max(LARGEST[0], sum(one.numel() for one in self._alive.values()))
         return value
 
-    verify._Weights._flat = watched  # type: ignore[method-assign]
+    EagerRun._flat = watched  # type: ignore[method-assign]
     sharded = shard()
     sharded.step(*batch())
-    verify._Weights._flat = flat  # type: ignore[method-assign]
+    EagerRun._flat = flat  # type: ignore[method-assign]
     return [LARGEST[0], sum(buffer.numel for buffer in sharded.plan.buffers)]
 
 

@@ -1,0 +1,277 @@
+"""The user's own model, run by eager PyTorch on parameters that are in shards, and its gradients.
+
+    forward     a unit is gathered where it is read, and freed some units later: no rank holds the model
+    backward    gathered again; a parameter's gradient goes to host memory as soon as it is there
+    means       a unit at a time: the gradients of all ranks, averaged
+
+What the model's code changes is put back: buffers, tensors and containers that modules, the loss's closure and its
+globals hold, the batch, and Python's and numpy's random states. Objects that are reached in other ways, and what leaves
+the process (files, prints), are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.distributed.mesh import Mesh, exchange
+from fsdp_compiled.kernels.operators import operators
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot
+from fsdp_compiled.plan.rows import whole, widths
+from fsdp_compiled.runtime.shard_model import read_slot
+from fsdp_compiled.torch_private.core import run_backward
+
+ALIVE = 4  # buffers that stay gathered at once
+CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)
+CPU = torch.device("cpu")
+Place = tuple[str, str]  # of a parameter: its buffer's key, and its name
+
+
+class EagerRun(TorchFunctionMode):
+    """Inside, an operator that is given a parameter gets the whole one, gathered with its buffer for as long.
+
+    Ranks may read units in other orders, or not all of them: before each gather they tell which one they want, and
+    all take part in all of these, until nobody wants one (`end`). So a model that takes other ways on two ranks hangs
+    nobody. ``place_of``: where a parameter lies, None for other tensors; ``shards``: of this rank, by buffer's key.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        mesh: Mesh,
+        shards: Mapping[str, torch.Tensor],
+        place_of: Callable[[torch.Tensor], Place | None],
+    ) -> None:
+        super().__init__()
+        self._plan, self._mesh, self._shards, self._place_of = plan, mesh, shards, place_of
+        self._buffers = {buffer.key: buffer for buffer in plan.buffers}
+        self._slots = {buffer.key: {slot.name: (place, slot) for place, slot in enumerate(buffer.slots)}
+                       for buffer in plan.buffers}  # fmt: skip
+        self._alive: OrderedDict[str, torch.Tensor] = OrderedDict()  # whole buffers, the last read last
+        self._values: dict[str, dict[str, torch.Tensor]] = {}  # the parameters in them
+        self._read: dict[str, dict[str, torch.Tensor]] = {}  # the same, as autograd follows them
+        self._cut = plan.placement.parameter and mesh.shard > 1
+        self._owners = exchange(mesh.shard_rank, mesh) if self._cut else []
+        self._token = torch.zeros((), requires_grad=True)  # what of autograd's graph is for parameters alone
+        self._state: set[int] = set()  # memory that is put back after forward
+        self.gradients: dict[str, torch.Tensor] = {}  # this rank's, whole, by parameter's name
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._whole, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        place = self._place_of(tensor)
+        return tensor if place is None else self._parameter(*place)
+
+    def _parameter(self, key: str, name: str) -> torch.Tensor:
+        """The whole one, as the model's code reads it, whose gradient `take` gets."""
+        value, known = self._value(key, name), self._read[key]
+        _, slot = self._slots[key][name]
+        if not (slot.leaf.trainable and torch.is_grad_enabled()):
+            return value
+        if name not in known:
+            known[name] = _Read.apply(self._token, self, name, [value])
+        return known[name]
+
+    def _value(self, key: str, name: str) -> torch.Tensor:
+        flat, known = self._flat(key), self._values[key]
+        if name not in known:
+            known[name] = self._cut_out(self._buffers[key], *self._slots[key][name], flat).detach()
+        return known[name]
+
+    def _cut_out(self, buffer: Buffer, place: int, slot: Slot, flat: torch.Tensor) -> torch.Tensor:
+        if not buffer.by_rows:
+            return read_slot(flat, slot)
+        ranks = self._mesh.shard
+        width = widths(buffer, ranks)[place]
+        return whole(flat.view(ranks, -1)[:, slot.offset : slot.offset + width], slot.leaf, ranks)
+
+    def take(self, name: str, gradient: torch.Tensor) -> None:
+        """To host memory; that of a parameter that was freed in between comes in parts."""
+        found = gradient.detach().to(CPU, torch.promote_types(gradient.dtype, torch.float32))
+        self.gradients[name] = self.gradients[name] + found if name in self.gradients else found
+
+    def _flat(self, key: str) -> torch.Tensor:
+        """The whole buffer, in the dtype that is computed in."""
+        if key not in self._alive:
+            found = self._round(key)[key] if self._cut else self._own(self._buffers[key])
+            self._alive[key], self._values[key], self._read[key] = found, {}, {}
+            while len(self._alive) > ALIVE:
+                self._forget(next(iter(self._alive)))
+        self._alive.move_to_end(key)
+        return self._alive[key]
+
+    def _forget(self, *keys: str) -> None:
+        for key in keys:
+            del self._alive[key], self._values[key], self._read[key]
+
+    def _own(self, buffer: Buffer) -> torch.Tensor:
+        return self._shards[buffer.key].detach().to(self._plan.device, self._plan.compute_dtype(buffer))
+
+    def _sent(self, own: torch.Tensor) -> torch.Tensor:
+        """As the wire rounds it."""
+        if (form := self._plan.policy.wire) is None or not own.is_floating_point():
+            return own
+        return operators.unpack(operators.pack(own, 1, form=form), 1, own.numel(), own.dtype, form=form)
+
+    @torch.no_grad()
+    def _round(self, wanted: str | None) -> dict[str, torch.Tensor]:
+        """What any rank wants now, gathered: ``[numel / shard]`` on each -> ``[numel]``. Collective."""
+        found = {}
+        for key in sorted({one for one in exchange(wanted, self._mesh) if one is not None}):
+            own = self._sent(self._own(self._buffers[key]).contiguous())
+            parts = own.new_empty(len(self._owners) * own.numel())
+            dist.all_gather_into_tensor(parts, own)
+            rows = parts.view(len(self._owners), -1)
+            found[key] = torch.cat([rows[self._owners.index(place)] for place in range(self._mesh.shard)])
+        return found
+
+    @contextlib.contextmanager
+    def reading(
+        self, model: nn.Module, loss: Callable[..., Any] | None, others: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """Around forward. At its end what the model's code may have written is what it was."""
+        keeping = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with _put_back(model, loss, others, lambda one: self._place_of(one) is None) as self._state, keeping, self:
+            yield
+
+    def backward(self, results: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]) -> None:
+        """Leaves ``gradients``, on the thread that calls it: another one would not gather."""
+        with self, torch.autograd.set_multithreading_enabled(False):
+            run_backward(results, tangents, [self._token])
+
+    def end(self) -> None:
+        """Takes part in what other ranks still read. Collective."""
+        self._forget(*self._alive)
+        while self._cut and self._round(None):
+            pass
+
+    def means(self, weight: float) -> Iterator[tuple[Buffer, dict[str, torch.Tensor]]]:
+        """The mean gradients of each buffer's parameters that any rank's results depend on, whole, by name; ``weight``:
+        how much of the mean this rank's are. Collective."""
+        for buffer in (one for one in self._plan.buffers if one.trainable and one.dtype.is_floating_point):
+            dtype = torch.promote_types(buffer.dtype, torch.float32)
+            own = [self.gradients.pop(slot.name, None) for slot in buffer.slots]
+            reached = torch.tensor([one is not None for one in own], dtype=dtype, device=self._plan.device)
+            parts = [
+                torch.zeros(slot.leaf.shape, dtype=dtype, device=self._plan.device) if one is None or not weight
+                else one.to(self._plan.device, dtype) * weight
+                for slot, one in zip(buffer.slots, own, strict=True)
+            ]  # fmt: skip
+            message = torch.cat([reached, *(part.reshape(-1) for part in parts)])
+            if self._mesh.world > 1:
+                dist.all_reduce(message)
+            count = len(own)
+            sizes = [part.numel() for part in parts]
+            sums = message[count:].split(sizes)
+            yield buffer, {
+                slot.name: total.view(slot.leaf.shape)
+                for slot, total, any_ in zip(buffer.slots, sums, message[:count].tolist(), strict=True) if any_
+            }  # fmt: skip
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Of a whole parameter, autograd keeps where it lies; of what is put back, a copy; of all else, the tensor."""
+        start = tensor.untyped_storage().data_ptr()
+        for key, values in self._values.items() if self._cut else ():
+            for name, value in values.items():
+                if value.untyped_storage().data_ptr() == start and tensor.dtype == value.dtype:
+                    return key, name, tensor.size(), tensor.stride(), tensor.storage_offset() - value.storage_offset()
+        return tensor.clone() if start in self._state else tensor
+
+    def _unpack(self, kept: Any) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        key, name, size, stride, offset = kept
+        value = self._value(key, name)
+        return value.as_strided(size, stride, value.storage_offset() + offset)
+
+
+class _Read(torch.autograd.Function):
+    """A whole parameter that the graph does not keep alive, as it would a leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, run: EagerRun, name: str, value: list[torch.Tensor]) -> torch.Tensor:
+        ctx.run, ctx.name = run, name
+        return value[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.run.take(ctx.name, gradient)
+        return None, None, None, None
+
+
+@contextlib.contextmanager
+def _put_back(
+    model: nn.Module, loss: Callable[..., Any] | None, others: Sequence[torch.Tensor],
+    apart: Callable[[torch.Tensor], bool],
+) -> Iterator[set[int]]:  # fmt: skip
+    """At its end, what the model's code may have written is what it was. Gives the memory of the tensors among that;
+    ``apart``: which of them are no sharded parameters."""
+    codes = [_forward(module) for module in model.modules()]
+    codes += [
+        hook for one in model.modules() for hook in (*one._forward_pre_hooks.values(), *one._forward_hooks.values())
+    ]
+    functions = [one for one in (loss, getattr(loss, "__func__", None), *codes) if one is not None]
+    cells = [cell for one in functions for cell in getattr(one, "__closure__", None) or () if _filled(cell)]
+    contents = [cell.cell_contents for cell in cells]
+    tables: list[dict[str, Any]] = [vars(module) for module in model.modules()]
+    tables += [vars(loss)] if hasattr(loss, "__dict__") and not isinstance(loss, nn.Module) else []
+    held = [value for table in tables for value in table.values()] + contents
+    names = [(one.__globals__, name) for one in functions if hasattr(one, "__code__") for name in one.__code__.co_names]
+    names = [(table, name) for table, name in names if name in table]
+    held += [table[name] for table, name in names]
+    held += [value for one in functions for value in getattr(one, "__defaults__", None) or ()]
+    globals_before = [table[name] for table, name in names]
+    boxes = list({id(one): one for one in [*tables, *held] if type(one) in CONTAINERS}.values())
+    copies = [one.copy() for one in boxes]
+    inside = [one for box in boxes for one in (box.values() if isinstance(box, dict) else box)]
+    tensors = {id(one): one for one in [*held, *inside, *others] if isinstance(one, torch.Tensor) and apart(one)}
+    kept = [(one, one.detach().clone()) for one in tensors.values() if not one.is_inference()]
+    states = random.getstate(), sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
+    try:
+        yield {one.untyped_storage().data_ptr() for one, _ in kept}
+    finally:
+        random.setstate(states[0])
+        if states[1] is not None:
+            sys.modules["numpy"].random.set_state(states[1])
+        for box, copy in zip(boxes, copies, strict=True):
+            if not _same(box, copy):
+                box.clear()
+                box.extend(copy) if isinstance(box, list | deque) else box.update(copy)
+        for (table, name), value in zip(names, globals_before, strict=True):
+            table[name] = value
+        for cell, value in zip(cells, contents, strict=True):
+            cell.cell_contents = value
+        with torch.no_grad():
+            for tensor, value in kept:  # not by version: BatchNorm's kernels write their statistics past it
+                if not torch.equal(tensor, value):
+                    tensor.detach().copy_(value)
+
+
+def _forward(module: nn.Module) -> Any:
+    return getattr(type(module).forward, "__wrapped__", type(module).forward)
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None or True
+    except ValueError:
+        return False
+
+
+def _same(box: Any, copy: Any) -> bool:
+    """Whether a container holds the same objects, in the same order, as it did."""
+    mine, others = [[*one.items()] if isinstance(one, dict) else [*one] for one in (box, copy)]
+    flat = [[part for item in one for part in (item if isinstance(item, tuple) else (item,))] for one in (mine, others)]
+    return len(mine) == len(others) and len(flat[0]) == len(flat[1]) and all(a is b for a, b in zip(*flat, strict=True))
