@@ -64,6 +64,7 @@ CURE = (
     "The state was put back to what it was before the step. If the code changed since it was traced in a way that is "
     "not seen, build the Sharded again, or change a guarded value; Policy(verify=False) turns the comparison off."
 )
+DRAWS = " draws random numbers, which on a GPU come in other orders than eager PyTorch, so it is not compared."
 log = logging.getLogger("fsdp_compiled")
 Named = Mapping[str, torch.Tensor]
 
@@ -119,8 +120,7 @@ class Verification:
         if compiled.kind not in ("step", "gradient"):
             return False
         if compiled.random and self._plan.device.type == "cuda":
-            self._tell(f"{compiled.label} draws random numbers, which on a GPU come in other orders than eager "
-                       "PyTorch, so it is not compared.")  # fmt: skip
+            self._tell(f"{compiled.label}{DRAWS}")
             return False
         return is_due(self._plan.policy.verify, self._counts.get(compiled.number, 0))
 
@@ -377,10 +377,7 @@ class Verification:
         return bound_of(dtypes, self._plan.device, GRADIENTS, HALF_GRADIENTS)
 
     def _tell(self, said: str, once: str | None = None) -> None:
-        """In the log of rank 0, once."""
-        if (once or said) not in self._told and self._mesh.rank == 0:
-            log.warning("Policy.verify: %s", said)
-        self._told.add(once or said)
+        tell_once(self._told, self._mesh, said, once)
 
 
 def _place_of(tensor: Any) -> Place | None:
@@ -389,6 +386,13 @@ def _place_of(tensor: Any) -> Place | None:
 
 def gradients_compared(policy: Policy) -> bool:
     return policy.verify_gradients and policy.wire is None and there("backward under a mode")
+
+
+def tell_once(told: set[str], mesh: Mesh, said: str, once: str | None = None) -> None:
+    """In the log of rank 0, where nothing was ``told`` by this name."""
+    if (once or said) not in told and mesh.rank == 0:
+        log.warning("Policy.verify: %s", said)
+    told.add(once or said)
 
 
 def is_due(every: bool | int, count: int) -> bool:

@@ -47,8 +47,6 @@ ELSEWHERE = {
     "weigh": "Weigh the loss in the loop.",
     "offload": "It is not supported with fully_shard yet: leave it out.",
     "precision": "Pass it as mp_policy=.",
-    "verify": "It is not supported with fully_shard yet: leave it out.",
-    "verify_gradients": "It goes with verify, which is not supported with fully_shard yet: leave it out.",
     "sync_every": "Local steps are for compile_sharded: leave it out.",
     "outer": "Local steps are for compile_sharded: leave it out.",
     "wire": "It is not supported with fully_shard yet: leave it out.",

@@ -36,9 +36,10 @@ from fsdp_compiled.runtime.fsdp.module_run import Run, run_program
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, states_in, traced
 from fsdp_compiled.runtime.fsdp.opened_arguments import closed
 from fsdp_compiled.runtime.fsdp.parameter_group import ParameterGroup
+from fsdp_compiled.runtime.fsdp.verified_call import Verified, VerifiedCalls
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.programs import compile_only
-from fsdp_compiled.runtime.programs.compile import PLAIN
+from fsdp_compiled.runtime.programs.compile import PLAIN, Compiled
 from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.programs.result_aliases import shared
@@ -81,6 +82,7 @@ class ModuleCall:
         self._known: dict[tuple[Any, ...], Made] = {}  # by what it was made of; the last, used last
         self._signature: tuple[Any, ...] = ()
         self._mesh = states_in(module)[0].group.mesh
+        self._verifying: dict[Made, VerifiedCalls] = {}  # under `Policy.verify`
         self._said = False  # that further kinds of inputs run eagerly
 
     @untraced
@@ -127,10 +129,32 @@ class ModuleCall:
                     outputs = run_program(partial(compiled.runner, *inputs), self._calls)
                 values = dict(zip(compiled.outputs, outputs, strict=True))
                 return compiled.capture.rebuild(shared(values, inputs, compiled.aliases))
-            run = Run(made, compiled, self._calls, self._states, inputs)
+            verified = self._verified(compiled, request, args, named)
+            run = Run(made, compiled, self._calls, self._states, inputs, verified)
             outputs = run.apply()
-            values = dict(zip(run.training.results, outputs, strict=True))
-            return compiled.capture.rebuild(shared(values, inputs, compiled.aliases))
+            found = shared(dict(zip(run.training.results, outputs, strict=True)), inputs, compiled.aliases)
+            result = compiled.capture.rebuild(found)
+            if verified is not None:
+                with self._calls.meeting(f"verification of {compiled.label}, compared"):
+                    verified.compare(result, found, run.training.results)
+            return result
+
+    def _verified(
+        self, compiled: Compiled, request: Request, args: tuple[Any, ...], named: dict[str, Any]
+    ) -> Verified | None:
+        """What eager PyTorch gives, where this call is verified; between the post of the call and its program."""
+        made = self._made
+        if not made.plan.policy.verify:
+            return None
+        if made not in self._verifying:
+            self._verifying = {made: VerifiedCalls(made, self.module, self._function)}
+        if not self._verifying[made].due(compiled):
+            return None
+        self._calls.returned()
+        with self._calls.meeting(f"verification of {compiled.label}"):
+            found = self._verifying[made].run(compiled, request, args, named)
+        self._calls.post(request.said(compiled.label), compiled.wire)
+        return found
 
     def _gathered(self, made: Made) -> dict[str, torch.Tensor]:
         """Parameters that travel as their classes say, by each of their names, as forward computes with them."""

@@ -10,7 +10,7 @@ A run goes by what was there when it was made: parameters may be frozen, thawed 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from typing import Any
@@ -31,6 +31,7 @@ from fsdp_compiled.runtime.fsdp.gradients import leave, mean_of, parts, reductio
 from fsdp_compiled.runtime.fsdp.module_plan import Made
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState
 from fsdp_compiled.runtime.fsdp.parameter_group import Entry, FlatShard, ParameterGroup
+from fsdp_compiled.runtime.fsdp.verified_call import Verified
 from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.failed_calls import SAME_BATCHES
 from fsdp_compiled.runtime.programs.training import Backward
@@ -73,8 +74,10 @@ class Run:
         calls: Calls,
         states: Sequence[ModuleState],
         inputs: Sequence[Any],
+        verified: Verified | None = None,
     ) -> None:
         self.made, self.compiled, self.calls, self.states = made, compiled, calls, states
+        self.verified = verified  # until a backward was compared
         self.training = compiled.training
         self.inputs = inputs
         # Autograd's inputs are what gets a gradient: it calls hooks of the others too, with None in its place.
@@ -108,6 +111,26 @@ class Run:
         """The results of forward, for autograd to differentiate."""
         given, self.given = self.given, ()
         return _Function.apply(self, torch.zeros((), requires_grad=True), *given)
+
+    def verify(
+        self, tangents: Sequence[torch.Tensor | None], everything: bool
+    ) -> Callable[[Mapping[Entry, DTensor]], None]:
+        """What compares the gradients of this backward with eager PyTorch's, made before it."""
+        verified, self.verified = self.verified, None
+        if verified is None or not everything or any(row.waits for row in self.made.rows.values()):
+            return lambda _: None
+        if not all(group.synchronise and group.all_reduces for group in self.made.groups):
+            return lambda _: None
+        label = f"verification of backward of {self.compiled.label}"
+        with self.calls.meeting(label):
+            if not verified.backward(tangents):
+                return lambda _: None
+
+        def compare(found: Mapping[Entry, DTensor]) -> None:
+            with self.calls.meeting(f"{label}, compared"):
+                verified.compare_gradients(found)
+
+        return compare
 
     def backward(
         self, kept: list[Any], reached: Collection[str], everything: bool
@@ -373,12 +396,14 @@ class _Function(torch.autograd.Function):
         ctx.maybe_clear_saved_tensors()  # unless the graph is retained
         reached = training.reached(frozenset(place for place, one in enumerate(tangents) if one is not None))
         kept += [one.laid_out(tangents[one.place], ctx.shapes[one.place]) for one in training.tangents]
-        tangents.clear()
         # A plain backward() reaches the token. One that asks for some gradients alone, as torch.autograd.grad does, is
         # answered by autograd, and so are hooks.
         everything = will_run(ctx.next_functions[0][0])
         with outside_modes(watched=True):
+            compare = run.verify(tangents, everything)
+            tangents.clear()
             found, others = run.backward(kept, reached, everything)
+            compare(found)
         gradients: list[torch.Tensor | None] = [None] * run.count
         direct: dict[Entry, DTensor] = {}
         for entry, gradient in found.items():

@@ -1,0 +1,221 @@
+"""Calls under `fully_shard` held against eager PyTorch: the module's own code, on the same weights, inputs, modes and
+random numbers.
+
+    forward     the module's code; then the program; what they return is compared
+    backward    the same, with the derivatives that the user's loop gives; the gradients' means over ranks are compared
+
+The eager forward's graph is kept until the first backward that reduces gradients of the module. A difference is an
+error on every rank, before forward returns or a gradient is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled.distributed.mesh import RankError, exchange
+from fsdp_compiled.ir.program import Port
+from fsdp_compiled.plan.plan import Division
+from fsdp_compiled.plan.rows import own_rows
+from fsdp_compiled.runtime.eager_run import EagerRun, Place
+from fsdp_compiled.runtime.fsdp.module_plan import Made
+from fsdp_compiled.runtime.fsdp.module_state import traced
+from fsdp_compiled.runtime.fsdp.parameter_group import Entry
+from fsdp_compiled.runtime.programs.compile import Compiled
+from fsdp_compiled.runtime.programs.request import Request
+from fsdp_compiled.runtime.rng import default_generator
+from fsdp_compiled.runtime.verify import (
+    BOUNDS,
+    DRAWS,
+    GRADIENTS,
+    HALF,
+    HALF_GRADIENTS,
+    TINY,
+    attributes,
+    bound_of,
+    changes,
+    gradients_compared,
+    is_due,
+    returned_otherwise,
+    tell_once,
+)
+
+CURE = (
+    "If the code changed since it was traced in a way that is not seen, build and shard the model again, or change a "
+    "guarded value; Policy(verify=False) turns the comparison off."
+)
+
+
+class VerifiedCalls:
+    """Which calls of one module are verified, with the parameters as they are."""
+
+    def __init__(self, made: Made, module: nn.Module, function: Callable[..., Any]) -> None:
+        self.made, self.module = made, module
+        self._function = function
+        self._counts: dict[int, int] = {}  # by program's number
+        self._traced: dict[int, dict[str, Any]] = {}  # plain attributes of modules at the first call, by the same
+        self.told: set[str] = set()
+        self.places: dict[int, Place] = {
+            id(entry.parameter): (buffer.key, slot.name)
+            for buffer in made.plan.buffers
+            for slot, entry in zip(buffer.slots, made.rows[buffer.key].entries, strict=True)
+        }
+
+    def due(self, compiled: Compiled) -> bool:
+        """Whether this call of the program is one, which is counted. The same on every rank."""
+        if compiled.random and self.made.plan.device.type == "cuda":
+            tell_once(self.told, self.made.mesh, f"{compiled.label}{DRAWS}")
+            return False
+        if self.made.extended:
+            told = f"{compiled.label} reads weights of classes of their own, so it is not compared."
+            tell_once(self.told, self.made.mesh, told)
+            return False
+        count = self._counts[compiled.number] = self._counts.get(compiled.number, -1) + 1
+        return is_due(self.made.plan.policy.verify, count)
+
+    def run(self, compiled: Compiled, request: Request, args: tuple[Any, ...], named: dict[str, Any]) -> Verified:
+        """The module's forward, by its own code. Collective; nothing is changed by it."""
+        begun = time.perf_counter()
+        plain = attributes(self.module)
+        changed = changes(self._traced.setdefault(compiled.number, plain), plain)
+        made, generator = self.made, default_generator(self.made.plan.device)
+        run = EagerRun(made.plan, made.mesh, made.lent.shards, lambda one: self.places.get(id(one)))
+        drawn, result, failure = generator.get_state(), None, None
+        closed = compiled.capture.guards.closed.tensors.values()
+        inputs = [one for one in pytree.tree_leaves((args, named)) if isinstance(one, torch.Tensor)]
+        others = [*inputs, *closed, *request.closed.values()]
+        try:
+            with (
+                traced(),
+                request.modes.entered(),
+                torch.enable_grad(),
+                run.reading(self.module, self._function, others),
+            ):
+                result = self._function(self.module, *args, **named)
+        except Exception as error:
+            failure = error
+        finally:
+            generator.set_state(drawn)
+        run.end()
+        told = exchange(None if failure is None else f"{type(failure).__name__}: {failure}", made.mesh)
+        for rank, said in enumerate(told):
+            if said is not None:
+                raise RankError(
+                    f"Policy.verify: on rank {rank} {type(self.module).__name__} does not run in eager PyTorch, where "
+                    f"{compiled.label} would run as it was traced{changed}. It said:\n{said}\nNothing was changed."
+                ) from failure
+        return Verified(self, compiled, run, result, changed, drawn, time.perf_counter() - begun)
+
+
+class Verified:
+    """One call: what eager PyTorch gave, and gives in backward."""
+
+    def __init__(
+        self, owner: VerifiedCalls, compiled: Compiled, run: EagerRun, result: Any, changed: str, drawn: torch.Tensor,
+        took: float,
+    ) -> None:  # fmt: skip
+        self._owner, self._compiled, self._run, self._changed = owner, compiled, run, changed
+        self._result, self._drawn, self._took = result, drawn, took
+        lent = owner.made.lent
+        self._before = [(one, one.clone()) for one in (*lent.buffers.values(), *lent.constants.values())]
+        self._results: list[torch.Tensor | None] = []  # by the place among the program's results
+
+    def compare(self, found: Any, outputs: Mapping[Port, torch.Tensor], results: Sequence[Port]) -> None:
+        """Raises `RankError` on every rank where forward returned something else, with buffers as before.
+
+        ``found``: what it returned; ``outputs``: the tensors in it; ``results``: those that have derivatives.
+        Collective.
+        """
+        said = returned_otherwise(found, self._result, self._bound)
+        try:
+            self._agree(said, self._compiled.label)
+        except RankError:
+            with torch.no_grad():
+                for one, value in self._before:
+                    one.copy_(value)
+            default_generator(self._owner.made.plan.device).set_state(self._drawn)
+            raise
+        told = f"{self._compiled.label} gave in eager PyTorch what its program gives. That took {self._took:.2f} s."
+        tell_once(self._owner.told, self._owner.made.mesh, told, "compared")
+        mine, theirs = pytree.tree_leaves(found), pytree.tree_leaves(self._result)
+        places = {id(one): place for place, one in enumerate(mine) if isinstance(one, torch.Tensor)}
+        known = [places.get(id(outputs[port])) for port in results]
+        self._results = [None if place is None else theirs[place] for place in known]
+        self._result, self._before = None, []
+
+    def backward(self, tangents: Sequence[torch.Tensor | None]) -> bool:
+        """The module's backward from these derivatives, once; whether it was made. Collective."""
+        results, self._results = self._results, []
+        given = [
+            (one, tangent)
+            for one, tangent in zip(results, tangents, strict=False)
+            if tangent is not None and one is not None and one.requires_grad
+        ]
+        complete = all(one is not None for one, tangent in zip(results, tangents, strict=False) if tangent is not None)
+        made, failure = self._owner.made, None
+        if not all(exchange(bool(results) and complete and gradients_compared(made.plan.policy), made.mesh)):
+            return False
+        try:
+            if given:
+                with traced():
+                    self._run.backward([one for one, _ in given], [tangent for _, tangent in given])
+        except Exception as error:
+            failure = error
+        self._run.end()
+        told = exchange(None if failure is None else f"{type(failure).__name__}: {failure}", made.mesh)
+        for rank, said in enumerate(told):
+            if said is not None:
+                raise RankError(
+                    f"Policy.verify: on rank {rank} the backward of {self._compiled.label} fails in eager PyTorch. It "
+                    f"said:\n{said}\nNo gradient was left."
+                ) from failure
+        return True
+
+    def compare_gradients(self, found: Mapping[Entry, DTensor]) -> None:
+        """Raises `RankError` on every rank where these are not the gradients' means. Collective."""
+        made = self._owner.made
+        mine = {made.names[entry]: gradient.to_local() for entry, gradient in found.items()}
+        bound, least = bound_of(self._dtypes, made.plan.device, GRADIENTS, HALF_GRADIENTS)
+        whole = {
+            slot.name: (slot.leaf, means[slot.name])
+            for buffer, means in self._run.means(1 / made.mesh.world)
+            for slot in buffer.slots
+            if slot.name in means and buffer.division == Division() and not buffer.hooked
+        }
+        largest = max((float(mean.abs().max()) for _, mean in whole.values() if mean.numel()), default=0.0)
+        said = None
+        for name, (leaf, mean) in whole.items():
+            first, last = own_rows(leaf, made.plan.shard, made.mesh.shard_rank)
+            own = mean.narrow(leaf.shard_dim, first, last - first)
+            spread = bound * (float(mean.abs().max()) if mean.numel() else 0.0) + least * largest + TINY
+            gradient = mine.get(name, torch.zeros_like(own))
+            wrong = ~((gradient - own).abs() <= spread) & own.isfinite()
+            if said is None and bool(wrong.any()):
+                place = tuple(wrong.nonzero()[0].tolist())
+                ours, theirs, count = float(gradient[place]), float(own[place]), int(wrong.sum())
+                said = (
+                    f"the gradient of {name} is {ours:.7g} at an element that is {theirs:.7g} in eager PyTorch "
+                    f"({count} of {own.numel()} are off)"
+                )
+        self._agree(said, f"the backward of {self._compiled.label}")
+
+    def _agree(self, said: str | None, label: str) -> None:
+        told = exchange((said, self._changed), self._owner.made.mesh)
+        if rank := next((rank for rank, (one, _) in enumerate(told, 1) if one is not None), None):
+            raise RankError(
+                f"Policy.verify: in {label}, on rank {rank - 1}, {''.join(map(str, told[rank - 1]))}. {CURE}"
+            )
+
+    @property
+    def _dtypes(self) -> list[torch.dtype]:
+        plan = self._owner.made.plan
+        return [of(buffer) for buffer in plan.buffers for of in (plan.compute_dtype, plan.reduce_dtype)]
+
+    def _bound(self, value: torch.Tensor) -> tuple[float, float]:
+        return bound_of([value.dtype, *self._dtypes], value.device, BOUNDS, HALF)

@@ -1,0 +1,106 @@
+"""`Policy.verify` under `fully_shard`: what a module's call returns, and the gradients that it leaves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_compiled import Policy, fully_shard
+from fsdp_compiled.capture.guards import Guards
+from fsdp_compiled.distributed.mesh import RankError
+from tests.launch import launch
+from tests.stale_models import Backwards, Layers, set_scale
+from tests.toys import batches
+
+WORKER = Path(__file__).parents[1] / "workers" / "verified_call.py"
+
+
+def losses(model: nn.Module, steps: int, change: Callable[[], Any] = lambda: None, **policy: Any) -> list[float]:
+    """``change``: what is done before the last step, of which no guard tells."""
+    fully_shard(model, policy=Policy(lower="eager", **policy))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found = []
+    for step, (x, y) in enumerate(batches(steps, 4)):
+        if step == steps - 1:
+            change()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    set_scale(1.0)
+    yield
+    set_scale(1.0)
+
+
+def test_what_is_stale_in_forward_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all guards off. The control, without verify, goes on."""
+    for verify in (False, 1):
+        with monkeypatch.context() as off:
+            torch.manual_seed(0)
+            model = Layers()
+            statistics = model.norm.running_mean
+
+            def change(model: Any = model, off: Any = off) -> None:
+                off.setattr(Guards, "hold", lambda _: True)
+                model.gain = 2.0
+
+            if not verify:
+                losses(model, 3, change, verify=verify)
+                continue
+            with pytest.raises(RankError, match=r"value 0 that was returned is off.*gain was 1.0 and is 2.0"):
+                losses(model, 3, change, verify=verify)
+            assert int(model.norm.num_batches_tracked) == 2 and model.norm.running_mean is statistics
+
+
+def test_what_is_stale_in_backward_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which results tell nothing: the control compares forward alone."""
+    for gradients in (False, True):
+        with monkeypatch.context() as off:
+            set_scale(1.0)
+            torch.manual_seed(0)
+            model = Backwards()
+
+            def change(off: Any = off) -> None:
+                off.setattr(Guards, "hold", lambda _: True)
+                set_scale(1.5)
+
+            policy = {"verify": 1, "verify_gradients": gradients}
+            if not gradients:
+                losses(model, 3, change, **policy)
+                continue
+            with pytest.raises(RankError, match=r"in the backward of .* the gradient of linear\.(weight|bias) is"):
+                losses(model, 3, change, **policy)
+            assert all(one.grad is None for one in model.parameters())
+
+
+def test_verified_calls_are_those_without(caplog: pytest.LogCaptureFixture) -> None:
+    found = []
+    for verify in (False, 2):
+        torch.manual_seed(0)
+        model = Layers()
+        found.append((losses(model, 5, verify=verify), float(torch.rand(())), model.norm.running_var.tolist()))
+    assert found[0] == found[1]
+    with caplog.at_level(logging.WARNING, "fsdp_compiled"):
+        losses(Layers(), 1, verify=True)
+    assert "gave in eager PyTorch what its program gives" in caplog.text
+
+
+def test_on_two_ranks() -> None:
+    results = launch(WORKER, 2, "same", "stale_on_one", "held_back")
+    assert [one["result"] for one in results["same"]] == ["True"] * 2
+    assert [one["result"] for one in results["held_back"]] == ["True"] * 2
+    for one in results["stale_on_one"]:
+        assert "Policy.verify: in " in one["message"] and "on rank 1" in one["message"], one

@@ -1,0 +1,76 @@
+"""Calls under `fully_shard` of two ranks held against eager PyTorch; a case each; see ``ranks.py``.
+
+torchrun --nproc-per-node 2 verified_call.py RESULT CASE [CASE ...]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fsdp_compiled import Policy, fully_shard
+from fsdp_compiled.capture.guards import Guards
+from tests.stale_models import Layers
+from tests.workers.ranks import RANK, main
+
+
+def shard(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Layers()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model, policy=Policy(lower="eager", **options))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def step(model: Any, optimizer: Any, seed: int) -> float:
+    generator = torch.Generator().manual_seed(2 * seed + RANK)
+    x, y = torch.randn(4, 6, generator=generator), torch.randn(4, 2, generator=generator)
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def same() -> Any:
+    found = []
+    for verify in (False, 1):
+        model, optimizer = shard(verify=verify)
+        torch.manual_seed(5 + RANK)
+        found.append([step(model, optimizer, seed) for seed in range(4)])
+    return found[0] == found[1]
+
+
+def held_back() -> Any:
+    """A backward whose gradients wait is not compared, nor is the one that they go with."""
+    found = []
+    for verify in (False, 1):
+        model, optimizer = shard(verify=verify)
+        torch.manual_seed(5 + RANK)
+        losses = []
+        for seed in range(4):
+            model.set_requires_gradient_sync(seed % 2 == 1)
+            generator = torch.Generator().manual_seed(2 * seed + RANK)
+            loss = model(torch.randn(4, 6, generator=generator)).square().mean()
+            loss.backward()
+            losses.append(float(loss.detach()))
+            if seed % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(losses)
+    return found[0] == found[1]
+
+
+def stale_on_one() -> Any:
+    model, optimizer = shard(verify=1)
+    step(model, optimizer, 0)
+    Guards.hold = lambda _: True  # type: ignore[method-assign]
+    if RANK:
+        model.gain = 2.0
+    return step(model, optimizer, 1)
+
+
+main(globals())
