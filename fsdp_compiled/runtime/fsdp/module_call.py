@@ -129,7 +129,7 @@ class ModuleCall:
                     outputs = run_program(partial(compiled.runner, *inputs), self._calls)
                 values = dict(zip(compiled.outputs, outputs, strict=True))
                 return compiled.capture.rebuild(shared(values, inputs, compiled.aliases))
-            verified = self._verified(compiled, request, args, named)
+            verified = self._verified(compiled, request, args, named) if made.plan.policy.verify else None
             run = Run(made, compiled, self._calls, self._states, inputs, verified)
             outputs = run.apply()
             found = shared(dict(zip(run.training.results, outputs, strict=True)), inputs, compiled.aliases)
@@ -144,8 +144,6 @@ class ModuleCall:
     ) -> Verified | None:
         """What eager PyTorch gives, where this call is verified; between the post of the call and its program."""
         made = self._made
-        if not made.plan.policy.verify:
-            return None
         if made not in self._verifying:
             self._verifying = {made: VerifiedCalls(made, self.module, self._function)}
         if not self._verifying[made].due(compiled):

@@ -113,18 +113,18 @@ class Run:
         return _Function.apply(self, torch.zeros((), requires_grad=True), *given)
 
     def verify(
-        self, tangents: Sequence[torch.Tensor | None], everything: bool
-    ) -> Callable[[Mapping[Entry, DTensor]], None]:
-        """What compares the gradients of this backward with eager PyTorch's, made before it."""
-        verified, self.verified = self.verified, None
-        if verified is None or not everything or any(row.waits for row in self.made.rows.values()):
-            return lambda _: None
+        self, verified: Verified, tangents: Sequence[torch.Tensor | None], everything: bool
+    ) -> Callable[[Mapping[Entry, DTensor]], None] | None:
+        """What compares the gradients of this backward with eager PyTorch's, made before it; once."""
+        self.verified = None
+        if not everything or any(row.waits for row in self.made.rows.values()):
+            return None
         if not all(group.synchronise and group.all_reduces for group in self.made.groups):
-            return lambda _: None
+            return None
         label = f"verification of backward of {self.compiled.label}"
         with self.calls.meeting(label):
             if not verified.backward(tangents):
-                return lambda _: None
+                return None
 
         def compare(found: Mapping[Entry, DTensor]) -> None:
             with self.calls.meeting(f"{label}, compared"):
@@ -400,10 +400,11 @@ class _Function(torch.autograd.Function):
         # answered by autograd, and so are hooks.
         everything = will_run(ctx.next_functions[0][0])
         with outside_modes(watched=True):
-            compare = run.verify(tangents, everything)
+            compare = run.verify(run.verified, tangents, everything) if run.verified is not None else None
             tangents.clear()
             found, others = run.backward(kept, reached, everything)
-            compare(found)
+            if compare is not None:
+                compare(found)
         gradients: list[torch.Tensor | None] = [None] * run.count
         direct: dict[Entry, DTensor] = {}
         for entry, gradient in found.items():
