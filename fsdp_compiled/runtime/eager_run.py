@@ -24,7 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.distributed.mesh import Mesh, exchange
+from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import whole, widths
@@ -151,11 +151,18 @@ class EagerRun(TorchFunctionMode):
         with self, torch.autograd.set_multithreading_enabled(False):
             run_backward(results, tangents, [self._token])
 
-    def end(self) -> None:
-        """Takes part in what other ranks still read. Collective."""
+    def end(self, failure: Exception | None, what: str, after: str) -> None:
+        """Takes part in what other ranks still read. Collective.
+
+        Raises `RankError` on every rank where one failed. ``what``: failed; ``after``: in which state all are then.
+        """
         self._forget(*self._alive)
         while self._cut and self._round(None):
             pass
+        told = exchange(None if failure is None else f"{type(failure).__name__}: {failure}", self._mesh)
+        for rank, said in enumerate(told):
+            if said is not None:
+                raise RankError(f"Policy.verify: on rank {rank} {what}. It said:\n{said}\n{after}") from failure
 
     def means(self, weight: float) -> Iterator[tuple[Buffer, dict[str, torch.Tensor]]]:
         """The mean gradients of each buffer's parameters that any rank's results depend on, whole, by name; ``weight``:

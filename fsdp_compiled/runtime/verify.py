@@ -37,7 +37,7 @@ from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
 from fsdp_compiled.ir.program import NORM, OVERFLOW, Port
 from fsdp_compiled.optim.given_optimizer import numbered
 from fsdp_compiled.optim.rule import Rule
-from fsdp_compiled.plan.plan import Buffer, Plan
+from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.eager_run import EagerRun, Place
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
@@ -66,7 +66,6 @@ CURE = (
 )
 DRAWS = " draws random numbers, which on a GPU come in other orders than eager PyTorch, so it is not compared."
 log = logging.getLogger("fsdp_compiled")
-Named = Mapping[str, torch.Tensor]
 
 
 @dataclass
@@ -164,17 +163,15 @@ class Verification:
                 result = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().clone(), result)
         except Exception as error:
             failure = error
-        run.end()
-        told = exchange((own, rows, None if failure is None else f"{type(failure).__name__}: {failure}"), self._mesh)
-        for rank, (_, _, said) in enumerate(told):
-            if said is not None:
-                raise RankError(
-                    f"Policy.verify: on rank {rank} the model does not run in eager PyTorch, where {compiled.label} "
-                    f"would run as it was traced{changed}. It said:\n{said}\nNothing was updated."
-                ) from failure
-        weights = [count if self._plan.policy.weigh == "rows" else 1.0 for _, count, _ in told]
+        run.end(
+            failure,
+            f"the model does not run in eager PyTorch, where {compiled.label} would run as it was traced{changed}",
+            "Nothing was updated.",
+        )
+        told = exchange((own, rows), self._mesh)
+        weights = [count if self._plan.policy.weigh == "rows" else 1.0 for _, count in told]
         total = sum(weights)
-        mean = sum(value * weight for (value, *_), weight in zip(told, weights, strict=True) if weight) / total
+        mean = sum(value * weight for (value, _), weight in zip(told, weights, strict=True) if weight) / total
         before = {
             name: {key: one.clone() for key, one in getattr(state, name).items()}
             for name in ("parameters", "buffers", "optimizer", "constants", "sums", "scale")
@@ -194,6 +191,7 @@ class Verification:
         plan, updates = self._plan, expected.compiled.updates
         cut = plan.placement.state if updates else plan.placement.gradient
         squares, largest = 0.0, 0.0
+        bound, least = gradient_bound(plan)
         for buffer, means in run.means(weight):
             flat = torch.zeros(buffer.numel, dtype=next(iter(means.values())).dtype if means else buffer.dtype,
                                device=plan.device)  # fmt: skip
@@ -202,7 +200,7 @@ class Verification:
                 if (mean := means.get(slot.name)) is not None:
                     read_slot(flat, slot).copy_(mean)
                     most = float(mean.abs().max()) if mean.numel() else 0.0
-                    spread[slot.offset : slot.end] = self._gradient_bound[0] * most + TINY
+                    spread[slot.offset : slot.end] = bound * most + TINY
                     largest = max(largest, most)
             expected.reached |= means.keys()
             squares += float(flat.double().square().sum()) if buffer.updated else 0.0
@@ -210,7 +208,7 @@ class Verification:
             expected.gradients[buffer.key] = Gradient(*own)
         expected.norm = squares**0.5
         for one in expected.gradients.values():
-            one.spread += (one.spread > 0) * self._gradient_bound[1] * largest
+            one.spread += (one.spread > 0) * least * largest
             if updates and (clip := plan.policy.clip) is not None:
                 factor = min(1.0, clip / (expected.norm + EPSILON))
                 one.mean *= factor
@@ -227,9 +225,9 @@ class Verification:
         waited = time.perf_counter()
         wait_for_host_memory(self._plan)
         difference = self._difference(expected, found) or self._updates_differ(expected, outputs, state)
-        label, changed = expected.compiled.label, expected.changed
-        told = exchange((difference, changed), self._mesh)
-        if all(said is None for said, _ in told):
+        label = expected.compiled.label
+        told = differing(self._mesh, difference, expected.changed)
+        if told is None:
             took = expected.took + time.perf_counter() - waited
             self._tell(f"{label} gave in eager PyTorch what its program gives, loss {expected.mean:.6g}. "
                        f"That took {took:.2f} s.", "compared")  # fmt: skip
@@ -245,16 +243,15 @@ class Verification:
             state.random.copy_(expected.drawn)
             _ = state.random  # which carries it over to the generator
         self._taken.layout.written()
-        rank = next(rank for rank, (said, _) in enumerate(told) if said is not None)
-        raise RankError(f"Policy.verify: in {label}, on rank {rank}, {told[rank][0]}{told[rank][1]}. {CURE}")
+        raise RankError(f"Policy.verify: in {label}, {told}. {CURE}")
 
     def _difference(self, expected: Expected, found: Any) -> str | None:
         first = self._loss is None
         loss, theirs = find_loss(found, first), find_loss(expected.result, first)
-        bound = self._bound(theirs)
-        if furthest(torch.tensor(float(loss)), torch.tensor(expected.mean), bound) is not None:
+        apart = furthest(torch.tensor(float(loss)), torch.tensor(expected.mean), bound_of(self._plan, theirs))
+        if apart is not None:
             return f"the loss is {float(loss):.7g}, and {expected.mean:.7g} in eager PyTorch"
-        return returned_otherwise(found, expected.result, self._bound, theirs)
+        return returned_otherwise(found, expected.result, self._plan, theirs)
 
     def _updates_differ(self, expected: Expected, outputs: Mapping[Port, torch.Tensor], state: State) -> str | None:
         """Where gradients, their norm or what was updated from them is not what eager PyTorch gives."""
@@ -263,16 +260,15 @@ class Verification:
         plan, updates = self._plan, expected.compiled.updates
         if NORM in outputs and not self._near(norm := float(outputs[NORM]), expected.norm):
             return f"the gradient's norm is {norm:.7g}, and {expected.norm:.7g} in eager PyTorch"
-        unseen = [name for name in expected.compiled.idle if name in expected.reached]
         for buffer in (one for one in plan.buffers if one.key in expected.gradients):
             one = expected.gradients[buffer.key]
-            low, high = one.mean - one.spread, one.mean + one.spread
             for slot in buffer.slots:
-                if slot.name in unseen:
-                    part, spread = (self._part(buffer, slot.name, v, updates) for v in (one.mean.abs(), one.spread))
+                if slot.name in expected.reached and slot.name in expected.compiled.idle:
+                    part, spread = (self._part(buffer, slot, v, updates) for v in (one.mean.abs(), one.spread))
                     if bool((part > spread).any()):
                         return f"{slot.name} has no gradient, and one of {float(part.max()):.3g} in eager PyTorch"
             mine = outputs.get(Port("out", "update" if updates else "gradient", buffer.key))
+            low, high = one.mean - one.spread, one.mean + one.spread
             if mine is not None and (
                 said := self._outside(buffer, mine, (low, high, high), updates, one.mean.isfinite())
             ):
@@ -281,38 +277,35 @@ class Verification:
 
     def _updated_otherwise(self, expected: Expected, state: State) -> str | None:
         """Where the program updated otherwise than the optimizer does, by its own code."""
-        between: dict[str, list[torch.Tensor]] = {}
-        keys = set(expected.gradients)
+        between: dict[tuple[str, str], list[torch.Tensor]] = {}  # by buffer's key, and the name in the state or ""
         idle = {slot.name for buffer in self._plan.buffers for slot in buffer.slots} - expected.reached
         try:
             for factor in (0.0, 1.0, -1.0):
-                for name, value in self._update(expected, factor, idle):
-                    low, high = between.setdefault(name, [value.clone(), value.clone()])
+                for place, value in self._update(expected, factor, idle):
+                    low, high = between.setdefault(place, [value.clone(), value.clone()])
                     torch.minimum(low, value, out=low)
                     torch.maximum(high, value, out=high)
         except Exception as error:
             self._tell(f"the update of {type(self._optimizer).__name__} is not compared: {error}")
             return None
-        for buffer in (one for one in self._plan.buffers if one.key in keys):
+        for (key, name), bounds in between.items():
             before, after = (
-                {**optimizer, buffer.key: parameters[buffer.key]}
+                optimizer[f"{key}.{name}"] if name else parameters[key]
                 for parameters, optimizer in (
                     (expected.before["parameters"], expected.before["optimizer"]),
                     (state.parameters, state.optimizer),
                 )
             )
-            for name in between:
-                if name == buffer.key or name.startswith(f"{buffer.key}."):
-                    said = self._outside(
-                        buffer, after[name], (*between[name], before[name]), True, expected.gradients[buffer.key].tells
-                    )
-                    if said is not None:
-                        what = "" if name == buffer.key else f"the optimizer's {name[len(buffer.key) + 1 :]} of "
-                        return f"{what}{said}, after its update"
+            tells = expected.gradients[key].tells
+            if said := self._outside(self._plan.buffer(key), after, (*bounds, before), True, tells):
+                what = f"the optimizer's {name} of " if name else ""
+                return f"{what}{said}, after its update"
         return None
 
-    def _update(self, expected: Expected, factor: float, idle: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Shards and state per element, by key, after the optimizer's own step on gradients that are moved so far."""
+    def _update(
+        self, expected: Expected, factor: float, idle: Collection[str]
+    ) -> Iterator[tuple[tuple[str, str], torch.Tensor]]:
+        """Shards and state per element, after the optimizer's own step on gradients that are moved so far."""
         shards = {key: value.clone() for key, value in expected.before["parameters"].items()}
         state = {key: value.clone() for key, value in expected.before["optimizer"].items()}
         outputs = {
@@ -321,16 +314,17 @@ class Verification:
         }
         for optimizer, first in numbered(self._optimizer) if self._optimizer is not None else ():
             groups = range(first, first + len(optimizer.param_groups))
-            rules = [rule for rule in expected.rules if rule.group in groups and rule.eagerly is None]
-            if rules:
-                ShardUpdate(optimizer, rules, first, self._plan, self._mesh).run(
+            traced = {rule.group: rule for rule in expected.rules if rule.group in groups and rule.eagerly is None}
+            if traced:
+                ShardUpdate(optimizer, list(traced.values()), first, self._plan, self._mesh).run(
                     expected.rules, expected.values, state, shards, outputs, idle
                 )
-            traced = {rule.group for rule in rules}
             for buffer in self._plan.buffers:
                 if buffer.updated and buffer.group in traced and buffer.key in expected.gradients:
-                    yield buffer.key, shards[buffer.key]
-                    yield from ((k, v) for k, v in state.items() if k.startswith(f"{buffer.key}.") and v.dim())
+                    yield (buffer.key, ""), shards[buffer.key]
+                    for entry in traced[buffer.group].state:
+                        if not entry.scalar:
+                            yield (buffer.key, entry.name), state[f"{buffer.key}.{entry.name}"]
 
     def _outside(
         self, buffer: Buffer, mine: torch.Tensor, bounds: Sequence[torch.Tensor], updates: bool, tells: torch.Tensor
@@ -338,43 +332,24 @@ class Verification:
         """The first parameter of the buffer of which an element lies outside of these bounds, with how far. ``bounds``:
         the least, the most, and what it was made of, whose rounding it has."""
         for slot in buffer.slots:
-            own, least, most, source = (self._part(buffer, slot.name, one, updates).double() for one in (mine, *bounds))
+            own, least, most, source = (self._part(buffer, slot, one, updates).double() for one in (mine, *bounds))
             slack = 4 * torch.finfo(mine.dtype).eps * torch.stack([least, most, source]).abs().amax(0)
             slack += (most - least) / 2 + TINY
             wrong = ~((own >= least - slack) & (own <= most + slack)) & ~(own.isnan() & (least.isnan() | most.isnan()))
-            wrong &= self._part(buffer, slot.name, tells, updates)
-            if bool(wrong.any()):
-                place = int(wrong.nonzero()[0])
-                other = float((least + most)[place] / 2)
-                return (
-                    f"{slot.name} is {float(own[place]):.7g} at an element that is {other:.7g} in eager PyTorch "
-                    f"({int(wrong.sum())} of {own.numel()} are off)"
-                )
+            wrong &= self._part(buffer, slot, tells, updates)
+            if said := first_off(slot.name, own, (least + most) / 2, wrong):
+                return said
         return None
 
-    def _part(self, buffer: Buffer, name: str, values: torch.Tensor, updates: bool) -> torch.Tensor:
+    def _part(self, buffer: Buffer, slot: Slot, values: torch.Tensor, updates: bool) -> torch.Tensor:
         """This rank's elements of a parameter."""
         placement = self._plan.placement
-        slot = next(slot for slot in buffer.slots if slot.name == name)
         cut = placement.state if updates else placement.gradient
         return self._plan.part(buffer, slot, self._mesh.shard_rank, cut).of(values.detach())
 
     def _near(self, mine: float, other: float) -> bool:
-        near = mine == other or abs(mine - other) <= 10 * self._gradient_bound[0] * abs(other) + TINY
+        near = mine == other or abs(mine - other) <= 10 * gradient_bound(self._plan)[0] * abs(other) + TINY
         return near or (math.isnan(mine) and math.isnan(other))
-
-    @property
-    def _dtypes(self) -> list[torch.dtype]:
-        return [self._plan.compute_dtype(buffer) for buffer in self._plan.buffers]
-
-    def _bound(self, value: torch.Tensor) -> tuple[float, float]:
-        """By the coarsest dtype that the model computes in."""
-        return bound_of([value.dtype, *self._dtypes], value.device, BOUNDS, HALF)
-
-    @property
-    def _gradient_bound(self) -> tuple[float, float]:
-        dtypes = [*self._dtypes, *(self._plan.reduce_dtype(buffer) for buffer in self._plan.buffers)]
-        return bound_of(dtypes, self._plan.device, GRADIENTS, HALF_GRADIENTS)
 
     def _tell(self, said: str, once: str | None = None) -> None:
         tell_once(self._told, self._mesh, said, once)
@@ -400,7 +375,19 @@ def is_due(every: bool | int, count: int) -> bool:
     return count < FIRST or (every is not True and count % every == 0)
 
 
-def bound_of(
+def bound_of(plan: Plan, value: torch.Tensor) -> tuple[float, float]:
+    """Of what forward returns, by the coarsest dtype that the model computes in."""
+    dtypes = [value.dtype, *map(plan.compute_dtype, plan.buffers)]
+    return _by_dtype(dtypes, value.device, BOUNDS, HALF)
+
+
+def gradient_bound(plan: Plan) -> tuple[float, float]:
+    """Of an element of a gradient: as parts of the parameter's largest, and of the model's."""
+    dtypes = [of(buffer) for buffer in plan.buffers for of in (plan.compute_dtype, plan.reduce_dtype)]
+    return _by_dtype(dtypes, plan.device, GRADIENTS, HALF_GRADIENTS)
+
+
+def _by_dtype(
     dtypes: Sequence[torch.dtype], device: torch.device, bounds: Mapping[torch.dtype, tuple[float, float]],
     half: tuple[float, float],
 ) -> tuple[float, float]:  # fmt: skip
@@ -409,9 +396,24 @@ def bound_of(
     return half if torch.is_autocast_enabled(device.type) else bounds.get(coarse, half)
 
 
-def returned_otherwise(
-    mine: Any, theirs: Any, bound: Callable[[torch.Tensor], tuple[float, float]], apart: Any = None
-) -> str | None:
+def differing(mesh: Mesh, said: str | None, changed: str) -> str | None:
+    """What the first rank found that found a difference, with what changed there since the trace. Collective."""
+    told = exchange((said, changed), mesh)
+    return next((f"on rank {rank}, {one}{why}" for rank, (one, why) in enumerate(told) if one is not None), None)
+
+
+def first_off(name: str, mine: torch.Tensor, theirs: torch.Tensor, wrong: torch.Tensor) -> str | None:
+    """The first element that is ``wrong``, where one is."""
+    if not bool(wrong.any()):
+        return None
+    place = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f"{name} is {float(mine[place]):.7g} at an element that is {float(theirs[place]):.7g} in eager PyTorch "
+        f"({int(wrong.sum())} of {wrong.numel()} are off)"
+    )
+
+
+def returned_otherwise(mine: Any, theirs: Any, plan: Plan, apart: Any = None) -> str | None:
     """Where what a program returned is not what eager PyTorch gives; ``apart``: what of theirs is not compared."""
     values, others = pytree.tree_leaves(mine), pytree.tree_leaves(theirs)
     if len(values) != len(others):
@@ -420,7 +422,7 @@ def returned_otherwise(
         if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and other is not apart:
             if one.shape != other.shape:
                 return f"value {place} that was returned has shape {list(one.shape)}, and {list(other.shape)} there"
-            if (worst := furthest(one, other, bound(other))) is not None:
+            if (worst := furthest(one, other, bound_of(plan, other))) is not None:
                 return f"value {place} that was returned is off from that of eager PyTorch by {worst:.3g}"
     return None
 

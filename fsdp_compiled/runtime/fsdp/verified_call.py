@@ -31,15 +31,13 @@ from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import default_generator
 from fsdp_compiled.runtime.verify import (
-    BOUNDS,
     DRAWS,
-    GRADIENTS,
-    HALF,
-    HALF_GRADIENTS,
     TINY,
     attributes,
-    bound_of,
     changes,
+    differing,
+    first_off,
+    gradient_bound,
     gradients_compared,
     is_due,
     returned_otherwise,
@@ -102,14 +100,12 @@ class VerifiedCalls:
             failure = error
         finally:
             generator.set_state(drawn)
-        run.end()
-        told = exchange(None if failure is None else f"{type(failure).__name__}: {failure}", made.mesh)
-        for rank, said in enumerate(told):
-            if said is not None:
-                raise RankError(
-                    f"Policy.verify: on rank {rank} {type(self.module).__name__} does not run in eager PyTorch, where "
-                    f"{compiled.label} would run as it was traced{changed}. It said:\n{said}\nNothing was changed."
-                ) from failure
+        run.end(
+            failure,
+            f"{type(self.module).__name__} does not run in eager PyTorch, where {compiled.label} would run as it was "
+            f"traced{changed}",
+            "Nothing was changed.",
+        )
         return Verified(self, compiled, run, result, changed, drawn, time.perf_counter() - begun)
 
 
@@ -132,7 +128,7 @@ class Verified:
         ``found``: what it returned; ``outputs``: the tensors in it; ``results``: those that have derivatives.
         Collective.
         """
-        said = returned_otherwise(found, self._result, self._bound)
+        said = returned_otherwise(found, self._result, self._owner.made.plan)
         try:
             self._agree(said, self._compiled.label)
         except RankError:
@@ -167,21 +163,15 @@ class Verified:
                     self._run.backward([one for one, _ in given], [tangent for _, tangent in given])
         except Exception as error:
             failure = error
-        self._run.end()
-        told = exchange(None if failure is None else f"{type(failure).__name__}: {failure}", made.mesh)
-        for rank, said in enumerate(told):
-            if said is not None:
-                raise RankError(
-                    f"Policy.verify: on rank {rank} the backward of {self._compiled.label} fails in eager PyTorch. It "
-                    f"said:\n{said}\nNo gradient was left."
-                ) from failure
+        what = f"the backward of {self._compiled.label} fails in eager PyTorch"
+        self._run.end(failure, what, "No gradient was left.")
         return True
 
     def compare_gradients(self, found: Mapping[Entry, DTensor]) -> None:
         """Raises `RankError` on every rank where these are not the gradients' means. Collective."""
         made = self._owner.made
         mine = {made.names[entry]: gradient.to_local() for entry, gradient in found.items()}
-        bound, least = bound_of(self._dtypes, made.plan.device, GRADIENTS, HALF_GRADIENTS)
+        bound, least = gradient_bound(made.plan)
         whole = {
             slot.name: (slot.leaf, means[slot.name])
             for buffer, means in self._run.means(1 / made.mesh.world)
@@ -196,26 +186,9 @@ class Verified:
             spread = bound * (float(mean.abs().max()) if mean.numel() else 0.0) + least * largest + TINY
             gradient = mine.get(name, torch.zeros_like(own))
             wrong = ~((gradient - own).abs() <= spread) & own.isfinite()
-            if said is None and bool(wrong.any()):
-                place = tuple(wrong.nonzero()[0].tolist())
-                ours, theirs, count = float(gradient[place]), float(own[place]), int(wrong.sum())
-                said = (
-                    f"the gradient of {name} is {ours:.7g} at an element that is {theirs:.7g} in eager PyTorch "
-                    f"({count} of {own.numel()} are off)"
-                )
+            said = said or first_off(f"the gradient of {name}", gradient, own, wrong)
         self._agree(said, f"the backward of {self._compiled.label}")
 
     def _agree(self, said: str | None, label: str) -> None:
-        told = exchange((said, self._changed), self._owner.made.mesh)
-        if rank := next((rank for rank, (one, _) in enumerate(told, 1) if one is not None), None):
-            raise RankError(
-                f"Policy.verify: in {label}, on rank {rank - 1}, {''.join(map(str, told[rank - 1]))}. {CURE}"
-            )
-
-    @property
-    def _dtypes(self) -> list[torch.dtype]:
-        plan = self._owner.made.plan
-        return [of(buffer) for buffer in plan.buffers for of in (plan.compute_dtype, plan.reduce_dtype)]
-
-    def _bound(self, value: torch.Tensor) -> tuple[float, float]:
-        return bound_of([value.dtype, *self._dtypes], value.device, BOUNDS, HALF)
+        if (told := differing(self._owner.made.mesh, said, self._changed)) is not None:
+            raise RankError(f"Policy.verify: in {label}, {told}. {CURE}")
