@@ -69,6 +69,7 @@ fuzz: ## thousands of generated programs against plain PyTorch (ARGS="--start 50
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) tests.fuzz $(or $(ARGS),--count 2000)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) tests.fuzz --stacks $(or $(ARGS),--count 1000)
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) tests.fuzz --loops $(or $(ARGS),--count 300)
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) tests.fuzz --classes $(or $(ARGS),--count 300)
 
 kills: ## train, killed at thirty random moments, ends as if it had not been (ARGS="--seed 7 --count 100")
 	@sh .ci/setup test

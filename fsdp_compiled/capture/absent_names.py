@@ -7,8 +7,9 @@
     wrapped.scale = 3.0                            from here on it is the wrapper's own
 
 Where a lookup failed in a trace, and was caught, none of the tables (for a key) or objects (for an attribute) that the
-trace looked at may get another name. Of objects whose class looks elsewhere that holds in any case. The variables of
-the environment are read past all guards: where a trace read one, all of them stay.
+trace looked at may get another name. Of objects whose class looks elsewhere that holds in any case. Classes and modules
+get names all the time: there, and in globals, which may come to hide a builtin, only names count that the traced code
+holds. The variables of the environment are read past all guards: where a trace read one, all of them stay.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from fsdp_compiled.capture.source_lines import is_users
 from fsdp_compiled.torch_private.names import TABLE, find, uses
 
 BUILTINS = frozenset(vars(builtins))
+IMMUTABLE = 1 << 8  # of a class that gets no names: CPython's Py_TPFLAGS_IMMUTABLETYPE
 OBSERVED, KEY, ATTRIBUTE = TABLE["failed lookups"].names
 
 
@@ -85,15 +87,16 @@ class AbsentNames:
         environment = getattr(os.environ, "_data", None)
         reads = any(one.co_filename == os.__file__ or "getenv" in one.co_names for one in code)
         self._environment = dict(environment) if reads and environment is not None else None
-        self._builtins = [one for one in _builtins(code) if one[2]]
-        self.read = [*self._names, *self._builtins, *[self._environment] * (self._environment is not None)]
+        spaces = [*_builtins(code), *(_classes_and_modules(values, code) if "attribute" in failed else ())]
+        self._spaces = [one for one in spaces if one[2]]
+        self.read = [*self._names, *self._spaces, *[self._environment] * (self._environment is not None)]
 
     def changed(self, _scope: object = None) -> str | None:
         """Which has another name now, by Dynamo's name."""
         if self._environment is not None and self._environment != os.environ._data:  # type: ignore[attr-defined]
             return "os.environ"
-        for name, own, used in self._builtins:
-            if not used.isdisjoint(own):
+        for name, own, used in self._spaces:
+            if not own.keys().isdisjoint(used):
                 return f"{name}.{min(used & own.keys())}"
         for name, own, names in self._names:
             if not own.keys() <= names:
@@ -101,7 +104,23 @@ class AbsentNames:
         return None
 
 
-def _builtins(code: set[types.CodeType]) -> list[tuple[str, dict[str, Any], frozenset[str]]]:
+Space = tuple[str, Mapping[str, Any], frozenset[str]]  # how it is called, its names, those that must not be there
+
+
+def _classes_and_modules(values: Mapping[str, Any], code: set[types.CodeType]) -> list[Space]:
+    """Those that a trace looked at, by themselves or as the class of an object, with what its code may ask them for."""
+    names = {name for one in code for name in (*one.co_names, *one.co_consts) if isinstance(name, str)}
+    spaces: dict[int, tuple[str, Any]] = {}
+    for value in values.values():
+        if isinstance(value, types.ModuleType):
+            spaces[id(value)] = value.__name__, value
+        for kind in (value if isinstance(value, type) else type(value)).__mro__:
+            if not kind.__flags__ & IMMUTABLE:
+                spaces[id(kind)] = f"{kind.__module__}.{kind.__qualname__}", kind
+    return [(name, vars(one), frozenset(names - vars(one).keys())) for name, one in spaces.values()]
+
+
+def _builtins(code: set[types.CodeType]) -> list[Space]:
     """By module of the user's, its globals, and the builtins that this code reads there, which one may come to hide."""
     by_file: dict[str, set[str]] = {}
     for one in code:

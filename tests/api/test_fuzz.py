@@ -1,6 +1,6 @@
 """Ten of the fuzzer's programs (tests/fuzz/), right, or refused by name; `make test-all` runs a hundred of them, and
-`make fuzz` two thousand, a thousand stacks of blocks (tests/fuzz/stacks.py) and three hundred loops of `fully_shard`
-(tests/fuzz/loops/)."""
+`make fuzz` two thousand, a thousand stacks of blocks (tests/fuzz/stacks.py), three hundred loops of `fully_shard`
+(tests/fuzz/loops/) and as many weights of classes of their own (tests/fuzz/classes.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_compiled.capture.guards import Guards
 from tests.chosen import chosen
-from tests.fuzz import stacks
+from tests.fuzz import classes, stacks
 from tests.fuzz.cases import Case, make_case
 from tests.fuzz.loops.launched import on_ranks
 from tests.fuzz.parts import Factor
@@ -68,6 +68,19 @@ def test_stacks_of_blocks_that_hold_objects(start: int) -> None:
 def test_control_a_stack_whose_guards_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Guards, "hold", lambda guards: True)
     assert "differs" in {stacks.run(seed)[0] for seed in range(4)}
+
+
+def test_weights_of_generated_classes() -> None:
+    outcomes = {seed: classes.run(seed) for seed in range(40)}
+    wrong = {seed: said for seed, (kind, said) in outcomes.items() if kind in ("differs", "crashed")}
+    assert not wrong, "\n".join(f"python -m tests.fuzz --classes --seed {seed}: {said}" for seed, said in wrong.items())
+    assert {kind for kind, _ in outcomes.values()} == {"right", "refused"}
+
+
+def test_control_a_weight_whose_class_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ordinary tensor in its place, in silence, is found."""
+    monkeypatch.setattr("fsdp_compiled.plan.leaf.own_mathematics", lambda kind: ())
+    assert any(classes.run(seed)[0] == "differs" for seed in range(40))
 
 
 @pytest.mark.parametrize("start", chosen(range(0, 40, LOOPS), [0]))

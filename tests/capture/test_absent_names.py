@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import os
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,10 @@ class Holder:
     factor: float
 
 
+class OfClass:
+    factor: float
+
+
 class Own:
     def __init__(self) -> None:
         self.inside: dict[str, float] = {}
@@ -31,7 +36,8 @@ class Own:
         return self.inside[key]
 
 
-HOLDER, OWN = Holder(), Own()
+HOLDER, OWN, OF_CLASS = Holder(), Own(), OfClass()
+MODULE: Any = types.ModuleType("module")
 
 
 def caught_key() -> float:
@@ -51,6 +57,27 @@ def suppressed() -> float:
 def caught_attribute() -> float:
     try:
         return HOLDER.factor
+    except AttributeError:
+        return 1.0
+
+
+def of_class() -> float:
+    try:
+        return OF_CLASS.factor
+    except AttributeError:
+        return 1.0
+
+
+def of_class_by_name() -> float:
+    try:
+        return float(getattr(OfClass, "factor"))  # noqa: B009 # a name that is a constant of the code
+    except AttributeError:
+        return 1.0
+
+
+def of_module() -> float:
+    try:
+        return float(MODULE.factor)
     except AttributeError:
         return 1.0
 
@@ -90,6 +117,9 @@ WAYS: dict[Callable[[], float], Callable[[], Any]] = {
     suppressed: lambda: TABLE.update(factor=2.0),
     anything: lambda: TABLE.update(factor=2.0),
     caught_attribute: lambda: setattr(HOLDER, "factor", 2.0),
+    of_class: lambda: setattr(OfClass, "factor", 2.0),
+    of_class_by_name: lambda: setattr(OfClass, "factor", 2.0),
+    of_module: lambda: setattr(MODULE, "factor", 2.0),
     own_mapping: lambda: OWN.inside.update(factor=2.0),
     environment: lambda: os.environ.update({NAME: "2"}),
     of_getenv: lambda: os.environ.update({NAME: "2"}),
@@ -112,6 +142,9 @@ def forget() -> None:
         table.clear()
     os.environ.pop(NAME, None)
     globals().pop("divmod", None)
+    vars(MODULE).pop("factor", None)
+    if "factor" in vars(OfClass):
+        del OfClass.factor
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import tests.fuzz
-from tests.fuzz import stacks
+from tests.fuzz import classes, stacks
 from tests.fuzz.cases import make_case
 from tests.fuzz.loops.launched import on_ranks
 from tests.fuzz.trial import run, shrunk
@@ -22,13 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", type=int, default=0, help="the first seed (%(default)s)")
     parser.add_argument("--seed", type=int, help="this program alone")
     parser.add_argument("--stacks", action="store_true", help="stacks of equal blocks that hold objects, instead")
+    parser.add_argument("--classes", action="store_true", help="weights of generated classes, instead")
     parser.add_argument("--loops", action="store_true", help="loops of fully_shard on two ranks, instead")
     given = parser.parse_args(arguments)
     seeds = [given.seed] if given.seed is not None else range(given.start, given.start + given.count)
     counts: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
-    if given.stacks or given.loops:
-        for seed, kind, said in ((seed, *stacks.run(seed)) for seed in seeds) if given.stacks else on_ranks(seeds):
+    if given.stacks or given.classes or given.loops:
+        alone = stacks.run if given.stacks else classes.run
+        for seed, kind, said in on_ranks(seeds) if given.loops else ((seed, *alone(seed)) for seed in seeds):
             counts[kind] += 1
             refusals[said.split(": [")[0][:140]] += kind == "refused"
             if kind in ("differs", "crashed"):

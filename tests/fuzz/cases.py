@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.fuzz.parts import LATER, LAYERS, LOSSES, OPTIMIZERS
+from tests.fuzz.parts import LATER, LATER_LAYERS, LAYERS, LOSSES, OPTIMIZERS
 
 SCHEDULES: dict[str, Callable[[int], float]] = {
     "none": lambda step: 1.0,
@@ -56,6 +56,7 @@ ACTIONS: dict[str, int] = {
     "float64 by default": 1,
     "inference mode": 1,
 }
+LATER_ACTIONS = ("late name", "late key", "write bank", "replace state", "step")
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,12 @@ def make_case(seed: int) -> Case:
         rows=tuple(rng.choice((2, 3, 4, 5)) for _ in range(rng.randint(1, 2))),
         actions=tuple(rng.choices(list(ACTIONS), list(ACTIONS.values()), k=rng.randint(3, 6))),
     )
+    if seed % 5 == 2:
+        layers = (rng.choice(list(LATER_LAYERS)), *case.layers[:2])
+        actions = list(case.actions)
+        actions.insert(rng.randrange(1, len(actions)), rng.choice(LATER_ACTIONS))
+        loss = "banks" if "bank" in layers else case.loss
+        return replace(case, layers=layers, actions=(*actions, "step"), loss=loss)
     return replace(case, optimizer=rng.choice(list(LATER))) if seed % 5 == 3 else case
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,6 +112,68 @@ class Hooked(nn.Module):
         return torch.relu(self.linear(x))
 
 
+class Half(nn.Module):
+    """Weights of a half in one group of the optimizer with whole ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.to(torch.bfloat16)).to(x.dtype)
+
+
+class Carried(nn.Module):
+    """State that forward replaces, and that backward reads through a view, as it was."""
+
+    state: torch.Tensor
+
+    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.read, self.scale = read, nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("state", torch.full((2, WIDTH), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * (1 + self.scale * self.read(self.state).to(x.dtype))
+        if self.training and torch.is_grad_enabled():  # of inference mode's tensors backward could read nothing
+            self.state = torch.stack([y.detach().float().mean(0), self.state[0]])
+        return y
+
+
+class Absent(nn.Module):
+    """Reads what may not be there: an attribute, its class's, a key."""
+
+    factor: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(WIDTH, WIDTH), dict[str, float]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        try:
+            x = x * self.factor
+        except AttributeError:
+            x = x * 0.9
+        with contextlib.suppress(KeyError):
+            x = x * self.table["factor"]
+        return x
+
+
+class Bank(nn.Module):
+    """A buffer that a loss returns, and the loop writes."""
+
+    bank: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.full((WIDTH,), 0.1))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.bank
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "norm": lambda: nn.LayerNorm(WIDTH),
@@ -128,13 +191,23 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "hooked": Hooked,
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
 }
+# Drawn by every fifth seed beside others, as `LATER`.
+LATER_LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "half": Half,
+    "carried": lambda: Carried(lambda state: state.sum(0)),
+    "carried view": lambda: Carried(lambda state: state.view(-1)[:WIDTH]),
+    "carried row": lambda: Carried(lambda state: state.unbind(0)[1]),
+    "carried and transposed": lambda: Carried(lambda state: state.t()[:, 0]),
+    "absent": Absent,
+    "bank": Bank,
+}
 RANDOM = ("dropout", "noise")
 
 
 class Model(nn.Module):
     def __init__(self, layers: Sequence[str]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(LAYERS[name]() for name in layers)
+        self.layers = nn.ModuleList({**LAYERS, **LATER_LAYERS}[name]() for name in layers)
         self.head = nn.Linear(WIDTH, OUT)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -166,6 +239,11 @@ class Losses:
     def penalty(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
         squares = sum(p.square().sum() for p in model.parameters() if p.requires_grad)
         return F.mse_loss(model(x).float(), y) + 1e-2 * squares
+
+    def banks(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
+        """What the loop writes of them is theirs."""
+        banks = [module.bank for module in model.modules() if isinstance(module, Bank)]
+        return F.mse_loss(model(x).float(), y), {"banks": banks}
 
     def classes(self, model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Any:
         return F.cross_entropy(model(x).float(), y.argmax(1))
@@ -244,6 +322,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 # Drawn by every fifth seed in the place of another, so that the others are the cases that they were.
 LATER: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "radam": lambda p: torch.optim.RAdam(p, 1e-2),
+    "asgd": lambda p: torch.optim.ASGD(p, 1e-2),
     "nested": lambda p: Nested(p, 1e-2),
     "untraced": lambda p: Untraced(p, 1e-2),
 }

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_compiled import CaptureError, Policy, RankError, compile_sharded
 from tests.fuzz.cases import SCHEDULES, Case
-from tests.fuzz.parts import LATER, OPTIMIZERS, OUT, WIDTH, Count, Factor, Losses, Model
+from tests.fuzz.parts import LATER, OPTIMIZERS, OUT, WIDTH, Absent, Carried, Count, Factor, Losses, Model
 
 REFUSED = (ValueError, CaptureError, RankError)  # what an error by name is
 
@@ -120,6 +120,26 @@ class Side:
         for module in self.modules(Count):
             module.seen.zero_()
 
+    def late_name(self, batch: Any) -> None:
+        for module in self.modules(Absent):
+            module.factor = 0.5 if len(batch[0]) % 2 else 1.5
+
+    def late_key(self, batch: Any) -> None:
+        for module in self.modules(Absent):
+            module.table["factor"] = 0.5 if len(batch[0]) % 2 else 1.5
+
+    def write_bank(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:
+        """Through what the loss returned."""
+        result = self.step([batch])
+        if self.case.loss == "banks":
+            for bank in result[1]["banks"]:
+                bank.add_(0.2)
+        return result
+
+    def replace_state(self, _: Any) -> None:
+        for module in self.modules(Carried):
+            module.state = torch.full((2, WIDTH), 0.2)
+
     def eval_one(self, _: Any) -> None:
         layer = self.model.layers[0]
         layer.train(not layer.training)
@@ -146,7 +166,7 @@ class Side:
     def failing_loss(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         if self.case.loss == "weighted":
             self.losses.fails = True
-            self.expect_error(lambda: self.step([batch]))
+            self.expect_error(lambda: self.step([batch]), KeyError)
             self.losses.fails = False
 
     def inference_mode(self, batch: tuple[torch.Tensor, torch.Tensor]) -> Any:
@@ -157,10 +177,10 @@ class Side:
     def step_refused(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         """A step that one side refuses before it does anything, and the other would break off in the middle."""
 
-    def expect_error(self, call: Callable[[], Any]) -> None:
+    def expect_error(self, call: Callable[[], Any], kind: type[Exception] = Exception) -> None:
         try:
             call()
-        except Exception:
+        except kind:
             self.optimizer.zero_grad()
             return
         raise Differs("a call that cannot be made was made")

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import enum
 import functools
+import itertools
+import logging
+import os
 import random
 import types
-from collections import OrderedDict, UserDict, defaultdict, deque
+from collections import ChainMap, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -118,6 +123,60 @@ def counting(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return run
 
 
+# What is not there when a model is traced, and comes later.
+
+
+class Abstract(abc.ABC):  # noqa: B024 # a class is registered with it, or is not
+    pass
+
+
+def late_attribute(x: torch.Tensor, thing: Any) -> torch.Tensor:
+    try:
+        return x * thing.late
+    except AttributeError:
+        return x * 0.8
+
+
+def late_key(x: torch.Tensor, thing: Any) -> torch.Tensor:
+    try:
+        return x * thing["late"]
+    except KeyError:
+        return x * 0.8
+
+
+def suppressed_key(x: torch.Tensor, thing: Any) -> torch.Tensor:
+    with contextlib.suppress(KeyError):
+        return x * thing["late"]
+    return x * 0.8
+
+
+def late_item(x: torch.Tensor, thing: Any) -> torch.Tensor:
+    try:
+        return x * thing[1]
+    except IndexError:
+        return x * 0.8
+
+
+class Fallback(dict[str, float]):
+    """A mapping that answers for what it lacks."""
+
+    def __missing__(self, name: str) -> float:
+        return 0.8
+
+
+SETTINGS = (f"FSDP_COMPILED_FUZZ_{number}" for number in itertools.count())
+
+
+def _set(name: str, factor: float) -> None:
+    os.environ[name] = str(factor)
+
+
+def _logger(name: str) -> logging.Logger:
+    found = logging.getLogger(f"fsdp_compiled_fuzz.{name}")
+    found.setLevel(logging.WARNING)
+    return found
+
+
 @dataclass(frozen=True)
 class Kind:
     make: Callable[[float], Any]
@@ -216,6 +275,26 @@ KINDS: dict[str, Kind] = {
                           lambda o, f: setattr(o, "data", torch.full((WIDTH,), f))),
     "list in a closure": Kind(lambda f: (lambda held: (held, lambda x: x * held[0]))([f]), lambda x, o: o[1](x),
                               lambda o, f: o[0].__setitem__(0, f)),
+    "late attribute": Kind(lambda f: types.SimpleNamespace(), late_attribute, _put("late")),
+    "attribute that is asked for": Kind(lambda f: types.SimpleNamespace(),
+                                        lambda x, o: x.tanh() if hasattr(o, "late") else x, _put("late")),
+    "late attribute of a class": Kind(lambda f: _type(f)(), late_attribute, lambda o, f: setattr(type(o), "late", f)),
+    "late attribute of a module": Kind(lambda f: types.ModuleType("made"), late_attribute, _put("late")),
+    "late key": Kind(lambda f: {}, late_key, _item("late")),
+    "key that is asked for": Kind(lambda f: {}, lambda x, o: x.tanh() if "late" in o else x, _item("late")),
+    "suppressed key": Kind(lambda f: {}, suppressed_key, _item("late")),
+    "late item": Kind(lambda f: [f], late_item, lambda o, f: o.append(f)),
+    "key of a chain": Kind(lambda f: ChainMap({}, {"late": f}), lambda x, o: x * o["late"], _item("late")),
+    "missing key": Kind(lambda f: Fallback(), lambda x, o: x * o["late"], _item("late")),
+    "late setting": Kind(lambda f: next(SETTINGS), lambda x, o: x * float(os.environ.get(o, "0.8")), _set),
+    "late getenv": Kind(lambda f: next(SETTINGS), lambda x, o: x * float(os.getenv(o, "0.8")), _set),
+    "setting that is asked for": Kind(lambda f: next(SETTINGS), lambda x, o: x.tanh() if o in os.environ else x, _set),
+    "registered class": Kind(lambda f: _type(f)(), lambda x, o: x.tanh() if isinstance(o, Abstract) else x,
+                             lambda o, f: Abstract.register(type(o))),
+    "one object": Kind(lambda f: [Options(f), Options(f)], lambda x, o: x.tanh() if o[0] is o[1] else x,
+                       lambda o, f: o.__setitem__(1, o[0])),
+    "level of a log": Kind(lambda f: _logger(str(f)), lambda x, o: x.tanh() if o.isEnabledFor(logging.INFO) else x,
+                           lambda o, f: o.setLevel(logging.INFO if f > 1 else logging.WARNING)),
 }  # fmt: skip
 
 

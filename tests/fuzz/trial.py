@@ -31,7 +31,8 @@ def run(case: Case) -> Outcome:
     try:
         plain = Plain(case)
         ours = Ours(case)
-        bound = HALF if case.autocast or "autocast step" in case.actions else CLOSE
+        rounds = case.autocast or "autocast step" in case.actions or "half" in case.layers
+        bound = HALF if rounds else CLOSE
         torch.manual_seed(case.seed + 1)
         for call, action in enumerate(case.actions):
             before = torch.get_rng_state()

@@ -59,6 +59,11 @@ def check_extended(module: nn.Module, name: str, mesh: Mesh, shard_dim: int) -> 
         raise ValueError(
             f"{where} is a {kind}, which is not supported beside a tp axis yet. Train with fully_shard alone."
         )
+    if not extends(rows := rows_of(parameter, mesh)):
+        raise ValueError(
+            f"{where} is a {kind}, of which rows are a {type(rows).__name__} without fsdp_pre_all_gather; expected a "
+            f"{kind}. Let its __torch_dispatch__ give one for detach, split, new_zeros and slice, as FSDP2 asks."
+        )
 
 
 @torch.no_grad()

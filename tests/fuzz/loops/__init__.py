@@ -18,16 +18,19 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import CaptureError, RankError
-from tests.fuzz.loops import changes, failures, passes, updates  # noqa: F401 # which fill the table of steps
+from tests.fuzz.loops import changes, failures, later, passes, updates  # noqa: F401 # which fill the table of steps
 from tests.fuzz.loops.fsdp2 import Theirs, not_alike
 from tests.fuzz.loops.model import Shape
 from tests.fuzz.loops.sides import PRECISIONS, Ours, Plain, Side
-from tests.fuzz.loops.steps import STEPS, draw
+from tests.fuzz.loops.steps import LATER, STEPS, draw, with_later
 
 REFUSED = (ValueError, NotImplementedError, CaptureError, RankError, RuntimeError)  # what an error by name is
 BOUND = {torch.float64: 1e-6, torch.float32: 5e-3}  # relative to the largest element
 HALF = 0.1  # the same, once something was rounded to bfloat16
 BESIDE = 1e-3  # of FSDP2, which rounds where we do
+
+
+KINDS = {**STEPS, **LATER}
 
 
 class Differs(AssertionError):
@@ -41,14 +44,21 @@ def run(seed: int, rank: int, world: int) -> tuple[str, str]:
     """
     rng = random.Random(seed)
     shape = Shape.draw(rng, random.Random(f"{seed} more"), PRECISIONS)
+    more = random.Random(f"{seed} later") if seed % 3 == 1 else None
+    shape = shape.with_more(more) if more is not None else shape
     beside = Theirs if shape.precision else Plain
-    plain, ours = beside(shape, seed, rank, world), Ours(shape, seed, rank, world)
+    try:
+        plain, ours = beside(shape, seed, rank, world), Ours(shape, seed, rank, world)
+    except REFUSED as error:
+        return "refused", f"{_told(error)}: {shape}"
     makes = rng.randrange(10**9)
     for side in (plain, ours):
         updates.begin(side, random.Random(makes))
     done: list[str] = []
     torch.manual_seed(2 * seed + rank)
-    for place, name in enumerate(draw(rng, rng.randint(8, 24), not_alike(shape) if shape.precision else ())):
+    without = not_alike(shape) if shape.precision else ()
+    names = draw(rng, rng.randint(8, 24), without)
+    for place, name in enumerate(with_later(names, more, without) if more is not None else names):
         done.append(name)
         kind, said = _together(*_step(plain, ours, name, f"{seed} {place}"))
         if kind:
@@ -69,7 +79,7 @@ def _step(plain: Side, ours: Side, name: str, seed: str) -> tuple[str, str]:
         return "right" if raised is not None else "refused", _told(error)
     if raised is not None:
         return "differs", f"it went through, where plain PyTorch raises {_told(raised)}"
-    drawn = torch.equal(torch.get_rng_state(), state) or STEPS[name].makes_noise
+    drawn = torch.equal(torch.get_rng_state(), state) or KINDS[name].makes_noise
     torch.set_rng_state(state)
     ours.loose |= plain.loose
     wrong = differences(plain, ours, expected, found)
@@ -79,7 +89,7 @@ def _step(plain: Side, ours: Side, name: str, seed: str) -> tuple[str, str]:
 def _act(side: Side, name: str, seed: str) -> tuple[Any, Exception | None]:
     side.seen = []
     try:
-        return STEPS[name].run(side, random.Random(seed)), None
+        return KINDS[name].run(side, random.Random(seed)), None
     except Exception as error:
         return None, error
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.loops.model import logits_of
+from tests.fuzz.loops.model import Stop, logits_of
 from tests.fuzz.loops.sides import Side, loss_of
 from tests.fuzz.loops.steps import step
 
@@ -37,6 +37,18 @@ def forward_that_fails(side: Side, rng: random.Random) -> Any:
     found = _fails(side, lambda: side.loss(*side.batch(rng)))
     side.model.fails = ""
     return found
+
+
+@step(makes_noise=True, later=True)
+def exception_of_the_users_own(side: Side, rng: random.Random) -> Any:
+    """By which a loop may be left: it comes out as what it is."""
+    side.model.fails = "stop"
+    try:
+        side.loss(*side.batch(rng))
+    except Exception as error:
+        return type(error) is Stop
+    finally:
+        side.model.fails = ""
 
 
 @step(makes_noise=True)

@@ -3,7 +3,7 @@ such as what is cast where."""
 
 from __future__ import annotations
 
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from tests.fuzz.loops.model import Shape
 from tests.fuzz.loops.sides import Ours
@@ -15,6 +15,7 @@ NOT_ALIKE = {
     "backward_that_fails", "stale_weights", "one_of_two_backwards", "forward_that_is_dropped", "beside_a_constant",
     "order", "results_changed_in_place", "two_forwards", "two_forwards_of_one_input", "backwards_in_reverse",
     "retained", "two_losses", "hook_on_the_model", "between_forward_and_backward", "step_with_a_closure",
+    "two_forwards_that_carry", "exception_of_the_users_own",
     "divide",  # which gloo cannot
     "dropout",  # in half precision, eager PyTorch on CPUs rounds what backward multiplies by
 }  # fmt: skip
@@ -30,4 +31,5 @@ def not_alike(shape: Shape) -> set[str]:
 
 class Theirs(Ours):
     fully_shard = staticmethod(fully_shard)
+    register = staticmethod(register_fsdp_forward_method)
     own_policy = undivided = uncast = False

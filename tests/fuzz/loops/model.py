@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +13,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 WIDTH, WORDS, LENGTH = 8, 16, 5
+# How forward reads the state that it replaces, [2, WIDTH]: backward reads it again, as it was.
+READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda state: state.sum(0),
+    "view": lambda state: state.view(-1)[:WIDTH],
+    "new axis": lambda state: state[None, :, None].amax(1),
+    "transposed": lambda state: state.t().unbind(1)[1],
+    "expanded": lambda state: state[0].expand(1, LENGTH, WIDTH),
+    "chunk": lambda state: state.chunk(2)[0].squeeze(0),
+    "narrow": lambda state: state.narrow(0, 1, 1).reshape(WIDTH),
+    "as strided": lambda state: state.as_strided((WIDTH,), (1,), 4),
+}
+
+
+class Stop(Exception):
+    """The user's own, which forward raises, and the loop catches."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +47,21 @@ class Shape:
     mesh: str  # "": all ranks; "replicas": of whole models; "one replica": of two axes
     wrapped: str  # of blocks: "", "checkpoint", or "compile"
     precision: str  # by name of `fsdp2.PRECISIONS`; then beside FSDP2
+    carried: str = ""  # state that forward replaces: how it is read (`READS`), or "recurrent"
+    bank: bool = False  # a buffer that is returned, and written by the loop
+    apart: bool = False  # the head is given to `fully_shard` by itself
+    unreached: bool = False  # set_reduce_scatter_unused_params(True)
+
+    def with_more(self, rng: random.Random) -> Shape:
+        """With what was thought of later, which every third seed has; the others are the loops that they were."""
+        return replace(
+            self,
+            carried=rng.choice(("", *READS, "recurrent")),
+            bank=rng.random() < 0.4,
+            apart=not self.root_alone and rng.random() < 0.3,
+            unreached=not self.precision and rng.random() < 0.3,
+            mesh="backwards" if rng.random() < 0.05 else self.mesh,  # which is refused
+        )
 
     @classmethod
     def draw(cls, rng: random.Random, more: random.Random, precisions: Collection[str]) -> Shape:
@@ -86,10 +116,36 @@ class Model(nn.Module):
         self.checkpointed, self.returns = shape.checkpointed, shape.returns
         self.left_out: int | None = None  # the block that is
         self.fails = ""  # where it raises
+        self.skips_gain = False
+        self.carried = shape.carried
+        if self.carried:
+            self.state = torch.full((2, WIDTH), 0.1, dtype=shape.dtype)
+        if self.carried == "recurrent":
+            self.recurrent = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        if shape.bank:
+            self.register_buffer("bank", torch.full((WIDTH,), 0.1))
+
+    def encode(self, words: torch.Tensor, *, by: float) -> torch.Tensor:
+        """Another way in, of other arguments."""
+        return self.layers[0](self.embed(words)) * by  # type: ignore[no-any-return]
+
+    def carry(self, x: torch.Tensor) -> torch.Tensor:
+        """What depends on the state of before, which it replaces."""
+        before = self.state.to(x.dtype)
+        if self.carried == "recurrent":
+            x, _ = self.recurrent(x, before[:1, None].expand(1, len(x), WIDTH).contiguous())
+        else:
+            x = x * (1 + 0.1 * READS[self.carried](before))
+        if self.training:
+            mean = x.detach().mean((0, 1)).to(self.state.dtype)
+            self.state = torch.stack([mean, before[0].to(mean.dtype) * 0.5])
+        return x
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
         if self.fails == "begin":
             raise KeyError("this forward fails")
+        if self.fails == "stop":
+            raise Stop
         x = x if x.is_floating_point() else self.embed(x)
         hidden = []
         for place, layer in enumerate(self.layers):
@@ -104,9 +160,15 @@ class Model(nn.Module):
             hidden.append(x)
         if self.statistics is not None:
             x = self.statistics(x.flatten(0, 1)).view_as(x)
+        if self.carried:
+            x = self.carry(x)
         if mask is not None:
             x = x * mask[..., None].to(x.dtype)
-        logits = self.head(x * self.gain)
+        if hasattr(self, "bank"):
+            x = x + self.bank.to(x.dtype)
+        logits = self.head(x if self.skips_gain else x * self.gain)
+        if hasattr(self, "bank"):
+            return {"logits": logits, "hidden": hidden, "bank": self.bank}
         if self.returns == "tuple":
             return logits, (hidden[0], hidden[-1])
         if self.returns == "dict":

@@ -16,11 +16,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from fsdp_compiled import Policy, fully_shard
+from fsdp_compiled import Policy, fully_shard, register_fsdp_forward_method
 from tests.fuzz.loops.model import LENGTH, WORDS, Model, Shape, logits_of
 
 HALF = torch.bfloat16
@@ -135,6 +135,8 @@ class Plain(Side):
         with self._own() as found:
             loss.backward(**options)
         for name, parameter in self.named():
+            if self.shape.unreached and found[name] is None and parameter.requires_grad:
+                found[name] = torch.zeros_like(parameter)
             if (gradient := found[name]) is not None:
                 self.held[name] = self.held[name] + gradient if name in self.held else gradient
             if self.synchronises and name in self.held:
@@ -180,11 +182,14 @@ class Ours(Side):
     undivided = False  # a fault, for the control
     uncast = False  # another
     fully_shard = staticmethod(fully_shard)
+    register = staticmethod(register_fsdp_forward_method)
     own_policy = True
 
     def take(self) -> None:
         options: dict[str, Any] = {"reshard_after_forward": self.shape.reshard}
-        if self.shape.mesh:
+        if self.shape.mesh == "backwards":
+            options["mesh"] = DeviceMesh("cpu", list(range(self.world))[::-1])
+        elif self.shape.mesh:
             sizes = (self.world, 1) if self.shape.mesh == "replicas" else (1, self.world)
             options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
         options["mp_policy"] = precision_of("" if self.uncast else self.shape.precision)
@@ -198,7 +203,12 @@ class Ours(Side):
                 block.set_gradient_divide_factor(1.0)
         if "given back" in self.shape.precision:
             options["mp_policy"] = replace(options["mp_policy"], output_dtype=self.shape.dtype)
+        if self.shape.apart:
+            self.fully_shard(self.model.head, **options)
         self.fully_shard(self.model, **options)
+        self.register(self.model, "encode")
+        if self.shape.unreached:
+            self.model.set_reduce_scatter_unused_params(True)
 
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         loss.backward(**options)

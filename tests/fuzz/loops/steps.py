@@ -22,13 +22,14 @@ class Step:
 
 
 STEPS: dict[str, Step] = {}
+LATER: dict[str, Step] = {}  # every third seed has some of them in the place of others
 
 
-def step(weight: int = 1, makes_noise: bool = False) -> Callable[[Any], Any]:
+def step(weight: int = 1, makes_noise: bool = False, later: bool = False) -> Callable[[Any], Any]:
     """A kind of step, by the function's name."""
 
     def put(function: Callable[[Side, random.Random], Any]) -> Any:
-        STEPS[function.__name__] = Step(function, weight, makes_noise)
+        (LATER if later else STEPS)[function.__name__] = Step(function, weight, makes_noise)
         return function
 
     return put
@@ -37,3 +38,9 @@ def step(weight: int = 1, makes_noise: bool = False) -> Callable[[Any], Any]:
 def draw(rng: random.Random, count: int, without: Collection[str] = ()) -> list[str]:
     names = [name for name in STEPS if name not in without]
     return rng.choices(names, [STEPS[name].weight for name in names], k=count)
+
+
+def with_later(names: list[str], rng: random.Random, without: Collection[str] = ()) -> list[str]:
+    """Every fourth of them is another, of those that were thought of later."""
+    kinds = [name for name in LATER if name not in without]
+    return [rng.choice(kinds) if rng.random() < 0.25 else name for name in names]
