@@ -190,16 +190,17 @@ class Policy:
         Past it, the program that was used the longest time ago is dropped, which is said. Nothing falls back to
         slower code or is refused, so that a run with too many shapes ends, but compiles more often than it should.
     verify
-        Whether steps are held against eager PyTorch while they train. True: the first two calls of each program of
-        `Sharded.step` and `Sharded.value_and_grad`, and under `fully_shard` of each module's calls that have
-        gradients; a whole number K: these, and every K-th. Before such a call the model's own code runs on the same
-        weights, batch, modes and random numbers, with each unit gathered while it is read; what it changes is put back.
-        Where the loss, what else is returned, a gradient, their norm, or an element that a step updates is off by more
-        than rounding explains, every rank raises, and the step does not count. Three copies of this rank's shards and
-        state are held meanwhile; under `fully_shard` what the eager forward keeps for its backward, and the updates are
-        the loop's. Not compared are microbatches, updates by optimizers that run as they are, gradients that are held
-        back or that ``wire`` rounds, and random numbers on a GPU, whose order is another there. What it took is said
-        once, in the log. False, the default: never.
+        Whether calls are held against eager PyTorch while they train. True: the first two of each program, of
+        `Sharded.step` with all its microbatches, `Sharded.value_and_grad` and evaluation, and under `fully_shard` of
+        each module's calls that have gradients; a whole number K: these, and every K-th. Before such a call the model's
+        own code runs on the same weights, batch, modes and random numbers, with each unit gathered while it is read;
+        what it changes is put back. Where the loss, what else is returned, a gradient, their norm, or an element that a
+        step updates is off by more than rounding explains, every rank raises, and the step does not count. Three copies
+        of this rank's shards and state are held meanwhile; under `fully_shard` what the eager forward keeps for its
+        backward, and the updates are the loop's. Not compared are updates by optimizers that run as they are, gradients
+        that are held back or that ``wire`` rounds, evaluations in which nothing is gathered (each rank may make its
+        own), and random numbers on a GPU, whose order is another there. What it took is said once, in the log. False,
+        the default: never.
     verify_gradients
         Whether ``verify`` compares gradients and updates, too, for which each rank holds the gradients of the whole
         model in host memory. False: forward and loss alone.

@@ -166,7 +166,7 @@ class ShardedCalls:
         with self._calls.naming():
             compiled = self._programs.get(request, self._state.buffers)
         self._programs.read_closed(compiled, request, state)
-        if known is None and self._verification is not None and self._verification.due(compiled):
+        if known is None and self._verification is not None and self._verification.due(compiled, state):
             self._calls.returned()
             expected = self._expected(compiled, request, state)
             self._calls.post(request.said(compiled.label), compiled.wire)
@@ -219,7 +219,7 @@ class ShardedCalls:
     def _expected(self, compiled: Compiled, request: Request, state: State) -> Expected | None:
         """What eager PyTorch gives, where this call is verified. A call of its own to the other ranks, so that one that
         makes none is an error."""
-        if self._verification is None or not self._verification.due(compiled):
+        if self._verification is None or not self._verification.due(compiled, state):
             return None
         shadows = self._joined is not None and self._joined.shadows is not None
         with self._calls.meeting(f"verification of {compiled.label}"):

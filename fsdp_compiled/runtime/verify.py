@@ -1,7 +1,7 @@
 """Steps held against eager PyTorch, while they train: the user's own model, loss and optimizer, on the same weights,
 batch, modes and random numbers.
 
-    verify=True    the first two calls of each program that trains      verify=1000    and every 1000th after them
+    verify=True    the first two calls of each program                  verify=1000    and every 1000th after them
 
     eager run      forward, loss and backward, by the model's own code; each unit is gathered while it is read
     program        the step itself
@@ -12,6 +12,9 @@ Gradients of two programs differ by rounding, and an optimizer such as Adam make
 zero but for rounding moves a weight by the whole rate, either way. So the optimizer runs three times on copies of the
 shards: on the eager gradient, and on what lies as far above and below it as rounding explains. What the program updated
 has to lie between these, where the gradient is more than rounding, or there is none.
+
+Of microbatches that one step sums up, all are run eagerly, or none: each has its loss compared, and the step the mean
+of all their gradients.
 
 The eager run (`eager_run`) reads parameters by what each rank says of its place, not through the program's process
 groups.
@@ -34,7 +37,7 @@ from fsdp_compiled.capture.fake_inputs import casting
 from fsdp_compiled.capture.mutations import PLAIN
 from fsdp_compiled.capture.objective import find_loss
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
-from fsdp_compiled.ir.program import NORM, OVERFLOW, Port
+from fsdp_compiled.ir.program import COUNT, NORM, OVERFLOW, Port
 from fsdp_compiled.optim.given_optimizer import numbered
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
@@ -82,8 +85,26 @@ class Gradient:
 
 
 @dataclass
+class Microbatches:
+    """What eager PyTorch gave for those that the next step sums up, on this rank, each by its weight."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def with_one(self, loss: float, weight: float, gradients: Mapping[str, torch.Tensor]) -> Microbatches:
+        """Beside these, another; one without weight may be anything."""
+        if not weight:
+            return self
+        own = {name: one * weight if weight != 1 else one for name, one in gradients.items()}
+        total = {name: self.gradients[name] + one if name in self.gradients else one for name, one in own.items()}
+        return Microbatches(self.loss + loss * weight, self.weight + weight, {**self.gradients, **total})
+
+
+@dataclass
 class Expected:
-    """What eager PyTorch gave, and what the state was then. ``reached``: the parameters that have gradients."""
+    """What eager PyTorch gave, and what the state was then. ``reached``: the parameters that have gradients.
+    ``summed``: this microbatch and those before it."""
 
     owner: Verification
     compiled: Compiled
@@ -96,6 +117,7 @@ class Expected:
     rules: Sequence[Rule]
     values: Mapping[str, float]
     took: float
+    summed: Microbatches
     norm: float = 0.0
     gradients: dict[str, Gradient] = field(default_factory=dict)
     reached: set[str] = field(default_factory=set)
@@ -113,19 +135,34 @@ class Verification:
         self._counts: dict[int, int] = {}  # of good calls, by program's number
         self._traced: dict[int, dict[str, Any]] = {}  # plain attributes of modules at the first, by the same
         self._told: set[str] = set()
+        self._summed: Microbatches | None = None  # since the last step, where they are verified
+        self._rows = 0  # steps that may sum up microbatches
 
-    def due(self, compiled: Compiled) -> bool:
+    def due(self, compiled: Compiled, state: State) -> bool:
         """Whether this call of the program is one. The same on every rank, which made the same good calls."""
-        if compiled.kind not in ("step", "gradient"):
+        if compiled.kind == "training" or (compiled.kind == "forward" and not self._meets()):
             return False
         if compiled.random and self._plan.device.type == "cuda":
             self._tell(f"{compiled.label}{DRAWS}")
             return False
+        if compiled.kind in ("accumulate", "last"):
+            begins = is_due(self._plan.policy.verify, self._rows)
+            if self._summed is None and not begins:
+                return False
+            count = float(state.sums[COUNT.key]) if state.sums else 0.0
+            if not count:
+                self._summed = Microbatches() if begins else None
+            return self._summed is not None and self._summed.weight == count
         return is_due(self._plan.policy.verify, self._counts.get(compiled.number, 0))
+
+    def _meets(self) -> bool:
+        """Whether an evaluation is a call of all ranks: else each may make its own."""
+        return self._mesh.world == 1 or (self._plan.placement.parameter and self._mesh.shard > 1)
 
     def returned(self, compiled: Compiled) -> None:
         """Counts a good call."""
         self._counts[compiled.number] = self._counts.get(compiled.number, 0) + 1
+        self._rows += compiled.kind == "last"
 
     def run(
         self, compiled: Compiled, request: Request, state: State, rows: float, rules: Sequence[Rule],
@@ -143,23 +180,26 @@ class Verification:
         run = EagerRun(self._plan, self._mesh, state.parameters, _place_of)
         closed = compiled.capture.guards.closed.tensors.values()
         scale = float(state.scale["factor"]) if state.scale else 1.0
-        compares = gradients_compared(self._plan.policy)
+        evaluates = compiled.kind == "forward"
+        compares = gradients_compared(self._plan.policy) and not evaluates
+        loss_of = None if evaluates else self._loss
         try:
             with (
                 self._taken.open() as model,
                 self._numbers.repeated(state.drawn_from),
                 request.modes.entered(),
-                torch.enable_grad(),
+                torch.set_grad_enabled(not evaluates),
                 casting(model, self._plan.policy.precision),
-                run.reading(model, self._loss, [*request.tensors, *closed, *request.closed.values()]),
+                run.reading(model, loss_of, [*request.tensors, *closed, *request.closed.values()]),
             ):
-                call = model if self._loss is None else self._loss
-                given = request.batch if self._loss is None else (model, *request.batch)
+                call = model if loss_of is None else loss_of
+                given = request.batch if loss_of is None else (model, *request.batch)
                 result = call(*given, **request.named)
-                loss = find_loss(result, self._loss is None)
-                own = float(loss.detach())
-                if compares and loss.requires_grad:
-                    run.backward([loss], [torch.full_like(loss, scale)])
+                if not evaluates:
+                    loss = find_loss(result, self._loss is None)
+                    own = float(loss.detach())
+                    if compares and loss.requires_grad:
+                        run.backward([loss], [torch.full_like(loss, scale)])
                 result = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().clone(), result)
         except Exception as error:
             failure = error
@@ -168,20 +208,23 @@ class Verification:
             f"the model does not run in eager PyTorch, where {compiled.label} would run as it was traced{changed}",
             "Nothing was updated.",
         )
-        told = exchange((own, rows), self._mesh)
-        weights = [count if self._plan.policy.weigh == "rows" else 1.0 for _, count in told]
-        total = sum(weights)
-        mean = sum(value * weight for (value, _), weight in zip(told, weights, strict=True) if weight) / total
-        before = {
+        weight = rows if self._plan.policy.weigh == "rows" else 1.0
+        before = self._summed if compiled.kind in ("accumulate", "last") else None
+        summed = (before or Microbatches()).with_one(own, weight, run.gradients)
+        told = exchange((summed.loss, summed.weight), self._mesh)
+        total = sum(one for _, one in told)
+        mean = own if compiled.kind == "accumulate" else sum(value for value, _ in told) / total
+        held = {
             name: {key: one.clone() for key, one in getattr(state, name).items()}
             for name in ("parameters", "buffers", "optimizer", "constants", "sums", "scale")
         }
         drawn = state.random.clone()
         expected = Expected(
-            self, compiled, result, mean, changed, before, state.step.clone(), drawn, rules, dict(values), 0.0
+            self, compiled, result, mean, changed, held, state.step.clone(), drawn, rules, dict(values), 0.0, summed
         )
-        if compares:
-            self._average(run, weights[self._mesh.rank] / total / scale, expected)
+        if compares and compiled.kind != "accumulate":
+            run.gradients = summed.gradients
+            self._average(run, 1 / total / scale, expected)
         expected.took = time.perf_counter() - begun
         return expected
 
@@ -228,9 +271,11 @@ class Verification:
         label = expected.compiled.label
         told = differing(self._mesh, difference, expected.changed)
         if told is None:
+            self._summed = expected.summed if expected.compiled.kind == "accumulate" else None
             took = expected.took + time.perf_counter() - waited
-            self._tell(f"{label} gave in eager PyTorch what its program gives, loss {expected.mean:.6g}. "
-                       f"That took {took:.2f} s.", "compared")  # fmt: skip
+            loss = "" if expected.compiled.kind == "forward" else f", loss {expected.mean:.6g}"
+            said = f"{label} gave in eager PyTorch what its program gives{loss}. That took {took:.2f} s."
+            self._tell(said, "compared")
             return
         with torch.no_grad():
             for name, values in expected.before.items():
@@ -246,6 +291,8 @@ class Verification:
         raise RankError(f"Policy.verify: in {label}, {told}. {CURE}")
 
     def _difference(self, expected: Expected, found: Any) -> str | None:
+        if expected.compiled.kind == "forward":
+            return returned_otherwise(found, expected.result, self._plan)
         first = self._loss is None
         loss, theirs = find_loss(found, first), find_loss(expected.result, first)
         apart = furthest(torch.tensor(float(loss)), torch.tensor(expected.mean), bound_of(self._plan, theirs))

@@ -154,6 +154,68 @@ def test_a_stale_read_in_backward_is_an_error(call: str, monkeypatch: pytest.Mon
     assert "the gradient's norm is" in found[True] or "the gradient of linear." in found[True]
 
 
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_stale_read_in_the_backward_of_a_microbatch_is_an_error(where: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any of three, of which the step compares the mean; the control compares losses alone."""
+    found = {}
+    for gradients in (False, True):
+        with monkeypatch.context() as off:
+            set_scale(1.0)
+            model = Backwards()
+            policy = Policy(lower="eager", verify=1, verify_gradients=gradients)
+            sharded = compile_sharded(model, adamw(model), loss=mse, policy=policy)
+            calls = [sharded.accumulate, sharded.accumulate, sharded.step]
+            for call, batch in zip(calls, batches(3, 4), strict=True):
+                call(*batch)
+            off.setattr(Guards, "hold", lambda _: True)
+            try:
+                for place, (call, batch) in enumerate(zip(calls, batches(3, 4), strict=True)):
+                    set_scale(1.5 if place == where else 1.0)
+                    call(*batch)
+            except RankError as error:
+                assert call == sharded.step and int(sharded.state.step) == 1
+                found[gradients] = str(error)
+    assert set(found) == {True}
+    assert "the gradient's norm is" in found[True] or "the gradient of linear." in found[True]
+
+
+@pytest.mark.parametrize("call", ["accumulate", "evaluate"])
+def test_a_stale_read_in_a_microbatch_or_an_evaluation_is_an_error(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (x, y) = Reads(lambda model: model.gain), batches(1, 4)[0]
+    sharded = compile_sharded(model, adamw(model), loss=mse, policy=Policy(lower="eager", verify=1))
+    run = (lambda: sharded(x)) if call == "evaluate" else lambda: sharded.accumulate(x, y)
+    run()
+    monkeypatch.setattr(Guards, "hold", lambda _: True)
+    model.gain = 2.0
+    buffers = {key: one.clone() for key, one in sharded.state.buffers.items()}
+    sums = {key: one.clone() for key, one in sharded.state.sums.items()}
+    with pytest.raises(RankError, match=r"gain was 1\.0 and is 2\.0"):
+        run()
+    assert all(torch.equal(buffers[key], one) for key, one in sharded.state.buffers.items())
+    assert all(torch.equal(sums[key], one) for key, one in sharded.state.sums.items())
+
+
+@pytest.mark.parametrize("accumulate", ["shards", "full"])
+@pytest.mark.parametrize("weigh", ["ranks", "rows"])
+def test_microbatches_that_are_right_are_no_difference(accumulate: Any, weigh: Any) -> None:
+    """Uneven ones, in rows of two and three, evaluations, and a step without any; all of it is that without verify."""
+    found = []
+    for verify in (False, 1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(build(dropout=0.2), nn.BatchNorm1d(2))
+        policy = Policy(lower="eager", accumulate=accumulate, weigh=weigh, verify=verify, clip=0.5)
+        sharded = compile_sharded(model, adamw(model), loss=mse, policy=policy)
+        losses: list[torch.Tensor] = []
+        torch.manual_seed(1)
+        for rows in ((2, 4), (3, 2, 4), (4,), (2, 2)):
+            for place, count in enumerate(rows):
+                batch = batches(1, count)[0]
+                losses.append((sharded.accumulate if place < len(rows) - 1 else sharded.step)(*batch))
+            losses.append(sharded(batches(1, 4)[0][0]).sum())
+        found.append([*map(float, losses), *(one.tolist() for one in sharded.full_state_dict().values())])
+    assert found[0] == found[1] == found[2]
+
+
 def test_an_update_that_is_not_the_optimizers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two dtypes in one group one is updated by the other's rate. The control, without verify, says nothing."""
     update = import_module("fsdp_compiled.passes.update")
@@ -263,18 +325,22 @@ def test_what_is_not_a_number_of_steps_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    return launch(WORKER, 2, "same_as_without", "at_once", *DIFFERENT, "another_order", "another_order_unseen")
+    alike = ("same_as_without", "microbatches_as_without", "at_once")
+    return launch(WORKER, 2, *alike, *DIFFERENT, "another_order", "another_order_unseen")
 
 
 DIFFERENT = {
     "stale_on_both": "gain was 1.0 and is 2.0",
     "stale_on_one": "Policy.verify: in step",
+    "stale_in_a_microbatch_of_one": "on rank 1, the loss is",
+    "stale_in_an_evaluation_of_one": "on rank 1, value 0 that was returned is off",
     "raises_on_one": "on rank 1 the model does not run in eager PyTorch",
 }
 
 
-def test_two_ranks_step_as_without_under_every_placement(results: dict[str, Any]) -> None:
-    assert [one.get("result", one) for one in results["same_as_without"]] == [repr([True] * 4)] * 2
+@pytest.mark.parametrize("case", ["same_as_without", "microbatches_as_without"])
+def test_two_ranks_step_as_without_under_every_placement(results: dict[str, Any], case: str) -> None:
+    assert [one.get("result", one) for one in results[case]] == [repr([True] * 4)] * 2
 
 
 def test_no_rank_holds_the_model(results: dict[str, Any]) -> None:

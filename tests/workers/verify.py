@@ -63,6 +63,24 @@ def same_as_without() -> Any:
     return found
 
 
+def microbatches_as_without() -> Any:
+    """Uneven rows, and an evaluation after each step."""
+    found = []
+    for options in ({}, {"shard": "ddp"}, {"shard": "zero2", "accumulate": "full"}, {"weigh": "rows"}):
+        pair = []
+        for each in (1, False):
+            sharded, losses = shard(verify=each, **options), []
+            for rows in ((4, 3), (2, 1, 4), (4,)):
+                x, y = batch()
+                for count in rows[:-1]:
+                    losses.append(float(sharded.accumulate(x[:count], y[:count])))
+                losses.append(float(sharded.step(x[: rows[-1]], y[: rows[-1]])))
+                losses.append(float(sharded(x).sum()))
+            pair.append(losses)
+        found.append(pair[0] == pair[1])
+    return found
+
+
 def at_once() -> Any:
     flat = EagerRun._flat
 
@@ -78,15 +96,16 @@ def at_once() -> Any:
     return [LARGEST[0], sum(buffer.numel for buffer in sharded.plan.buffers)]
 
 
-def stale(ranks: tuple[int, ...]) -> Any:
+def stale(ranks: tuple[int, ...], kind: str = "step") -> Any:
     sharded = shard()
-    sharded.step(*batch())
+    call = {"step": sharded.step, "accumulate": sharded.accumulate, "forward": lambda x, y: sharded(x)}[kind]
+    call(*batch())
     hold = Guards.hold
     Guards.hold = lambda _: True  # type: ignore[method-assign]
     if RANK in ranks:
         sharded.model.gain = 2.0
     try:
-        return unchanged(sharded, lambda: sharded.step(*batch()))
+        return unchanged(sharded, lambda: call(*batch()))
     finally:
         Guards.hold = hold  # type: ignore[method-assign]
 
@@ -97,6 +116,14 @@ def stale_on_both() -> Any:
 
 def stale_on_one() -> Any:
     return stale((1,))
+
+
+def stale_in_a_microbatch_of_one() -> Any:
+    return stale((1,), "accumulate")
+
+
+def stale_in_an_evaluation_of_one() -> Any:
+    return stale((1,), "forward")
 
 
 def raises_on_one() -> Any:
