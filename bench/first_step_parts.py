@@ -8,8 +8,8 @@ In seconds of processor time, which a shared machine hardly moves: one process, 
 for each depth, after a first step of one layer that loads what is imported late. Parts are timed from outside, so what
 lies inside of another part (AOTAutograd's trace is called from the capture) is taken off that one. To make model and
 optimizer is the user's own. The rest is fake inputs, and what a first run does beside that of a later step.
-Of several rounds the shortest stands, since what else runs only ever adds to it. ``--beside``: another checkout of the
-package, measured in turns with this one.
+Of several rounds the shortest stands, since what else runs only ever adds to it. Measured in turns with this:
+``--beside``, another checkout of the package; ``--python``, another interpreter, with another release of PyTorch.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ def parts_of(layers: int, lower: Literal["eager", "inductor"]) -> dict[str, floa
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def _one(layers: int, lower: str, checkout: Path, folder: Path) -> dict[str, Any]:
+def _one(layers: int, lower: str, python: str, checkout: Path, folder: Path) -> dict[str, Any]:
     """In a process of its own, which keeps what it compiles in the folder."""
     place = folder / "parts.json"
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "bench.first_step_parts", str(place), "--one", str(layers)]
+    command = [python, "-m", "bench.first_step_parts", str(place), "--one", str(layers)]
     command += ["--lower", lower] * (lower != "eager")  # which an older checkout does not know
     subprocess.run(command, env=environment, check=True, cwd=checkout)
     return json.loads(place.read_text())  # type: ignore[no-any-return]
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--lower", choices=("eager", "inductor"), default="eager")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--beside", type=Path, help="another checkout, whose figures stand beside this one's")
+    parser.add_argument("--python", type=Path, help="another interpreter, whose figures stand beside this one's")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
@@ -129,14 +130,22 @@ def main() -> None:
         return
     import torch
 
+    from fsdp_compiled.cli.machine import hardware
+
     found: dict[str, list[dict[str, Any]]] = {}
     load = os.getloadavg()[1]
-    places = {"now": Path.cwd()} | ({"beside": arguments.beside} if arguments.beside else {})
+    places = {"now": (sys.executable, Path.cwd())}
+    if arguments.beside:
+        places["beside"] = sys.executable, arguments.beside
+    if arguments.python:
+        asked = [str(arguments.python), "-c", "import torch; print(torch.__version__)"]
+        name = f"torch {subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()}"
+        places[name] = str(arguments.python.absolute()), Path.cwd()
     disks = ("nothing on disk", "all on disk") if arguments.lower == "inductor" else ("nothing on disk",)
-    for layers, turn, (name, checkout) in itertools.product(arguments.layers, range(arguments.rounds), places.items()):
+    for layers, turn, (name, place) in itertools.product(arguments.layers, range(arguments.rounds), places.items()):
         with tempfile.TemporaryDirectory() as folder:
             for disk in disks:
-                parts = {"disk": disk} | _one(layers, arguments.lower, checkout, Path(folder))
+                parts = {"disk": disk} | _one(layers, arguments.lower, *place, Path(folder))
                 print(name, parts, flush=True)
                 rows = found.setdefault(name, [])
                 if turn:
@@ -146,7 +155,11 @@ def main() -> None:
     record = {
         "command": f"python -m bench.first_step_parts {arguments.out}"
         + f" --lower {arguments.lower}" * (arguments.lower != "eager")
-        + f" --beside {arguments.beside}" * bool(arguments.beside),
+        + f" --layers {' '.join(map(str, arguments.layers))}" * (tuple(arguments.layers) != LAYERS)
+        + f" --rounds {arguments.rounds}" * (arguments.rounds != 3)
+        + f" --beside {arguments.beside}" * bool(arguments.beside)
+        + f" --python {arguments.python}" * bool(arguments.python),
+        "hardware": hardware(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "load average": [round(load, 1), round(os.getloadavg()[1], 1)],  # of five minutes, before and after
         "seconds of processor time": found,

@@ -26,6 +26,8 @@ from fsdp_compiled.cli.machine import hardware
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "versions.md"
 RESULTS = ROOT / "bench" / "results" / "versions.json"
+FIRST_STEPS = [ROOT / "bench" / "results" / f"first-step-versions{kind}.json" for kind in ("", "-inductor")]
+PYTORCHS = ("AOTAutograd", "compiling", "compilers, processes of their own")
 ASKED = "import platform, torch, triton; print(torch.__version__, triton.__version__, platform.python_version())"
 HEAD = """# Versions of PyTorch
 
@@ -119,7 +121,27 @@ def page(suites: Iterable[Suite]) -> str:
         torch, here = suite.installed[0], [name for name in suite.skipped if often[name] < len(suites)]
         lines += [f"- On {torch} failed: `{name}`" for name in suite.failed]
         lines += [f"- On {torch} left out: `{name}` ({suite.skipped[name]})" for name in here]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join([*lines, *first_steps()]).rstrip() + "\n"
+
+
+def first_steps() -> list[str]:
+    """What `bench.first_step_parts` measured on two releases, side by side."""
+    lines, commands = [], []
+    for path in FIRST_STEPS:
+        result = json.loads(path.read_text())
+        mine, (other, theirs) = result["seconds of processor time"].items()
+        commands.append(f"`{result['command']}`, {result['hardware']}")
+        if not lines:
+            lines += ["", "## First steps", "",
+                      "Seconds of processor time until the first step of a GPT of width 32 is done:", "",
+                      f"| layers | | torch {result['versions']['torch']} | {other} | without PyTorch's parts |",
+                      "|--:|---|--:|--:|--:|"]  # fmt: skip
+        for one, two in zip(mine[1], theirs, strict=True):
+            lower = "eager" if not one["compiling"] else f"inductor, {one['disk']}"
+            rest = " / ".join(f"{row['all'] - sum(row.get(part, 0.0) for part in PYTORCHS):.2f}" for row in (one, two))
+            lines.append(f"| {one['layers']} | {lower} | {one['all']:.2f} | {two['all']:.2f} | {rest} |")
+    said = f"PyTorch's parts are {', '.join(PYTORCHS[:-1])} and {PYTORCHS[-1]}."
+    return [*lines, "", f"{said} {'; '.join(commands)}."]
 
 
 def main(arguments: list[str]) -> int:

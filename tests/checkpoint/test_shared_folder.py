@@ -42,5 +42,5 @@ def test_where_one_dies_while_it_compiles_the_others_end_and_name_it(answers: di
     answer = answers["killed"]
     assert answer["ended"] and answer["codes"][VICTIM] == -9
     for rank in range(VICTIM):
-        error = json.loads(answer["said"][rank][0])["error"]
+        (error,) = answer["said"][rank]
         assert "RankError" in error and "ank 1" in error, error

@@ -110,9 +110,11 @@ def run(case: str, width: int) -> dict[str, Any]:
         ended = ranks.wait(LIMIT, lambda codes: all(codes[rank] is not None for rank in others))
         codes = list(ranks.poll())
         ranks.kill()
-        # A rank that ends may be told after its own line that nobody goes on.
-        lines = [ranks.said(rank).splitlines() for rank in range(WORLD)]
-        said = [[line for line in mine if line.startswith("{")][-1:] for mine in lines]
+        # A rank that ends may be told after its own line that nobody goes on; one that is busy is ended by its
+        # watchdog, which says why at the end.
+        texts = [ranks.said(rank) for rank in range(WORLD)]
+        lines = [[line for line in text.splitlines() if line.startswith("{")][-1:] for text in texts]
+        said = [mine or [text[text.find("RankError") :]] for mine, text in zip(lines, texts, strict=True)]
         return {"ended": ended, "codes": codes, "said": said}
 
 
