@@ -196,7 +196,7 @@ def _begin(
     rules: tuple[Rule, ...],
 ) -> Work[tuple[ManagedModel, State, RandomNumbers, tuple[WholeUpdate, ...], tuple[ShardUpdate, ...]]]:
     """Takes the model over and makes the state that training starts from; in stages, for `lockstep`."""
-    ages = brought_by(optimizer, model, plan, rules)
+    step_counts = brought_by(optimizer, model, plan, rules)
     brought = [state_by_name(model, one) for one in members(optimizer)]
     taken, shards, buffers, existing_state = yield from take_over(model, optimizer, plan, place, init)
     random = RandomNumbers(plan.device, place.rank, place.world, place.row if place.tp > 1 else None)
@@ -210,7 +210,7 @@ def _begin(
         random=random.state,
         step=torch.zeros((), dtype=torch.int64, device=plan.device),
     )
-    state.ages = ages
+    state.step_counts = step_counts
     for note in described(rules) if place.rank == 0 else ():
         log.warning(note)
     updates: list[WholeUpdate] = []

@@ -89,8 +89,8 @@ PHASES: dict[str, tuple[bool, Callable[[random.Random], None]]] = {
     "pruning": (True, lambda draw: before(folder, "remove", pruned, draw.randint(1, 2))),
     "saved": (True, lambda draw: before(writing, "_linger", lambda *_: die(), draw.randint(1, 2))),
     "loading": (False, lambda draw: before(loading, "write", lambda *_: die(), 1)),
-    "validating": (False, lambda draw: before(train.Job, "validate", soon(draw.uniform(0, 0.05)), 1)),
-    "finishing": (False, lambda draw: before(train.Job, "finish", soon(draw.uniform(0, 0.1)), 1)),
+    "validating": (False, lambda draw: before(train.Training, "validate", soon(draw.uniform(0, 0.05)), 1)),
+    "finishing": (False, lambda draw: before(train.Training, "finish", soon(draw.uniform(0, 0.1)), 1)),
 }
 
 

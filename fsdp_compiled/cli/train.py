@@ -1,4 +1,4 @@
-"""The training job, as one rank runs it."""
+"""A training run, as one rank runs it."""
 
 import gc
 import json
@@ -70,7 +70,7 @@ def rate(step: int, options: TrainOptions) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
-class Job:
+class Training:
     """A model in training and everything beside it. Rank 0 alone owns the journal and writes to the run
     folder."""
 
@@ -349,15 +349,15 @@ class Job:
 def train(options: TrainOptions, here: RankInfo) -> int:
     """Trains and writes the run folder; 0, or the code of `STOPPED` when the run was stopped before its last step."""
     gc.set_threshold(100_000, 20, 100)  # a first step makes a million objects that stay: looking at them takes 0.2 s
-    job = Job(options, here)
+    training = Training(options, here)
     try:
-        stopped = job.run()
-        job.finish(stopped)
+        stopped = training.run()
+        training.finish(stopped)
     except BaseException as error:
         with suppress(OSError):  # the disk is full, which is why it failed
-            job.tell("failed: " + type(error).__name__)
+            training.tell("failed: " + type(error).__name__)
         raise
     finally:
         with suppress(OSError):
-            job.close()
+            training.close()
     return STOPPED[signal.Signals(stopped)] if stopped else 0

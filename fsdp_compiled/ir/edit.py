@@ -23,7 +23,7 @@ from fsdp_compiled.ir.kept import copied
 from fsdp_compiled.ir.node_copies import names_of, row_of
 from fsdp_compiled.ir.nodes import ASSERT, Mark, Phase, fake_mode, fake_tensor, is_random, mutated, positions
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.ir.repeated import Made, Of
+from fsdp_compiled.ir.repeated import Insertion, Scope
 
 c10d = torch.ops._c10d_functional
 SET_ARGS, SET_KWARGS = (vars(fx.Node)[name].fset for name in ("args", "kwargs"))
@@ -48,7 +48,7 @@ class Edit:
         self._inputs, self._outputs = given.inputs, given.outputs
         self.inputs: Mapping[Port, fx.Node] = MappingProxyType(self._inputs)  # as they are now
         self._phase: Phase = "forward"
-        self._made: dict[Hashable, Made] = {}  # what was inserted for one unit, to be inserted again for others
+        self._made: dict[Hashable, Insertion] = {}  # what was inserted for one unit, to be inserted again for others
         self._calls: list[fx.Node] = []
         self._left: list[fx.Node] = []  # what were outputs
 
@@ -82,7 +82,7 @@ class Edit:
         return node
 
     def again(
-        self, key: Hashable, given: Sequence[fx.Node], of: Of, make: Callable[[], Sequence[fx.Node]]
+        self, key: Hashable, given: Sequence[fx.Node], of: Scope, make: Callable[[], Sequence[fx.Node]]
     ) -> Sequence[fx.Node]:
         """What ``make`` inserts for this unit, and which of it it returns: as it was made before, if it was.
 
@@ -100,7 +100,7 @@ class Edit:
         first, nodes = len(self._calls), len(self.graph.nodes)
         found = make()
         calls = self._calls[first:]
-        if len(self.graph.nodes) == nodes + len(calls) and (made := Made(calls, given, found, of)).repeats:
+        if len(self.graph.nodes) == nodes + len(calls) and (made := Insertion(calls, given, found, of)).repeats:
             self._made[key] = made
         return found
 

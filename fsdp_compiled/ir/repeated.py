@@ -22,17 +22,17 @@ from fsdp_compiled.ir.nodes import Mark, Phase
 
 
 @dataclass(frozen=True)
-class Of:
+class Scope:
     """Whose calls they are."""
 
     unit: str
     buffers: tuple[str, ...]
 
 
-class Made:
+class Insertion:
     """The calls of one unit, in order. ``given``: nodes that they read; ``found``: those of them that are wanted."""
 
-    def __init__(self, calls: Sequence[fx.Node], given: Sequence[fx.Node], found: Sequence[fx.Node], of: Of) -> None:
+    def __init__(self, calls: Sequence[fx.Node], given: Sequence[fx.Node], found: Sequence[fx.Node], of: Scope) -> None:
         self._given, self._found, self._of = given, found, of
         own = {id(node.meta["val"]): place for place, node in enumerate(given)}
         # With the place of the given node whose tensor is the result: an operator returns what it writes in place.
@@ -48,7 +48,7 @@ class Made:
         self.repeats = whose and not any(id(value) in own for value in pytree.tree_leaves(several))
 
     def again(
-        self, graph: fx.Graph, given: Sequence[fx.Node], of: Of, phase: Phase, name_of: Callable[[Mark], str]
+        self, graph: fx.Graph, given: Sequence[fx.Node], of: Scope, phase: Phase, name_of: Callable[[Mark], str]
     ) -> tuple[list[fx.Node], list[fx.Node]]:
         """The same of these nodes, for this unit, at the graph's point of insertion; and what was found there."""
         mapping = _Mapping(zip(self._given, given, strict=True))

@@ -25,7 +25,7 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, Role
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.ir.repeated import Of
+from fsdp_compiled.ir.repeated import Scope
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
 
@@ -85,9 +85,9 @@ def _parameters(
     return list(zip(used, views, strict=True))
 
 
-def _of(buffers: Iterable[Buffer]) -> Of:
+def _of(buffers: Iterable[Buffer]) -> Scope:
     buffers = tuple(buffers)
-    return Of(buffers[0].unit, tuple([buffer.key for buffer in buffers]))
+    return Scope(buffers[0].unit, tuple([buffer.key for buffer in buffers]))
 
 
 def _port(name: str) -> Port:

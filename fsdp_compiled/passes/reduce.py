@@ -27,7 +27,7 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, Role
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.reduction import Call, reduction
-from fsdp_compiled.ir.repeated import Of
+from fsdp_compiled.ir.repeated import Scope
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
 
@@ -108,7 +108,7 @@ def _flatten(edit: Edit, buffer: Buffer, gradients: dict[str, fx.Node], plan: Pl
         return [flat]
 
     key = buffer.lies, wanted, tuple([slot.name in gradients for slot in buffer.slots])
-    return edit.again(key, list(gradients.values()), Of(buffer.unit, (buffer.key,)), make)[0]
+    return edit.again(key, list(gradients.values()), Scope(buffer.unit, (buffer.key,)), make)[0]
 
 
 def _in_order(edit: Edit, buffer: Buffer, slot: Slot, gradient: fx.Node) -> fx.Node:

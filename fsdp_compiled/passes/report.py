@@ -46,7 +46,7 @@ from fsdp_compiled.ir.program import (
     Port,
     Program,
 )
-from fsdp_compiled.ir.repeated import Of
+from fsdp_compiled.ir.repeated import Scope
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten
@@ -185,7 +185,7 @@ def _sum_of_squares(edit: Edit, gradients: list[fx.Node], mark: Mark, purpose: s
         return edit.call(aten.linalg_vector_norm.default, gradient, 2, None, False, dtype=dtype, mark=mark)
 
     norms = [
-        edit.again("norm", [gradient], Of("", ()), lambda one=gradient: [norm_of(one)])[0]  # type: ignore[misc]
+        edit.again("norm", [gradient], Scope("", ()), lambda one=gradient: [norm_of(one)])[0]  # type: ignore[misc]
         for gradient in gradients
     ]
     stacked = edit.call(aten.stack.default, norms, mark=mark)

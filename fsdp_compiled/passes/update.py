@@ -29,7 +29,7 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, mutated, origin
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.ir.repeated import Of
+from fsdp_compiled.ir.repeated import Scope
 from fsdp_compiled.optim.rule import Rule, RuleInput, rule_for
 from fsdp_compiled.plan.plan import Buffer, Plan
 
@@ -167,7 +167,7 @@ def _inline(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan, gradient: fx.Nod
 
     own = [node for node, scalar in bound if not scalar]
     known = frozenset(shared.calls), frozenset(shared.kept)
-    edit.again((rule.key, size, buffer.dtype, known), own, Of(buffer.unit, (buffer.key,)), make)
+    edit.again((rule.key, size, buffer.dtype, known), own, Scope(buffer.unit, (buffer.key,)), make)
 
 
 def _idle(edit: Edit, rule: Rule, buffer: Buffer, plan: Plan) -> dict[fx.Node, fx.Node]:

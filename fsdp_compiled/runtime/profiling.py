@@ -77,16 +77,16 @@ class Profile:
 @contextmanager
 def profiling(plan: Plan, programs: Sequence[Compiled]) -> Iterator[Profile]:
     """Inside, these programs run with a clock around each call, and without CUDA graphs."""
-    found, before = Profile(plan), [(one, one.runner, one.remainder) for one in programs]
+    found, before = Profile(plan), [(one, one.runner, one.pending) for one in programs]
     for compiled in programs:
-        timed = Timed(compiled.remainder.code, plan.device)
-        compiled.runner, compiled.remainder = _noting(timed, compiled, found), PendingCollectives(timed.code)
+        timed = Timed(compiled.pending.code, plan.device)
+        compiled.runner, compiled.pending = _noting(timed, compiled, found), PendingCollectives(timed.code)
     try:
         yield found
         _ = found.step
     finally:
-        for compiled, runner, remainder in before:
-            compiled.runner, compiled.remainder = runner, remainder
+        for compiled, runner, pending in before:
+            compiled.runner, compiled.pending = runner, pending
 
 
 def _noting(timed: Timed, compiled: Compiled, found: Profile) -> Runner:

@@ -142,7 +142,8 @@ class ShardedCalls:
             self._taken.check()
             if self._taken.layout.gradients_left and kind in ("step", "last", "accumulate"):
                 self._taken.check_gradients("step" if kind == "last" else kind)
-            request = self._programs.find(kind, batch, named, state.ages.added if kind == "last" else frozenset())
+            added = state.step_counts.added if kind == "last" else frozenset()
+            request = self._programs.find(kind, batch, named, added)
         except Exception as error:
             self._refuse(error)
             raise
@@ -172,8 +173,8 @@ class ShardedCalls:
             self._calls.post(request.said(compiled.label), compiled.wire)
         ran = False
         try:
-            if compiled.counted and compiled.counted != state.ages.updated:
-                state.ages.check(compiled.counted, self._programs.rules)
+            if compiled.counted and compiled.counted != state.step_counts.updated:
+                state.step_counts.check(compiled.counted, self._programs.rules)
             given = self._bind(compiled, state, request)
             with (
                 below_autograd(),
@@ -211,9 +212,9 @@ class ShardedCalls:
             self._verification.returned(compiled)
         if kind == "accumulate":
             self._row.programs += request.number(compiled)
-            state.ages.added |= compiled.adds
-        elif kind == "last" or (compiled.counted and compiled.counted != state.ages.updated):
-            state.ages.stepped(compiled.counted)
+            state.step_counts.added |= compiled.adds
+        elif kind == "last" or (compiled.counted and compiled.counted != state.step_counts.updated):
+            state.step_counts.stepped(compiled.counted)
         return compiled, found
 
     def _expected(self, compiled: Compiled, request: Request, state: State) -> Expected | None:
@@ -299,7 +300,7 @@ class ShardedCalls:
         """New rules, tried anew; traced ones are part of programs, which are dropped."""
         assert self.optimizer is not None
         with outside_modes():
-            rules, updated = self._programs.rules, self._state.ages.updated
+            rules, updated = self._programs.rules, self._state.step_counts.updated
             made = {rule.key for rule in rules if (rule.key in updated if rule.counts else int(self._state.step))}
             again = make_rules_again(self.optimizer, rules, made)
         if any(rule.eagerly is None for rule in rules):

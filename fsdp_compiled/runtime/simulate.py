@@ -41,7 +41,7 @@ from fsdp_compiled.plan.text import human
 from fsdp_compiled.plan.units import Choice
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.checked_call import checked_call
-from fsdp_compiled.runtime.programs.compile import Job, capture, fit_to_memory, memory_of, transform
+from fsdp_compiled.runtime.programs.compile import ProgramSpec, capture, fit_to_memory, memory_of, transform
 from fsdp_compiled.runtime.tensor_parallel.parts import check_tensor_parallel
 from fsdp_compiled.runtime.tensor_parallel.plan import apply_cuts, find_cuts
 
@@ -178,7 +178,7 @@ class Traced:
     units: Choice | None
     place: Mesh
     device: torch.device
-    job: Job
+    spec: ProgramSpec
     captured: Capture
     again: Callable[[], Program]  # the captured program, once more
     notes: tuple[str, ...]
@@ -198,20 +198,20 @@ class Traced:
         plan = make_plan(leaves, policy, self.device, shard, replicate, tp, machine)
         plan = replace(plan, notes=(*plan.notes, *self.notes))
         gloo = tuple(axis for axis, _ in plan.all_axes) if self.device.type == "cpu" else ()
-        job = replace(self.job, plan=plan, rules=rules, gloo=gloo)
+        spec = replace(self.spec, plan=plan, rules=rules, gloo=gloo)
         if microbatches == 1:
-            program, memory = self._made(job)
+            program, memory = self._made(spec)
             return Estimate(plan, program, memory, estimate(program, plan))
         every = frozenset(slot.name for buffer in plan.buffers if buffer.updated for slot in buffer.slots)
-        first, held = self._made(replace(job, kind="accumulate"))
-        program, memory = self._made(replace(job, kind="last", added=every))
+        first, held = self._made(replace(spec, kind="accumulate"))
+        program, memory = self._made(replace(spec, kind="last", added=every))
         memory = max(held, memory, key=lambda one: one.peak.nbytes if not one.unknown else inf)
         return Estimate(plan, program, memory, estimate(program, plan), microbatches, estimate(first, plan), first)
 
-    def _made(self, job: Job) -> tuple[Program, Memory]:
-        predict = memory_of(self.captured, job)
-        made = transform(replace(self.captured, program=self.again()), job)
-        program = passes.run(fit_to_memory(made, predict, job).stages[-1], job.plan, job.fusions)
+    def _made(self, spec: ProgramSpec) -> tuple[Program, Memory]:
+        predict = memory_of(self.captured, spec)
+        made = transform(replace(self.captured, program=self.again()), spec)
+        program = passes.run(fit_to_memory(made, predict, spec).stages[-1], spec.plan, spec.fusions)
         return program, predict(program)
 
 
@@ -251,13 +251,13 @@ def traced(
         plan = make_plan(leaves, policy, place.device, place.shard, place.replicate, place.tp, cluster)
         buffers = {name: torch.empty_like(one, device=place.device) for name, one in model.named_buffers()}
         example = pytree.tree_map_only(torch.Tensor, lambda one: torch.empty_like(one, device=place.device), batch)
-        job = Job(
+        spec = ProgramSpec(
             "step", loss, plan, rules, buffers, {}, example, {}, "simulated step", 1, {}, {}, global_modes.now(),
             gloo=(), tuned=False, tp_mesh=place.tp_mesh,
         )  # fmt: skip
-        captured = capture(model, job)
+        captured = capture(model, spec)
         device = torch.device("cuda", 0) if cluster.gpu else place.device
         if device != place.device:
             captured = replace(captured, program=moved(captured.program, device))
         again = Kept(captured.program).program
-        yield Traced(model, made, loss, units, place, device, job, captured, again, notes)
+        yield Traced(model, made, loss, units, place, device, spec, captured, again, notes)

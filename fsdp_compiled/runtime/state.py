@@ -27,7 +27,7 @@ class State:
     clone, it is a value: the same one gives the same numbers again, and no other generator moves.
     ``scale``: under ``Policy.loss_scale``, the ``"factor"`` that the loss is multiplied by, ``"good"`` (steps since it
     changed) and ``"overflows"`` (steps that were void); else empty. ``step``: how many updates were made, int64.
-    ``ages``, no tensors: which parameters made them.
+    ``step_counts``, no tensors: which parameters made them.
     """
 
     _fields = ("parameters", "buffers", "optimizer", "constants", "sums", "scale", "random", "step")
@@ -43,7 +43,7 @@ class State:
         random: torch.Tensor | DefaultState,
         step: torch.Tensor,
     ) -> None:
-        self.ages = StepCounts()
+        self.step_counts = StepCounts()
         self._values: tuple[Any, ...] | None = (parameters, buffers, optimizer, constants, sums, scale, random, step)
 
     def _value(self, index: int) -> Any:
@@ -82,11 +82,11 @@ class State:
         """A new State with the same tensors; this one may no longer be read."""
         self._value(0)
         new = State.__new__(State)
-        new._values, self._values, new.ages = self._values, None, self.ages
+        new._values, self._values, new.step_counts = self._values, None, self.step_counts
         return new
 
-    def _aged(self, ages: StepCounts) -> State:
-        self.ages = ages
+    def _counted(self, step_counts: StepCounts) -> State:
+        self.step_counts = step_counts
         return self
 
     def __repr__(self) -> str:
@@ -97,8 +97,8 @@ class State:
 
 pytree.register_pytree_node(
     State,
-    lambda state: ([getattr(state, name) for name in State._fields], state.ages.value),
-    lambda values, ages: State(*values)._aged(StepCounts.of_value(ages)),
+    lambda state: ([getattr(state, name) for name in State._fields], state.step_counts.value),
+    lambda values, step_counts: State(*values)._counted(StepCounts.of_value(step_counts)),
     serialized_type_name="fsdp_compiled.State",
 )
 

@@ -14,7 +14,7 @@ from fsdp_compiled import Policy
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import mutated
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.ir.repeated import Made, Of
+from fsdp_compiled.ir.repeated import Insertion, Scope
 from fsdp_compiled.plan.plan import Buffer
 from tests import simulate
 
@@ -78,7 +78,7 @@ def described(program: Program) -> list[Any]:
 
 
 def by_itself(
-    edit: Edit, key: Hashable, given: Sequence[fx.Node], of: Of, make: Callable[[], Sequence[fx.Node]]
+    edit: Edit, key: Hashable, given: Sequence[fx.Node], of: Scope, make: Callable[[], Sequence[fx.Node]]
 ) -> Sequence[fx.Node]:
     return make()
 
@@ -93,14 +93,14 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("shard", [1, 3])
 def test_programs_are_those_of_units_made_by_themselves(name: str, shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    repeated: list[Of] = []
-    again = Made.again
+    repeated: list[Scope] = []
+    again = Insertion.again
 
-    def counted(self: Made, graph: fx.Graph, given: Sequence[fx.Node], of: Of, *rest: Any) -> list[fx.Node]:
+    def counted(self: Insertion, graph: fx.Graph, given: Sequence[fx.Node], of: Scope, *rest: Any) -> list[fx.Node]:
         repeated.append(of)
         return again(self, graph, given, of, *rest)
 
-    monkeypatch.setattr(Made, "again", counted)
+    monkeypatch.setattr(Insertion, "again", counted)
     found = stages(POLICIES[name], shard)
     assert len(repeated) > 2
     monkeypatch.setattr(Edit, "again", by_itself)

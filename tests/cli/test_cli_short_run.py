@@ -13,7 +13,7 @@ from bench import RESULTS
 from bench.start_up import paid
 from fsdp_compiled.cli.machine import SHORT, told_short
 from fsdp_compiled.cli.options import TrainOptions
-from fsdp_compiled.cli.train import Job
+from fsdp_compiled.cli.train import Training
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ class _BegunError(Exception):
 
 
 def said(steps: int, done: int) -> list[str]:
-    """What a job on CPUs says before it compiles, of 32 windows of 128 bytes a step."""
+    """What a training on CPUs says before it compiles, of 32 windows of 128 bytes a step."""
     lines: list[str] = []
 
     def say(line: str) -> None:
@@ -50,7 +50,7 @@ def said(steps: int, done: int) -> list[str]:
         if "capturing" in line:
             raise _BegunError
 
-    job: Any = SimpleNamespace(
+    training: Any = SimpleNamespace(
         options=TrainOptions(steps=steps, lower="inductor", context=128),
         step=done,
         share=SimpleNamespace(batch=32),
@@ -58,7 +58,7 @@ def said(steps: int, done: int) -> list[str]:
         progress=SimpleNamespace(say=say),
     )
     with pytest.raises(_BegunError):
-        Job.run(job)
+        Training.run(training)
     return lines[:-1]
 
 

@@ -155,7 +155,7 @@ def numbers_of(state: State, plan: Plan, rule: Rule) -> Iterator[tuple[list[str]
     """What a group has once, with the parameters that have it; apart, those with no step yet."""
     own = {entry.name: state.optimizer[f"{rule.key}.{entry.name}"].item() for entry in rule.state if entry.scalar}
     names = names_of(plan, rule)
-    later = state.ages.left(rule, names)
+    later = state.step_counts.left(rule, names)
     yield [name for name in names if name not in later], own
     if later:
         yield [name for name in names if name in later], own | fresh(rule)

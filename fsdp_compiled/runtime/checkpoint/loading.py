@@ -321,7 +321,7 @@ def prepare_optimizer(
     groups = [{k: decode(v, {}) for k, v in one.items()} for one in found.options or ()]
 
     def write_them() -> None:
-        state.ages.loaded(found.updated)
+        state.step_counts.loaded(found.updated)
         write(written)
         for update, one in zip(trained.updates, others, strict=False):
             update.go_on(owned, one)

@@ -213,7 +213,8 @@ def optimizer_state_dict(trained: Trained, mesh: Mesh) -> Work[dict[str, Any]]:
                 for name in names if entry.place == "parameter" else ():  # to each a tensor of its own
                     state.setdefault(indices[name], {})[entry.name] = _scalar(numbers[entry.name], entry)
         for name in names_of(trained.plan, rule) if any(entry.place == "ours" for entry in scalars) else ():
-            if name not in trained.state.ages.updated.get(rule.key, ()):  # its code begins where there is no state
+            # Its code begins where there is no state.
+            if name not in trained.state.step_counts.updated.get(rule.key, ()):
                 state.pop(indices[name], None)
     for group, kept in zip(optimizer.param_groups, groups, strict=True):
         kept["params"] = [indices[parameter._sharded_name] for parameter in group["params"]]

@@ -31,7 +31,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_module_hooks
 from fsdp_compiled.runtime.fsdp.extended_parameter import Extended
-from fsdp_compiled.runtime.fsdp.module_plan import Made, make
+from fsdp_compiled.runtime.fsdp.module_plan import ModulePlan, make
 from fsdp_compiled.runtime.fsdp.module_run import Run, run_program
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState, lay_out, states_in, traced
 from fsdp_compiled.runtime.fsdp.opened_arguments import closed
@@ -79,10 +79,10 @@ class ModuleCall:
         self._before: list[Any] = []
         self._states: list[ModuleState] = []
         self._groups: list[ParameterGroup] = []
-        self._known: dict[tuple[Any, ...], Made] = {}  # by what it was made of; the last, used last
+        self._known: dict[tuple[Any, ...], ModulePlan] = {}  # by what it was made of; the last, used last
         self._signature: tuple[Any, ...] = ()
         self._mesh = states_in(module)[0].group.mesh
-        self._verifying: dict[Made, VerifiedCalls] = {}  # under `Policy.verify`
+        self._verifying: dict[ModulePlan, VerifiedCalls] = {}  # under `Policy.verify`
         self._said = False  # that further kinds of inputs run eagerly
 
     @untraced
@@ -154,7 +154,7 @@ class ModuleCall:
         self._calls.post(request.said(compiled.label), compiled.wire)
         return found
 
-    def _gathered(self, made: Made) -> dict[str, torch.Tensor]:
+    def _gathered(self, made: ModulePlan) -> dict[str, torch.Tensor]:
         """Parameters that travel as their classes say, by each of their names, as forward computes with them."""
         self._calls.post(f"gathers of {type(self.module).__name__}", made.gathers)
         found: dict[Extended, torch.Tensor] = {}

@@ -95,7 +95,7 @@ class Lent:
 
 
 @dataclass(eq=False)
-class Made:
+class ModulePlan:
     """``rows``: of flat shards, by the buffer's key; ``entries``: by the parameter's name; ``gathers``: stands for the
     collectives that gather all of it; ``trained``: what is trained of which model, equal on ranks where that is."""
 
@@ -149,7 +149,7 @@ def make(
     policy: Policy,
     plain: Mapping[str, torch.Tensor],
     calls: Calls,
-) -> Made:
+) -> ModulePlan:
     """A plan of these parameters, and programs for it: none yet. ``function``: calls the model, in the trace.
 
     Raises ``ValueError`` for parameters on the meta device.
@@ -186,7 +186,7 @@ def make(
     )  # fmt: skip
     programs = Programs(maker, (), note)
     gathers = _digest([[(buffer.key, buffer.numel) for buffer in plan.buffers], *extended])
-    return Made(
+    return ModulePlan(
         plan, mesh, tuple(groups), programs, lent, rows, entries, gathers, f"{type(module).__name__}, {said}", random,
         extended,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from fsdp_compiled.plan.plan import Buffer
 from fsdp_compiled.runtime.autograd_hooks import hook_on
 from fsdp_compiled.runtime.fsdp.extended_parameter import Extended
 from fsdp_compiled.runtime.fsdp.gradients import leave, mean_of, parts, reductions
-from fsdp_compiled.runtime.fsdp.module_plan import Made
+from fsdp_compiled.runtime.fsdp.module_plan import ModulePlan
 from fsdp_compiled.runtime.fsdp.module_state import ModuleState
 from fsdp_compiled.runtime.fsdp.parameter_group import Entry, FlatShard, ParameterGroup
 from fsdp_compiled.runtime.fsdp.verified_call import Verified
@@ -69,7 +69,7 @@ class Run:
 
     def __init__(
         self,
-        made: Made,
+        made: ModulePlan,
         compiled: Compiled,
         calls: Calls,
         states: Sequence[ModuleState],

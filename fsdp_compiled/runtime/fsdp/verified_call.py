@@ -24,7 +24,7 @@ from fsdp_compiled.ir.program import Port
 from fsdp_compiled.plan.plan import Division
 from fsdp_compiled.plan.rows import own_rows
 from fsdp_compiled.runtime.eager_run import EagerRun, Place
-from fsdp_compiled.runtime.fsdp.module_plan import Made
+from fsdp_compiled.runtime.fsdp.module_plan import ModulePlan
 from fsdp_compiled.runtime.fsdp.module_state import traced
 from fsdp_compiled.runtime.fsdp.parameter_group import Entry
 from fsdp_compiled.runtime.programs.compile import Compiled
@@ -53,7 +53,7 @@ CURE = (
 class VerifiedCalls:
     """Which calls of one module are verified, with the parameters as they are."""
 
-    def __init__(self, made: Made, module: nn.Module, function: Callable[..., Any]) -> None:
+    def __init__(self, made: ModulePlan, module: nn.Module, function: Callable[..., Any]) -> None:
         self.made, self.module = made, module
         self._function = function
         self._counts: dict[int, int] = {}  # by program's number

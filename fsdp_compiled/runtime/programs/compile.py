@@ -88,8 +88,8 @@ class Compiled:
     input_binding: InputBinding
     lowered: str = ""  # its pieces and what compiled them, once it is lowered
     runner: Runner = lambda *_: ()  # until it is lowered
-    remainder: PendingCollectives = field(init=False)  # once it is lowered
-    halves: SplitProgram | None = None  # of a "training" program, whose runner is the forward one
+    pending: PendingCollectives = field(init=False)  # once it is lowered
+    split: SplitProgram | None = None  # of a "training" program, whose runner is the forward one
     reached: Mapping[str, frozenset[str]] = field(default_factory=dict)  # by parameter or input: the results it moves
     backward: Boxed = lambda _: ()  # until it is lowered
     whole: Backward | None = None  # backward without communication, once it was asked for
@@ -98,8 +98,8 @@ class Compiled:
     @cached_property
     def training(self) -> Training:
         """Of a program that is lowered."""
-        assert self.halves is not None
-        return training_of(self.halves, self.inputs, self.outputs, self.reached, self.backward)
+        assert self.split is not None
+        return training_of(self.split, self.inputs, self.outputs, self.reached, self.backward)
 
     @cached_property
     def aliases(self) -> tuple[Alias, ...]:
@@ -147,7 +147,7 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Job:
+class ProgramSpec:
     """A program that is to be made: of which call, for which model as planned. Equal on all ranks but for the batch."""
 
     kind: Kind
@@ -186,33 +186,33 @@ class Job:
 # The steps of making one, in order; `ProgramMaker.compile` is the way through them.
 
 
-def capture(model: nn.Module, job: Job) -> Capture:
+def capture(model: nn.Module, spec: ProgramSpec) -> Capture:
     """The call as a program, before any pass."""
-    loss = None if job.kind == "forward" else job.loss
-    check_arguments(model, loss, job.batch, job.named, getattr(job.called, "method", "forward"))
+    loss = None if spec.kind == "forward" else spec.loss
+    check_arguments(model, loss, spec.batch, spec.named, getattr(spec.called, "method", "forward"))
     captured = capture_on(
-        model, job.called or loss, job.plan, job.buffers, job.batch, job.named, gradient=job.kind != "forward",
-        results=job.called is not None, plain=job.plain, sizes=job.sizes, hints=job.hints, modes=job.modes,
-        tp_mesh=job.tp_mesh, groups=job.groups,
+        model, spec.called or loss, spec.plan, spec.buffers, spec.batch, spec.named, gradient=spec.kind != "forward",
+        results=spec.called is not None, plain=spec.plain, sizes=spec.sizes, hints=spec.hints, modes=spec.modes,
+        tp_mesh=spec.tp_mesh, groups=spec.groups,
     )  # fmt: skip
-    _check_written(captured, job.buffers)
+    _check_written(captured, spec.buffers)
     return captured
 
 
-def transform(captured: Capture, job: Job) -> Transformed:
+def transform(captured: Capture, spec: ProgramSpec) -> Transformed:
     """What the passes make of the captured program, whose graph they take."""
-    return stages.transform(captured.program, job.plan, job.passes)
+    return stages.transform(captured.program, spec.plan, spec.passes)
 
 
-def memory_of(captured: Capture, job: Job) -> Predict:
+def memory_of(captured: Capture, spec: ProgramSpec) -> Predict:
     """What a program of this step takes of a rank's memory; what cannot be predicted says so, and stops nothing."""
-    held = partial(memory.persistent, job.plan, job.rules, job.buffers, captured.constants)
-    return lambda one: attempt(lambda: peak_memory.predict(one, job.plan, held(one)), memory.unpredicted)
+    held = partial(memory.persistent, spec.plan, spec.rules, spec.buffers, captured.constants)
+    return lambda one: attempt(lambda: peak_memory.predict(one, spec.plan, held(one)), memory.unpredicted)
 
 
-def memory_later(captured: Capture, job: Job) -> Later:
+def memory_later(captured: Capture, spec: ProgramSpec) -> Later:
     """The same when somebody asks: to run the program takes none of it. What is asked then holds no tensors."""
-    plan, held = job.plan, partial(memory.persistent, job.plan, job.rules, job.buffers, captured.constants)
+    plan, held = spec.plan, partial(memory.persistent, spec.plan, spec.rules, spec.buffers, captured.constants)
 
     def later(program: Program) -> Callable[[], Memory]:
         try:
@@ -225,30 +225,35 @@ def memory_later(captured: Capture, job: Job) -> Later:
     return later
 
 
-def has_host_memory(job: Job) -> bool:
+def has_host_memory(spec: ProgramSpec) -> bool:
     """Whether values may wait in host memory: it is another than the device's, and backward is in the program."""
-    return job.plan.device.type != "cpu" and job.kind != "training"
+    return spec.plan.device.type != "cpu" and spec.kind != "training"
 
 
-def fit_to_memory(made: Transformed, predict: Predict, job: Job) -> Transformed:
+def fit_to_memory(made: Transformed, predict: Predict, spec: ProgramSpec) -> Transformed:
     """Other last stages, where what will run, the program fused, needs more than `Policy.memory_gb`."""
-    fused = lambda one: predict(passes.run(one, job.plan, job.fusions))  # noqa: E731
-    fitting = memory_budget.fit(made.stages, job.plan, fused, job.passes, has_host_memory(job))
+    fused = lambda one: predict(passes.run(one, spec.plan, spec.fusions))  # noqa: E731
+    fitting = memory_budget.fit(made.stages, spec.plan, fused, spec.passes, has_host_memory(spec))
     return replace(made, stages=fitting)
 
 
-def fuse(made: Transformed, job: Job) -> tuple[Program, Stages]:
+def fuse(made: Transformed, spec: ProgramSpec) -> tuple[Program, Stages]:
     """What the fusions make of the last stage, and the stages, for who looks at them."""
-    return stages.fuse(made, job.plan, job.passes, job.fusions)
+    return stages.fuse(made, spec.plan, spec.passes, spec.fusions)
 
 
-def moves(captured: Capture, job: Job) -> Mapping[str, frozenset[str]]:
+def moves(captured: Capture, spec: ProgramSpec) -> Mapping[str, frozenset[str]]:
     """By parameter or input, the results that it moves; of what is captured, before passes take it."""
-    return reached(captured.program) if job.kind == "training" else {}
+    return reached(captured.program) if spec.kind == "training" else {}
 
 
 def describe(
-    captured: Capture, program: Program, known: Stages, later: Later, job: Job, moving: Mapping[str, frozenset[str]]
+    captured: Capture,
+    program: Program,
+    known: Stages,
+    later: Later,
+    spec: ProgramSpec,
+    moving: Mapping[str, frozenset[str]],
 ) -> Compiled:
     """The program that will run, with all that is asked of it later. ``moving``: what `moves` said."""
     needed = later(program)
@@ -257,8 +262,8 @@ def describe(
         needs=lambda: attempt(lambda: needed().lines(), lambda why: (f"memory: not predicted: {why}",)),
         peak=lambda: attempt(lambda: needed().peak.node, lambda _: ""),
     )
-    halves = cut(program) if job.kind == "training" else None
-    first = halves.forward if halves is not None else program
+    split = cut(program) if spec.kind == "training" else None
+    first = split.forward if split is not None else program
     inputs = tuple(port for port in first.ports if port.side == "in")
     notes = [node.meta for node in program.inputs.values()]
     idle, added = (tuple(name for meta in notes for name in meta.get(key, ())) for key in ("idle", "added"))
@@ -277,25 +282,25 @@ def describe(
         compared=CALL in inputs,
         weighed=any(port.kind == "rows" for port in inputs),
         idle=idle,
-        adds=frozenset(slot.name for buffer in job.plan.buffers if buffer.updated for slot in buffer.slots) - {*idle},
+        adds=frozenset(slot.name for buffer in spec.plan.buffers if buffer.updated for slot in buffer.slots) - {*idle},
         unreached=frozenset(idle + added),
         added=frozenset(added),
-        counted=reached_by(idle, job.plan, job.rules) if job.kind in ("step", "last") else {},
-        kind=job.kind,
-        label=job.label,
-        number=job.number,
-        wire=_wire(program, halves),
-        input_binding=InputBinding(inputs, job.batch, job.named),
-        halves=halves,
+        counted=reached_by(idle, spec.plan, spec.rules) if spec.kind in ("step", "last") else {},
+        kind=spec.kind,
+        label=spec.label,
+        number=spec.number,
+        wire=_wire(program, split),
+        input_binding=InputBinding(inputs, spec.batch, spec.named),
+        split=split,
         reached=moving,
     )
 
 
-def _wire(program: Program, halves: SplitProgram | None) -> str:
+def _wire(program: Program, split: SplitProgram | None) -> str:
     """Of all that the call communicates, and the backward that follows it."""
-    if halves is None:
+    if split is None:
         return program.wire
-    both = halves.forward.wire, halves.backward.wire
+    both = split.forward.wire, split.backward.wire
     return hashlib.sha256(repr(both).encode()).hexdigest()[:8] if set(both) != {SILENT} else SILENT
 
 

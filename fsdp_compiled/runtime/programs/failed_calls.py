@@ -78,7 +78,7 @@ class FailedCalls:
             return RankError(f"In {compiled.label}, {OTHER_BATCHES}, so nothing was updated. {SAME_BATCHES}{dropped}")
         if ran and isinstance(error, RuntimeError) and (other := self._calls.reason(error)) is not None:
             return RankError(other)
-        place = compiled.remainder.place(error) if ran else compiled.remainder.before()
+        place = compiled.pending.place(error) if ran else compiled.pending.before()
         what = f"{type(error).__name__}: {error}".strip()
         if (cause := self._for_good(compiled, place, error)) is not None:
             self._calls.abandon(f"{cause} It said:\n{what}")
@@ -108,8 +108,8 @@ class FailedCalls:
         compiled = self._programs.running(call.label, call.wire)
         if compiled is None or (compiled.kind == "forward" and not quiet):
             return False
-        place = compiled.remainder.before()
-        if compiled.kind == "forward" and not compiled.remainder.exact(place):
+        place = compiled.pending.before()
+        if compiled.kind == "forward" and not compiled.pending.exact(place):
             return False
         try:
             self._finish(compiled, state, place, "another rank called something else, or refused its call")
@@ -122,13 +122,13 @@ class FailedCalls:
             self.row.failure = f"A microbatch failed: {what}"
             if not state.sums:
                 state.sums.update(compiled.zeros())
-            state.ages.added |= compiled.adds
+            state.step_counts.added |= compiled.adds
 
         def given(index: int) -> torch.Tensor:
             port = compiled.inputs[index]
             return {"shard": state.parameters, "copy": self._copies}[port.kind][port.key]
 
-        compiled.remainder.finish(place, given)
+        compiled.pending.finish(place, given)
 
     def _heard(self, compiled: Compiled, state: State) -> str | None:
         """What another rank told of this call, or this rank the others. The sums of a row that failed go."""
@@ -142,7 +142,7 @@ class FailedCalls:
         self.row.end()
         for total in state.sums.values():
             total.zero_()
-        state.ages.added = frozenset()
+        state.step_counts.added = frozenset()
         return DROPPED
 
     def _for_good(self, compiled: Compiled, place: Position | None, error: BaseException) -> str | None:
@@ -158,7 +158,7 @@ class FailedCalls:
             return f"The others had all they needed for the update. {HALF}"
         if not place.owed and compiled.kind == "gradient":
             return "The others had all they needed, and have gradients that this rank has not."
-        if place.owed and compiled.kind == "forward" and not compiled.remainder.exact(place):
+        if place.owed and compiled.kind == "forward" and not compiled.pending.exact(place):
             return "The others need what it did not compute."
         if not isinstance(error, Exception) and (place.owed or compiled.kind == "accumulate"):
             return "It was interrupted."

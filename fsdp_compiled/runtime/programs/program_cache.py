@@ -50,7 +50,7 @@ from fsdp_compiled.runtime.programs.request import (
     Request,
     differentiable,
     full,
-    misfit,
+    mismatch,
 )
 from fsdp_compiled.runtime.programs.training import Backward
 
@@ -155,7 +155,7 @@ class Programs:
         for compiled in self._variants.get(request.key, ()):
             if request.added & compiled.unreached != compiled.added:
                 continue
-            if compiled.capture.guards.hold() and not (sizes and misfit(compiled, batch, named, sizes)):
+            if compiled.capture.guards.hold() and not (sizes and mismatch(compiled, batch, named, sizes)):
                 closed = compiled.capture.guards.closed.moved()
                 if closed is not None:
                     request.compiled, request.label, request.closed = compiled, compiled.label, closed
@@ -276,7 +276,7 @@ class Programs:
             return Changed(
                 f", where {what} others", f"{compiled.label} is for other parameters that {what}", quiet=True
             )
-        reason = misfit(compiled, batch, named, sizes) or "its sizes"
+        reason = mismatch(compiled, batch, named, sizes) or "its sizes"
         why = "Policy.dynamic: the model or the loss asks for certain sizes"
         return Changed(f", instead of {reason}", why, self._moving is not None)
 

@@ -39,7 +39,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.programs import compile_only
 from fsdp_compiled.runtime.programs.compile import (
     Compiled,
-    Job,
+    ProgramSpec,
     capture,
     check_devices,
     describe,
@@ -51,7 +51,7 @@ from fsdp_compiled.runtime.programs.compile import (
     transform,
 )
 from fsdp_compiled.runtime.programs.no_collection import no_collection
-from fsdp_compiled.runtime.programs.request import Request, misfit
+from fsdp_compiled.runtime.programs.request import Request, mismatch
 from fsdp_compiled.runtime.programs.training import Backward, backward_of
 from fsdp_compiled.runtime.rng import check_random
 
@@ -97,7 +97,7 @@ class ProgramMaker:
         self.replays = replays or Replays(make_device(plan.device, graphs), graphs)
         self.taken, self.plan, self.mesh, self.calls, self.called = taken, plan, mesh, calls, called
         self.loss, self._bind, self._plain = loss, bind, {} if plain is None else plain
-        self._tuned: bool | None = None  # `Job.tuned`, where that was asked for good
+        self._tuned: bool | None = None  # `ProgramSpec.tuned`, where that was asked for good
         self._begun = False  # whether all ranks have a program
         self._idle: set[str] = set()  # parameters that were said not to be reached by the loss
         self.ranks = mesh  # those that make a program now
@@ -120,33 +120,33 @@ class ProgramMaker:
         """capture -> passes -> fit to memory -> fusions -> check -> agree -> partition -> compile -> graph"""
         begun = time.perf_counter()
         label = request.label
-        job = self._job(request, buffers, rules)
+        spec = self._spec(request, buffers, rules)
 
         def trace() -> Capture:
-            check_devices(job.batch, job.named, job.plan.device)
+            check_devices(spec.batch, spec.named, spec.plan.device)
             with self.taken.open() as model:
-                return capture(model, job)
+                return capture(model, spec)
 
         captured = self.together(trace)
         if self.mesh.tp > 1:
             self.compare_along_tp(captured)
 
         def build() -> Compiled:
-            moving = moves(captured, job)
-            made = transform(captured, job)  # and checked
-            made = fit_to_memory(made, memory_of(captured, job), job)
-            program, known = fuse(made, job)  # and checked again
-            return describe(captured, program, known, memory_later(captured, job), job, moving)
+            moving = moves(captured, spec)
+            made = transform(captured, spec)  # and checked
+            made = fit_to_memory(made, memory_of(captured, spec), spec)
+            program, known = fuse(made, spec)  # and checked again
+            return describe(captured, program, known, memory_later(captured, spec), spec, moving)
 
         uneven = self.plan.uneven
         compiled = self.together(build, self._compared, lambda made: made.program.outline(uneven))
         replayed = self.can_replay(compiled)
         room()
-        compiled.runner, compiled.lowered = self.lower(compiled.halves.forward if compiled.halves else compiled.program)
-        if compiled.halves is not None:
-            compiled.backward, text = self.lower(compiled.halves.backward, boxed=True)
+        compiled.runner, compiled.lowered = self.lower(compiled.split.forward if compiled.split else compiled.program)
+        if compiled.split is not None:
+            compiled.backward, text = self.lower(compiled.split.backward, boxed=True)
             compiled.lowered = f"{compiled.lowered}\nbackward, {text}"
-        compiled.remainder = PendingCollectives(compiled.runner)
+        compiled.pending = PendingCollectives(compiled.runner)
         if request.sizes:
             self.together(lambda: self._check_fit(compiled, request))
         if replayed:  # as a CUDA graph
@@ -199,16 +199,16 @@ class ProgramMaker:
         may ask which rank it runs on, as under FSDP2."""
         if self.called is None or self.mesh.tp > 1:
             return made.program.text()
-        parts = (made.halves.forward, made.halves.backward) if made.halves is not None else (made.program,)
+        parts = (made.split.forward, made.split.backward) if made.split is not None else (made.program,)
         return "\nbackward\n".join("\n".join(part.collectives) for part in parts)
 
-    def _job(self, request: Request, buffers: Buffers, rules: Sequence[Rule]) -> Job:
+    def _spec(self, request: Request, buffers: Buffers, rules: Sequence[Rule]) -> ProgramSpec:
         """What is to be compiled, with what ranks must know of each other first."""
         # Ranks may have other sizes; all trace with rank 0's.
         hints = traced_with(exchange(request.sizes, self.ranks)[0]) if request.sizes else {}
         tuned = any(exchange(chooses_products(), self.mesh)) if self._tuned is None else self._tuned
         gloo = tuple(axis for axis, name in backends(self.mesh).items() if name == "gloo")
-        return Job(
+        return ProgramSpec(
             request.kind, self.loss, self.plan, tuple(rules), buffers, batch=request.batch, named=request.named,
             label=request.label, number=self.captures + 1, sizes=request.sizes, hints=hints, modes=request.modes,
             gloo=gloo, tuned=tuned, called=self.called, plain=self._plain,
@@ -218,15 +218,15 @@ class ProgramMaker:
     def whole(self, compiled: Compiled) -> Backward:
         """Its backward without communication, made where it is asked for first, by each rank."""
         if compiled.whole is None:
-            assert compiled.halves is not None
-            program = whole_gradients(compiled.halves.backward)
+            assert compiled.split is not None
+            program = whole_gradients(compiled.split.backward)
             with no_collection(), global_modes.outside_modes(), self.alone():
                 compiled.whole = backward_of(program, self.lower(program, boxed=True)[0])
         return compiled.whole
 
     def _check_fit(self, compiled: Compiled, request: Request) -> None:
         """After lowering, which may have asked about sizes as well."""
-        if (reason := misfit(compiled, request.batch, request.named, request.sizes)) is not None:
+        if (reason := mismatch(compiled, request.batch, request.named, request.sizes)) is not None:
             raise ValueError(
                 f"The model or the loss asks for certain sizes: the program, traced with rank 0's, is for {reason} on "
                 f"rank {self.mesh.rank}. Give all ranks sizes that agree in it, or set Policy(dynamic=False)."

@@ -95,7 +95,7 @@ class Request:
         self.__dict__.update(vars(self.instead) | {"posted": self.posted})
 
 
-def misfit(compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> str | None:
+def mismatch(compiled: Compiled, batch: tuple[Any, ...], named: dict[str, Any], sizes: Sizes) -> str | None:
     """Why this program is not for a batch of these sizes."""
     now = tuple(sizes.values())
     if now in compiled.fitting:

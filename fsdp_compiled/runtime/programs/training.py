@@ -109,7 +109,7 @@ class Training:
 
 
 def training_of(
-    halves: SplitProgram,
+    split: SplitProgram,
     inputs: tuple[Port, ...],
     outputs: tuple[Port, ...],
     reached: Mapping[str, frozenset[str]],
@@ -120,19 +120,19 @@ def training_of(
     places |= {port: len(inputs) + place for place, port in enumerate(outputs)}
     results = tuple(port for port in outputs if port.kind == "result")
     index = {port.key: place for place, port in enumerate(results)}
-    traced = {port: node.meta["val"] for port, node in halves.backward.inputs.items() if port.kind == "tangent"}
+    traced = {port: node.meta["val"] for port, node in split.backward.inputs.items() if port.kind == "tangent"}
     tangents = tuple(_tangent(index[port.key], value) for port, value in traced.items())
-    backward = backward_of(halves.backward, runner)
+    backward = backward_of(split.backward, runner)
     named = {port.name: place for place, port in enumerate(inputs) if port.kind in ("batch", "plain")}
     return Training(
         backward,
         results,
-        sources=tuple(places[port] for port in halves.saved),
-        shards=frozenset(places[port] for port in halves.saved if port.kind == "shard"),
+        sources=tuple(places[port] for port in split.saved),
+        shards=frozenset(places[port] for port in split.saved if port.kind == "shard"),
         tangents=tangents,
         constant=tuple(set(range(len(results))) - {one.place for one in tangents}),
         others=tuple((name, named[name]) for name in backward.others),
-        units=frozenset(node.meta["mark"].unit for node in flat_gradients(halves.backward).values()),
-        read=halves.read,
+        units=frozenset(node.meta["mark"].unit for node in flat_gradients(split.backward).values()),
+        read=split.read,
         _by_name=reached,
     )
