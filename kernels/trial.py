@@ -1,4 +1,4 @@
-"""A kernel is tried before it is believed: on small data, against its reference, where it is to run.
+"""Compares each kernel with its reference on small data, on the device where it is to run, before it is trusted.
 
 The data has what a call of the operator has: its dtypes, its numbers, the scalars that it is given; in sizes that
 reach every branch of a kernel (a whole block, the end of one, one element, an address that is not aligned), and with an

@@ -1,4 +1,4 @@
-"""Where something may be alive for longer without raising a program's peak.
+"""Headroom: where a value may be alive for longer without raising a program's peak.
 
     bytes alive     3  5  9  7  6  8  4        the peak is 9
     left            6  4  0  2  3  1  5

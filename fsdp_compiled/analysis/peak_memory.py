@@ -1,4 +1,4 @@
-"""The height of a step: the bytes alive while each node of a program runs.
+"""Peak memory of a step: the bytes alive while each node of a program runs.
 
 *Storage*: one piece of memory, as the allocator gives it. A view has its base's; an operator that writes in place gives
 back what it wrote. The eager lowering drops each value after its last use, so a storage lives from the node that makes

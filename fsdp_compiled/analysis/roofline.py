@@ -1,4 +1,4 @@
-"""What a node of a program is estimated to take, from shapes alone: the roofline of a `Cluster`.
+"""Estimates the time of a program's node from shapes alone: the roofline of a `Cluster`.
 
 The flops are those that PyTorch's own `FlopCounterMode` counts (matrix products, convolutions, attention); of causal
 attention half, which fused kernels leave out. Under the eager lowering every operator reads and writes its tensors.

@@ -1,4 +1,4 @@
-"""What ranks along the tp axis compute alike, and what each computes of its parts: read off the captured program.
+"""Finds what ranks along the tp axis compute alike, and what each computes of its parts, in the captured program.
 
     weight: float32[4, 16]         a part                                                      differs
     x: float32[2, 16]              the batch, which is the same on all                         same

@@ -1,4 +1,4 @@
-"""Views of views in a traced graph become views of what these view, or that itself.
+"""Folds views of views in a traced graph into one view, or into none.
 
     before                                     after
 

@@ -1,4 +1,4 @@
-"""Which way a model is captured: the fast one, or the plain one, which replaces no function of PyTorch.
+"""Chooses how a model is captured: the fast way, or the plain one, which replaces no function of PyTorch.
 
 The fast way stands on private names (`torch_private.names`), each of which may be something else in another build of
 PyTorch. So it is tried first, on a model of three equal blocks, against the plain way: once for each PyTorch and

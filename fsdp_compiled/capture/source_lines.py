@@ -1,4 +1,4 @@
-"""Where things came from: the submodule behind a node, and the user's line behind an error.
+"""Finds the submodule behind a node, and the user's line behind an error.
 
 AOTAutograd and Dynamo leave these in the metadata of nodes and in the attributes and text of exceptions.
 """

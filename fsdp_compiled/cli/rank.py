@@ -1,4 +1,4 @@
-"""One rank's side of a run: where it stands, how ranks agree to stop, and how the first failure is told.
+"""One rank of a run: which it is, how ranks agree to stop, and how the first failure is reported.
 
 The launcher (launch.py) starts a rank with three facts in its environment. `STOP` is the number of a pipe's
 reading end: once the launcher closes the other end, or dies, the pipe is readable and the rank should stop; a byte in

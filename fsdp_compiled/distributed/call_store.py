@@ -1,4 +1,4 @@
-"""The board: what each rank calls, on the store that all ranks can read without a collective.
+"""The board: what each rank called, kept in the store, where all ranks read it without a collective.
 
     rank 0: 7|5c1d09aa|d2||step (float32[2, 4])        the number of its call, its wire, its rates, its label
     rank 1: 7|77e0b3f2|d2||forward (float32[2, 4])     the same number: so these two meet, and have different labels

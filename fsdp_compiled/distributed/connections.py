@@ -1,4 +1,4 @@
-"""Closing the connections between ranks, so that collectives that wait on them fail.
+"""Closes the connections between ranks, so that collectives that wait on them fail.
 
 Gloo has no other way to end a collective that waits: `abort` returns and leaves it waiting (torch 2.11 and 2.13), and
 a process group may only be destroyed by the thread that waits. But its connections are TCP sockets of this process, and

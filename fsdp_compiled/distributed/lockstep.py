@@ -1,4 +1,4 @@
-"""Code with collectives in it that may fail on one rank, between any two of them.
+"""Runs code with collectives in it so that a rank that fails between two of them is an error on every rank.
 
 A rank that failed does not come to the next collective, where the others would wait for it for ever. So the code is a
 generator that says, before each of its collectives, which one is next:

@@ -1,4 +1,4 @@
-"""Why a call broke off, and which rank was lost: what this rank's error says, and the board has of the others.
+"""Finds why a call broke off, and which rank was lost, from this rank's error and what the board says of the others.
 
 Ranks that make the same call tell the board the same, and one that is killed in it says no last word. Gloo's error has
 the address at the other end of the connection that broke, and each rank's addresses are on the board. Where an error

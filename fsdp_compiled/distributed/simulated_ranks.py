@@ -1,4 +1,4 @@
-"""A process group of as many ranks as one likes, in one process, that sends nothing: to build a program for them.
+"""A process group of any number of simulated ranks in one process, which sends nothing: programs are built on it.
 
 The one file that knows PyTorch's ``fake`` backend (torch 2.11 to 2.14: ``torch.testing._internal.distributed.fake_pg``,
 which registers it).

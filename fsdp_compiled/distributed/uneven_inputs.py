@@ -1,4 +1,4 @@
-"""Ranks with uneven numbers of batches: one that has run out goes on with weight zero until all have.
+"""Uneven inputs: a rank that has run out of batches goes on with weight zero until all ranks have.
 
     rank 0: with sharded.join():          rank 1: with sharded.join():
                 for batch in five:                    for batch in three:

@@ -1,4 +1,4 @@
-"""A rank whose call does not return looks up what the others call.
+"""The watchdog: where this rank's call does not return, it looks up what the other ranks called.
 
     rank 0: call 7, step      gather  gather  reduce-scatter ...      waits, and would until the process group's timeout
     rank 1: call 7, forward   gather  gather                          is done, and does something else

@@ -1,4 +1,4 @@
-"""The calls in a graph whose operator something holds of."""
+"""Finds the calls in a graph by a property of their operator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call gives, worked out on fake tensors: once for calls that are alike, however many layers have one.
+"""Infers the fake tensors that a call gives: once for calls that are alike, however many layers have one.
 
     view(full_0, [8, 8])    ->  float32[8, 8], by running it on fake tensors
     view(full_1, [8, 8])    ->  the same, without: its operator, arguments and layouts are those of the first

@@ -1,4 +1,4 @@
-"""How long each unit stays gathered: an analysis of a program, read off its graph.
+"""Liveness: how long each unit stays gathered, read off a program's graph.
 
     root       |=====================================|      a live range: from the first of the unit's all-gathers
     layers.0     |====|                      |====|         to the last use of what they brought, aliases included

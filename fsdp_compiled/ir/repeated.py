@@ -1,4 +1,4 @@
-"""Calls that were inserted for one unit, inserted again for another that is like it.
+"""Inserts the calls that a pass made for one unit again for another that is like it.
 
     made for layers.0                                again for layers.1
 

@@ -1,4 +1,4 @@
-"""Everything that was compiled, in one file: made on one machine, and loaded on others, which then compile nothing.
+"""Packs all compiled code into one file: made on one machine, loaded on others, which then compile nothing.
 
     fsdp-compiled compile train.py --nproc 2 --out step.bundle      one machine, once
     fsdp_compiled.load_bundle("step.bundle")                        or FSDP_COMPILED_BUNDLE=step.bundle, wherever else

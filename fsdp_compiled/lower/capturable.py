@@ -1,4 +1,4 @@
-"""What in a program cannot become part of a CUDA graph, in sentences that say where, why and the cure.
+"""Finds what in a program cannot be part of a CUDA graph, and says where, why and the cure.
 
 A graph holds device work with its addresses. What the host reads, decides or copies while the program runs is frozen
 or forbidden in it: numbers read back from the device, shapes that depend on values, tensors on the CPU, generators that

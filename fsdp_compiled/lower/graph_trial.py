@@ -1,4 +1,4 @@
-"""A captured graph is tried before it is believed: its first launch beside the program itself, from the same state.
+"""Compares a captured CUDA graph's first launch with the program itself, run from the same state, before it is trusted.
 
     program, ungraphed     state, results -> checksums
     graph, launched        state, results -> checksums      on the same state, put back in between

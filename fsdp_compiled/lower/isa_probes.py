@@ -1,4 +1,4 @@
-"""Whether the compiler here makes code for this processor: Inductor's question, answered once and kept on disk.
+"""Finds once for which vector instructions the compiler here makes code, and keeps the answer on disk.
 
 Before it loads the first piece for a CPU, Inductor compiles a trial for each of the processor's extensions and starts
 a Python process that loads it: half a dozen processes for each rank, at every start. What a compiler of this version

@@ -1,4 +1,4 @@
-"""What a rank still owes the others, when its run of a program broke off.
+"""The collectives that a rank still has to make after its run of a program broke off.
 
     ran       gather  wait  mm  embedding: IndexError
     owed                                               gather   reduce-scatter   all-reduce of loss, norm and call

@@ -1,4 +1,4 @@
-"""A program with its derivative is cut where backward begins: two programs, and what the first keeps for the second.
+"""Splits a program into forward and backward, and says which values forward saves for backward.
 
     before                       forward                      backward
 

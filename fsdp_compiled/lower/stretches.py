@@ -1,4 +1,4 @@
-"""The calls of a program, cut into stretches, and which of them are alike.
+"""Cuts the calls of a program into stretches, and finds which of them are alike.
 
 A *stretch* is what one block or unit computes in one phase, between collectives. Two are alike that call the same on
 values in the same places, and let go of the same: they can be one function. The first of each kind is what others are

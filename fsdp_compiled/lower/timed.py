@@ -1,4 +1,4 @@
-"""The code of a lowered program with a clock around each call: what runs while a step is profiled."""
+"""The code of a lowered program with a clock around each call, which runs while a step is profiled."""
 
 from __future__ import annotations
 

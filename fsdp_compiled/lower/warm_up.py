@@ -1,4 +1,4 @@
-"""What Inductor does before its first kernel is done while something else is.
+"""Runs what Inductor does before its first kernel in the background.
 
     main     trace ......................... | pieces
     thread   trials of the processor ..|

@@ -1,4 +1,4 @@
-"""What an optimizer keeps from step to step, learnt by running it on a small parameter.
+"""Finds what state an optimizer keeps, by running it on a small parameter.
 
 State may live in ``state[parameter]``, in the param group (``group["step"] += 1``) or in attributes of the optimizer.
 An entry of the parameter's shape is state per element; a number is one for the whole group.

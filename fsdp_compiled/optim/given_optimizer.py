@@ -1,4 +1,4 @@
-"""What people give as ``optimizer``: one of theirs, one that another library put around it, or several.
+"""Opens what is given as ``optimizer``: an optimizer, one that another library wraps, or several.
 
     compile_sharded(model, [muon, adamw], ...)          each over parameters of its own
 

@@ -1,4 +1,4 @@
-"""Containers in an optimizer's state: what they hold, by names of its own.
+"""Opens containers in an optimizer's state: what they hold has names of its own.
 
     state["momentum_buffer"] = {0.9: a, 0.99: b}        momentum_buffer_0_9: a, momentum_buffer_0_99: b
 

@@ -1,4 +1,4 @@
-"""An update over shards, traced or as it is, is believed when it did what the optimizer itself does.
+"""Compares an update over shards, traced or as it is, with what the optimizer itself does, before it is trusted.
 
 The user's class, with its options, makes some steps on small parameters of several shapes, with rates that change (also
 to zero and back) and gradients of many sizes; the update makes the same steps on all of them laid end to end, as they

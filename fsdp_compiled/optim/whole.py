@@ -1,4 +1,4 @@
-"""An optimizer that needs whole parameters runs as it is on those that a rank owns: Muon, Shampoo, Adafactor, LAMB.
+"""Runs an optimizer that needs whole parameters (Muon, Shampoo, Adafactor, LAMB) on those that this rank owns.
 
     all parameters, on one rank        w  b  v  c      torch.optim's step over all four
     its owners, on two ranks           w     v         the same step over two

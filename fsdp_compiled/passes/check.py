@@ -1,4 +1,4 @@
-"""What must hold of a Program after its passes; a broken invariant is a `ProgramError` that shows the nearby lines.
+"""Checks the invariants of a program after its passes; a broken one is a `ProgramError` that shows the nearby lines.
 
 | after       | holds                                                                                               |
 |-------------|-----------------------------------------------------------------------------------------------------|

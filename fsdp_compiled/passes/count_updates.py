@@ -1,4 +1,4 @@
-"""The number of updates is state of the step, as an optimizer's own state is.
+"""Counts updates in the program, as a part of the step's state.
 
 before              after
 

@@ -1,4 +1,4 @@
-"""Shards and the optimizer's state live in host memory, and are on the device only while they are used.
+"""Keeps shards and optimizer state in host memory, and on the device only while they are used.
 
     before                                     after
 

@@ -1,4 +1,4 @@
-"""Sites that stepped by themselves come together: a program beside the step, once every `Policy.sync_every` of them.
+"""The program by which sites exchange what they learned, once every `Policy.sync_every` local steps.
 
     before            after
 

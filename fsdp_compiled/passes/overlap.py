@@ -1,4 +1,4 @@
-"""Collectives along the tp axis start as soon, and are waited for as late, as data allows.
+"""Starts collectives along the tp axis as early, and waits for them as late, as the data allows.
 
     before                                      after
 

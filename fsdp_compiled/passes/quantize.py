@@ -1,4 +1,4 @@
-"""What crosses the wire between ranks' shards is a byte an element, with a scale for every 128: `Policy.wire`.
+"""Quantizes gathers and reductions to a byte an element, with a scale for every 128: `Policy.wire`.
 
     before                                  after, "int8"
 

@@ -1,4 +1,4 @@
-"""What backward rebuilds instead of keeping: gathered parameters, checkpointed regions, and whole blocks if asked.
+"""Recomputes in backward what forward does not keep: gathered parameters, checkpointed regions, whole blocks if asked.
 
     before                              after
 

@@ -1,4 +1,4 @@
-"""Of what forward keeps for backward, chosen values are made again there, so that a step fits its memory.
+"""Recomputes chosen saved values in backward, so that a step fits its memory.
 
     before                                after, for ``{"gelu_3"}``
 

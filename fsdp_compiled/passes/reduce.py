@@ -1,4 +1,4 @@
-"""A unit's gradients become one flat buffer, reduced over the ranks as soon as the last of them exists.
+"""Flattens a unit's gradients into one buffer, and reduces it over the ranks as soon as the last of them exists.
 
     before                      after
 

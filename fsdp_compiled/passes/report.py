@@ -1,4 +1,4 @@
-"""What every rank is told of the step: the mean loss and the gradient's global norm, in one small all-reduce.
+"""All-reduces the mean loss and the gradient's norm of a step, in one small message.
 
     before              after
 

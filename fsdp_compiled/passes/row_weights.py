@@ -1,4 +1,4 @@
-"""Ranks count by the rows of their batches: the step is that of one process on all rows, however they are spread.
+"""Weighs ranks by the rows of their batches: the step is that of one process on all rows, however they are spread.
 
     before                              after
 

@@ -1,4 +1,4 @@
-"""Ranks along the tp axis must see the same batch: each sums its own up, and `report` compares the sums.
+"""Checks that ranks along the tp axis see the same batch: each sums its own up, and `report` compares the sums.
 
     before             after
 

@@ -1,4 +1,4 @@
-"""Communication hides under compute: gathers start early, reductions are waited for late.
+"""Hides communication under compute: gathers start early, reductions are waited for late.
 
     before                             after, prefetch=1
 
@@ -66,7 +66,7 @@ def schedule(program: Program, plan: Plan) -> Program:
         _wait_at_once(edit)
         found = live_ranges(edit.graph)
         room = Headroom(edit.done("schedule"), plan)
-        notes = [f"{reason}, as far as that takes no memory" if reason else ""]
+        notes = [f"{reason}; gathers start only as early as the peak allows" if reason else ""]
     for live_range, target in _starts(edit.graph, found, ahead, most, plan, room):
         edit.move(_issue(live_range), before=target)
     _wait_late(edit, max(ahead, 1), plan, room)
@@ -285,7 +285,7 @@ def _prefetch(graph: fx.Graph, found: list[LiveRange], plan: Plan) -> tuple[int,
     while best + 1 < len(exposed) and exposed[best] - exposed[best + 1] > WORTH * wire:
         best += 1
     return best, (
-        f"prefetch={best} (auto): of {_time(wire)} of gathers, {_time(exposed[best])} stay in the open, with "
+        f"prefetch={best} (auto): {_time(exposed[best])} of {_time(wire)} of gathers are not hidden under "
         f"{_time(done[-1])} of compute (estimates)"
     )
 

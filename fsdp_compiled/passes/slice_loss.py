@@ -1,4 +1,4 @@
-"""The loss of a linear head, some rows at a time: neither logits nor their gradient are ever whole.
+"""Computes the loss of a linear head some rows at a time: neither logits nor their gradient are ever whole.
 
     before, V classes                               after, for each slice of rows
 

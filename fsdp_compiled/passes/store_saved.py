@@ -1,4 +1,4 @@
-"""Of what forward keeps for backward, chosen values wait in host memory, so that a step fits its memory.
+"""Moves chosen saved values to host memory until backward, so that a step fits its memory.
 
     before                                after, for ``{"gelu_3"}``
 

@@ -1,4 +1,4 @@
-"""The optimizer joins the program: each shard is updated in place from its reduced gradient.
+"""Adds the optimizer to the program: each shard is updated in place from its reduced gradient.
 
     before                      after
 

@@ -1,4 +1,4 @@
-"""Values that outlive the step are written back in place: updated module buffers and closed-over tensors.
+"""Writes values that outlive the step back in place: updated module buffers and closed-over tensors.
 
     before                                  after
 

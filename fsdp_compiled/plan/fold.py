@@ -1,4 +1,4 @@
-"""Texts in which what repeats is written once.
+"""Folds repeated parts of printed text.
 
     layers.0    wait for layers_0_gather              ×28:
     layers.0    views, compute: 52 operators            layers.0..27  wait for layers_0..27_gather

@@ -1,4 +1,4 @@
-"""What a plan knows of one parameter before it is laid anywhere: names, shape, layout in memory, who updates it."""
+"""One parameter as a plan sees it before it has a place: names, shape, layout in memory, parameter group."""
 
 from __future__ import annotations
 

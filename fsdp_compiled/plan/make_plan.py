@@ -1,4 +1,4 @@
-"""Leaves -> Plan: which of them make a unit, and where each lies in its unit's flat buffers."""
+"""Makes the plan: which parameters make a unit, and where each lies in its unit's flat buffers."""
 
 from __future__ import annotations
 

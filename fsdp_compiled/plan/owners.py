@@ -1,4 +1,4 @@
-"""Which rank updates which parameter, where an update needs the whole of it: matrices are dealt out by cost.
+"""Deals out to ranks, by cost, the parameters whose update needs the whole of them.
 
     costs 9 4 4 1 on two ranks  ->  0 1 1 1        9, and 4 + 4 + 1
 

@@ -1,4 +1,4 @@
-"""Who is gathered with whom, and where every element lives: arithmetic, no graphs.
+"""The plan: which parameters are gathered together, and where every element lies. Arithmetic, no graphs.
 
 Terms, used with these meanings everywhere in the package:
 

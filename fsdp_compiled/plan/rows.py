@@ -1,4 +1,4 @@
-"""The layout in which each rank owns rows of every parameter: what `fully_shard` lays out.
+"""The layout of `fully_shard`: each rank owns rows of every parameter.
 
     a: [3, 2], b: [4]       rank 0: a0 a0 a1 a1 | b0 b1       rank 1: a2 a2 0 0 | b2 b3
     on two ranks            gathered: rank 0's shard, then rank 1's

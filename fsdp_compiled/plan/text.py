@@ -1,4 +1,4 @@
-"""A plan as a person reads it, and bytes as one does."""
+"""Prints a plan, and numbers of bytes, for people."""
 
 from __future__ import annotations
 

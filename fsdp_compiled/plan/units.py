@@ -1,4 +1,4 @@
-"""Which submodules are gathered together.
+"""Finds the units: which submodules are gathered together.
 
 Left to itself, the rule is: every element of the model's outermost block lists (a ``ModuleList``, or a ``Sequential``
 of composite modules, that holds at least two parameter-owning modules of one class) is a unit, and the rest is the

@@ -1,4 +1,4 @@
-"""What a `Policy` may say: each field by itself, then fields that exclude each other. ``ValueError`` for all else."""
+"""Checks a `Policy`: each field by itself, then fields that exclude each other. Raises ``ValueError``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How sites that step by themselves come together: the numbers of it. `passes/outer_update` is what that does."""
+"""The settings of local steps and of their outer optimizer. `passes/outer_update` is the pass that uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a loss is scaled in backward: the numbers of it. `passes/loss_scale` is what a step does with them."""
+"""The settings of loss scaling. `passes/loss_scale` is the pass that uses them."""
 
 from __future__ import annotations
 

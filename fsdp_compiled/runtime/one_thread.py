@@ -1,4 +1,4 @@
-"""One call of a `Sharded` at a time.
+"""Lets one thread at a time call a `Sharded`.
 
 A step writes weights in place and hands its state on; a save, or another step, that another thread makes meanwhile
 would read half of both. Which of two threads comes first, no other rank could know either, so neither waits: the second

@@ -1,4 +1,4 @@
-"""Which parameters have made the steps that their group counts.
+"""Checks that all parameters of a group have made the steps that their group counts.
 
 PyTorch's optimizers count each parameter's own steps, and one without a gradient makes none. Here a group has one count
 (`optim.rule.StateTensor.scalar`), so all of its parameters that are updated at all make the same steps. A step that

@@ -1,4 +1,4 @@
-"""Steps that were measured, call by call, beside what was predicted of them: `Sharded.profile`."""
+"""Measures steps, call by call, beside their prediction: `Sharded.profile`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that tells whether somebody wrote it: new tensors are full of a pattern that nobody computes."""
+"""Finds memory that nothing wrote: new tensors are filled with a pattern that no initialization gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gathers start ahead, on CPUs, where that takes no memory; units are merged as far as FSDP2's peak allows."""
+"""On CPUs gathers start as early as the peak allows; units are merged as far as FSDP2's peak allows."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_is_ahead_by_itself_is_ahead_for_nothing() -> None:
     never, some, always = (gpt(prefetch=0)[0], found, gpt(prefetch=1)[0])
     ahead = [ahead_of_their_use(stages[-1]) for stages in (never, some, always)]
     assert 0 == ahead[0] < ahead[1] <= ahead[2]
-    assert "as far as that takes no memory" in found[-1].notes[-2]
+    assert "gathers start only as early as the peak allows" in found[-1].notes[-2]
 
 
 def test_on_a_gpu_gathers_are_ahead_whatever_they_take() -> None:

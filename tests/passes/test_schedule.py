@@ -153,7 +153,7 @@ def test_choices_are_told_and_follow_the_network() -> None:
     def notes(**policy: object) -> str:
         return "\n".join(program_of(replace(wide, policy=Policy(lower="eager", bucket_mb=0, **policy))).notes)  # type: ignore[arg-type]
 
-    assert "prefetch=1 (auto): of " in notes() and "limit=3 (auto)" in notes()
+    assert "prefetch=1 (auto): " in notes() and "limit=3 (auto)" in notes()
     assert "prefetch=2, as given" in notes(prefetch=2)
     assert "limit=2, as given; at most 2 units alive at once" in notes(limit=2)
     assert _of_gathers(notes(bandwidth_gbps=1e-5)) > 100 * _of_gathers(notes())

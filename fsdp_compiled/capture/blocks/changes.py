@@ -1,4 +1,4 @@
-"""What code has changed, while Dynamo traces it, of what was there before.
+"""Finds what traced code has changed of objects that were there before.
 
 A block's walk is repeated by what is there before the trace. So a change may be no part of a block, and the same when
 each of them is called: an object that a model reaches by a global name, as transformers keep there for whom a forward

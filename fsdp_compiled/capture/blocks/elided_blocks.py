@@ -1,4 +1,4 @@
-"""Of many equal blocks in a row, which one node each stands for, a few are written out: the others are known by them.
+"""Inlines a few of many equal blocks in a row, each of which is one node; the others are copies of them.
 
     what Dynamo traced       0  1  b2  b3  b4  b5  b6  b7  b8  after
     differentiated           0  1   2   3   4           7   8  after        (`repeats`)

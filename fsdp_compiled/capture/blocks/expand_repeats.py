@@ -1,4 +1,4 @@
-"""The program of a graph with many equal stretches, made of that with few: compared, and copied (see `repeats`)."""
+"""Expands the program of few equal stretches into that of many: compares them, and copies (see `repeats`)."""
 
 from __future__ import annotations
 

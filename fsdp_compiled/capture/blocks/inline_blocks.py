@@ -1,4 +1,4 @@
-"""What Dynamo traced, node for node: the blocks that it did not walk through are written out, once it is done."""
+"""Inlines, once Dynamo is done, the blocks that it did not trace: the graph is then what Dynamo would give."""
 
 from __future__ import annotations
 

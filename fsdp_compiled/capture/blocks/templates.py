@@ -1,4 +1,4 @@
-"""Of a block that Dynamo walked through, what is found once for all blocks that are written like it."""
+"""Templates: what is found once, of a block that Dynamo traced, for all blocks that are copied from it."""
 
 from __future__ import annotations
 

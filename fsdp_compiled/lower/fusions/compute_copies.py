@@ -1,4 +1,4 @@
-"""Shards that are kept in the compute dtype as well are gathered from there, without a cast.
+"""Gathers from copies of shards that are kept in the compute dtype, without a cast.
 
     before                                  after
 

@@ -1,4 +1,4 @@
-"""A unit's gradients are laid end to end, cast and divided in one pass over memory.
+"""Flattens, casts and divides a unit's gradients in one pass over memory.
 
 before                                            after
 

@@ -1,4 +1,4 @@
-"""Gradients are read once to be known: their squares, and how many are not finite.
+"""Reads each gradient once, for its sum of squares and its number of elements that are not finite.
 
     before                                          after
 

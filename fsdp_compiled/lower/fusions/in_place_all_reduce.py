@@ -1,4 +1,4 @@
-"""An all-reduce writes its sums into its input, where nothing reads that afterwards.
+"""Makes an all-reduce write into its input, where nothing reads the input afterwards.
 
     before                                  after
 

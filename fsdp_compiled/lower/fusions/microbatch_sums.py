@@ -1,4 +1,4 @@
-"""All shards of a microbatch's gradient join their sums in one pass over memory.
+"""Adds all shards of a microbatch's gradient to their sums in one pass over memory.
 
     before                              after
 

@@ -1,4 +1,4 @@
-"""All shards of a parameter group are updated by one operator, which scales the gradients on the way.
+"""Updates all shards of a parameter group by one operator, which also scales the gradients.
 
     before                                          after
 

@@ -1,4 +1,4 @@
-"""Which elements of which tensors this rank holds: its flat shards as chunks of the model's own tensors.
+"""Chunks: which elements of the model's own tensors this rank's flat shards hold.
 
     buffer layers.0 (64 elements), rank 1 of 2:  [32, 64)
         layers.0.weight at 0..48     ->  model.layers.0.weight [32, 48), as chunks

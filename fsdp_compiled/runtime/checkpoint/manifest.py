@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``manifest.json``, with a checksum of its own.
+"""The manifest of a checkpoint: ``manifest.json``, with a checksum of its own.
 
     {"format": "fsdp_compiled checkpoint", "version": 1, "sha256": "9f86...", "content": {...}}
 

@@ -1,4 +1,4 @@
-"""What of a checkpoint fits the `Sharded` that loads it, and in words what does not.
+"""Matches a checkpoint with the `Sharded` that loads it, and says what does not fit.
 
 Parameters, buffers and the optimizer's state are compared by name, shape and dtype, and groups by their options. Of an
 optimizer's rule all of the state fits or nothing.

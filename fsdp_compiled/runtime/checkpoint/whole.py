@@ -1,4 +1,4 @@
-"""Whole tensors to and from shards, one at a time: weights of any origin, and state dictionaries on rank 0."""
+"""Moves whole tensors to and from shards, one at a time: weights of any origin, and state dictionaries on rank 0."""
 
 from __future__ import annotations
 

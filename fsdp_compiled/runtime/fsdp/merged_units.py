@@ -1,4 +1,4 @@
-"""Small neighbours among the modules that the user marked are gathered and reduced together.
+"""Merges small neighbours among the modules that the user marked: they are gathered and reduced together.
 
     marked     layers.0 0.2 | layers.1 0.2 | layers.2 0.2 | ...    MiB; each has flat shards of its own
     memory     [ layers.0 | layers.1 | layers.2 ]  ...              neighbours' flat shards, side by side

@@ -1,4 +1,4 @@
-"""Arguments of a forward that a program cannot take as they are: dataclasses, and arrays of numpy.
+"""Opens arguments of forward that a program cannot take as they are: dataclasses and arrays of numpy.
 
     model(Batch(tokens, 0.5), array)          called with these
     closed(args)                              Closed(Batch, (tokens, 0.5)), Closed(ndarray, (tensor over its memory,))

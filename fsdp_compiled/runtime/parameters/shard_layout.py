@@ -1,4 +1,4 @@
-"""Where a parameter's values lie after compile_sharded, and how they become whole again.
+"""Where a parameter's values lie after compile_sharded, and how they are gathered.
 
     buffer   [ a a a a a a | b b b 0 ]       rank 0 owns a a a a a, rank 1 a b b b 0
     ShardPlace    of a: 0 to 5 of rank 0's shard, 0 to 1 of rank 1's; of b: nothing, and 1 to 4

@@ -1,4 +1,4 @@
-"""Operators on parameters that are in shards: what each means, on this rank.
+"""Operators on sharded parameters: what each computes on this rank.
 
     element by element   add, mul, lerp, clamp, copy_, their foreach kin      on this rank's stretches, no communication
     a view               p[0], p.T, p.view(-1)                                remembered: what is read is viewed whole,

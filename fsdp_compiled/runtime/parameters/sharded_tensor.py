@@ -1,4 +1,4 @@
-"""A tensor of which each rank has a stretch: a parameter, its gradient, a copy or an average of it.
+"""A tensor of which each rank holds a contiguous range: a parameter, its gradient, a copy or an average of it.
 
 `ShardedTensor` is the DTensor of both a parameter and what is computed of it element by element. Other operators read
 it whole (`sharded_operators`). ``isinstance(x, DTensor)`` holds, as its ``__class__`` says, and it has DTensor's

@@ -1,4 +1,4 @@
-"""A script that is run for what it compiles: `fsdp-compiled compile`, which the environment of its ranks tells of.
+"""Runs a script only for what it compiles: `fsdp-compiled compile`, told to its ranks by their environment.
 
 Each rank notes what its code depends on, and the script ends, as by ``sys.exit(0)``, when so many calls in a row have
 compiled nothing. All ranks end before the same call.

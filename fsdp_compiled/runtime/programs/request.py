@@ -1,4 +1,4 @@
-"""A call, as the programs that are kept are asked for it, and why one of them is not for it.
+"""A request: one call as the program cache looks it up, and why a cached program does not match it.
 
 Which sizes of the batch change between calls: learned from the programs that were made, under ``dynamic="auto"``.
 

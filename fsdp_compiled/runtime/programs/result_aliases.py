@@ -1,4 +1,4 @@
-"""Results of forward that in eager PyTorch are, or are views of, what it was given, a buffer, or another result.
+"""Finds results of forward that alias an input, a buffer or another result, as in eager PyTorch.
 
     return y, self.bank, x.view(4, 2), y.t()    1: buffer bank    2: view(batch 0)    3: t(result 0)
 
