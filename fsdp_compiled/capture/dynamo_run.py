@@ -15,9 +15,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.aot import CaptureError, Traced
-from fsdp_compiled.capture.blocks.elided_blocks import Elided, Gap, gaps_of, left_out
+from fsdp_compiled.capture.blocks.elided_blocks import Elided, Gap, elided, gaps_of
 from fsdp_compiled.capture.blocks.expand_repeats import Unequal
-from fsdp_compiled.capture.blocks.inline_blocks import blocks_of, with_own_tensors, written_out
+from fsdp_compiled.capture.blocks.inline_blocks import blocks_of, inlined, with_own_tensors
 from fsdp_compiled.capture.blocks.repeats import differentiate
 from fsdp_compiled.capture.captured import CURE, Tensors
 from fsdp_compiled.capture.closure_values import Numbers
@@ -128,10 +128,10 @@ class Trace:
         if not blocks_of(self.module.graph):
             inputs = self._in_order(self.module, with_own_tensors(self.module.graph, self.inputs))
             return Form(self.module, inputs, self._input_ports(self.module, inputs))
-        out = written_out(self.module, self.inputs, {left: one for gap in gaps for left, one in gap.instead()})
+        out = inlined(self.module, self.inputs, {left: one for gap in gaps for left, one in gap.instead()})
         inputs = self._in_order(out.module, out.inputs)
         found = Form(out.module, inputs, self._input_ports(out.module, inputs))
-        found.left = [left_out(gap, self.module, out, self.ports) for gap in gaps]
+        found.left = [elided(gap, self.module, out, self.ports) for gap in gaps]
         absent = {port: port for left in found.left for stretch in left.stretches for port in stretch.ports}
         ranks = {self.ports[one]: rank for one, rank in self._ranks.items()}
         found.every = sorted([*found.given, *absent], key=lambda port: ranks.get(port, len(ranks)))

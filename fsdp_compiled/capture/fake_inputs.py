@@ -63,7 +63,7 @@ def capture_on(
     mode = FakeTensorMode(shape_env=ShapeEnv())
     seen: dict[int, torch.Tensor] = {}
 
-    def twin(tensor: torch.Tensor) -> torch.Tensor:
+    def fake_of(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in seen:
             seen[id(tensor)] = fake(tensor)
             seen[id(tensor)].__dict__.update(vars(tensor))
@@ -88,7 +88,7 @@ def capture_on(
     for name, parameter in (plain or {}).items():
         check_wrapped(name, parameter)
         if id(parameter) not in seen:
-            new = wrapped_tensors.twin(parameter, fake) if is_wrapped(parameter) else twin(parameter)
+            new = wrapped_tensors.fake_of(parameter, fake) if is_wrapped(parameter) else fake_of(parameter)
             seen[id(parameter)] = _parameter(new, gradient and parameter.requires_grad)
         whole[name] = seen[id(parameter)]
     for place, tensor in {**batch_tensors(args, kwargs), **buffers}.items():
@@ -111,7 +111,7 @@ def capture_on(
         return examples[id(tensor)]
 
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, example, (args, dict(kwargs)))
-    tensors = Tensors(parameters, {name: twin(tensor) for name, tensor in buffers.items()}, whole)
+    tensors = Tensors(parameters, {name: fake_of(tensor) for name, tensor in buffers.items()}, whole)
     with casting(inside(model), plan.policy.precision), synchronised(plan.axes), along_sequences(plan.axes):
         parts, refusal = parts_of(plan, tp_mesh), None
         try:
@@ -122,7 +122,7 @@ def capture_on(
         except CaptureError as error:
             refusal = error
         if refusal is not None:
-            given = pytree.tree_map_only(torch.Tensor, twin, (args, dict(kwargs)))  # in their own sizes
+            given = pytree.tree_map_only(torch.Tensor, fake_of, (args, dict(kwargs)))  # in their own sizes
             raise own_exception(refusal, model, loss, tensors, *given, gradient=gradient, modes=modes) or refusal
     check_attributes(batch_tensors(args, kwargs), made.asked)
     return made

@@ -43,12 +43,12 @@ def opened(name: str, tensor: torch.Tensor, part: str = "") -> Iterator[tuple[st
         yield from opened(name, getattr(tensor, inner), f"{part}.{inner}" if part else inner)
 
 
-def twin(tensor: torch.Tensor, fake: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def fake_of(tensor: torch.Tensor, fake: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """One of the same class, of fakes of what it is made of."""
     if not is_wrapped(tensor):
         return fake(tensor)
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    inner = {name: twin(getattr(tensor, name), fake) for name in names}
+    inner = {name: fake_of(getattr(tensor, name), fake) for name in names}
     made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())  # type: ignore[attr-defined]
     return made
 

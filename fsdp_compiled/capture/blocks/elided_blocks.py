@@ -103,7 +103,7 @@ class Elided:
     stretches: list[Absent]
 
 
-def left_out(gap: Gap, module: fx.GraphModule, out: Inlined, ports: Mapping[int, Port]) -> Elided:
+def elided(gap: Gap, module: fx.GraphModule, out: Inlined, ports: Mapping[int, Port]) -> Elided:
     """``module``: where a node stands for each block; ``out``: what was written out of it."""
     lines: dict[fx.Node, list[Line]] = {}
     for node in gap.before:

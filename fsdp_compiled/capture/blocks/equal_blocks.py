@@ -39,7 +39,7 @@ class Run:
             where there is such a gradient, the third is followed by one that does as it does, and that by the last.
     """
 
-    stretches: list[Any]  # rows of nodes, or what stands for one that is nowhere (`left_out`)
+    stretches: list[Any]  # rows of nodes, or what stands for one that is nowhere (`elided`)
     own: list[list[Port]]
     ends: int
 

@@ -31,7 +31,7 @@ HOLDERS = ("_modules", "_parameters", "_buffers")
 TEXT = {str}
 
 
-def likeness(one: Any) -> Callable[[Any], bool]:
+def probe_of(one: Any) -> Callable[[Any], bool]:
     """`alike` of one with others."""
     kind = type(one)
     if isinstance(one, nn.Module):
@@ -165,7 +165,7 @@ class Questions:
             question = guard.name, itself, *names
             if others or question not in known:
                 known.add(question)
-                same = functools.partial(is_, value) if itself else likeness(value)
+                same = functools.partial(is_, value) if itself else probe_of(value)
                 yield Question(place, value, same, names, _has(value, names))
 
     def _is_own(self, source: Source) -> bool:

@@ -30,7 +30,7 @@ def blocks_of(graph: fx.Graph) -> dict[fx.Node, WrittenBlock]:
     return {node: node.meta[BLOCK] for node in graph.nodes if BLOCK in node.meta}
 
 
-def written_out(module: fx.GraphModule, inputs: Sequence[Any], instead: Mapping[fx.Node, fx.Node]) -> Inlined:
+def inlined(module: fx.GraphModule, inputs: Sequence[Any], instead: Mapping[fx.Node, fx.Node]) -> Inlined:
     """A copy of what Dynamo traced, with all of its blocks. ``instead``: nodes that are left out, and what is read in
     their place."""
     graph = fx.Graph()

@@ -18,7 +18,7 @@ WRITTEN = (
 
 
 def own_tensor() -> torch.Tensor:
-    """Stands in Dynamo's graph for an own tensor of a block that was not walked through (`written_out`)."""
+    """Stands in Dynamo's graph for an own tensor of a block that was not walked through (`inlined`)."""
     raise AssertionError
 
 

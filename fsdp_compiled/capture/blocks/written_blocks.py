@@ -6,7 +6,7 @@
 
 A walk takes a third of a millisecond for each parameter: Dynamo makes a fake tensor, a variable, a guard, and code that
 finds it. Of these the graph needs an input alone, which it gets when Dynamo is done; and what Dynamo does to its graph
-then, it does node by node, so a block is one node for as long (`written_out`).
+then, it does node by node, so a block is one node for as long (`inlined`).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class WrittenBlock:
     def write(self, tensors: Sequence[torch.Tensor], out: bool) -> Any:
         """What Dynamo has for what the block returns. ``tensors``: the block's own.
 
-        ``out``: node for node; else one node stands for all of them, until `written_out` writes them.
+        ``out``: node for node; else one node stands for all of them, until `inlined` writes them.
         """
         walked, call, template = self.walked, self.call, self.walked.template
         self.tensors = tensors

@@ -156,21 +156,21 @@ def _after_a_step(optimizer: Optimizer, group: Mapping[str, Any], leaf: Leaf) ->
     small = nn.Parameter(torch.linspace(0.1, 1, math.prod(shape)).view(shape).to(leaf.dtype))
     small.grad = small.detach().clone()
     options = copy.deepcopy(plain_options(options_of(group)))
-    twin = copy_of(optimizer, [{**options, "params": [small]}], defaultdict(dict))
-    before = {key: repr(value) for key, value in attributes_of(twin).items()}
+    copied = copy_of(optimizer, [{**options, "params": [small]}], defaultdict(dict))
+    before = {key: repr(value) for key, value in attributes_of(copied).items()}
     known = {key: repr(value) for key, value in options.items()}
     with torch.no_grad():
-        step_of(kind)(twin)
-    if odd := [key for key, value in attributes_of(twin).items() if before.get(key) != repr(value)]:
+        step_of(kind)(copied)
+    if odd := [key for key, value in attributes_of(copied).items() if before.get(key) != repr(value)]:
         raise ValueError(
             f"{kind.__name__} counts in its attribute {odd[0]!r}, which is in no state_dict: call save and load."
         )
-    leaves = all_leaves(twin.state.get(small, {}))
+    leaves = all_leaves(copied.state.get(small, {}))
     tensors = {key: value for key, value in leaves.items() if isinstance(value, torch.Tensor)}
     shaped = {key: value.dtype for key, value in tensors.items() if shape and value.shape == small.shape}
-    now = options_of(twin.param_groups[0])
+    now = options_of(copied.param_groups[0])
     written = {key for key, value in now.items() if known.get(key) != repr(value)}
-    return _Kept(frozenset(map(str, twin.state.get(small, {}))), shaped, frozenset(written))
+    return _Kept(frozenset(map(str, copied.state.get(small, {}))), shaped, frozenset(written))
 
 
 def _check(name: str, given: Any, kept: _Kept, leaf: Leaf, kind: str) -> None:
