@@ -88,16 +88,15 @@ class AbsentNames:
         reads = any(one.co_filename == os.__file__ or "getenv" in one.co_names for one in code)
         self._environment = dict(environment) if reads and environment is not None else None
         spaces = [*_builtins(code), *(_classes_and_modules(values, code) if "attribute" in failed else ())]
-        self._spaces = [(name, own, len(own), next(reversed(own), None), used) for name, own, used in spaces if used]
+        self._spaces = [one for one in spaces if one[2]]
         self.read = [*self._names, *self._spaces, *[self._environment] * (self._environment is not None)]
 
     def changed(self, _scope: object = None) -> str | None:
         """Which has another name now, by Dynamo's name."""
         if self._environment is not None and self._environment != os.environ._data:  # type: ignore[attr-defined]
             return "os.environ"
-        for name, own, size, last, used in self._spaces:
-            # What comes is the last: no key is looked up where nothing came.
-            if (len(own) != size or next(reversed(own), None) is not last) and not own.keys().isdisjoint(used):
+        for name, own, used in self._spaces:
+            if not own.keys().isdisjoint(used):
                 return f"{name}.{min(used & own.keys())}"
         for name, own, names in self._names:
             if not own.keys() <= names:

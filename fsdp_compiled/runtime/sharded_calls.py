@@ -163,13 +163,15 @@ class ShardedCalls:
             self._joined.announce(kind, request.label, (batch, named), self._hyperparameters.values, request.modes)
         self._calls.hypers = f"{self._hyperparameters.digest:x}"
         known = request.compiled
-        expected = self._expected(known, request, state) if known is not None and self._verification else None
+        verification, expected = self._verification, None
+        if verification is not None and known is not None and verification.due(known, state):
+            expected = self._expected(verification, known, request, state)
         with self._calls.naming():
             compiled = self._programs.get(request, self._state.buffers)
         self._programs.read_closed(compiled, request, state)
-        if known is None and self._verification is not None and self._verification.due(compiled, state):
+        if verification is not None and known is None and verification.due(compiled, state):
             self._calls.returned()
-            expected = self._expected(compiled, request, state)
+            expected = self._expected(verification, compiled, request, state)
             self._calls.post(request.said(compiled.label), compiled.wire)
         ran = False
         try:
@@ -208,8 +210,8 @@ class ShardedCalls:
             if self._writes.shards is not None:
                 self._writes.end()
             self._calls.returned()
-        if self._verification is not None:
-            self._verification.returned(compiled)
+        if verification is not None:
+            verification.returned(compiled)
         if kind == "accumulate":
             self._row.programs += request.number(compiled)
             state.step_counts.added |= compiled.adds
@@ -217,16 +219,13 @@ class ShardedCalls:
             state.step_counts.stepped(compiled.counted)
         return compiled, found
 
-    def _expected(self, compiled: Compiled, request: Request, state: State) -> Expected | None:
-        """What eager PyTorch gives, where this call is verified. A call of its own to the other ranks, so that one that
-        makes none is an error."""
-        if self._verification is None or not self._verification.due(compiled, state):
-            return None
+    def _expected(self, verification: Verification, compiled: Compiled, request: Request, state: State) -> Expected:
+        """What eager PyTorch gives. A call of its own to the other ranks, so that one that makes none is an error."""
         shadows = self._joined is not None and self._joined.shadows is not None
         with self._calls.meeting(f"verification of {compiled.label}"):
             rows = 0 if shadows else request.rows
             rules, values = self._programs.rules, self._hyperparameters.values
-            return self._verification.run(compiled, request, state, rows, rules, values)
+            return verification.run(compiled, request, state, rows, rules, values)
 
     def _bind(self, compiled: Compiled, state: State, request: Request) -> Sequence[Any]:
         """The program's inputs, with the numbers that this call sets."""

@@ -130,16 +130,21 @@ def test_verified_steps_are_those_without(lower: str) -> None:
     assert runs[0] == runs[1]
 
 
+def sharded_backwards(gradients: bool) -> Any:
+    """A model whose derivative reads a Python value, each call verified."""
+    set_scale(1.0)
+    model = Backwards()
+    policy = Policy(lower="eager", verify=1, verify_gradients=gradients)
+    return compile_sharded(model, adamw(model), loss=mse, policy=policy)
+
+
 @pytest.mark.parametrize("call", ["step", "value_and_grad"])
 def test_a_stale_read_in_backward_is_an_error(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of which the loss tells nothing: the control compares forward alone, and goes on."""
     batch, found = batches(1, 4)[0], {}
     for gradients in (False, True):
         with monkeypatch.context() as off:
-            set_scale(1.0)
-            model = Backwards()
-            policy = Policy(lower="eager", verify=1, verify_gradients=gradients)
-            sharded = compile_sharded(model, adamw(model), loss=mse, policy=policy)
+            sharded = sharded_backwards(gradients)
             getattr(sharded, call)(*batch)
             off.setattr(Guards, "hold", lambda _: True)
             set_scale(1.5)
@@ -160,10 +165,7 @@ def test_a_stale_read_in_the_backward_of_a_microbatch_is_an_error(where: int, mo
     found = {}
     for gradients in (False, True):
         with monkeypatch.context() as off:
-            set_scale(1.0)
-            model = Backwards()
-            policy = Policy(lower="eager", verify=1, verify_gradients=gradients)
-            sharded = compile_sharded(model, adamw(model), loss=mse, policy=policy)
+            sharded = sharded_backwards(gradients)
             calls = [sharded.accumulate, sharded.accumulate, sharded.step]
             for call, batch in zip(calls, batches(3, 4), strict=True):
                 call(*batch)
@@ -172,6 +174,7 @@ def test_a_stale_read_in_the_backward_of_a_microbatch_is_an_error(where: int, mo
                 for place, (call, batch) in enumerate(zip(calls, batches(3, 4), strict=True)):
                     set_scale(1.5 if place == where else 1.0)
                     call(*batch)
+                    sharded(batch[0])  # an evaluation between them leaves them
             except RankError as error:
                 assert call == sharded.step and int(sharded.state.step) == 1
                 found[gradients] = str(error)

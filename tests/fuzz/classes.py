@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded, fully_shard
+from fsdp_compiled.plan.leaf import own_mathematics
 from tests.fuzz.loops.sides import whole
 from tests.fuzz.sides import REFUSED
 
@@ -111,7 +112,7 @@ def run(seed: int) -> tuple[str, str]:
     kind, function = made_class(rng)
     place = rng.choice([one for one, name in PLACES.items() if name == function] * 3 + list(PLACES))
     own_loop = rng.random() < 0.5
-    about = f"{sorted(kind.__mro__[-4 if len(kind.__mro__) > 4 else 0].__dict__)}, {function}, {place}, {own_loop}"
+    about = f"{own_mathematics(kind)}, {function}, {place}, own loop: {own_loop}"
     try:
         plain = model_of(seed, kind, place)
         expected = losses(plain, loop(plain))

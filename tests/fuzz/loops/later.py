@@ -71,7 +71,7 @@ def gain_of_one_rank(side: Side, rng: random.Random) -> Any:
 
 
 @step(later=True)
-def logits_beside_an_input(side: Side, rng: random.Random) -> Any:
+def result_written_through_a_view(side: Side, rng: random.Random) -> Any:
     """A view of a result is written, and read through the result."""
     logits = logits_of(side.model(side.batch(rng)[0])).detach()
     logits[:, 0].zero_()
