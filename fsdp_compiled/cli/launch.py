@@ -42,7 +42,7 @@ from fsdp_compiled.cli.rank import (
     under_launcher,
 )
 from fsdp_compiled.distributed.device_mesh import connect
-from fsdp_compiled.distributed.mesh import RankError, agree, exchange
+from fsdp_compiled.distributed.mesh import RankError, agree, from_first
 
 CLAIMS = ("config.json", "metrics.jsonl", "model.pt")  # any of them makes a folder a run
 POLL = 0.1  # seconds between two looks at the ranks
@@ -171,7 +171,7 @@ def _resolve_together(options: TrainOptions, here: RankInfo) -> TrainOptions:
         agree(mesh, "What train was called with", "", failure)
     except RankError as error:
         raise ValueError(str(error)) from None  # in one line, as on rank 0
-    return replace(options, global_batch=exchange(options.global_batch, mesh)[0])
+    return replace(options, global_batch=from_first(options.global_batch, mesh))
 
 
 def launch(

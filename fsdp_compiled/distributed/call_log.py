@@ -1,10 +1,9 @@
 """What each rank is doing, said before it does it.
 
 A collective that one rank never joins would keep the others waiting. So before every call a rank posts it on the board,
-in one short message to the store; nobody waits for an answer. A rank that is about to do something rare (compile,
-refuse a batch, collect the whole model) reads the board first, and waits there for the others; a rank whose collective
-failed reads it afterwards, to say which rank did something else; and for a rank whose collective does not return, a
-thread reads it meanwhile (`watchdog`).
+and waits for no answer. A rank that is about to do something rare (compile, refuse a batch, collect the whole model)
+meets the others first (`meeting`); a rank whose collective failed reads the board afterwards, to say which rank did
+something else; and for a rank whose collective does not return, a thread reads it meanwhile (`watchdog`).
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ import atexit
 import hashlib
 import logging
 import sys
-import time
 import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
 
 from fsdp_compiled.distributed.call_store import (
-    ABSENT,
     CLOSED,
     COMMUNICATING,
     MEETS,
@@ -34,10 +32,10 @@ from fsdp_compiled.distributed.call_store import (
     Posted,
     StoreError,
     different,
-    times,
 )
 from fsdp_compiled.distributed.lost_rank import is_lost, nth, parting_of, why
-from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
+from fsdp_compiled.distributed.meeting import Broken, Meeting, Verdict
+from fsdp_compiled.distributed.mesh import Mesh, RankError, from_first
 from fsdp_compiled.distributed.process_group import backends, close, timeout
 from fsdp_compiled.distributed.watchdog import Watchdog
 from fsdp_compiled.ir.program import SILENT
@@ -61,9 +59,10 @@ class Calls:
         self._waits = mesh.device.type == "cpu"  # until its collectives are done, before a call returns
         self.board: Board | None = None
         self.watchdog: Watchdog | None = None
+        self._met: Meeting | None = None  # this rank's last one
         if mesh.world > 1:
             store = dist.distributed_c10d._get_default_store()
-            store = dist.PrefixStore(f"fsdp_compiled/{exchange(uuid.uuid4().hex, mesh)[0]}", store)
+            store = dist.PrefixStore(f"fsdp_compiled/{from_first(uuid.uuid4().hex, mesh)}", store)
             self.board = Board(store, mesh.rank, mesh.world)
             self.watchdog = Watchdog(self.board, cuts=set(backends(mesh).values()) == {"gloo"})
             self.watchdog.start()
@@ -100,7 +99,8 @@ class Calls:
         if self.board is None or not missed:
             return
         other = (self.mesh.rank + 1) % self.mesh.world
-        posted = self._wait_for(self.board, other)
+        with self._leaving():
+            posted = Meeting(self.board, Posted(self.count, MEETS, ""), timeout(self.mesh)).wait_for(other)
         if posted.number == self.count and posted.missed != _digest(missed):
             more = f" (and {len(missed) - 1} more)" if len(missed) > 1 else ""
             message = (
@@ -151,16 +151,15 @@ class Calls:
         """
         if self.board is None:
             return True
-        posted = [self._wait_for(self.board, rank) for rank in range(self.mesh.world)]
-        if all(other.label == label for other in posted):
-            return True
-        if part is not None and all(part(other.label) == part(label) and other.wire == MEETS for other in posted):
-            return False
-        message = different([other.label for other in posted])
+        same = attrgetter("label")
+        found = self._verdict(same, same if part is None else lambda one: f"{one.wire}|{part(one.label)}")
+        if found.alike or (part is not None and found.near):
+            return found.alike
+        message = different({rank: one.label for rank, one in found.posted.items()}, self.mesh.world)
         take_part = self.take_part()
         # A rank that goes on waits in its collectives, for this rank too. One that sends nothing does so in none; but
         # where nobody takes part for others, in a loop, what belongs to it, a backward, waits later.
-        on = {one for rank, one in enumerate(posted) if one.wire != MEETS and rank != self.mesh.rank}
+        on = {one for rank, one in found.posted.items() if one.wire != MEETS and rank != self.mesh.rank}
         waiting = {one for one in on if one.communicates or take_part is None}
         if waiting:
             self.board.tell(self.count, message)
@@ -179,8 +178,8 @@ class Calls:
             self.post(label, wire)
             return True
         self.post(UNDECIDED + label)
-        posted = [self._wait_for(self.board, rank) for rank in range(self.mesh.world)]
-        if not all(other.label.removeprefix(UNDECIDED) == label for other in posted):
+        same = lambda one: one.label.removeprefix(UNDECIDED)  # noqa: E731
+        if not self._verdict(same, same, decided=False).alike:
             return False
         self._put(Posted(self.count, wire, label, self.hypers))
         return True
@@ -210,13 +209,13 @@ class Calls:
             self._put(Posted(self.count, MEETS, said, self.hypers))
         else:
             self.post(said)
-        others = [self._wait_for(self.board, rank, decided=True) for rank in range(self.mesh.world)]
-        theirs = (one.label.rpartition(COMMUNICATING)[2] if one.wire == MEETS else one.wire for one in others)
-        if all(one == wire for one in theirs):
+        theirs = lambda one: one.label.rpartition(COMMUNICATING)[2] if one.wire == MEETS else one.wire  # noqa: E731
+        found = self._verdict(theirs, theirs)
+        if found.alike:
             self._put(Posted(self.count, wire, label, self.hypers, _digest(missed)))
             return
-        message = different([other.label for other in others])
-        if any(other.wire != MEETS for other in others):  # it has gone on
+        message = different({rank: one.label for rank, one in found.posted.items()}, self.mesh.world)
+        if any(one.wire != MEETS for one in found.posted.values()):  # it has gone on
             message = f"{message}\n{CLOSED}"
             self.board.fail(message)
             self.leave(message)
@@ -277,11 +276,12 @@ class Calls:
     def tell(self, error: str) -> None:
         """Tells the others that this call failed here; `told` is what they hear."""
         if self.board is not None:
-            label = self.board.read(self.mesh.rank, self.count).label
+            made = self.board.row(self.mesh.rank).call(self.count)
+            call = f"{nth(self.count)} call, {made.label if made is not None else ''}"
             self.board.tell(
                 self.count,
-                f"Rank {self.mesh.rank} failed in its {nth(self.count)} call, {label}, so nothing was updated, and "
-                f"all ranks can go on with the next. It said:\n{error}",
+                f"Rank {self.mesh.rank} failed in its {call}, so nothing was updated, and all ranks can go on with the "
+                f"next. It said:\n{error}",
             )
 
     def told(self) -> str | None:
@@ -301,22 +301,24 @@ class Calls:
                 self.watchdog.cut()
         self.leave(message)
 
-    def _wait_for(self, board: Board, rank: int, decided: bool = False) -> Posted:
-        """What the rank posted for this call, or that it ended before, or did not come in time. ``decided``: not what
-        it has yet to decide."""
-        until = time.monotonic() + timeout(self.mesh)
-        while True:
-            posted = board.read(rank, self.count)
-            if posted.number >= self.count and not (decided and posted.label.startswith(UNDECIDED)):
-                return posted
-            if (message := board.error()) is not None:  # from a call before this one, which that rank will not survive
-                self.leave(message)
-                raise RankError(message)
-            if (ended := board.ended(rank)) is not None and ended < self.count:
-                return Posted(self.count, MEETS, f"gone after {times(ended)}")
-            if time.monotonic() > until:
-                return Posted(self.count, MEETS, f"{ABSENT} after {times(board.newest(rank))}")
-            time.sleep(0.005)
+    def _verdict(self, same: Callable[[Posted], str], part: Callable[[Posted], str], decided: bool = True) -> Verdict:
+        """Of all ranks' posts of this call: see `meeting`."""
+        assert self.board is not None
+        mine = self.board.row(self.mesh.rank).call(self.count)
+        assert mine is not None
+        meeting, before = Meeting(self.board, mine, timeout(self.mesh), decided), self._met
+        self._met = meeting
+        with self._leaving():
+            return meeting.verdict(same, part, before)
+
+    @contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Where it turns out that no rank goes on, this one ends, too."""
+        try:
+            yield
+        except Broken as error:
+            self.leave(str(error))
+            raise RankError(str(error)) from None
 
     def reason(self, error: Exception) -> str | None:
         """Why this rank's collective failed with this error, if it is for what another rank did."""

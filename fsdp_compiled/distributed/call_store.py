@@ -6,13 +6,22 @@
 The *label* says what a rank calls with which shapes. The *wire* stands for the collectives that the call makes, in
 order; it is `SILENT` for a call that makes none, and `MEETS` for one that first meets the others. Calls with other
 labels are a mistake; calls with other wires wait for each other forever.
+
+Each rank has one *row* on the board, with its last calls. It is written at once where others wait for it; else no more
+often than the store can serve all ranks (`Board.interval`), so that a rank may be further than its row says. The thread
+of the watchdog writes what is left within `LAG` seconds.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -87,60 +96,124 @@ class Posted(NamedTuple):
         return self.wire not in (MEETS, SILENT)
 
 
-class Board:
-    """This rank's view of it."""
+class Row(NamedTuple):
+    """What a rank has on the board. ``ended``: how many calls it had made when its process ended."""
 
-    SLOTS = 64  # calls that a rank may run ahead of another before its posts are overwritten
+    calls: tuple[Posted, ...] = ()
+    ended: int | None = None
+    beats: int = 0
+
+    @property
+    def newest(self) -> int:
+        """How many calls the rank has made, as far as it has written them."""
+        return self.calls[-1].number if self.calls else 0
+
+    def call(self, number: int) -> Posted | None:
+        """This call; None where it is not there yet, or so long ago that it was dropped."""
+        return next((call for call in reversed(self.calls) if call.number == number), None)
+
+    def is_behind(self, number: int) -> bool:
+        """Whether this call may come yet."""
+        return self.newest < number and self.ended is None
+
+    def written(self) -> str:
+        """As JSON, each label once, for `read`."""
+        labels = list(dict.fromkeys(call.label for call in self.calls))
+        place = {label: index for index, label in enumerate(labels)}
+        calls = [(call.number, call.wire, place[call.label], call.hypers, call.missed) for call in self.calls]
+        return json.dumps((self.ended, self.beats, labels, calls), separators=(",", ":"))
+
+    @classmethod
+    def read(cls, text: str) -> Row:
+        ended, beats, labels, calls = json.loads(text)
+        return cls(tuple(Posted(number, wire, labels[at], *more) for number, wire, at, *more in calls), ended, beats)
+
+
+class Board:
+    """This rank's view of it. Threads may write to it."""
+
+    KEPT = 64  # calls that a rank may run ahead of another before its posts are dropped
+    RATE = 16384  # rows a second that the store is asked to take of all ranks together
+    LAG = 1.5  # seconds after which the watchdog's thread has written what a rank has posted
 
     def __init__(self, store: dist.Store, rank: int, world: int) -> None:
         self.store, self.rank, self.world = store, rank, world
+        self.interval = max(0.01, world / self.RATE)  # seconds between two rows that nobody waits for
+        self._calls: deque[Posted] = deque(maxlen=self.KEPT)
+        self._ended: int | None = None
+        self._beats = 0
+        self._written = -math.inf  # when the row was
+        self._pending = False
+        self._lock = threading.Lock()
+        self._there: set[int] = set()  # ranks whose rows are there
 
     def post(self, call: Posted) -> None:
-        said = (str(call.number), call.wire, call.hypers, call.missed, call.label)
-        self.set(f"{self.rank}/{call.number % self.SLOTS}", "|".join(said))
+        """What this rank does now; again, with the number of the last one, where that became something else."""
+        with self._lock:
+            if self._calls and self._calls[-1].number == call.number:
+                self._calls.pop()
+            self._calls.append(call)
+            self._pending = True
+            if call.wire == MEETS or call.missed or time.monotonic() - self._written >= self.interval:
+                self._write()
 
-    def read(self, rank: int, number: int) -> Posted:
-        """What stands in this call's slot; its number may be another, and is 0 where nothing stands there."""
-        text = self.get(f"{rank}/{number % self.SLOTS}")
-        if text is None:
-            return Posted(0, MEETS, "")
-        found, wire, hypers, missed, label = text.split("|", 4)
-        return Posted(int(found), wire, label, hypers, missed)
-
-    def parting(self, made: int) -> str | None:
-        """The first of the last calls in which ranks called other programs, or with other rates; None if none did."""
-        ranks = range(self.world) if self.world <= self.SLOTS else sorted({0, self.rank, (self.rank + 1) % self.world})
-        for number in range(max(1, made - self.SLOTS + 1), made + 1):
-            posted = [self.read(rank, number) for rank in ranks]
-            known = {call[1:4] for call in posted}  # but for what they missed, of which `Calls.reached` tells
-            if any(call.number != number for call in posted) or len(known) == 1:
-                continue
-            hypers = len({call.hypers for call in posted}) > 1
-            calls = [f"{call.label}{f', rates {call.hypers[:8]}' if hypers else ''}" for call in posted]
-            lines = (f"  rank {rank}: {call}" for rank, call in zip(ranks, calls, strict=True))
-            return "\n".join([f"The ranks called with different batches or rates in call {number}:", *lines, CURE])
-        return None
-
-    def newest(self, rank: int) -> int:
-        """How many calls the rank has made."""
-        return max(self.read(rank, slot).number for slot in range(self.SLOTS))
-
-    def ended(self, rank: int) -> int | None:
-        """How many calls the rank had made when its process ended; None while it runs."""
-        text = self.get(f"{rank}/ended")
-        return None if text is None else int(text)
+    def beat(self, seconds: float) -> None:
+        """Writes what was left; a sign of life at the least, where the row was not written for so many seconds."""
+        with self._lock:
+            since = time.monotonic() - self._written
+            if since >= seconds or (self._pending and since >= self.interval):
+                self._beats += 1
+                self._write()
 
     def end(self, made: int) -> None:
         """Says that this process ends, and after how many calls."""
-        self.set(f"{self.rank}/ended", str(made))
+        with self._lock:
+            self._ended = made
+            self._write()
 
-    def beat(self, count: int) -> None:
-        """A sign of life; another count each time."""
-        self.set(f"{self.rank}/alive", str(count))
+    def _write(self) -> None:
+        self.set(f"{self.rank}/calls", self._own.written())
+        self._written, self._pending = time.monotonic(), False
 
-    def pulse(self, rank: int) -> str | None:
-        """The rank's last sign of life."""
-        return self.get(f"{rank}/alive")
+    @property
+    def _own(self) -> Row:
+        return Row(tuple(self._calls), self._ended, self._beats)
+
+    def row(self, rank: int) -> Row:
+        """What stands there of this rank now."""
+        if rank == self.rank:
+            with self._lock:
+                return self._own
+        key = f"{rank}/calls"
+        if rank not in self._there and self.get(key) is None:
+            return Row()
+        self._there.add(rank)
+        with asking():
+            return Row.read(self.store.get(key).decode())
+
+    def rows(self, number: int, ranks: Iterable[int] | None = None) -> dict[int, Row]:
+        """The rows of all ranks, or of these; those that lack this call are read again after `LAG`."""
+        found = {rank: self.row(rank) for rank in (range(self.world) if ranks is None else ranks)}
+        if behind := [rank for rank, row in found.items() if row.is_behind(number)]:
+            time.sleep(self.LAG)
+            found.update((rank, self.row(rank)) for rank in behind)
+        return found
+
+    def parting(self, made: int) -> str | None:
+        """The first of the last calls in which ranks called other programs, or with other rates; None if none did."""
+        rows = self.rows(made, None if self.world <= self.KEPT else {0, self.rank, (self.rank + 1) % self.world})
+        for number in range(max(1, made - self.KEPT + 1), made + 1):
+            posted = {rank: call for rank, row in sorted(rows.items()) if (call := row.call(number)) is not None}
+            known = {call[1:4] for call in posted.values()}  # but for what they missed, of which `Calls.reached` tells
+            if len(posted) < len(rows) or len(known) == 1:
+                continue
+            hypers = len({call.hypers for call in posted.values()}) > 1
+            lines = (
+                f"  rank {rank}: {call.label}{f', rates {call.hypers[:8]}' if hypers else ''}"
+                for rank, call in posted.items()
+            )
+            return "\n".join([f"The ranks called with different batches or rates in call {number}:", *lines, CURE])
+        return None
 
     def introduce(self) -> None:
         """Says where this rank runs, for messages."""
@@ -161,11 +234,11 @@ class Board:
 
     def tell(self, number: int, message: str) -> None:
         """Leaves there that this call failed on this rank, which still takes its part in the others' collectives."""
-        self.set(f"failed/{number % self.SLOTS}", f"{number}|{message}")
+        self.set(f"failed/{number % self.KEPT}", f"{number}|{message}")
 
     def told(self, number: int) -> str | None:
         """Why this call failed on another rank, once that rank has told it."""
-        found, _, message = (self.get(f"failed/{number % self.SLOTS}") or "0|").partition("|")
+        found, _, message = (self.get(f"failed/{number % self.KEPT}") or "0|").partition("|")
         return message if int(found) == number else None
 
     def get(self, key: str) -> str | None:
@@ -177,22 +250,45 @@ class Board:
         with asking():
             self.store.set(key, text)
 
+    def add(self, key: str, count: int = 1) -> int:
+        """The sum of what ranks have added there, with this."""
+        with asking():
+            return self.store.add(key, count)
+
     def forget(self, key: str) -> None:
         """Nothing stands there any more."""
-        with suppress(NotImplementedError):  # a store that only grows
+        with asking(), suppress(NotImplementedError):  # a store that only grows
             self.store.delete_key(key)
+
+    def once(self, key: str, work: Callable[[], str], limit: float) -> str:
+        """What the first rank that asks finds, for all that ask: one reads what all ranks have written, not each.
+
+        Who has waited for ``limit`` seconds finds it itself.
+        """
+        if self.add(f"{key}/asked") > 1:
+            until = time.monotonic() + limit
+            while time.monotonic() < until:
+                if (found := self.get(key)) is not None:
+                    return found
+                time.sleep(max(0.01, self.interval))
+        found = work()
+        self.set(key, found)
+        return found
 
 
 def times(count: int) -> str:
     return f"{count} call{'s' * (count != 1)}"
 
 
-def different(labels: Sequence[str]) -> str:
-    """The sentence for ranks that make different calls."""
-    lines = [f"  rank {rank}: {label}" for rank, label in enumerate(labels)]
-    if len(lines) > 8:
-        odd = next(index for index, label in enumerate(labels) if label != labels[0])
-        lines = [lines[0], lines[odd], f"  ... and {len(lines) - 2} more ranks"]
+def different(said: Mapping[int, str], world: int = 0) -> str:
+    """The sentence for ranks that make different calls; these labels by rank, of so many ranks, or of these alone."""
+    labels = list(said.values())
+    shown, world = list(said), world or len(said)
+    if world > 8:
+        shown = [shown[0], next((rank for rank in shown if said[rank] != labels[0]), shown[-1])]
+    lines = [f"  rank {rank}: {said[rank]}" for rank in shown]
+    if world > len(shown):
+        lines.append(f"  ... and {world - len(shown)} more ranks")
     if any(label.startswith(REFUSED) for label in labels):
         return "\n".join(["A rank refused its call, so nothing was updated:", *lines])
     if any(label.startswith("gone") for label in labels):

@@ -8,8 +8,8 @@ generator that says, before each of its collectives, which one is next:
         yield "broadcast of root"            all ranks are here, or all raise
         dist.broadcast(flat, 0)
         ...                                  and here
-        found = yield Exchange("names", own)     what each rank gave, by rank: the same message says that all are here
-        return Last(result, Exchange("sums", mine))     its end is an exchange, one message for both: `last_exchange`
+        found = yield Exchange("names", own)     what each rank gave, by rank
+        return Last(result, Exchange("sums", mine))     its end is an exchange: `last_exchange`
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, NamedTuple, TypeVar
 
-from fsdp_compiled.distributed.mesh import Mesh, agree
+from fsdp_compiled.distributed.mesh import Mesh, agree, exchange
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ def lockstep(mesh: Mesh, what: str, work: Work[T]) -> T:
     """What ``work`` returns, if every rank comes to its end by the same collectives.
 
     Else every rank raises at the same place: the one that failed its own exception, the others a `RankError` that
-    quotes it; or all a `RankError`, if their next collectives differ. One small exchange a collective, between hosts.
+    quotes it; or all a `RankError`, if their next collectives differ. One small reduction a collective, between hosts.
     """
     return _run(mesh, what, work)[0]
 
@@ -57,19 +57,19 @@ def last_exchange(mesh: Mesh, what: str, work: Work[Last]) -> tuple[Any, list[An
 def _run(mesh: Mesh, what: str, work: Work[T]) -> tuple[T, Any]:
     answer = None
     while True:
-        coming, value, results, failure = "", None, [], None
+        step: str | Exchange = ""
+        results, failure = [], None
         try:
             step = work.send(answer)
-            coming, value = step if isinstance(step, Exchange) else (step, None)
         except StopIteration as end:
-            coming, results = "the end", [end.value]
-            if isinstance(end.value, Last):
-                coming, value = end.value.exchange
+            results = [end.value]
+            step = end.value.exchange if isinstance(end.value, Last) else "the end"
         except BaseException as error:  # one that interrupts, too, would leave the others waiting
             failure = error
         try:
-            answer = agree(mesh, what, coming, failure, value=value)
+            agree(mesh, what, step.what if isinstance(step, Exchange) else step, failure)
         finally:
             failure = None  # which holds this frame
+        answer = exchange(step.value, mesh) if isinstance(step, Exchange) else None
         if results:
             return results[0], answer

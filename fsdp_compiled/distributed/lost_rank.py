@@ -12,7 +12,17 @@ import time
 from collections.abc import Sequence
 
 from fsdp_compiled.distributed import watchdog
-from fsdp_compiled.distributed.call_store import ABSENT, CLOSED, COMMUNICATING, Board, StoreError, different, times
+from fsdp_compiled.distributed.call_store import (
+    ABSENT,
+    CLOSED,
+    COMMUNICATING,
+    Board,
+    Posted,
+    Row,
+    StoreError,
+    different,
+    times,
+)
 from fsdp_compiled.distributed.connections import read
 
 ADDRESS = re.compile(r"\[([^\[\]\s]+)\]:(\d+)")
@@ -32,10 +42,10 @@ def lost_ranks(board: Board, error: str) -> list[int]:
 
 def _still(board: Board, ranks: list[int]) -> list[int]:
     """Those who give no sign of life for longer than they should."""
-    before = {rank: pulse for rank in ranks if (pulse := board.pulse(rank)) is not None}
+    before = {rank: row for rank in ranks if (row := board.row(rank)) != Row()}
     if before:
         time.sleep(1.5 * watchdog.BEAT + 1)
-    return [rank for rank, pulse in before.items() if board.pulse(rank) == pulse]
+    return [rank for rank, row in before.items() if board.row(rank) == row]
 
 
 DEVICE_ASSERT = "device-side assert"
@@ -53,35 +63,42 @@ def is_lost(error: str) -> bool:
 
 
 def why(board: Board, made: int, error: str) -> str | None:
-    """Why a collective of this rank's last call, its ``made``-th, failed with this error, if another rank is why."""
+    """Why a collective of this rank's last call, its ``made``-th, failed with this error, if another rank is why.
+
+    The first rank that asks finds it for those whose collectives failed alike.
+    """
     lost = is_lost(error)
-    found = [_now(board, rank, made, lost, TIMEOUT in error) for rank in range(board.world)]
-    if len(set(found)) > 1:
+    kind = "late" if TIMEOUT in error else "lost" if lost else "failed"
+    return board.once(f"why/{made}/{kind}", lambda: _why(board, made, error, lost) or "", 30.0) or None
+
+
+def _why(board: Board, made: int, error: str, lost: bool) -> str | None:
+    rows = board.rows(made)
+    own = _said(rows[board.rank].call(made))
+    # One that is slow, or far ahead, made no call fail.
+    found = {rank: _said(row.call(made)) or own for rank, row in rows.items()}
+    for rank, row in rows.items() if lost else ():
+        if row.newest < made and row.ended is not None:
+            found[rank] = f"gone after {times(row.ended)}"
+        elif row.newest < made and TIMEOUT in error:
+            found[rank] = f"{ABSENT} after {times(row.newest)}"
+    if len(set(found.values())) > 1:
         return f"{different(found)}\n{CLOSED}"
     if lost and (gone := lost_ranks(board, error)):
-        return _without(board, made, gone)
+        return _without(board, gone)
     return None
 
 
-def _now(board: Board, rank: int, made: int, lost: bool, late: bool) -> str:
-    """What that rank does, or that it is gone."""
-    posted = board.read(rank, made)
-    if posted.number == made:
-        return posted.label.partition(COMMUNICATING)[0]
-    if not lost or posted.number > made:  # it may be slow, or ahead: that made no call fail
-        return board.read(board.rank, made).label.partition(COMMUNICATING)[0]
-    if late and board.ended(rank) is None:
-        return f"{ABSENT} after {times(board.newest(rank))}"
-    return f"gone after {times(board.newest(rank))}"
+def _said(call: Posted | None) -> str:
+    return call.label.partition(COMMUNICATING)[0] if call is not None else ""
 
 
-def _without(board: Board, made: int, gone: Sequence[int]) -> str:
-    """The sentence for ranks that ended in the same call."""
+def _without(board: Board, gone: Sequence[int]) -> str:
+    """The sentence for ranks that ended without a word."""
     names = ", ".join(board.name(rank) for rank in gone)
     verb = "is" if len(gone) == 1 else "are"
-    where = (
-        f"in or after its {nth(made)} call, {board.read(board.rank, made).label}" if made else "before its first call"
-    )
+    calls = board.row(gone[0]).calls
+    where = f"in or after its {nth(calls[-1].number)} call, {_said(calls[-1])}" if calls else "before its first call"
     return f"{names} {verb} gone: the connection broke {where}, as rank {board.rank} sees it.\n{CLOSED}"
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compiled.distributed.gloo_gathers import replace_kernels
+
+NOTHING = -(2**63)  # smaller than any part of a digest
 
 
 class RankError(RuntimeError):
@@ -114,6 +116,33 @@ def exchange_along_tp(value: Any, mesh: Mesh) -> list[Any]:
     return found
 
 
+def from_first(value: Any, mesh: Mesh) -> Any:
+    """Rank 0's value, on every rank; any picklable value."""
+    if mesh.world == 1:
+        return value
+    found = [value]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
+def any_rank(flag: bool, mesh: Mesh) -> bool:
+    """Whether it is so on any rank."""
+    return flag if mesh.world == 1 else bool(_largest([int(flag)])[0])
+
+
+def said_by(value: Any, mesh: Mesh) -> list[Any]:
+    """As `exchange`, of what most often no rank has: None, on each rank, costs one small reduction."""
+    return exchange(value, mesh) if any_rank(value is not None, mesh) else [None] * mesh.world
+
+
+def _largest(numbers: list[int]) -> list[int]:
+    """The largest that any rank has, one by one; between hosts, where the process group can."""
+    on_host = "cpu:" in str(dist.get_backend_config())
+    tensor = torch.tensor(numbers, device="cpu" if on_host else torch.accelerator.current_accelerator())
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return cast("list[int]", tensor.tolist())
+
+
 def among(value: Any, mesh: Mesh) -> tuple[int, int]:
     """This rank's place among the ranks that have an equal value, and how many they are."""
     values = exchange(value, mesh)
@@ -126,23 +155,30 @@ def agree(
     text: str,
     failure: BaseException | None = None,
     own: Callable[[], str] | None = None,
-    value: Any = None,
-) -> list[Any]:
-    """Every rank shows its text; where they differ, or a rank failed, every rank raises. Returns each rank's value.
+) -> None:
+    """Every rank shows its text; where they differ, or a rank failed, every rank raises.
 
     The rank that failed raises its own exception, the others a `RankError` that quotes it. Where texts differ, the
     first differing line is shown with the ranks that have it. ``own``: more text, which ranks with the same place
-    along ``tp`` have in common.
+    along ``tp`` have in common. Costs one reduction of some digests, however many ranks there are.
     """
     if mesh.world == 1:
         if failure is not None:
             raise failure
-        return [value]
+        return
     texts = (text, own() if own is not None and failure is None else "")
-    digests = [hashlib.sha256(one.encode()).hexdigest() for one in texts]
+    digests = [hashlib.sha256(one.encode()).digest() for one in texts]
+    # Equal numbers are those whose largest is also minus the largest of their negatives.
+    numbers = [NOTHING] * (4 * (1 + mesh.tp))
+    for place, digest in zip((0, 1 + mesh.tp_rank), digests, strict=True):
+        words = [int.from_bytes(digest[start : start + 8], "little") >> 2 for start in (0, 8)]
+        numbers[4 * place : 4 * place + 4] = [words[0], -words[0], words[1], -words[1]]
+    failed, *largest = _largest([int(failure is not None), *numbers])
+    if not failed and all(one == -other for one, other in zip(largest[::2], largest[1::2], strict=True)):
+        return
     error = f"{type(failure).__name__}: {failure}" if failure is not None else None
     interrupted = failure is not None and not isinstance(failure, Exception)
-    found = exchange((error, mesh.tp_rank, *digests, value, interrupted), mesh)
+    found = exchange((error, mesh.tp_rank, *digests, interrupted), mesh)
     if failure is not None and (interrupted or not any(row[-1] for row in found)):
         raise failure
     for rank, (other, *_, stopped) in enumerate(found):
@@ -159,7 +195,6 @@ def agree(
                 both = exchange(one if mesh.rank in (base, rank) else "", mesh)
                 difference = _difference(both[base], both[rank], base, rank)
                 raise RankError(f"{what} differs between rank {base} and rank {rank}.\n{difference}")
-    return [row[-2] for row in found]
 
 
 def _difference(first: str, other: str, base: int, rank: int) -> str:

@@ -116,5 +116,5 @@ class Joined:
             raise RankLeft(self._over)
         labels = {call.label for call in calls if call is not None}
         if len(labels) > 1 or any(label.startswith(REFUSED) for label in labels):
-            raise RankError(different([call.label if call is not None else OUT for call in calls]))
+            raise RankError(different({rank: call.label if call else OUT for rank, call in enumerate(calls)}))
         return next((call for call in calls if call is not None), None)

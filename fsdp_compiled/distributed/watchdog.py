@@ -36,7 +36,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from fsdp_compiled.distributed.call_store import CLOSED, MEETS, Board, Posted, StoreError, different
+from fsdp_compiled.distributed.call_store import CLOSED, MEETS, Board, Posted, Row, StoreError, different
 from fsdp_compiled.distributed.connections import Ends, connections, cut, read, store_port, written
 
 BEAT = 2.0  # seconds between two signs of life
@@ -67,7 +67,10 @@ class Watchdog:
     def __init__(self, board: Board, cuts: bool) -> None:
         self._board, self._cuts = board, cuts
         self._running: Running | None = None
-        self._pulse: tuple[str | None, float] = (None, time.monotonic())  # the next rank's, and since when it is that
+        self._pulse: tuple[Row | None, float] = (
+            None,
+            time.monotonic(),
+        )  # the next rank's, and since when
         self._told: set[Ends] = set()  # this rank's connections, as the others know them
         self._ever: set[Ends] = set()  # and all that it has had
         self._stop = threading.Event()
@@ -135,13 +138,12 @@ class Watchdog:
             self._watch_without_store(str(error))
 
     def _watch(self) -> None:
-        board, beats, last = self._board, 0, -math.inf
+        board, last, looked = self._board, -math.inf, -math.inf
         board.introduce()
         while True:
             now = time.monotonic()
+            board.beat(BEAT)
             if now - last >= BEAT:
-                beats += 1
-                board.beat(beats)
                 if self._cuts:
                     self._tell_connections()
                 if now - last > 2 * BEAT + 1:  # this process itself was stopped: others may have been, too
@@ -153,6 +155,9 @@ class Watchdog:
             if running is None or running.lasts < min(HEARING, PATIENCE):
                 self._pulse = (None, time.monotonic())
                 continue
+            if (now := time.monotonic()) - looked < 4 * board.interval:  # of thousands, each asks the store less often
+                continue
+            looked = now
             reason = board.error() or self._silent(running) or self._gone(running)
             if reason is None and running.call.communicates and running.lasts >= PATIENCE:
                 reason = self._reason(running)
@@ -172,13 +177,13 @@ class Watchdog:
 
     def _has_come(self, running: Running) -> bool:
         """Whether the next rank made this call too, and ended after it."""
-        ended = self._board.ended(self._next)
+        ended = self._board.row(self._next).ended
         return ended is not None and ended >= running.call.number
 
     def _silent(self, running: Running) -> str | None:
         """That the next rank gives no sign of life any more, if so."""
         board, now = self._board, time.monotonic()
-        pulse, since = board.pulse(self._next), self._pulse[1]
+        pulse, since = board.row(self._next), self._pulse[1]
         if pulse != self._pulse[0] or since > now - SILENCE:
             self._pulse = (pulse, since if pulse == self._pulse[0] else now)
             return None
@@ -221,14 +226,14 @@ class Watchdog:
             return None
         rank = (board.rank + 1 + running.looked % (board.world - 1)) % board.world
         running.looked += 1
-        other = board.read(rank, call.number)
-        if other.number != call.number or other.wire == MEETS:
+        other = board.row(rank).call(call.number)
+        if other is None or other.wire == MEETS:
             return None
         if other.wire == call.wire:
             running.agree.add(rank)
             return None
-        posted = [board.read(rank, call.number) for rank in range(board.world)]
-        message = different([one.label if one.number == call.number else "is not there yet" for one in posted])
+        posted = {rank: board.row(rank).call(call.number) for rank in range(board.world)}
+        message = different({rank: one.label if one else "is not there yet" for rank, one in posted.items()})
         message = f"{message}\n{CLOSED}"
         board.fail(message)
         return message

@@ -24,7 +24,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
+from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange, said_by
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import whole, widths
@@ -159,7 +159,7 @@ class EagerRun(TorchFunctionMode):
         self._forget(*self._alive)
         while self._cut and self._round(None):
             pass
-        told = exchange(None if failure is None else f"{type(failure).__name__}: {failure}", self._mesh)
+        told = said_by(None if failure is None else f"{type(failure).__name__}: {failure}", self._mesh)
         for rank, said in enumerate(told):
             if said is not None:
                 raise RankError(f"Policy.verify: on rank {rank} {what}. It said:\n{said}\n{after}") from failure

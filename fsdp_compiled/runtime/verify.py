@@ -36,7 +36,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture.fake_inputs import casting
 from fsdp_compiled.capture.mutations import PLAIN
 from fsdp_compiled.capture.objective import find_loss
-from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
+from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange, said_by
 from fsdp_compiled.ir.program import COUNT, NORM, OVERFLOW, Port
 from fsdp_compiled.optim.given_optimizer import numbered
 from fsdp_compiled.optim.rule import Rule
@@ -446,8 +446,8 @@ def _by_dtype(
 
 def differing(mesh: Mesh, said: str | None, changed: str) -> str | None:
     """What the first rank found that found a difference, with what changed there since the trace. Collective."""
-    told = exchange((said, changed), mesh)
-    return next((f"on rank {rank}, {one}{why}" for rank, (one, why) in enumerate(told) if one is not None), None)
+    told = said_by(f"{said}{changed}" if said is not None else None, mesh)
+    return next((f"on rank {rank}, {one}" for rank, one in enumerate(told) if one is not None), None)
 
 
 def first_off(name: str, mine: torch.Tensor, theirs: torch.Tensor, wrong: torch.Tensor) -> str | None:

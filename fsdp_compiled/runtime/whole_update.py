@@ -35,7 +35,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange
+from fsdp_compiled.distributed.mesh import Mesh, RankError, from_first
 from fsdp_compiled.distributed.owners import Divided, Message, Owned
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.optim.optimizer_copy import attributes_of
@@ -270,7 +270,7 @@ def first_rank_s(value: Any, mesh: Mesh, device: torch.device) -> Any:
         places.append(leaf.device.type if isinstance(leaf, torch.Tensor) else "")
         return leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf
 
-    given, where = exchange((pytree.tree_map(on_host, value), places) if mesh.rank == 0 else None, mesh)[0]
+    given, where = from_first((pytree.tree_map(on_host, value), places) if mesh.rank == 0 else None, mesh)
     kinds = iter(where)
     return pytree.tree_map(lambda leaf: leaf.to(device) if next(kinds) not in ("", "cpu") else leaf, given)
 

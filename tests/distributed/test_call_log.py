@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +37,39 @@ def boards(world: int) -> list[Calls]:
     return found
 
 
+def together(work: Callable[[Calls], Any], ranks: Sequence[Calls]) -> list[Any]:
+    """What it returns or raises on each rank, each a thread."""
+
+    def run(calls: Calls) -> Any:
+        try:
+            return work(calls)
+        except RankError as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(run, ranks))
+
+
+@contextmanager
+def alive(*ranks: Calls) -> Iterator[None]:
+    """These give signs of life, as the thread of each one's watchdog would."""
+    done = Event()
+
+    def beat() -> None:
+        while not done.wait(0.01):
+            for calls in ranks:
+                assert calls.board is not None
+                calls.board.beat(0.05)
+
+    with ThreadPoolExecutor(1) as pool:
+        beating = pool.submit(beat)
+        try:
+            yield
+        finally:
+            done.set()
+            beating.result()
+
+
 def end(calls: Calls) -> None:
     assert calls.board is not None
     _finish(calls.board, calls._made)
@@ -42,9 +79,8 @@ def test_ranks_that_make_the_same_call_meet() -> None:
     first, second = boards(2)
     for calls in (first, second):
         calls.post("step (a)")
-    first.meet("step (a)")
-    second.meet("step (a)")
-    assert first.reason(CLOSED) is None
+    assert together(lambda calls: calls.meet("step (a)"), [first, second]) == [True, True]
+    assert first.reason(RuntimeError("out of memory")) is None
 
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
@@ -67,17 +103,21 @@ def test_a_rank_that_ended_after_the_same_call_is_met() -> None:
 
 
 @pytest.mark.parametrize("ahead", [1, 70])
-def test_who_is_gone_is_read_off_the_board_when_a_connection_closes(ahead: int) -> None:
+def test_who_is_gone_is_read_off_the_board_when_a_connection_closes(
+    ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a last word of its own, and however far behind it was."""
+    monkeypatch.setattr(watchdog, "BEAT", 0.1)
+    monkeypatch.setattr(Board, "LAG", 0.2)
     first, second, third = boards(3)
     for calls in (first, second, third):
         calls.post("step (a)")
     for _ in range(ahead):
         for calls in (first, third):
             calls.post("step (b)")
-    reason = first.reason(CLOSED)
-    assert reason is not None and "rank 0: step (b)" in reason and "rank 2: step (b)" in reason
-    assert "rank 1: gone after 1 call\n" in reason
+    with alive(first, third):
+        reason = first.reason(CLOSED)
+    assert reason is not None and "Rank 1 is gone: the connection broke in or after its 1st call, step (a)" in reason
     assert third.reason(RuntimeError("anything")) == reason  # left there for the others
 
 
@@ -87,6 +127,29 @@ def test_an_error_of_this_ranks_own_is_not_blamed_on_one_that_is_slow() -> None:
         first.post("step (a)")
     second.post("step (a)")
     assert first.reason(RuntimeError("out of memory")) is None
+
+
+def test_a_call_that_a_rank_has_not_written_yet_is_waited_for_before_anybody_is_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of thousands of ranks, each writes its row once a second, and may be further than that says."""
+    monkeypatch.setattr(watchdog, "BEAT", 0.1)
+    monkeypatch.setattr(Board, "LAG", 0.3)
+    for broken in (True, False):
+        three = boards(3)
+        for calls in three:
+            assert calls.board is not None
+            calls.board.interval = 0.2
+            for wire in ("aa", "bb" if calls is three[2] and broken else "aa"):
+                calls.post(f"step ({wire})", wire)
+            assert calls.board.row(calls.mesh.rank).newest == 2
+        assert three[0].board is not None and three[0].board.row(2).newest == 1  # as the others see it
+        with alive(*three):
+            reason = three[0].reason(CLOSED)
+        assert (reason is not None) == broken
+        if broken:
+            assert "  rank 1: step (aa)\n  rank 2: step (bb)" in str(reason)
+            assert three[1].reason(CLOSED) == reason
 
 
 def test_another_call_is_the_reason_of_any_failure() -> None:

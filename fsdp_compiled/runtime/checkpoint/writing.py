@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from fsdp_compiled.distributed import watchdog
-from fsdp_compiled.distributed.call_store import Board
+from fsdp_compiled.distributed.call_store import Board, Row
 from fsdp_compiled.runtime.checkpoint import data_file, folder, manifest
 from fsdp_compiled.runtime.checkpoint.chunks import Piece
 from fsdp_compiled.runtime.checkpoint.manifest import DataFile, Manifest
@@ -240,7 +240,7 @@ class Life:
 
     def __init__(self, board: Board | None, rank: int) -> None:
         self._board, self._rank = board, rank
-        self._pulse: str | None = None
+        self._pulse: Row | None = None
         self._since = self._looked = time.monotonic()
 
     def lost(self) -> bool:
@@ -249,8 +249,8 @@ class Life:
         if self._board is None or now - self._looked < LOOK:
             return False
         self._looked = now
-        pulse = self._board.pulse(self._rank)
-        if pulse is None or pulse != self._pulse:
+        pulse = self._board.row(self._rank)
+        if pulse == Row() or pulse != self._pulse:
             self._pulse, self._since = pulse, now
         failed = self._board.error() is not None
         return now - self._since > (min(FAILED, watchdog.SILENCE) if failed else watchdog.SILENCE)

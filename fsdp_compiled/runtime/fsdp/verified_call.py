@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.distributed.mesh import RankError, exchange
+from fsdp_compiled.distributed.mesh import RankError, any_rank
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.plan.plan import Division
 from fsdp_compiled.plan.rows import own_rows
@@ -155,7 +155,7 @@ class Verified:
         ]
         complete = all(one is not None for one, tangent in zip(results, tangents, strict=False) if tangent is not None)
         made, failure = self._owner.made, None
-        if not all(exchange(bool(results) and complete and gradients_compared(made.plan.policy), made.mesh)):
+        if any_rank(not (results and complete and gradients_compared(made.plan.policy)), made.mesh):
             return False
         try:
             if given:

@@ -72,7 +72,7 @@ class FailedCalls:
         if (reason := self._calls.parting(error)) is not None:
             return RankError(reason)
         if isinstance(error, RuntimeError) and DISAGREE in str(error):  # all ranks are here
-            return RankError(self._heard(compiled, state) or different(exchange(called, self._mesh)))
+            return RankError(self._heard(compiled, state) or different(dict(enumerate(exchange(called, self._mesh)))))
         if isinstance(error, RuntimeError) and OTHER_BATCHES in str(error):
             dropped = f" {self._drop(state)}" if compiled.kind == "last" else ""
             return RankError(f"In {compiled.label}, {OTHER_BATCHES}, so nothing was updated. {SAME_BATCHES}{dropped}")

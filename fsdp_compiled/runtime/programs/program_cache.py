@@ -27,7 +27,7 @@ from fsdp_compiled.capture.captured import batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, layout, sizes_of, traceable
 from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.capture.unknown_reads import check_attributes
-from fsdp_compiled.distributed.mesh import exchange
+from fsdp_compiled.distributed.mesh import from_first
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.runtime.module_buffers import ModuleBuffers
 from fsdp_compiled.runtime.param_step_counts import Names
@@ -315,7 +315,7 @@ class Programs:
         if len(self._cached) < self.plan.policy.programs:
             return
         # Ranks that had a failed call in between may have another order of use, but they have the same programs.
-        evicted = self._drop(exchange(next(iter(self._cached)), self._maker.ranks)[0])
+        evicted = self._drop(from_first(next(iter(self._cached)), self._maker.ranks))
         self._evicted += 1
         if self.mesh.rank == 0:
             log.warning("%s", full(self.plan.policy.programs, label, evicted.label, self.labels, self._evicted))

@@ -20,7 +20,17 @@ from fsdp_compiled.capture.across_tp import check_same, differing, digests, mark
 from fsdp_compiled.capture.captured import Capture
 from fsdp_compiled.capture.dynamic_shapes import traced_with
 from fsdp_compiled.distributed.call_log import Calls
-from fsdp_compiled.distributed.mesh import Interrupted, Mesh, agree, among, exchange, exchange_along_tp
+from fsdp_compiled.distributed.mesh import (
+    Interrupted,
+    Mesh,
+    agree,
+    among,
+    any_rank,
+    exchange,
+    exchange_along_tp,
+    from_first,
+    said_by,
+)
 from fsdp_compiled.distributed.process_group import backends
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.trial import use_reference
@@ -182,7 +192,7 @@ class ProgramMaker:
             return compiled
         self.calls.post(request.label)
         alike = self.calls.meet(request.label, lambda label: label.partition(" (")[0])
-        self._tuned = any(exchange(chooses_products(), self.mesh))
+        self._tuned = any_rank(chooses_products(), self.mesh)
         if alike:
             compiled = self.compile(request, buffers, rules, room)
         else:
@@ -205,8 +215,8 @@ class ProgramMaker:
     def _spec(self, request: Request, buffers: Buffers, rules: Sequence[Rule]) -> ProgramSpec:
         """What is to be compiled, with what ranks must know of each other first."""
         # Ranks may have other sizes; all trace with rank 0's.
-        hints = traced_with(exchange(request.sizes, self.ranks)[0]) if request.sizes else {}
-        tuned = any(exchange(chooses_products(), self.mesh)) if self._tuned is None else self._tuned
+        hints = traced_with(from_first(request.sizes, self.ranks)) if request.sizes else {}
+        tuned = any_rank(chooses_products(), self.mesh) if self._tuned is None else self._tuned
         gloo = tuple(axis for axis, name in backends(self.mesh).items() if name == "gloo")
         return ProgramSpec(
             request.kind, self.loss, self.plan, tuple(rules), buffers, batch=request.batch, named=request.named,
@@ -294,9 +304,9 @@ class ProgramMaker:
         device = self.plan.device
         if not calls_kernels(program):
             return
-        found = exchange(self.together(lambda: failures(program, device)), self.ranks)
-        for rank, said in enumerate(found):
-            for name, reason in said.items():
+        found = said_by(self.together(lambda: failures(program, device)) or None, self.ranks)
+        for rank, failed in enumerate(found):
+            for name, reason in (failed or {}).items():
                 if use_reference(name, device) and self.mesh.rank == 0:
                     log.warning(
                         "the kernel of %s is not used: on rank %d %s. Plain PyTorch does its work. Please report it, "
@@ -309,7 +319,7 @@ class ProgramMaker:
             return False
         program, device = compiled.program, self.plan.device
         found = self.together(lambda: self.replays.obstacles(program, device, backends(self.mesh)))
-        reason = next(filter(None, exchange(found, self.mesh)), "")
+        reason = next(filter(None, said_by(found or None, self.mesh)), "")
         if reason and self.mesh.rank == 0:
             log.warning("%s runs without a CUDA graph:\n%s", compiled.label, reason)
         return not reason
