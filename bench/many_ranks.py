@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -34,9 +34,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-WORLDS = (256, 1024, 4096)
+WORLDS = (256, 1024)
 PERIOD, STEPS, WAITING = 0.25, 24, 16.0  # seconds between calls, calls, seconds
 LABEL = "step (int64[8, 4096], int64[8, 4096])"
+PROCESSOR = "the store's processor time, s"
 LIMIT = timedelta(minutes=20)
 
 
@@ -154,6 +155,7 @@ class Ranks:
         parts |= {"waiting": self.wait, "odd": lambda: self.meet(True)}
         found = {name: self.measured(work) for name, work in parts.items()}
         for calls in self.calls:
+            assert calls.watchdog is not None
             calls.watchdog.stop()
         return found
 
@@ -176,7 +178,7 @@ def simulate(world: int, processes: int, checkout: Path) -> dict[str, Any]:
         for index in range(processes)
     ]  # fmt: skip
     said = [json.loads(child.communicate()[0].splitlines()[-1]) for child in children]
-    found: dict[str, Any] = {"ranks": world, "the store's processor time, s": round(time.process_time() - began, 2)}
+    found: dict[str, Any] = {"ranks": world, PROCESSOR: round(time.process_time() - began, 2)}
     for part in said[0]:
         parts = [one[part] for one in said]
         sent = sorted(pair for one in parts for pair in one["sent"])
@@ -194,6 +196,29 @@ def simulate(world: int, processes: int, checkout: Path) -> dict[str, Any]:
             assert heard == {part == "meeting"}, (part, heard)
         found[part] = row
     return found
+
+
+def describe(result: Mapping[str, Any]) -> str:
+    """A table: a line for each world and each version."""
+    calls, waits = result["calls a second"], result["seconds in a call that does not return"]
+    lines = [
+        "| ranks | | rows a second | bytes a second | a meeting, s | its messages | its bytes "
+        "| the same, one rank odd, s | messages a second in a call that lasts | the store's processor time, s |",
+        "|--:|---" + "|--:" * 8 + "|",
+    ]
+    names = {"now": "now", "beside": "the version before"}
+    every = [(row["ranks"], name, row) for name, rows in result["a rank's"].items() for row in rows]
+    for world, name, row in sorted(every, key=lambda one: (one[0], one[1] == "now")):
+        steps, meeting, odd, waiting = (row[part] for part in ("steps", "meeting", "odd", "waiting"))
+        lines.append(
+            f"| {world:,} | {names[name]} | {steps['messages']['median'] / steps['seconds']:.1f} "
+            f"| {steps['bytes']['median'] / steps['seconds']:,.0f} | {meeting['seconds']:.1f} "
+            f"| {meeting['messages']['median']:,.0f} | {meeting['bytes']['median']:,.0f} | {odd['seconds']:.1f} "
+            f"| {waiting['messages']['median'] / waiting['seconds']:.1f} "
+            f"| {row[PROCESSOR]:.1f} |"
+        )
+    said = f"A rank makes {calls:g} calls a second; the call that lasts lasts {waits:g} s. Of each rank's numbers,"
+    return "\n".join([f"{said} the median.", "", *lines])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,8 +3,8 @@
     python -m bench.tables
 
 `run_all` does this after it has measured. A table stands between `<!-- bench: NAME -->` and `<!-- end -->`, where
-NAME is `headline`, `summary`, `memory`, `goals`, `first-step`, `train`, `start-up`, `checkpoint`, `fewer-bytes`, or a
-result's. What was not measured, they say.
+NAME is `headline`, `summary`, `memory`, `goals`, `first-step`, `train`, `start-up`, `checkpoint`, `fewer-bytes`,
+`many-ranks`, or a result's. What was not measured, they say.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import RESULTS, checkpoint, fewer_bytes, muon, report, start_up
+from bench import RESULTS, checkpoint, fewer_bytes, many_ranks, muon, report, start_up
 from bench.plot import plot
 from bench.rivals import RIVALS
 from bench.summary import Row, ratio, rows
@@ -29,6 +29,7 @@ PRESETS = ("thin", "small", "large", "llama")
 FIRST_STEPS = ("thin-first-step", "thin-4-first-step")
 CHECKPOINT = "checkpoint"
 FEWER_BYTES = "fewer-bytes"
+MANY_RANKS = "many-ranks"
 NODES = ("far-nodes", "near-nodes")
 MUON = ("muon-256", "muon-768", "muon-slow")
 LOOPS = ("loop-thin", "loop-small")
@@ -216,6 +217,8 @@ def block(name: str, results: Results) -> str:
     if name not in results:
         return NOTHING
     result = results[name]
+    if name == MANY_RANKS:
+        return f"{many_ranks.describe(result)}\n\n{_made_by(result)}"
     if name == FEWER_BYTES:
         return f"{fewer_bytes.describe(result)}\n\n{_made_by(result)}"
     if name in MUON:
@@ -233,7 +236,7 @@ def fill(text: str, results: Results) -> str:
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The committed results of `fsdp-compiled bench`, by name."""
-    names = (*PRESETS, *FIRST_STEPS, CHECKPOINT, FEWER_BYTES, *NODES, *MUON, *LOOPS, LOOP_FIRST_STEP)
+    names = (*PRESETS, *FIRST_STEPS, CHECKPOINT, FEWER_BYTES, MANY_RANKS, *NODES, *MUON, *LOOPS, LOOP_FIRST_STEP)
     files = {name: folder / f"{name}.json" for name in names}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from fsdp_compiled.distributed import watchdog
 from fsdp_compiled.distributed.call_store import (
@@ -65,15 +65,25 @@ def is_lost(error: str) -> bool:
 def why(board: Board, made: int, error: str) -> str | None:
     """Why a collective of this rank's last call, its ``made``-th, failed with this error, if another rank is why.
 
-    The first rank that asks finds it for those whose collectives failed alike.
+    The first rank that asks finds it for those whose collectives failed alike. If it found nothing, later ones look
+    again, each, of thousands of ranks, only at its neighbours.
     """
-    lost = is_lost(error)
+    lost, looked = is_lost(error), False
+
+    def look(ranks: Iterable[int] | None = None) -> str:
+        nonlocal looked
+        looked = True
+        return _why(board, board.rows(made, ranks), made, error, lost) or ""
+
     kind = "late" if TIMEOUT in error else "lost" if lost else "failed"
-    return board.once(f"why/{made}/{kind}", lambda: _why(board, made, error, lost) or "", 30.0) or None
+    found = board.once(f"why/{made}/{kind}", look, 30.0)
+    if not found and not looked:
+        beside = {(board.rank + step) % board.world for step in (-1, 0, 1)}
+        found = look(None if board.world <= board.KEPT else sorted(beside))
+    return found or None
 
 
-def _why(board: Board, made: int, error: str, lost: bool) -> str | None:
-    rows = board.rows(made)
+def _why(board: Board, rows: Mapping[int, Row], made: int, error: str, lost: bool) -> str | None:
     own = _said(rows[board.rank].call(made))
     # One that is slow, or far ahead, made no call fail.
     found = {rank: _said(row.call(made)) or own for rank, row in rows.items()}

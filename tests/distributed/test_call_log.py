@@ -152,6 +152,16 @@ def test_a_call_that_a_rank_has_not_written_yet_is_waited_for_before_anybody_is_
             assert three[1].reason(CLOSED) == reason
 
 
+def test_a_reason_that_was_not_there_yet_is_looked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Board, "LAG", 0.01)
+    first, second = boards(2)
+    first.post("step (a)")
+    assert first.reason(RuntimeError("sizes differ")) is None
+    second.post("forward (a)")
+    for calls in (first, second):
+        assert "rank 0: step (a)\n  rank 1: forward (a)" in str(calls.reason(RuntimeError("sizes differ")))
+
+
 def test_another_call_is_the_reason_of_any_failure() -> None:
     first, second = boards(2)
     first.post("step (a)")

@@ -21,7 +21,7 @@ from torch import nn
 from fsdp_compiled.torch_private import names
 from tests.chosen import examples
 
-FEW = 6
+FEW = 2
 HOW = ("gone", "other signature", "other result")
 
 
