@@ -17,7 +17,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from fsdp_compiled.distributed.call_store import (
     Board,
     Posted,
     StoreError,
-    different,
 )
 from fsdp_compiled.distributed.lost_rank import is_lost, nth, parting_of, why
 from fsdp_compiled.distributed.meeting import Broken, Meeting, Verdict
@@ -151,11 +149,10 @@ class Calls:
         """
         if self.board is None:
             return True
-        same = attrgetter("label")
-        found = self._verdict(same, same if part is None else lambda one: f"{one.wire}|{part(one.label)}")
+        found = self._verdict(_label, _label if part is None else lambda call: f"{call.wire}|{part(call.label)}")
         if found.alike or (part is not None and found.near):
             return found.alike
-        message = different({rank: one.label for rank, one in found.posted.items()}, self.mesh.world)
+        message = found.difference(self.mesh.world)
         take_part = self.take_part()
         # A rank that goes on waits in its collectives, for this rank too. One that sends nothing does so in none; but
         # where nobody takes part for others, in a loop, what belongs to it, a backward, waits later.
@@ -178,8 +175,7 @@ class Calls:
             self.post(label, wire)
             return True
         self.post(UNDECIDED + label)
-        same = lambda one: one.label.removeprefix(UNDECIDED)  # noqa: E731
-        if not self._verdict(same, same, decided=False).alike:
+        if not self._verdict(_label, _label, decided=False).alike:
             return False
         self._put(Posted(self.count, wire, label, self.hypers))
         return True
@@ -209,12 +205,11 @@ class Calls:
             self._put(Posted(self.count, MEETS, said, self.hypers))
         else:
             self.post(said)
-        theirs = lambda one: one.label.rpartition(COMMUNICATING)[2] if one.wire == MEETS else one.wire  # noqa: E731
-        found = self._verdict(theirs, theirs)
+        found = self._verdict(_wire, _wire)
         if found.alike:
             self._put(Posted(self.count, wire, label, self.hypers, _digest(missed)))
             return
-        message = different({rank: one.label for rank, one in found.posted.items()}, self.mesh.world)
+        message = found.difference(self.mesh.world)
         if any(one.wire != MEETS for one in found.posted.values()):  # it has gone on
             message = f"{message}\n{CLOSED}"
             self.board.fail(message)
@@ -354,6 +349,16 @@ class Calls:
         close()  # which waits for what a GPU still does
         if self.watchdog is not None:
             self.watchdog.end()
+
+
+def _label(call: Posted) -> str:
+    """What a rank calls, whether or not it has decided to."""
+    return call.label.removeprefix(UNDECIDED)
+
+
+def _wire(call: Posted) -> str:
+    """What it goes on with, or would."""
+    return call.label.rpartition(COMMUNICATING)[2] if call.wire == MEETS else call.wire
 
 
 def _digest(names: Sequence[str]) -> str:

@@ -144,7 +144,8 @@ class Board:
         self._beats = 0
         self._written = -math.inf  # when the row was
         self._pending = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may come between, on the same thread
+        self._process = os.getpid()
         self._there: set[int] = set()  # ranks whose rows are there
 
     def post(self, call: Posted) -> None:
@@ -166,7 +167,9 @@ class Board:
                 self._write()
 
     def end(self, made: int) -> None:
-        """Says that this process ends, and after how many calls."""
+        """Says that this process ends, and after how many calls; of a process that this one forked, nobody hears."""
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._ended = made
             self._write()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fsdp_compiled.distributed.call_store import ABSENT, MEETS, UNDECIDED, Board, Posted, Row, times
+from fsdp_compiled.distributed.call_store import ABSENT, MEETS, UNDECIDED, Board, Posted, Row, different, times
 from fsdp_compiled.distributed.mesh import RankError
 
 SHOWN = 16  # ranks at most whose calls a verdict holds
@@ -50,6 +50,10 @@ class Verdict:
                 first.setdefault(one, rank)
             posted = {rank: posted[rank] for rank in sorted({0, *list(first.values())[:SHOWN]})}
         return cls(alike, near, posted)
+
+    def difference(self, world: int) -> str:
+        """The sentence for ranks that are not alike, of so many."""
+        return different({rank: call.label for rank, call in self.posted.items()}, world)
 
     def written(self) -> str:
         return json.dumps((self.alike, self.near, list(self.posted.items())))

@@ -94,6 +94,15 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
         first.meet("full_state_dict")
 
 
+def test_a_process_that_a_rank_forked_says_nothing_when_it_ends() -> None:
+    first, second = boards(2)
+    assert second.board is not None and first.board is not None
+    for process, ended in ((second.board._process + 1, None), (os.getpid(), 0)):
+        second.board._process = process
+        end(second)
+        assert first.board.row(1).ended == ended
+
+
 def test_a_rank_that_ended_after_the_same_call_is_met() -> None:
     first, second = boards(2)
     for calls in (first, second):
