@@ -88,7 +88,7 @@ class Meeting:
         if [board.add(key) for key in reversed(self._counts)][-1] == board.world:
             found = Verdict(board.add(self._counts[-1], 0) == board.world, True, {})
             board.set(f"{self._key}/verdict", found.written())
-            if before is not None:
+            if before is not None and before._key != self._key:  # a call may meet twice
                 before._forget()
             return found
         while True:

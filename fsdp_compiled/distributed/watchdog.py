@@ -67,10 +67,7 @@ class Watchdog:
     def __init__(self, board: Board, cuts: bool) -> None:
         self._board, self._cuts = board, cuts
         self._running: Running | None = None
-        self._pulse: tuple[Row | None, float] = (
-            None,
-            time.monotonic(),
-        )  # the next rank's, and since when
+        self._pulse: tuple[Row | None, float] = None, time.monotonic()  # the next rank's row, and since when
         self._told: set[Ends] = set()  # this rank's connections, as the others know them
         self._ever: set[Ends] = set()  # and all that it has had
         self._stop = threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -140,6 +141,20 @@ def test_what_a_meeting_left_in_the_store_goes_with_a_later_one() -> None:
             assert list(pool.map(meet, range(2), [number] * 2)) == [True, True]
         keys.append(store.num_keys())
     assert keys[-1] == keys[1], keys
+
+
+def test_a_call_that_meets_again_finds_the_verdict() -> None:
+    """Rank 0 counts itself twice: with the second time the count is full, though rank 1 is still to come."""
+    store, post = dist.HashStore(), here()
+    boards = [Board(store, rank, 2) for rank in range(2)]
+    for board in boards:
+        board.post(post)
+    first = Meeting(boards[0], post, limit=0.0)  # does not wait for rank 1, which has posted the same
+    assert first.verdict(label_of, label_of, None).alike
+    assert Meeting(boards[0], post, LIMIT).verdict(label_of, label_of, first).alike
+    began = time.monotonic()
+    assert Meeting(boards[1], post, LIMIT).verdict(label_of, label_of, None).alike
+    assert time.monotonic() - began < LIMIT / 2
 
 
 def test_a_reason_why_no_rank_goes_on_ends_it() -> None:
