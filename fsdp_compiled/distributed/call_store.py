@@ -64,21 +64,13 @@ CLOSED = (
     "are taken. Start all processes again from the last checkpoint; torchrun --max-restarts does it."
 )
 NO_STORE = (
-    "The store at which ranks meet is gone: torchrun's agent that holds it has ended, or, without torchrun, rank 0 has"
+    "The store at which ranks meet does not answer: torchrun's agent that holds it, or, without torchrun, rank 0, has "
+    "ended or hangs, or its machine or the network to it is lost"
 )
 
 
 class StoreError(RankError):
     """The store is gone, and with it every way for ranks to tell each other anything."""
-
-
-@contextmanager
-def asking() -> Iterator[None]:
-    """What a store that is gone raises is a `StoreError`."""
-    try:
-        yield
-    except (RuntimeError, dist.DistError) as error:
-        raise StoreError(f"{NO_STORE} ({str(error).splitlines()[0]}).\n{CLOSED}") from error
 
 
 class Posted(NamedTuple):
@@ -147,6 +139,7 @@ class Board:
         self._lock = threading.RLock()  # a signal's handler may come between, on the same thread
         self._process = os.getpid()
         self._there: set[int] = set()  # ranks whose rows are there
+        self._asked: dict[object, None] = {}  # what the store is to answer yet, the oldest first
 
     def post(self, call: Posted) -> None:
         """What this rank does now; again, with the number of the last one, where that became something else."""
@@ -191,7 +184,7 @@ class Board:
         if rank not in self._there and self.get(key) is None:
             return Row()
         self._there.add(rank)
-        with asking():
+        with self._asking():
             return Row.read(self.store.get(key).decode())
 
     def rows(self, number: int, ranks: Iterable[int] | None = None) -> dict[int, Row]:
@@ -244,23 +237,39 @@ class Board:
         found, _, message = (self.get(f"failed/{number % self.KEPT}") or "0|").partition("|")
         return message if int(found) == number else None
 
+    @property
+    def unanswered(self) -> object | None:
+        """Stands for what the store was asked first of all that it has not answered yet, by any thread."""
+        return next(iter(list(self._asked)), None)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """What a store that is gone raises is a `StoreError`."""
+        self._asked[mark := object()] = None
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            raise StoreError(f"{NO_STORE} ({str(error).splitlines()[0]}).\n{CLOSED}") from error
+        finally:
+            del self._asked[mark]
+
     def get(self, key: str) -> str | None:
         """What stands there now; waits for nobody."""
-        with asking():
+        with self._asking():
             return self.store.get(key).decode() if self.store.check([key]) else None
 
     def set(self, key: str, text: str) -> None:
-        with asking():
+        with self._asking():
             self.store.set(key, text)
 
     def add(self, key: str, count: int = 1) -> int:
         """The sum of what ranks have added there, with this."""
-        with asking():
+        with self._asking():
             return self.store.add(key, count)
 
     def forget(self, key: str) -> None:
         """Nothing stands there any more."""
-        with asking(), suppress(NotImplementedError):  # a store that only grows
+        with self._asking(), suppress(NotImplementedError):  # a store that only grows
             self.store.delete_key(key)
 
     def once(self, key: str, work: Callable[[], str], limit: float) -> str:

@@ -16,7 +16,7 @@ import json
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 
 import torch.distributed as dist
@@ -54,10 +54,19 @@ def read(text: str) -> set[Ends]:
 
 def cut(theirs: set[Ends]) -> int:
     """Shuts down the connections to the rank that has these ends; says how many they were."""
+    return _shut_down(lambda here, port, there, other: (there, other, here, port) in theirs)
+
+
+def cut_from_store(listens: int) -> int:
+    """Shuts down this process's connections to the store that listens at this port."""
+    return _shut_down(lambda here, port, there, other: other == listens)
+
+
+def _shut_down(which: Callable[[str, int, str, int], bool]) -> int:
     count = 0
-    for connection, (here, port, there, other) in _sockets():
+    for connection, ends in _sockets():
         with closing(connection):
-            if (there, other, here, port) in theirs:
+            if which(*ends):
                 with suppress(OSError):  # closed meanwhile
                     connection.shutdown(socket.SHUT_RDWR)
                     count += 1

@@ -20,8 +20,10 @@ the call (NCCL's kernels wait on the device), it does what NCCL's watchdog does:
 own does not: it knows nothing of the collectives that a CUDA graph replays.
 
 The store itself may be gone, with rank 0 or with torchrun's agent. Then no rank can tell another anything, no call can
-begin, and one that does not end within `GRACE` waits for what will not come: the process ends there, too. A call that
-was given to a GPU is over when the GPU has done it.
+begin, and one that does not end within `GRACE` waits for what will not come: the process ends there, too. Where the
+store's process hangs, or a cable was pulled, it is not gone, it only never answers, and who asks it waits: a second
+thread, which asks nothing, closes the connection after `SILENCE`. A call that was given to a GPU is over when the GPU
+has done it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fsdp_compiled.distributed.call_store import CLOSED, MEETS, Board, Posted, Row, StoreError, different
-from fsdp_compiled.distributed.connections import Ends, connections, cut, read, store_port, written
+from fsdp_compiled.distributed.connections import Ends, connections, cut, cut_from_store, read, store_port, written
 
 BEAT = 2.0  # seconds between two signs of life
 SILENCE = 60.0  # seconds without one after which a rank is given up
@@ -86,6 +88,10 @@ class Watchdog:
                     self._tell_connections()
             self._thread = threading.Thread(target=self._run, name="fsdp_compiled watchdog", daemon=True)
             self._thread.start()
+            if (port := store_port(self._board.store)) is not None:
+                threading.Thread(
+                    target=self._watch_store, args=(port,), name="fsdp_compiled store", daemon=True
+                ).start()
 
     def end(self, on_device: Callable[[], Callable[[], bool]] | None = None) -> None:
         """The call is over; unless its collectives may still run on a device: what is returned then says when they
@@ -160,6 +166,14 @@ class Watchdog:
                 reason = self._reason(running)
             if reason is not None:
                 self._break(running, reason)
+
+    def _watch_store(self, port: int) -> None:
+        oldest, lasts, tick = None, 0.0, min(1.0, SILENCE / 4)
+        while not self._stop.wait(tick):
+            before, oldest = oldest, self._board.unanswered
+            lasts = lasts + tick if oldest is not None and oldest is before else 0.0
+            if lasts >= SILENCE:
+                cut_from_store(port)
 
     def _watch_without_store(self, reason: str) -> None:
         since = time.monotonic()

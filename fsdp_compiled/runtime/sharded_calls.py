@@ -121,7 +121,8 @@ class ShardedCalls:
         label = f"exchange after {local.steps} local steps{self._hyperparameters}"
         with self._meeting(label), outside_modes():
             try:
-                local.exchange(state)
+                with self._calls.naming():
+                    local.exchange(state)
             except BaseException as error:
                 if self._calls.closed is None and not isinstance(error, RankError):
                     self._calls.abandon(f"{HALF} It said:\n{type(error).__name__}: {error}")

@@ -13,7 +13,7 @@ from tests.launch import launch
 
 WORKER = Path(__file__).parents[1] / "workers" / "lost_rank.py"
 GONE, SILENT = r"Rank 1 \(process|rank 1: gone after", r"Rank 1 \(.*has given no sign of life"
-NO_STORE = "The store at which ranks meet is gone: torchrun's agent that holds it has ended, or, without"
+NO_STORE = "The store at which ranks meet does not answer: torchrun's agent that holds it, or, without"
 # How it ends, in which phase, on how many ranks -> what each of the others says. The watch's times are divided by 15.
 CASES = {
     "killed/step/3": GONE,
@@ -31,6 +31,7 @@ CASES = {
     "killed/step/3/rank0": NO_STORE,
     "killed/meet/3/rank0": NO_STORE,
     "killed/compile/2/rank0": NO_STORE,
+    "stopped/meet/2/rank0": NO_STORE,  # its sockets are there, and nothing answers
 }
 # The same where a rank hears of no closed connection, since it waits for a GPU; and the store's process alone may die.
 ON_A_DEVICE = {

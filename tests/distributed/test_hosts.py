@@ -1,0 +1,140 @@
+"""Training on two hosts with a network between them: what it sends, a cable that is pulled, a host that dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.hosts import Host, hosts, missing, torchrun
+from tests.launch import environment, launch
+
+WORKER = Path(__file__).parents[1] / "workers" / "hosts.py"
+LIMIT = 150.0  # seconds
+STARTED = 4  # steps
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no hosts can be made here: {missing()}")
+
+
+class Job:
+    """The worker under torchrun, on two hosts with so many ranks each."""
+
+    def __init__(self, folder: Path, among: list[Host], nproc: int, kind: str, steps: int, fewest: int | None) -> None:
+        self.folder, self.world = folder, nproc * len(among)
+        arguments = [str(WORKER), str(folder / "result.json"), str(folder), kind, str(steps)]
+        with (folder / "log.txt").open("wb") as log:
+            self.agents = torchrun(among, nproc, arguments, fewest, env=environment(), stdout=log, stderr=log)
+
+    def said(self, rank: int) -> list[dict[str, Any]]:
+        file = self.folder / f"rank{rank}.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def errors(self, rank: int) -> list[str]:
+        return [line["message"] for line in self.said(rank) if "error" in line]
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log.txt").read_text(errors="replace")
+
+    def wait(self, until: Callable[[], bool]) -> float:
+        """The seconds until it is so."""
+        since = time.monotonic()
+        while not until():
+            assert time.monotonic() - since < LIMIT, self.log[-6000:]
+            time.sleep(0.02)
+        return time.monotonic() - since
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait(lambda: any(line.get("step", 0) >= step for line in self.said(0)))
+
+    def wait_for_end(self, hosts: int) -> None:
+        self.wait(lambda: all(agent.poll() is not None for agent in self.agents[:hosts]))
+
+    def runs(self, rank: int) -> bool:
+        pid = next(line["pid"] for line in reversed(self.said(rank)) if "pid" in line)
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+        except OSError:
+            return False
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.folder / "result.json").read_text())  # type: ignore[no-any-return]
+
+
+def alone(folder: Path, kind: str, world: int, steps: int) -> dict[str, Any]:
+    """What the same ranks come to without a network."""
+    return launch(WORKER, world, str(folder), kind, str(steps))  # type: ignore[no-any-return]
+
+
+def test_a_cable_that_is_put_back_is_waited_for_and_the_wire_carries_what_the_program_says(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").mkdir()
+    with hosts(2, gbps=0.1, delay=0.02) as among:
+        job = Job(tmp_path / "there", among, 2, "step", 12, None)
+        job.wait_for_step(STARTED)
+        among[1].pull()
+        time.sleep(2.0)
+        among[1].plug()
+        job.wait_for_end(2)
+        assert {line["host"] for rank in range(4) for line in job.said(rank) if "host" in line} == {"host0", "host1"}
+    found, expected = job.result, alone(tmp_path / "here", "step", 4, 12)
+    assert found["weights"] == expected["weights"]
+    # Ranks are in a ring that crosses from host to host once in each direction: each card sends as much as a rank.
+    assert found["said"] <= found["sent"] <= 1.05 * found["said"]
+
+
+# What a pulled cable interrupts -> what each host's ranks say. The second one is cut off from the store.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("step", marks=pytest.mark.exhaustive),
+        "save",
+        pytest.param("exchange", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_cable_that_stays_pulled_is_an_error_on_both_sides_of_it(tmp_path: Path, kind: str) -> None:
+    with hosts(2, gbps=1, delay=0.005) as among:
+        job = Job(tmp_path, among, 2, kind, 1000, None)
+        job.wait_for_step(STARTED)
+        among[1].pull()
+        assert job.wait(lambda: not any(job.runs(rank) for rank in range(4))) < 40
+        here, there = job.errors(0) + job.errors(1), job.errors(2) + job.errors(3)
+        assert here and all("(process " in one and " on host1)" in one and "checkpoint" in one for one in here), here
+        lost = "The store at which ranks meet does not answer"
+        assert all(lost in one and "checkpoint" in one for one in there)
+        assert there or f"RankError: {lost}" in job.log
+
+
+def test_where_a_host_dies_the_others_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    with hosts(2, gbps=1) as among:
+        job = Job(there, among, 1, "save", 12, fewest=1)
+        job.wait_for_step(STARTED)
+        among[1].die()
+        job.wait_for_end(1)
+        (error,) = job.errors(0)
+        assert "on host1)" in error or "died or hangs" in error, error
+    first = [line["first"] for line in job.said(0) if "first" in line][-1]
+    assert STARTED - 1 <= first < 12
+    shutil.copytree(there / "saved" / f"step-{first}", here / "saved" / f"step-{first}")
+    assert job.result["weights"] == alone(here, "save", 1, 12)["weights"]
+    assert (
+        os.listdir(here / "saved") and alone(tmp_path, "step", 1, 12)["weights"] != job.result["weights"]
+    )  # of 2 ranks
+
+
+def test_hosts_leave_nothing_behind() -> None:
+    with hosts(2, gbps=1, delay=0.01) as among:
+        names = [host.namespace for host in among]
+        said = among[1].popen(["ping", "-c", "1", among[0].address]) if shutil.which("ping") else None
+        assert said is None or said.wait() == 0
+        assert all(Path("/run/netns", name).exists() for name in names)
+    assert not any(Path("/run/netns", name).exists() for name in names)

@@ -1,0 +1,95 @@
+"""Trains on several hosts, one step after another, and writes what each rank comes to.
+
+hosts.py RESULT FOLDER KIND STEPS under torchrun or forked. KIND: step; save (each step is saved; goes on from the
+newest of what is saved); exchange (local steps, exchanged after every third). A rank's lines, in FOLDER/rank<r>.jsonl,
+are where it is, a step each, and its error. RESULT: a digest of all weights, and what the network card of rank 0's host
+sent meanwhile, beside what the program says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.distributed import watchdog
+from fsdp_compiled.ir.nodes import carried, is_collective
+from fsdp_compiled.ir.program import Program
+
+WIDTH, COUNTED = 256, 5  # steps, the last ones, whose bytes are counted
+
+
+def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x).square().mean()
+
+
+def by_gloo(program: Program, world: int) -> float:
+    """Bytes that a rank sends in a run: gloo has no reduce-scatter, and all-reduces in its place."""
+    size = 0.0
+    for node in program.graph.nodes:
+        if is_collective(node):
+            size += max(carried(node)) * (2 if "reduce" in str(node.target) else 1)
+    return size * (world - 1) / world
+
+
+def sent() -> int:
+    """Bytes, by this host's network card; 0 where there is none."""
+    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
+    return int(counter.read_text()) if counter.exists() else 0
+
+
+def run(result: Path, folder: Path, kind: str, steps: int, tell: Callable[[dict[str, Any]], None]) -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    fields: dict[str, Any] = {"shard": "ddp", "sync_every": 3} if kind == "exchange" else {}
+    sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager", **fields))
+    first = sharded.load(folder / "saved") if kind == "save" and (folder / "saved").exists() else 0
+    tell({"host": os.uname().nodename, "pid": os.getpid(), "first": first})
+    before = sent()
+    for step in range(first, steps):
+        if step == steps - COUNTED:
+            before = sent()
+        draw = torch.Generator().manual_seed(1000 * step + rank)
+        value = sharded.step(torch.randn(4, WIDTH, generator=draw)).item()
+        tell({"step": step + 1, "loss": value})
+        if kind == "save":
+            sharded.save(folder / "saved", step=step + 1, wait=True)
+    own = sent() - before
+    weights = sharded.full_state_dict()
+    if rank == 0:
+        digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights.values())).hexdigest()
+        said = COUNTED * by_gloo(sharded.program, dist.get_world_size())
+        result.write_text(json.dumps({"weights": digest, "sent": own, "said": said}))
+    dist.destroy_process_group()
+
+
+def main(result: Path, folder: Path, kind: str, steps: int) -> None:
+    watchdog.SILENCE, watchdog.PATIENCE = 6.0, 2.0
+    with (folder / f"rank{os.environ['RANK']}.jsonl").open("a") as file:
+
+        def tell(what: dict[str, Any]) -> None:
+            print(json.dumps({"at": time.time(), **what}), file=file, flush=True)
+
+        try:
+            run(result, folder, kind, steps, tell)
+        except Exception as error:
+            tell({"error": type(error).__name__, "message": str(error)})
+            raise
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
