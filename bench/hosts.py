@@ -224,7 +224,10 @@ def torchrun(
         nodes = f"{fewest or len(among)}:{len(among)}"
         command = ["torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", str(nproc), *rendezvous]
         command += [] if fewest is None else ["--max-restarts", "3"]
-        made.append(host.popen([sys.executable, "-P", "-m", *command, *arguments], **more))
+        command += ["-m"] if arguments[0] == "-m" else []
+        # After "--", or torchrun would take what it can for its own.
+        script = arguments[arguments[0] == "-m" :]
+        made.append(host.popen([sys.executable, "-P", "-m", *command, "--", *script], **more))
     return made
 
 

@@ -11,6 +11,7 @@ import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,13 +21,12 @@ from bench.network import Inner, Network, Transfer, slow_network
 from bench.observe import Observer, Seen
 from bench.options import BenchOptions
 from bench.presets import Preset, on_device, rows_of_rank
-from bench.rivals import REFERENCE, RIVALS, Rival, Setting, Step
+from bench.rivals import BOUND, REFERENCE, RIVALS, Rival, Setting, Step
 from bench.screen import Screen
 from fsdp_compiled.cli.rank import RankInfo, Ranks, Stop
 
 BATCHES = 2  # that are trained on by turns, so that the first and the last checked step see the same one
 CHECKED = 5  # steps whose losses are compared, and which warm each rival up
-BOUND = 1e-5  # relative, in float32, over those steps
 MOVED = 100 * BOUND  # what the losses change by at least, or their agreement would say nothing
 
 
@@ -34,8 +34,8 @@ class WrongLoss(ValueError):
     """A rival trains something else than this package's eager lowering does."""
 
 
-def compare(name: str, losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference over the steps; raises `WrongLoss` beyond `BOUND`."""
+def compare(name: str, losses: Sequence[float], reference: Sequence[float], bound: float = BOUND) -> float:
+    """The largest relative difference over the steps; raises `WrongLoss` beyond ``bound``."""
     if abs(reference[0] - reference[-1]) <= MOVED * abs(reference[0]):
         raise ValueError(
             f"The losses of the first {len(reference)} steps hardly move ({reference[0]:.6f} to {reference[-1]:.6f}), "
@@ -44,10 +44,10 @@ def compare(name: str, losses: Sequence[float], reference: Sequence[float]) -> f
     worst = 0.0
     for step, (mine, other) in enumerate(zip(losses, reference, strict=True), 1):
         difference = abs(mine - other) / abs(other)
-        if not difference <= BOUND:
+        if not difference <= bound:
             raise WrongLoss(
                 f"{name} has a wrong loss at step {step}: {mine:.8f}, where this package's eager lowering has "
-                f"{other:.8f}, a relative difference of {difference:.1e}; at most {BOUND:.0e} is rounding. Nothing is "
+                f"{other:.8f}, a relative difference of {difference:.1e}; at most {bound:.0e} is rounding. Nothing is "
                 f"reported. Leave {name} out (--rivals), or find out why it trains something else."
             )
         worst = max(worst, difference)
@@ -88,6 +88,7 @@ class Contest:
         self.distances: dict[str, float] = {}
         self.turns: dict[str, list[list[tuple[float, float]]]] = {}  # by round, by rank: CPU and wall seconds a step
         self.wires: dict[str, list[Wire]] = {}  # by round, on a simulated network: this rank's
+        self.sent: dict[str, list[float]] = {}  # by round, between hosts: bytes a step, by this host's network card
 
     def check(self, stop: Stop | None = None) -> bool:
         """Builds every rival and takes its first steps, this package's eager lowering first; False if it was asked to
@@ -98,7 +99,9 @@ class Contest:
             self.screen.advance(rival.name)
             began = time.perf_counter()
             self._begin(rival)
-            self.distances[rival.name] = compare(rival.name, self.losses[rival.name], self.losses[REFERENCE])
+            self.distances[rival.name] = compare(
+                rival.name, self.losses[rival.name], self.losses[REFERENCE], rival.bound
+            )
             self.screen.say(
                 f"  {rival.name}: built and {CHECKED} steps taken in {time.perf_counter() - began:.1f} s, "
                 f"losses within {self.distances[rival.name]:.0e}"
@@ -136,7 +139,9 @@ class Contest:
     def _batches(self, rival: Rival) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return self.whole if rival.alone else self.nodes if rival.tp else self.mine
 
-    def race(self, rounds: int, steps: int, stop: Stop, network: Network | None = None) -> bool:
+    def race(
+        self, rounds: int, steps: int, stop: Stop, network: Network | None = None, hosts: int | None = None
+    ) -> bool:
         """All rounds; False if the run was asked to stop before the last."""
         gc.collect()
         gc.freeze()  # or each collection would walk the graphs and caches of all the other rivals
@@ -146,7 +151,10 @@ class Contest:
             order = [*self.rivals[first:], *self.rivals[:first]]
             self.screen.advance(f"{steps} steps each, {order[0].name} first")
             for rival in order:
+                before = card_sent()
                 turn = self._turn(rival, steps)
+                if hosts is not None:
+                    self.sent.setdefault(rival.name, []).append((card_sent() - before) / steps)
                 self.turns.setdefault(rival.name, []).append(turn)
                 if network is not None:
                     self.wires.setdefault(rival.name, []).append(wire(network.take(), steps))
@@ -182,6 +190,7 @@ class Contest:
                 "wall": [[wall for _, wall in turn] for turn in self.turns[rival.name]],
                 **self.seen[rival.name].facts(),
                 **({"wire": self.wires[rival.name]} if rival.name in self.wires else {}),
+                **({"sent": self.sent[rival.name]} if rival.name in self.sent else {}),
             }
             for rival in self.rivals
         }
@@ -214,11 +223,11 @@ def measure_steps(
         before = os.getloadavg()
         slow = (
             slow_network(options.network_gbps, options.latency_ms / 1e3, spared=ranks.group, inner=inner_of(options))
-            if options.network_gbps is not None
+            if options.network_gbps is not None and options.hosts is None
             else nullcontext()
         )
         with slow as network:
-            complete = contest.race(preset.rounds, preset.steps, stop, network)
+            complete = contest.race(preset.rounds, preset.steps, stop, network, options.hosts)
         if not complete or not here.first:
             return None if not complete else {}
         return {
@@ -226,6 +235,12 @@ def measure_steps(
             "reference": contest.losses[REFERENCE],
             "rivals": contest.result(),
         }
+
+
+def card_sent() -> int:
+    """Bytes that the network card of this host, if it is one of `hosts`, has sent."""
+    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
+    return int(counter.read_text()) if counter.exists() else 0
 
 
 def inner_of(options: BenchOptions) -> Inner | None:
@@ -244,6 +259,7 @@ def conditions(options: BenchOptions, here: RankInfo, load: Sequence[float]) -> 
         else {
             "gigabits per second": options.network_gbps,
             "latency ms": options.latency_ms,
+            **({} if options.hosts is None else {"hosts": options.hosts}),
             **({} if options.inner_gbps is None else {"inner": options.inner_gbps, "ranks of a node": options.node}),
         },
     }

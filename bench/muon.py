@@ -121,7 +121,7 @@ def _eager(
 
 def _ours(setting: Setting, batch: Batch, wire: Wire, gbps: float | None, rounds: bool = True) -> Turn:
     model = setting.model()
-    policy = Policy(lower="eager", bandwidth_gbps=gbps)
+    policy = Policy(lower="eager", network=gbps)
     sharded = compile_sharded(model, [*_two(setting, model, fused=False)], loss=setting.preset.loss, policy=policy)
     (update,) = sharded._updates
     if not rounds:

@@ -33,6 +33,7 @@ class BenchOptions:
     latency_ms: float = 0.0
     node: int | None = None  # ranks of a node
     inner_gbps: float | None = None
+    hosts: int | None = None  # real ones, in the place of the simulated network
     part: str | None = None  # what the ranks that our launcher started do; see start.py
 
 
@@ -50,7 +51,11 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
 
     what = parser.add_argument_group("what is measured")
     what.add_argument(
-        "--rivals", nargs="+", choices=tuple(RIVALS), metavar="NAME", help=f"of {', '.join(RIVALS)} (all)"
+        "--rivals",
+        nargs="+",
+        choices=tuple(RIVALS),
+        metavar="NAME",
+        help=f"of {', '.join(RIVALS)} (all that compute the same to the last digits)",
     )
     what.add_argument(
         "--lower",
@@ -78,10 +83,17 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--context", type=whole, metavar="N", help="tokens in a row")
     model.add_argument("--batch", type=whole, metavar="N", help="rows a rank sees in a step")
 
-    network = parser.add_argument_group("a slow network, simulated (CPU alone)")
+    network = parser.add_argument_group("a slow network, simulated, or between hosts that are namespaces (CPU alone)")
     network.add_argument("--network-gbps", type=positive, metavar="X", help="bandwidth, in gigabits per second")
     network.add_argument(
         "--latency-ms", type=fraction, default=d.latency_ms, metavar="X", help="of each collective (%(default)s)"
+    )
+    network.add_argument(
+        "--hosts",
+        type=whole,
+        metavar="N",
+        help="so many Linux network namespaces, with cards of that bandwidth and packets that take that long, in the "
+        "place of a simulated network; needs root",
     )
     network.add_argument(
         "--node",
@@ -101,6 +113,8 @@ def bench_options(chosen: argparse.Namespace) -> BenchOptions:
     values["measure"] = tuple(dict.fromkeys(values["measure"]))
     if values["latency_ms"] and values["network_gbps"] is None:
         raise ValueError("--latency-ms is part of a simulated network; give its bandwidth too: --network-gbps 10")
+    if values["hosts"] is not None and (values["network_gbps"] is None or values["inner_gbps"] is not None):
+        raise ValueError("--hosts: say how fast their network cards are, and nothing else: --hosts 2 --network-gbps 1")
     if values["inner_gbps"] is not None and (values["node"] is None or values["network_gbps"] is None):
         raise ValueError(
             "--inner-gbps is the wire inside of a node of a simulated network; say how many ranks a node has, and what "

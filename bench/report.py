@@ -21,6 +21,7 @@ def cells(row: Row) -> dict[str, str]:
         "operators": _count(row.operators),
         "wire ms": _plain(row.wire),
         "waited for": _plain(row.exposed),
+        "MB sent": MISSING if row.sent is None else f"{row.sent / 1e6:.1f}",
         "simulated ms": _plain(row.simulated),
         "first step, cold": _seconds(row.cold),
         "warm": _seconds(row.warm),
@@ -106,6 +107,9 @@ def describe(result: Result) -> str:
     network = conditions["network"]
     steps = f"{preset['steps']} step{'s' if preset['steps'] > 1 else ''}"
     wire = "" if network is None else f", on a simulated network of {network['gigabits per second']} Gbit/s"
+    if network is not None and "hosts" in network:
+        wire = f" in {network['hosts']} hosts with network cards of {network['gigabits per second']} Gbit/s"
+        wire += f" and {network['latency ms']} ms between them"
     if network is not None and "inner" in network:
         wire += f", {network['inner']} Gbit/s inside of nodes of {network['ranks of a node']} ranks"
     before, after = conditions["load average before and after"]

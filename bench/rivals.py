@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -24,6 +23,8 @@ from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.cli.rank import RankInfo
 
 Step = Callable[[Tensor, Tensor], Tensor]
+BOUND = 1e-5  # of two ways to compute the same in float32
+ROUNDED = 3e-2  # where numbers are rounded on their way between ranks
 ADAMW: Mapping[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
@@ -49,7 +50,9 @@ class Rival:
     compiles: bool = False  # needs a compiler on this machine
     ours: bool = False
     alone: bool = False  # rank 0 takes the whole batch, the others wait
+    nodes: bool = False  # needs to know which ranks are of one node
     tp: bool = False  # ranks of a node have one batch, and parts of the model
+    bound: float = BOUND  # relative, on the losses of its first steps
 
 
 def _eager_step(setting: Setting, model: nn.Module, parameters: nn.Module) -> Step:
@@ -88,28 +91,41 @@ def ddp(compiled: bool) -> Callable[[Setting], Step]:
     return build
 
 
-def by_units(shard: Callable[..., Any], compiled: bool = False, **root: Any) -> Callable[[Setting], Step]:
-    """The script that is written for FSDP2, with its `fully_shard` or ours; ``root``: what the last call is given."""
+def by_units(
+    shard: Callable[..., Any], compiled: bool = False, hybrid: bool = False, precision: Any = None, **root: Any
+) -> Callable[[Setting], Step]:
+    """The script that is written for FSDP2, with its `fully_shard` or ours; ``root``: what the last call is given.
+
+    ``hybrid``: sharded inside of nodes, replicated across them.
+    """
+    alike: dict[str, Any] = {} if precision is None else {"mp_policy": precision}
 
     def build(setting: Setting) -> Step:
         model = setting.model()
-        mesh = init_device_mesh(setting.here.device.type, (dist.get_world_size(),))
+        mesh = mesh_of(setting, hybrid)
         for block in setting.preset.blocks(model):
             if compiled:
                 block.compile()
-            shard(block, mesh=mesh)
-        shard(model, mesh=mesh, **root)
+            shard(block, mesh=mesh, **alike)
+        shard(model, mesh=mesh, **alike, **root)
         return _eager_step(setting, model, model)
 
     return build
 
 
-def ours(lower: str, **policy: Any) -> Callable[[Setting], Step]:
+def mesh_of(setting: Setting, hybrid: bool) -> DeviceMesh:
+    world, device = setting.here.world, setting.here.device.type
+    if not hybrid:
+        return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (world // setting.node, setting.node), mesh_dim_names=("replicate", "shard"))
+
+
+def ours(lower: str, hybrid: bool = False, **policy: Any) -> Callable[[Setting], Step]:
     def build(setting: Setting) -> Step:
         model = setting.model()
         optimizer = AdamW(model.parameters(), **ADAMW)
-        chosen = Policy(lower=lower, **policy)
-        return compile_sharded(model, optimizer, loss=setting.preset.loss, policy=chosen).step
+        chosen, mesh = Policy(lower=lower, **policy), mesh_of(setting, True) if hybrid else None
+        return compile_sharded(model, optimizer, loss=setting.preset.loss, mesh=mesh, policy=chosen).step
 
     return build
 
@@ -128,6 +144,7 @@ def ours_cut(lower: str) -> Callable[[Setting], Step]:
     return build
 
 
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 REFERENCE = "ours-eager"  # whose losses every rival must have
 
 RIVALS = {
@@ -141,13 +158,21 @@ RIVALS = {
         Rival("ours-eager", "this package, eager", ours("eager"), ours=True),
         Rival("ours-eager-no-prefetch", "this package, eager, no prefetch", ours("eager", prefetch=0), ours=True),
         Rival("ours", "this package, inductor", ours("inductor"), compiles=True, ours=True),
-        Rival("ours-tp-eager", "this package, tensor parallelism, eager", ours_cut("eager"), ours=True, tp=True),
+        Rival(
+            "ours-tp-eager",
+            "this package, tensor parallelism, eager",
+            ours_cut("eager"),
+            ours=True,
+            nodes=True,
+            tp=True,
+        ),
         Rival(
             "ours-tp",
             "this package, tensor parallelism, inductor",
             ours_cut("inductor"),
             compiles=True,
             ours=True,
+            nodes=True,
             tp=True,
         ),
         Rival(
@@ -169,6 +194,33 @@ RIVALS = {
             by_units(fsdp_compiled.fully_shard, policy=Policy(lower="inductor")),
             compiles=True,
             ours=True,
+        ),
+        Rival("fsdp2-hsdp", "FSDP2, replicas", by_units(fully_shard, hybrid=True), nodes=True),
+        Rival("fsdp2-bf16", "FSDP2, bf16", by_units(fully_shard, precision=BF16), bound=ROUNDED),
+        Rival(
+            "fsdp2-hsdp-bf16",
+            "FSDP2, replicas, bf16",
+            by_units(fully_shard, hybrid=True, precision=BF16),
+            nodes=True,
+            bound=ROUNDED,
+        ),
+        *(
+            Rival(
+                f"ours{short}",
+                f"this package, inductor{long}",
+                ours("inductor", **options),
+                compiles=True,
+                ours=True,
+                nodes="hybrid" in options,
+                bound=ROUNDED if {"precision", "wire"} & set(options) else BOUND,
+            )
+            for short, long, options in (
+                ("-hsdp", ", replicas", {"hybrid": True}),
+                ("-bf16", ", bf16", {"precision": BF16}),
+                ("-hsdp-bf16", ", replicas, bf16", {"hybrid": True, "precision": BF16}),
+                ("-int8", ", int8 on the wire", {"wire": "int8"}),
+                ("-hsdp-int8", ", replicas, int8 on the wire", {"hybrid": True, "wire": "int8"}),
+            )
         ),
     )
 }

@@ -19,6 +19,8 @@ from bench import RESULTS
 
 NODES = "--inner-gbps 10 --node 2 --nproc 4 --preset llama --rounds 6 --steps 1 --lower eager"
 NODES += " --rivals fsdp2 ours-eager ours-tp-eager"
+HOSTS = "--hosts 2 --nproc 4 --node 2 --latency-ms 0.5 --rounds 6 --steps 1 --rivals ddp fsdp2 fsdp2-hsdp fsdp2-bf16"
+HOSTS += " fsdp2-hsdp-bf16 ours ours-hsdp ours-hsdp-bf16 ours-int8 ours-hsdp-int8"
 COMMANDS = {
     "thin": "--preset thin",
     "small": "--preset small",
@@ -32,6 +34,9 @@ COMMANDS = {
     "checkpoint": "--preset large --width 1024 --heads 16 --measure checkpoint --rounds 8",
     "far-nodes": f"--network-gbps 0.1 {NODES}",
     "near-nodes": f"--network-gbps 10 {NODES}",
+    "hosts-llama": f"--preset llama --network-gbps 1 {HOSTS}",
+    "hosts-large": f"--preset large --network-gbps 1 {HOSTS}",
+    "hosts-llama-slow": f"--preset llama --network-gbps 0.1 {HOSTS}",
     "muon-256": "--preset small --measure muon",
     "muon-slow": "--preset small --measure muon --network-gbps 0.25",
     "muon-768": "--preset large --width 768 --heads 12 --layers 3 --measure muon --rounds 8",

@@ -6,6 +6,7 @@ its processes are the ranks, and there is only `steps`.
 """
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -17,13 +18,13 @@ from typing import Any
 
 import torch
 
-from bench import checkpoint, muon, report
+from bench import checkpoint, hosts, muon, report
 from bench.estimates import add_estimates
 from bench.measure import measure_first_step, measure_steps
 from bench.options import SIZES, BenchOptions
 from bench.plot import plot
 from bench.presets import PRESETS, Preset
-from bench.rivals import RIVALS, Rival
+from bench.rivals import BOUND, RIVALS, Rival
 from bench.screen import screen
 from fsdp_compiled.cli.launch import launch, refuse_used
 from fsdp_compiled.cli.machine import choose_lower, hardware, versions
@@ -49,6 +50,8 @@ def start(options: BenchOptions, arguments: Sequence[str]) -> int:
     if under_launcher():
         return _rank(options, arguments)
     options = resolve(options)
+    if options.hosts is not None:
+        return _on_hosts(options, arguments)
     preset, rivals = selection(options)
     assert options.out is not None and options.nproc is not None
     (options.out / "parts").mkdir(parents=True, exist_ok=True)
@@ -73,6 +76,16 @@ def start(options: BenchOptions, arguments: Sequence[str]) -> int:
     return 0
 
 
+def _on_hosts(options: BenchOptions, arguments: Sequence[str]) -> int:
+    """Its ranks in hosts of this machine, under torchrun."""
+    assert options.hosts is not None and options.nproc is not None and options.network_gbps is not None
+    command = ["-m", "fsdp_compiled", *arguments, "--out", str(options.out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "KINETO_LOG_LEVEL": "5"}
+    with hosts.hosts(options.hosts, options.network_gbps, options.latency_ms / 1e3) as among:
+        agents = hosts.torchrun(among, options.nproc // options.hosts, command, env=environment)
+        return max(agent.wait() for agent in agents)
+
+
 def resolve(options: BenchOptions) -> BenchOptions:
     """Checks what can be checked before anything is started, and chooses what was left open."""
     out = options.out or Path("runs", time.strftime("bench-%Y%m%d-%H%M%S"))
@@ -85,6 +98,13 @@ def resolve(options: BenchOptions) -> BenchOptions:
         raise ValueError("--network-gbps simulates a network between CPUs; leave it out on GPUs")
     selection(options)
     nproc = options.nproc or gpus or 2
+    if options.hosts is not None:
+        if options.measure != ("steps",):
+            raise ValueError("--hosts: only --measure steps is measured between hosts; leave the rest out")
+        if (why := hosts.missing()) is not None and not under_launcher():
+            raise ValueError(f"--hosts: no hosts can be made here ({why}); leave it out for a simulated network")
+        if nproc % options.hosts:
+            raise ValueError(f"--hosts {options.hosts}: {nproc} processes are no whole number a host; give --nproc")
     if options.node is not None and nproc % options.node:
         raise ValueError(f"--node {options.node}: {nproc} processes are no whole number of such nodes; give --nproc")
     refuse_used(out)  # last, since it makes the folder
@@ -94,15 +114,15 @@ def resolve(options: BenchOptions) -> BenchOptions:
 def selection(options: BenchOptions) -> tuple[Preset, list[Rival]]:
     """What is trained, and by whom."""
     preset = sized(PRESETS[options.preset], **{name: getattr(options, name) for name in SIZES})
-    names = options.rivals or tuple(RIVALS)
+    names = options.rivals or tuple(name for name, rival in RIVALS.items() if rival.bound == BOUND)
     found, reason = choose_lower(cuda=torch.cuda.is_available())
     lower = options.lower or ("both" if found == "inductor" else "eager")
     rivals = []
     for name in names:
         rival = RIVALS[name]
-        if rival.tp and options.node is None:
+        if rival.nodes and options.node is None:
             if options.rivals:
-                raise ValueError(f"{name} cuts the model over the ranks of a node; say how many that are: --node 2")
+                raise ValueError(f"{name} treats the ranks of a node apart; say how many that are: --node 2")
             continue
         if rival.ours and not rival.compiles and lower == "inductor":
             continue
@@ -189,7 +209,7 @@ def _under_torchrun(options: BenchOptions, here: RankInfo) -> BenchOptions:
         raise ValueError("--measure first-step starts processes of its own; run fsdp-compiled bench without torchrun")
     if not here.first:
         return replace(options, out=options.out or Path("runs"))
-    if options.nproc is not None:
+    if options.nproc is not None and options.hosts is None:
         print(f"--nproc is ignored: torchrun has started {here.world} processes", flush=True)
     return resolve(replace(options, nproc=None))
 

@@ -45,6 +45,7 @@ class Row:
     operators: int | None
     wire: float | None  # on a simulated network: the transfers of a step
     exposed: float | None  # and how long the rank waited for them
+    sent: float | None  # between hosts: bytes of a step, by a host's network card
     simulated: float | None  # a step, as `simulate` says it
     cold: float | None
     warm: float | None
@@ -87,6 +88,7 @@ def rows(result: Result, baseline: str = BASELINE) -> list[Row]:
                 facts.get("operators"),
                 _middle([sent for sent, _ in facts.get("wire", ())]),
                 _middle([waited for _, waited in facts.get("wire", ())]),
+                _middle(facts.get("sent", ())),
                 facts.get("simulated", {}).get("seconds"),
                 first.get("cold"),
                 first.get("warm"),

@@ -31,6 +31,7 @@ CHECKPOINT = "checkpoint"
 FEWER_BYTES = "fewer-bytes"
 MANY_RANKS = "many-ranks"
 NODES = ("far-nodes", "near-nodes")
+HOSTS = ("hosts-llama", "hosts-large", "hosts-llama-slow")
 MUON = ("muon-256", "muon-768", "muon-slow")
 LOOPS = ("loop-thin", "loop-small")
 LOOP_FIRST_STEP = "loop-first-step"
@@ -236,7 +237,8 @@ def fill(text: str, results: Results) -> str:
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The committed results of `fsdp-compiled bench`, by name."""
-    names = (*PRESETS, *FIRST_STEPS, CHECKPOINT, FEWER_BYTES, MANY_RANKS, *NODES, *MUON, *LOOPS, LOOP_FIRST_STEP)
+    names = (*PRESETS, *FIRST_STEPS, CHECKPOINT, FEWER_BYTES, MANY_RANKS, *NODES, *HOSTS)
+    names += (*MUON, *LOOPS, LOOP_FIRST_STEP)
     files = {name: folder / f"{name}.json" for name in names}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fsdp_compiled.capture.global_modes import outside
 from fsdp_compiled.capture.model_tensors import named_parameters
+from fsdp_compiled.distributed import network
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.lockstep import Work, lockstep
@@ -29,6 +30,7 @@ from fsdp_compiled.optim.given_optimizer import members, numbered, unwrapped
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rule import Rule, described
 from fsdp_compiled.optim.state_containers import all_leaves
+from fsdp_compiled.plan.hardware import machine_of
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import Choice
@@ -127,6 +129,11 @@ def _sharded(
             checked = checked_call(model, own, loss, units, policy, init)
         except Exception as error:
             checked, failure = None, error
+    if checked is not None and checked[2].network == "measure":
+        agree(place, "What compile_sharded was called with", f"{checked[2]}", failure)  # as above
+        found = network.measured(place, machine_of(place.device).link(place.world))
+        notes = (*notes, network.described(found))
+        checked = (*checked[:2], replace(checked[2], network=found))
     if checked is not None:
         leaves, rules, policy = checked
         if policy.sync_every is not None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compiled import Policy
 from fsdp_compiled.cli.gpt import GPT, VOCABULARY, GPTConfig, next_byte_loss
 from fsdp_compiled.cli.options import check_heads, positive, whole
-from fsdp_compiled.plan.hardware import GBIT, HARDWARE, bits, with_bandwidth
+from fsdp_compiled.plan.hardware import GBIT, HARDWARE, bits, with_network
 from fsdp_compiled.runtime.simulate import Estimate, simulate
 
 P = TypeVar("P", bound="Preset")
@@ -88,7 +88,7 @@ def run_simulate(options: argparse.Namespace, _: Sequence[str]) -> int:
         machine = replace(machine, node=options.node)
     if options.nic is not None:
         machine = replace(machine, network=options.nic)
-    machine = with_bandwidth(machine, options.network_gbps, options.tp)
+    machine = with_network(machine, options.network_gbps, options.tp)
     if options.inner_gbps is not None:
         machine = replace(machine, inner=options.inner_gbps * GBIT)
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if options.half else None

@@ -9,7 +9,7 @@ latency of the protocol, one for each hop inside a node and between nodes, and t
                                                           replicate: 1 a node, 4      8 rings share them
 
 Choices must be the same on every rank, because every rank makes the same program. So these figures come from the kind
-of device and from `Policy.bandwidth_gbps`, never from a measurement.
+of device and from `Policy.network`, which all ranks have measured together where it says so.
 """
 
 from __future__ import annotations
@@ -211,14 +211,19 @@ GPU = gpus("h100")
 HARDWARE: Mapping[str, Cluster] = {"cpu": CPU, **{name: gpus(name) for name in (*GPUS, *NAMES)}}
 
 
-def machine_of(device: torch.device, bandwidth_gbps: float | None = None, tp: int = 1) -> Cluster:
-    """The figures for ranks on such a device. ``bandwidth_gbps``: from and to each rank, in 1e9 bits a second, in the
-    place of the network's; the ``tp`` ranks along the tp axis are inside a node then."""
-    return with_bandwidth(CPU if device.type == "cpu" else GPU, bandwidth_gbps, tp)
+Told = float | tuple[float, float] | str | None  # `Policy.network`
 
 
-def with_bandwidth(found: Cluster, bandwidth_gbps: float | None, tp: int) -> Cluster:
-    if bandwidth_gbps is None:
+def machine_of(device: torch.device, network: Told = None, tp: int = 1) -> Cluster:
+    """The figures for ranks on such a device. ``network``: `Policy.network`, in the place of its usual one; the ``tp``
+    ranks along the tp axis are inside a node then."""
+    return with_network(CPU if device.type == "cpu" else GPU, network, tp)
+
+
+def with_network(found: Cluster, network: Told, tp: int) -> Cluster:
+    if network is None or isinstance(network, str):  # which is measured where there are ranks
         return found
+    gbps, latency = network if isinstance(network, tuple) else (network, None)
     inner = found.inner if found.inner is not None else found.network
-    return replace(found, network=bandwidth_gbps * GBIT * tp, inner=inner, node=tp)
+    latency = found.latency if latency is None else latency / 1e3
+    return replace(found, network=gbps * GBIT * tp, inner=inner, node=tp, latency=latency)

@@ -70,7 +70,7 @@ def make_plan(
     Registration order is kept inside a buffer, because the place of an element decides the order in which a ring
     reduction sums it, and so its last bits. Only where parameters are updated whole is another taken (`laid_out`).
     """
-    machine = machine or machine_of(device, policy.bandwidth_gbps, tp)
+    machine = machine or machine_of(device, policy.network, tp)
     gathered = policy.placement.parameter and shard > 1
     blocks, sizes = [leaf.block for leaf in leaves], [_wire_bytes(leaf, policy) for leaf in leaves]
     most = MOST_UNITS[policy.lower] if gathered else MOST_BUCKETS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -90,7 +90,15 @@ def _check_numbers(policy: Policy) -> None:
         raise ValueError(f"Policy.sync_every is {policy.sync_every!r}; expected a whole number, 1 or more, or None.")
     if not (policy.outer is None or isinstance(policy.outer, OuterSGD)):
         raise ValueError(f"Policy.outer is a {type(policy.outer).__name__}; expected an OuterSGD, or None.")
-    for name in ("clip", "clip_value", "bandwidth_gbps", "memory_gb"):
+    told: tuple[Any, ...] = policy.network if isinstance(policy.network, tuple) else (policy.network,)
+    if policy.network not in (None, "measure") and not (
+        len(told) <= 2 and all(is_number(one) and 0 < one < math.inf for one in told)
+    ):
+        raise ValueError(
+            f"Policy.network is {policy.network!r}; expected gigabits a second, as 1.0, or these and milliseconds of a "
+            'message, as (1.0, 0.5), "measure", or None.'
+        )
+    for name in ("clip", "clip_value", "memory_gb"):
         value = getattr(policy, name)
         if value is not None and not (is_number(value) and 0 < value < math.inf):
             raise ValueError(f"Policy.{name} is {value!r}; expected a positive number or None.")

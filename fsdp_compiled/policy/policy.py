@@ -94,11 +94,14 @@ class Policy:
         next: a sixth under Inductor; a twelfth under the eager lowering, which leaves the last twelfth as it is. Where
         layers are many and thin that costs processor time, most under the eager lowering; a larger size, as 64, is
         faster there and takes the memory. With `fully_shard`, modules that were marked are merged, and none is cut.
-    bandwidth_gbps
+    network
         What the network carries from and to each rank, in 1e9 bits a second, where that is far from what such devices
-        usually have (Ethernet between GPU nodes): the ``"auto"`` choices follow it, and on CPUs owners of whole
-        matrices update them while messages travel. Along a tp axis,
-        which is taken to be inside of a node, estimates keep the device's own figure.
+        usually have (Ethernet between GPU nodes); or a pair of that and the milliseconds that a collective takes
+        however little it carries. The ``"auto"`` choices follow it: messages are larger where latency is long, and
+        leave earlier where bytes take long; and on CPUs owners of whole matrices update them while messages travel.
+        Along a tp axis, which is taken to be inside of a node, estimates keep the device's own rate. ``"measure"``:
+        `compile_sharded` makes some gathers, under a second, and all ranks go by what they measured together, which the
+        plan's notes say; a network that is within four times of what the device usually has is left as that is.
     wire
         ``"int8"`` or ``"fp8"``: parameters and gradients cross the wire as one byte each, with a scale in float32 for
         each 128 of them: about a quarter of float32's bytes, half of bfloat16's. ``"fp8"`` is ``torch.float8_e4m3fn``.
@@ -237,7 +240,7 @@ class Policy:
     prefetch: int | Literal["auto"] = "auto"
     limit: int | Literal["auto"] = "auto"
     bucket_mb: float | Literal["auto"] = "auto"
-    bandwidth_gbps: float | None = None
+    network: float | tuple[float, float] | Literal["measure"] | None = None
     wire: Literal["int8", "fp8"] | None = None
     memory_gb: float | None = None
     loss_rows: int | None = None

@@ -34,7 +34,7 @@ from fsdp_compiled.ir.edit import moved
 from fsdp_compiled.ir.kept import Kept
 from fsdp_compiled.ir.nodes import carried, is_collective
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.plan.hardware import HARDWARE, Cluster, with_bandwidth
+from fsdp_compiled.plan.hardware import HARDWARE, Cluster, with_network
 from fsdp_compiled.plan.make_plan import make_plan
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.text import human
@@ -194,7 +194,7 @@ class Traced:
             )
         tp = self.place.tp
         leaves, rules, _ = checked_call(self.model, self.optimizer, self.loss, self.units, policy, lambda module: None)
-        machine = with_bandwidth(cluster, policy.bandwidth_gbps, tp)
+        machine = with_network(cluster, policy.network, tp)
         plan = make_plan(leaves, policy, self.device, shard, replicate, tp, machine)
         plan = replace(plan, notes=(*plan.notes, *self.notes))
         gloo = tuple(axis for axis, _ in plan.all_axes) if self.device.type == "cpu" else ()

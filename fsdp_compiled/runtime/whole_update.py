@@ -228,7 +228,7 @@ class WholeUpdate(EagerUpdate):
                 raise RuntimeError(
                     f"{type(self._optimizer).__name__} runs in several calls of its step, so that messages travel "
                     f"meanwhile, and now writes another {odd[0]!r} in each: it would count calls for steps. Nothing in "
-                    "its first steps told. Let it count from its first step, or leave out Policy.bandwidth_gbps."
+                    "its first steps told. Let it count from its first step, or leave out Policy.network."
                 )
 
     def _order(self, names: tuple[str, ...]) -> list[tuple[dict[str, Owned], list[list[nn.Parameter]]]]:

@@ -76,7 +76,7 @@ def test_rates_as_people_write_them() -> None:
 
 def test_choices_go_by_the_model_that_simulate_goes_by() -> None:
     assert machine_of(torch.device("cuda")) == HARDWARE["gpu"] == gpt("gpu").plan.machine
-    slow = machine_of(torch.device("cuda"), bandwidth_gbps=100, tp=4)
+    slow = machine_of(torch.device("cuda"), network=100, tp=4)
     assert slow.link(16, stride=4) == 100 * GBIT and slow.link(4) == H100.inner
 
 

@@ -21,7 +21,7 @@ from tests.simulate import stages
 def estimated(shard: int = 2, **policy: Any) -> Timeline:
     model = Stack(4, 256)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wanted = Policy(lower="eager", bandwidth_gbps=1.0, bucket_mb=0, **policy)
+    wanted = Policy(lower="eager", network=1.0, bucket_mb=0, **policy)
     found, plan = stages(model, optimizer, None, (torch.ones(1024, 256),), wanted, shard=shard)
     return estimate(found[-1], plan)
 

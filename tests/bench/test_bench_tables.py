@@ -108,7 +108,15 @@ def test_the_fastest_that_shards_is_the_one_that_counts() -> None:
 
 def test_what_is_committed_is_what_the_commands_make(tmp_path: Path) -> None:
     commands = run_all.COMMANDS
-    names = [*tables.PRESETS, *tables.FIRST_STEPS, tables.CHECKPOINT, *tables.NODES, *tables.MUON, *tables.LOOPS]
+    names = [
+        *tables.PRESETS,
+        *tables.FIRST_STEPS,
+        tables.CHECKPOINT,
+        *tables.NODES,
+        *tables.HOSTS,
+        *tables.MUON,
+        *tables.LOOPS,
+    ]
     names.append(tables.LOOP_FIRST_STEP)
     assert set(commands) == set(names)
     for name in commands:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bench import report, start
+from bench.hosts import missing
 from bench.measure import BOUND, CHECKED, Contest, WrongLoss, compare, wire
 from bench.network import Transfer
 from bench.observe import MARK, Event, Observer, read
@@ -80,6 +81,9 @@ def test_without_a_compiler_what_compiles_is_left_out_or_refused(monkeypatch: py
     [
         ("--width 100 --heads 3", "try --width 102"),
         ("--latency-ms 3", "--network-gbps"),
+        ("--hosts 2", "--hosts 2 --network-gbps 1"),
+        ("--hosts 2 --network-gbps 1 --measure checkpoint", "only --measure steps is measured between hosts"),
+        ("--rivals ours-hsdp", "say how many that are: --node 2"),
         ("--lower inductor --rivals ours-eager", "--lower inductor leaves none of --rivals ours-eager"),
         ("--rivals nobody", "invalid choice: 'nobody'"),
         ("--rounds 0", "expected a whole number from 1"),
@@ -226,6 +230,28 @@ def test_on_a_network_what_was_waited_for_is_told_from_what_was_hidden() -> None
     column = header.index("wire ms")
     assert header[column : column + 2] == ["wire ms", "waited for"]
     assert (ours[column], ours[column + 1], fsdp2[column + 1]) == ("10.0", "2.0", report.MISSING)
+
+
+def test_between_hosts_there_is_what_their_network_cards_sent() -> None:
+    between = result()
+    between["rivals"]["ours"]["sent"] = [3e6, 1e6, 2e6]
+    header, (fsdp2, ours) = report.grid(between)
+    column = header.index("MB sent")
+    assert (ours[column], fsdp2[column]) == ("2.0", report.MISSING)
+    network = {"gigabits per second": 1.0, "latency ms": 0.5, "hosts": 2}
+    between["conditions"] = {**between["conditions"], "network": network}
+    assert "in 2 hosts with network cards of 1.0 Gbit/s and 0.5 ms between them" in report.describe(between)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(missing() is not None, reason=f"no hosts can be made here: {missing()}")
+def test_ranks_in_hosts_are_measured_as_others(tmp_path: Path) -> None:
+    command = "bench --preset thin --layers 2 --width 32 --heads 2 --rounds 2 --steps 1 --hosts 2 --network-gbps 1"
+    command += f" --latency-ms 1 --lower eager --rivals fsdp2 ours-eager --out {tmp_path / 'run'}"
+    subprocess.run([sys.executable, "-m", "fsdp_compiled", *command.split()], check=True, cwd=ROOT)
+    found = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert found["conditions"]["network"]["hosts"] == 2 and found["conditions"]["world"] == 2
+    assert all(sent > 0 for sent in found["rivals"]["ours-eager"]["sent"] + found["rivals"]["fsdp2"]["sent"])
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.launch import launch
-from tests.workers.network import GIGABITS, KINDS, LATENCY, SIZE
+from tests.workers.network import GIGABITS, KINDS, LATENCY, MESSAGE, SIZE
 
 WORKER = Path(__file__).parents[1] / "workers" / "network.py"
 
@@ -58,6 +58,18 @@ def test_every_rival_is_on_the_wire_and_trains_the_same(by: str, seen: dict[str,
     else:
         assert sum("allgather" in name for name in transfers) >= 1
         assert sum("reduce_scatter" in name for name in transfers) >= 1
+
+
+def test_a_policy_that_measures_the_network_goes_by_what_all_ranks_found(seen: dict[str, Any]) -> None:
+    (rate, milliseconds), (note,), latency = seen["measured"]
+    assert 0.5 * GIGABITS <= rate <= 1.01 * GIGABITS and milliseconds >= MESSAGE * 1e3
+    assert note == f"network: measured, {rate:g} Gbit/s and {milliseconds:g} ms a message"
+    assert latency == pytest.approx(milliseconds / 1e3)
+    rate, (note,), _ = seen["usual"]  # whatever else runs on this host
+    assert (rate is None) == (note == "network: measured, about as such devices usually have")
+    assert rate is None or rate[0] > 2 * GIGABITS
+    for _, error in seen["apart"]:
+        assert "What compile_sharded was called with differs" in error
 
 
 def test_afterwards_the_network_is_as_before(seen: dict[str, Any]) -> None:

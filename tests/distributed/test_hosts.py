@@ -115,13 +115,15 @@ def test_a_cable_that_stays_pulled_is_an_error_on_both_sides_of_it(tmp_path: Pat
 def test_where_a_host_dies_the_others_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir()
-    with hosts(2, gbps=1) as among:
+    with hosts(2, gbps=0.1, delay=0.005) as among:
         job = Job(there, among, 1, "save", 12, fewest=1)
         job.wait_for_step(STARTED)
         among[1].die()
         job.wait_for_end(1)
         (error,) = job.errors(0)
         assert "on host1)" in error or "died or hangs" in error, error
+    begun, again = (line["network"] for line in job.said(0) if "network" in line)
+    assert 0.05 <= begun[0] <= 0.1 and 10 <= begun[1] <= 30 and again is None  # one rank alone has no network
     first = [line["first"] for line in job.said(0) if "first" in line][-1]
     assert STARTED - 1 <= first < 12
     shutil.copytree(there / "saved" / f"step-{first}", here / "saved" / f"step-{first}")

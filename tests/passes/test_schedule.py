@@ -156,7 +156,7 @@ def test_choices_are_told_and_follow_the_network() -> None:
     assert "prefetch=1 (auto): " in notes() and "limit=3 (auto)" in notes()
     assert "prefetch=2, as given" in notes(prefetch=2)
     assert "limit=2, as given; at most 2 units alive at once" in notes(limit=2)
-    assert _of_gathers(notes(bandwidth_gbps=1e-5)) > 100 * _of_gathers(notes())
+    assert _of_gathers(notes(network=1e-5)) > 100 * _of_gathers(notes())
 
 
 def _of_gathers(notes: str) -> float:
@@ -173,7 +173,9 @@ def _of_gathers(notes: str) -> float:
         ({"limit": 0}, "Policy.limit is 0; expected a whole number from 1 up"),
         ({"limit": 2, "prefetch": 2}, "leaves no room for prefetch=2.*limit=3 or more"),
         ({"bucket_mb": -1}, "Policy.bucket_mb is -1; expected MiB"),
-        ({"bandwidth_gbps": 0}, "Policy.bandwidth_gbps is 0; expected a positive number"),
+        ({"network": 0}, "Policy.network is 0; expected gigabits a second"),
+        ({"network": (1.0, 0.5, 2.0)}, "expected gigabits a second"),
+        ({"network": "fast"}, 'Policy.network is .fast.; expected .*"measure"'),
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(fields: dict[str, object], message: str) -> None:

@@ -83,7 +83,7 @@ def test_what_auto_chooses_follows_latency_bandwidth_and_the_model() -> None:
     def merge(machine: Cluster, gathered: bool = True) -> float:
         return target("auto", blocks, sizes, machine, 8, gathered)[0] / MIB
 
-    fast, slow = machine_of(torch.device("cpu")), machine_of(torch.device("cpu"), bandwidth_gbps=1)
+    fast, slow = machine_of(torch.device("cpu")), machine_of(torch.device("cpu"), network=1)
     assert merge(slow) < merge(fast) <= 8  # a slow network is busy with less; half of the model at most
     assert merge(CPU, gathered=False) == 8
     assert target("auto", blocks, sizes, CPU, 1, True)[0] == 0

@@ -56,7 +56,7 @@ class Dumped:
 @pytest.fixture(scope="module", params=[24, 126])
 def dumped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Dumped:
     folder = tmp_path_factory.mktemp(f"layers{request.param}")
-    policy = Policy(lower="eager", bucket_mb=0, bandwidth_gbps=1.0)
+    policy = Policy(lower="eager", bucket_mb=0, network=1.0)
     model = Stack(request.param, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     programs, plan = stages(model, optimizer, None, (torch.ones(256, 32),), policy, shard=4)

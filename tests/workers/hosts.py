@@ -55,10 +55,14 @@ def run(result: Path, folder: Path, kind: str, steps: int, tell: Callable[[dict[
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    fields: dict[str, Any] = {"shard": "ddp", "sync_every": 3} if kind == "exchange" else {}
+    kinds: dict[str, dict[str, Any]] = {
+        "exchange": {"shard": "ddp", "sync_every": 3},
+        "save": {"network": "measure"},
+    }
+    fields = kinds.get(kind, {})
     sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager", **fields))
     first = sharded.load(folder / "saved") if kind == "save" and (folder / "saved").exists() else 0
-    tell({"host": os.uname().nodename, "pid": os.getpid(), "first": first})
+    tell({"host": os.uname().nodename, "pid": os.getpid(), "first": first, "network": sharded.plan.policy.network})
     before = sent()
     for step in range(first, steps):
         if step == steps - COUNTED:

@@ -18,9 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.network import Network, slow_network
 from fsdp_compiled import Policy, compile_sharded
+from fsdp_compiled.distributed.device_mesh import connect
+from fsdp_compiled.distributed.mesh import RankError, exchange
 from fsdp_compiled.distributed.process_group import close
 
 GIGABITS, LATENCY = 0.08, 0.2  # 10 MB/s: 20 ms for what is sent below; the latency is what a busy machine may lose
+MESSAGE = 0.02  # seconds that a small one takes where the network is measured
 SIZE = 100_000  # elements of four bytes in a whole buffer
 functional = torch.ops._c10d_functional
 
@@ -150,6 +153,19 @@ def trained(by: str, network: float | None) -> tuple[list[float], list[str]]:
         return losses, [transfer.name for transfer in wire.transfers]
 
 
+def measured(**policy: Any) -> list[Any]:
+    """What `compile_sharded` takes the network for, and says of it; or its error."""
+    model = nn.Linear(8, 8)
+    try:
+        sharded = compile_sharded(
+            model, loss=lambda model, x: model(x).square().mean(), policy=Policy(lower="eager", **policy)
+        )
+    except RankError as error:
+        return [None, str(error)]
+    plan = sharded.plan
+    return [plan.policy.network, [note for note in plan.notes if note.startswith("network")], plan.machine.latency]
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     result = {
@@ -159,6 +175,10 @@ def main() -> None:
         "queued": queued(),
         "trained": {by: [trained(by, None), trained(by, 1.0)] for by in ("ours", "fsdp2", "ddp")},
     }
+    with slow_network(GIGABITS, MESSAGE):
+        result["measured"] = measured(network="measure")
+    result["usual"] = measured(network="measure")
+    result["apart"] = exchange(measured(network="measure" if dist.get_rank() else None), connect(None))
     with slow_network(GIGABITS) as left:
         pass
     dist.all_reduce(torch.zeros(1))

@@ -30,7 +30,7 @@ from tests.matrices import Matrices, batches, loss
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ROWS = 12 // WORLD
-EAGER, SEVERAL = Policy(lower="eager"), Policy(lower="eager", bandwidth_gbps=1)
+EAGER, SEVERAL = Policy(lower="eager"), Policy(lower="eager", network=1)
 OWNS = "RankError: The update of what rank 1 along the shard axis owns"
 
 

@@ -152,7 +152,7 @@ def merge(module: nn.Module, groups: Sequence[ParameterGroup], policy: Policy) -
     paths = {id(one): path for path, one in module.named_modules()}
     names = [paths.get(id(group.modules[0]), "") or ROOT for group in groups]
     sizes = [sum(_wire_bytes(flat, group) for flat in group.flats) for group in groups]
-    machine = machine_of(mesh.device, policy.bandwidth_gbps, mesh.tp)
+    machine = machine_of(mesh.device, policy.network, mesh.tp)
     few = policy.lower == "inductor" and sum(sizes) <= SMALL
     parts = FEW_UNITS if few else MOST_UNITS[policy.lower]
     most, _, reason = target(policy.bucket_mb, names, sizes, machine, mesh.world, True, parts, mesh.tp)

@@ -163,7 +163,7 @@ def make(
     # collectives must not.
     ahead = 1 if policy.prefetch == "auto" and policy.limit != 1 else policy.prefetch
     policy = replace(policy, prefetch=ahead)
-    machine = machine_of(mesh.device, policy.bandwidth_gbps, mesh.tp)
+    machine = machine_of(mesh.device, policy.network, mesh.tp)
     plan = Plan(tuple(units), policy, mesh.device, mesh.shard, mesh.replicate, machine, notes, tp=mesh.tp)
     buffers = ModuleBuffers(module, mesh.device)
     random = LoopRandom(mesh.device, mesh.rank) if mesh.tp > 1 else None
