@@ -237,8 +237,8 @@ def fill(text: str, results: Results) -> str:
 
 def load(folder: Path = RESULTS) -> dict[str, Any]:
     """The committed results of `fsdp-compiled bench`, by name."""
-    names = (*PRESETS, *FIRST_STEPS, CHECKPOINT, FEWER_BYTES, MANY_RANKS, *NODES, *HOSTS)
-    names += (*MUON, *LOOPS, LOOP_FIRST_STEP)
+    names = [*PRESETS, *FIRST_STEPS, CHECKPOINT, FEWER_BYTES, MANY_RANKS, *NODES, *HOSTS, *MUON, *LOOPS]
+    names.append(LOOP_FIRST_STEP)
     files = {name: folder / f"{name}.json" for name in names}
     return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 

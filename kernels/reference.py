@@ -16,7 +16,7 @@ from fsdp_compiled.kernels.options import SGD, Adam
 SQUARES = 4096  # elements whose squares `measure` adds up into one number
 SCALED = 128  # elements that have a scale in common, where they are packed
 ROW = 512  # elements that a packed row is a multiple of: its scales then end at an address for the widest accesses
-PIECE = 2**15  # elements that are packed or unpacked at a time: what is worked out on the way stays in the cache
+PIECE = 2**16  # elements that are packed or unpacked at a time: what is worked out on the way stays in the cache
 LARGEST = {"int8": 127.0, "fp8": 448.0}  # of the formats; fp8 is torch.float8_e4m3fn
 MIX = ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32))  # of `noise`
 STEP = 0x9E3779B9 - 2**32  # 2^32 by the golden ratio

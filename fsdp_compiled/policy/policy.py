@@ -114,7 +114,7 @@ class Policy:
         is sent, and nothing is rounded; the loss, the norm and what travels along a tp axis are sent as they are, and
         so is what an evaluation of `Sharded.gathered` reads. Refused for parameters in float64, and, until it is held
         against eager PyTorch there, with ``offload``, ``loss_scale``, ``sync_every``, tensor parallelism and optimizers
-        of whole matrices. What rounding needs on a CPU meanwhile, some 0.5 MB, is not in the predicted memory. None: in
+        of whole matrices. What rounding needs on a CPU meanwhile, some 1 MB, is not in the predicted memory. None: in
         the compute dtype, and the dtype of the reduction.
     memory_gb
         What a step may take of a rank's memory at its peak, as `Sharded.memory` predicts it, in GiB, or None. Until it
