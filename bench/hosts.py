@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import functools
 import heapq
 import os
 import select
@@ -45,18 +46,26 @@ PORT = 29500  # of torchrun's store
 QUICK = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
 
 
+@functools.cache
 def missing() -> str | None:
-    """Why there can be no hosts here; None where there can."""
+    """Why there can be no hosts here; None where there can: one is made, and removed."""
     if not sys.platform.startswith("linux"):
         return "network namespaces are Linux's"
     if os.geteuid():
         return "network namespaces need root"
     if lacking := [name for name in ("ip", "unshare") if shutil.which(name) is None]:
         return f"{' and '.join(lacking)} not found"
-    if not os.access(TUN, os.W_OK):
-        return f"{TUN} cannot be opened"
-    made = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True, check=False)
-    return made.stderr.strip() or "unshare --net fails" if made.returncode else None
+    name = f"fsdp-{os.getpid()}-trial"
+    try:
+        _run("ip", "netns", "add", name)
+        os.close(_tap(f"t{os.getpid() % 10**6}trial", name, 0))
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)} fails: {error.stderr.strip()}"
+    except OSError as error:
+        return f"{TUN} cannot be used: {error.strerror}"
+    finally:
+        _remove([name])
+    return None
 
 
 class Host:

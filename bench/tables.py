@@ -62,7 +62,8 @@ def _first(result: Mapping[str, Any], cache: str) -> float:
 
 def _fastest_that_shards(results: Results) -> float:
     """Against the best of them: the largest of our ratios."""
-    others = [name for name, rival in RIVALS.items() if rival.shards and not rival.ours]
+    measured = results["large"]["rivals"]
+    others = [name for name, rival in RIVALS.items() if name in measured and rival.shards and not rival.ours]
     return max(ratio(results["large"], OURS, name) for name in others)
 
 

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Event
 from typing import Any
 
@@ -374,6 +374,38 @@ def test_without_a_store_a_call_has_the_grace_to_end(
     one.wait_until_stopped()
     assert (one.reason is not None) == ends
     assert not ends or "The store at which ranks meet does not answer" in str(one.reason)
+
+
+class Slow(dist.HashStore):
+    """A store that takes so many seconds to answer."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds, self.cut = seconds, Event()
+
+    def check(self, keys: list[str]) -> bool:
+        if self.cut.wait(self.seconds):
+            raise dist.DistNetworkError("Connection reset by peer")
+        return False
+
+
+@pytest.mark.parametrize(("seconds", "is_cut"), [(60.0, True), (0.1, False)])
+def test_a_store_that_never_answers_is_cut_off_and_a_slow_one_is_not(
+    seconds: float, is_cut: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Slow(seconds)
+    monkeypatch.setattr(watchdog, "SILENCE", 0.4)
+    monkeypatch.setattr(watchdog, "cut_from_store", lambda port: store.cut.set())
+    board = Board(store, 0, 2)
+    one = Watchdog(board, cuts=False)
+    with ThreadPoolExecutor(1) as pool:
+        watched = pool.submit(one._watch_store, 1)
+        with pytest.raises(RankError, match="does not answer") if is_cut else nullcontext():
+            for _ in range(1 if is_cut else 12):
+                assert board.error() is None
+        one.stop()
+        watched.result(10)
+    assert store.cut.is_set() == is_cut and board.unanswered is None
 
 
 def test_without_a_store_each_way_to_ask_it_is_an_error_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
