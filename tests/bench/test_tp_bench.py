@@ -39,7 +39,7 @@ def test_groups_inside_of_a_node_have_a_wire_of_their_own() -> None:
 def test_what_the_options_refuse() -> None:
     with pytest.raises(ValueError, match="--node 2 --network-gbps 1 --inner-gbps 20"):
         bench_options(parser("bench").parse_args(["bench", "--inner-gbps", "20", "--network-gbps", "1"]))
-    with pytest.raises(ValueError, match="ours-tp-eager cuts the model over the ranks of a node"):
+    with pytest.raises(ValueError, match="ours-tp-eager treats the ranks of a node apart"):
         selection(BenchOptions(rivals=("ours-tp-eager",), lower="eager"))
     assert not [rival for rival in selection(BenchOptions(lower="eager"))[1] if rival.tp]
 
