@@ -127,7 +127,7 @@ def from_first(value: Any, mesh: Mesh) -> Any:
 
 def any_rank(flag: bool, mesh: Mesh) -> bool:
     """Whether it is so on any rank."""
-    return flag if mesh.world == 1 else bool(_largest([int(flag)])[0])
+    return flag if mesh.world == 1 else bool(largest([int(flag)])[0])
 
 
 def said_by(value: Any, mesh: Mesh) -> list[Any]:
@@ -135,7 +135,7 @@ def said_by(value: Any, mesh: Mesh) -> list[Any]:
     return exchange(value, mesh) if any_rank(value is not None, mesh) else [None] * mesh.world
 
 
-def _largest(numbers: list[int]) -> list[int]:
+def largest(numbers: list[int]) -> list[int]:
     """The largest that any rank has, one by one; between hosts, where the process group can."""
     on_host = "cpu:" in str(dist.get_backend_config())
     tensor = torch.tensor(numbers, device="cpu" if on_host else torch.accelerator.current_accelerator())
@@ -173,8 +173,8 @@ def agree(
     for place, digest in zip((0, 1 + mesh.tp_rank), digests, strict=True):
         words = [int.from_bytes(digest[start : start + 8], "little") >> 2 for start in (0, 8)]
         numbers[4 * place : 4 * place + 4] = [words[0], -words[0], words[1], -words[1]]
-    failed, *largest = _largest([int(failure is not None), *numbers])
-    if not failed and all(one == -other for one, other in zip(largest[::2], largest[1::2], strict=True)):
+    failed, *most = largest([int(failure is not None), *numbers])
+    if not failed and all(one == -other for one, other in zip(most[::2], most[1::2], strict=True)):
         return
     error = f"{type(failure).__name__}: {failure}" if failure is not None else None
     interrupted = failure is not None and not isinstance(failure, Exception)
