@@ -101,9 +101,11 @@ class Host:
 
     def end(self) -> None:
         """Ends all that runs in it."""
-        for pid in _run("ip", "netns", "pids", self.namespace).split():
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+        while pids := _run("ip", "netns", "pids", self.namespace).split():  # some may be starting others
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            time.sleep(0.02)
         for process in self._started:
             process.wait()
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -35,6 +35,7 @@ ROWS = (1, 2, 4, 8)  # of a microbatch, that are tried
 PRECISION = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 NETWORKS = (10, 100, 400, 1600, 3200, 12800)  # Gb/s of a node, that the picture shows
 WAITS = 0.15  # the part of a step from which on waiting is what bounds it
+EVERY = 50  # local steps between two exchanges, where they are proposed
 
 Batch = tuple[Any, ...]
 Setup = tuple[Callable[[], nn.Module], Callable[..., Any] | None, Batch]
@@ -88,7 +89,8 @@ class Price:
 @dataclass(frozen=True)
 class Plans:
     """All ways, the fastest that fits first. ``error``: how far off published runs were, the median and the worst
-    (`plan.hardware.ERROR`)."""
+    (`plan.hardware.ERROR`). ``fewer``: where the network bounds the best, what sends fewer bytes and rounds or delays
+    for it, by field of the policy, and of its seconds the part that a step then takes."""
 
     prices: tuple[Price, ...]
     cluster: Cluster
@@ -99,6 +101,7 @@ class Plans:
     dollars: float | None = None  # of a GPU's hour
     networks: Mapping[str, Sequence[float]] | None = None  # tokens a second and GPU, by way, at `NETWORKS`
     error: tuple[float, float] = ERROR
+    fewer: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def best(self) -> Price:
@@ -132,6 +135,7 @@ class Plans:
                  "microbatches": one.way.microbatches} for one, policy in zip(self.prices, policies)]  # fmt: skip
         figures = {name: repr(value) for name, value in asdict(self.cluster).items()}
         found = {"inputs": dict(self.inputs), "cluster": figures, "error": self.error, "ways": rows}
+        found["fewer bytes"] = dict(self.fewer)
         return json.dumps(found, indent=1)
 
     def lines(self, most: int = 12) -> Iterator[str]:
@@ -161,6 +165,9 @@ class Plans:
         yield f"mesh = init_device_mesh('cuda', {tuple(mesh.values())}, mesh_dim_names={tuple(mesh)})"
         yield f"policy = {policy_text(self.best.way.policy)}"
         yield f"# {self.best.way.rows} rows a rank, {self.best.way.microbatches} microbatches a step"
+        if self.fewer:
+            parts = (f"{change}, {part:.2f} of its time" for change, part in self.fewer.items())
+            yield f"# the network bounds it; fewer bytes, for rounding or delay: {'; '.join(parts)}"
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
@@ -304,7 +311,8 @@ def plan(
             ]
             for price, again in chosen
         }
-    return Plans(tuple(found), cluster, ranks, asked, capacity, tokens, dollars, networks)
+    fewer = _fewer_bytes(source, found[0], cluster) if found[0].bound == "network" else {}
+    return Plans(tuple(found), cluster, ranks, asked, capacity, tokens, dollars, networks, fewer=fewer)
 
 
 def _asked(given: str | Cluster, node: int, nic: str | None, ranks: int | None) -> tuple[Cluster, int]:
@@ -454,6 +462,27 @@ def _priced(
             return _at([(one.on(other).seconds,) for one in known], source.depths, source.depth)[0]
 
         yield price, again
+
+
+def _fewer_bytes(source: _Source, best: Price, cluster: Cluster) -> dict[str, float]:
+    """`Plans.fewer`: messages of eight bits, and local steps, of sites that are the replicas, or each rank. A step of
+    one site alone is priced, and its part of an exchange, the mean of all parameters, is added to it."""
+    way, others = best.way, dict[str, Way]()
+    if way.tp == 1 and not way.policy.offload:
+        others['wire="int8"'] = replace(way, policy=replace(way.policy, wire="int8"))
+    site = 1 if way.policy.shard == "ddp" else way.shard
+    if site < way.shard * way.replicate:
+        others[f"sync_every={EVERY}"] = replace(way, replicate=1, shard=site)
+    priced = _priced(source, [way, *others.values()], cluster, way.rows)
+    seconds = {price.way: price.seconds for price, _ in priced}
+    sites = way.shard * way.replicate // site
+    exchange = cluster.transfer(4.0 * source.parameters / way.tp / site, sites, site * way.tp, both=True) / EVERY
+    parts = {
+        change: (seconds[other] + (exchange if other.policy.wire is None else 0.0)) / seconds[way]
+        for change, other in others.items()
+        if other in seconds
+    }
+    return {change: part for change, part in parts.items() if part < 1}
 
 
 def _attempt(step: Traced, way: Way, cluster: Cluster) -> Estimate | None:

@@ -50,6 +50,27 @@ def test_the_fastest_that_fits_is_first_and_was_simulated_whole() -> None:
     assert all(0 <= one.exposed < 1 and one.seconds > 0 for one in found().prices)
 
 
+@pytest.mark.parametrize(("shard", "replicate"), [("zero3", 1), ("zero3", 4), ("ddp", 1)])
+def test_where_the_network_bounds_a_step_fewer_bytes_are_proposed_with_what_they_save(
+    shard: str, replicate: int
+) -> None:
+    def asked(way: Way) -> bool:
+        plain = way.policy.recompute == "auto" and not way.policy.offload and way.tp == way.rows == 1
+        return plain and way.policy.shard == shard and way.replicate == replicate
+
+    slow, fast = (
+        fsdp_compiled.plan(llama(), "16xH100", node=4, nic=nic, seq=256, ways=asked)  # type: ignore[operator]
+        for nic in ("1Gb/s", "100000Gb/s")
+    )
+    assert slow.best.bound == "network" and fast.fewer.get('wire="int8"', 1.0) > 0.9  # latency alone is left there
+    whole = "zero3" if shard == "zero3" and replicate == 1 else ""  # of which nothing is a site
+    assert {*slow.fewer} == ({'wire="int8"'} if whole else {'wire="int8"', "sync_every=50"})
+    assert all(0 < part < 0.6 for part in slow.fewer.values()), slow.fewer
+    assert slow.fewer.get("sync_every=50", 0.0) < slow.fewer['wire="int8"']
+    assert "# the network bounds it; fewer bytes, for rounding or delay: wire=" in str(slow)
+    assert json.loads(slow.json())["fewer bytes"] == slow.fewer
+
+
 def test_a_price_is_what_simulate_says() -> None:
     """Of the model's whole depth, and of a few blocks continued; under the policy that is printed, with which the large
     matrices at the model's ends are units of their own."""
