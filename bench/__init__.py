@@ -3,7 +3,7 @@
     options -> start (the launching process) -> measure (each rank) -> result.json -> summary -> table, plot
 
 `presets` says what is trained, `rivals` by whom, `observe` reads one step's profile, `network` makes gloo as slow
-as a real wire.
+as a real wire, and `hosts` gives ranks a real one.
 
 What a clone measures for its own documents is run as a module: `run_all` every result of the table, `tables` the tables
 of the documents, `record` a training run; on a GPU, `gpu_step` (its models and

@@ -11,12 +11,12 @@ import resource
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bench.hosts import sent
 from bench.network import Inner, Network, Transfer, slow_network
 from bench.observe import Observer, Seen
 from bench.options import BenchOptions
@@ -151,10 +151,10 @@ class Contest:
             order = [*self.rivals[first:], *self.rivals[:first]]
             self.screen.advance(f"{steps} steps each, {order[0].name} first")
             for rival in order:
-                before = card_sent()
+                before = sent()
                 turn = self._turn(rival, steps)
                 if hosts is not None:
-                    self.sent.setdefault(rival.name, []).append((card_sent() - before) / steps)
+                    self.sent.setdefault(rival.name, []).append((sent() - before) / steps)
                 self.turns.setdefault(rival.name, []).append(turn)
                 if network is not None:
                     self.wires.setdefault(rival.name, []).append(wire(network.take(), steps))
@@ -235,12 +235,6 @@ def measure_steps(
             "reference": contest.losses[REFERENCE],
             "rivals": contest.result(),
         }
-
-
-def card_sent() -> int:
-    """Bytes that the network card of this host, if it is one of `hosts`, has sent."""
-    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
-    return int(counter.read_text()) if counter.exists() else 0
 
 
 def inner_of(options: BenchOptions) -> Inner | None:

@@ -217,7 +217,7 @@ class Plan:
     @property
     def hides(self) -> bool:
         """Whether a message travels beside compute. On one host, over gloo, it is this processor's own work."""
-        return self.device.type != "cpu" or self.policy.network is not None
+        return self.device.type != "cpu" or self.policy.network not in (None, "measure")
 
     @property
     def _owned(self) -> list[tuple[Slot, list[int]]]:

@@ -90,10 +90,9 @@ def _check_numbers(policy: Policy) -> None:
         raise ValueError(f"Policy.sync_every is {policy.sync_every!r}; expected a whole number, 1 or more, or None.")
     if not (policy.outer is None or isinstance(policy.outer, OuterSGD)):
         raise ValueError(f"Policy.outer is a {type(policy.outer).__name__}; expected an OuterSGD, or None.")
-    told: tuple[Any, ...] = policy.network if isinstance(policy.network, tuple) else (policy.network,)
-    if policy.network not in (None, "measure") and not (
-        len(told) <= 2 and all(is_number(one) and 0 < one < math.inf for one in told)
-    ):
+    pair = isinstance(policy.network, tuple) and len(policy.network) == 2
+    told: tuple[Any, ...] = policy.network if pair else (policy.network,)  # type: ignore[assignment]
+    if policy.network not in (None, "measure") and not all(is_number(one) and 0 < one < math.inf for one in told):
         raise ValueError(
             f"Policy.network is {policy.network!r}; expected gigabits a second, as 1.0, or these and milliseconds of a "
             'message, as (1.0, 0.5), "measure", or None.'

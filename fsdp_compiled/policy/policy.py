@@ -100,8 +100,8 @@ class Policy:
         however little it carries. The ``"auto"`` choices follow it: messages are larger where latency is long, and
         leave earlier where bytes take long; and on CPUs owners of whole matrices update them while messages travel.
         Along a tp axis, which is taken to be inside of a node, estimates keep the device's own rate. ``"measure"``:
-        `compile_sharded` makes some gathers, under a second, and all ranks go by what they measured together, which the
-        plan's notes say; a network that is within four times of what the device usually has is left as that is.
+        `compile_sharded` makes a few dozen gathers, and all ranks go by what they measured together, which the plan's
+        notes say; a network that is within four times of what the device usually has is left as that is.
     wire
         ``"int8"`` or ``"fp8"``: parameters and gradients cross the wire as one byte each, with a scale in float32 for
         each 128 of them: about a quarter of float32's bytes, half of bfloat16's. ``"fp8"`` is ``torch.float8_e4m3fn``.

@@ -175,6 +175,8 @@ def _of_gathers(notes: str) -> float:
         ({"bucket_mb": -1}, "Policy.bucket_mb is -1; expected MiB"),
         ({"network": 0}, "Policy.network is 0; expected gigabits a second"),
         ({"network": (1.0, 0.5, 2.0)}, "expected gigabits a second"),
+        ({"network": (1.0,)}, "expected gigabits a second"),
+        ({"network": ()}, "expected gigabits a second"),
         ({"network": "fast"}, 'Policy.network is .fast.; expected .*"measure"'),
     ],
 )

@@ -21,31 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench import fewer_bytes
+from bench.hosts import sent
 from fsdp_compiled import Policy, compile_sharded
 from fsdp_compiled.distributed import watchdog
-from fsdp_compiled.ir.nodes import carried, is_collective
-from fsdp_compiled.ir.program import Program
 
 WIDTH, COUNTED = 256, 5  # steps, the last ones, whose bytes are counted
 
 
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (model(x) - x).square().mean()
-
-
-def by_gloo(program: Program, world: int) -> float:
-    """Bytes that a rank sends in a run: gloo has no reduce-scatter, and all-reduces in its place."""
-    size = 0.0
-    for node in program.graph.nodes:
-        if is_collective(node):
-            size += max(carried(node)) * (2 if "reduce" in str(node.target) else 1)
-    return size * (world - 1) / world
-
-
-def sent() -> int:
-    """Bytes, by this host's network card; 0 where there is none."""
-    counter = Path("/sys/class/net/eth0/statistics/tx_bytes")
-    return int(counter.read_text()) if counter.exists() else 0
 
 
 def run(result: Path, folder: Path, kind: str, steps: int, tell: Callable[[dict[str, Any]], None]) -> None:
@@ -76,7 +61,7 @@ def run(result: Path, folder: Path, kind: str, steps: int, tell: Callable[[dict[
     weights = sharded.full_state_dict()
     if rank == 0:
         digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in weights.values())).hexdigest()
-        said = COUNTED * by_gloo(sharded.program, dist.get_world_size())
+        said = COUNTED * fewer_bytes.sent(sharded.program, dist.get_world_size(), twice="reduce")
         result.write_text(json.dumps({"weights": digest, "sent": own, "said": said}))
     dist.destroy_process_group()
 
