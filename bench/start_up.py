@@ -3,7 +3,7 @@
     python -m bench.start_up bench/results/start-up.json --beside ../before
 
 Each lowering is started, in turns, with caches that hold no more than what `.ci/setup train` leaves (bytecode, answers
-of the compiler, a compiled header: `lower/warm_up.py`), and ended after forty steps. Parts are in wall time, so on a
+of the compiler, a compiled header: `lower/inductor.py`), and ended after forty steps. Parts are in wall time, so on a
 machine with nothing else to do; the processor time of all processes until the end of step 2, compilers included, stands
 beside them, and that of a later step on all ranks, which a busy machine moves less. Of several rounds the one with the
 least of it stands. Compiling has paid after so many tokens as make
@@ -45,7 +45,7 @@ exec {compiler} "$@"
 """
 SET_UP = """
 import fsdp_compiled.cli.train
-from fsdp_compiled.lower.warm_up import prepare
+from fsdp_compiled.lower.inductor import prepare
 prepare()
 """  # as `.ci/setup` has it; a checkout that knows no `prepare` leaves bytecode alone
 SUBREAPER = 36  # prctl: who left its parent is waited for here, and its processor time counted

@@ -29,7 +29,7 @@ import torch
 
 from fsdp_compiled import Sharded, cli
 from fsdp_compiled.cli import train
-from fsdp_compiled.distributed import rendezvous
+from fsdp_compiled.distributed import device_mesh
 from fsdp_compiled.runtime.checkpoint import data_file, folder, loading, saving, writing
 from tests.forked_ranks import forks_after_autograd
 from tests.killable_ranks import Forked
@@ -117,7 +117,7 @@ class Trial:
         job += ["--checkpoint", str(self.root / "saved"), *self.more]
 
         def work(rank: int) -> int:
-            rendezvous.own_store = partial(rendezvous.own_store, limit=START)
+            device_mesh.own_store = partial(device_mesh.own_store, limit=START)
             if rank == victim and install is not None:
                 install(draw)
             return cli.main(job)

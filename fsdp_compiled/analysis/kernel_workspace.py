@@ -58,7 +58,7 @@ def on_wire(node: fx.Node, backend: Backend) -> int:
     if node.target is c10d.all_gather_into_tensor.default:
         return node.meta["val"].nbytes
     if node.target is c10d.all_gather_into_tensor_coalesced.default:
-        return sum(value.nbytes for value in node.meta["val"])  # one by one: `distributed.gloo_gathers`
+        return sum(value.nbytes for value in node.meta["val"])  # one by one: `distributed.mesh`
     return read if node.target is REDUCTION else 0
 
 

@@ -1,14 +1,36 @@
-"""The linear head whose logits become a loss row by row: what is made of them, and where that ends."""
+"""The linear head whose logits become a loss row by row: what is made of them, and where that ends
+(`passes.slice_loss`).
+
+Beside the logits of a slice, forward also makes the values of backward that are not by row. Most are constants, masks
+and targets, and are repeated where they are needed. The derivative by the loss may be made of the loss, or come from
+outside. Then there is one number, the root, that all of it is a multiple of: 1 is put in its place, and gradients, each
+of which must be a multiple of it too, are multiplied by it where it is known.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from fsdp_compiled.analysis.logit_rows import MOVES, NLL, SOFTMAX, Layout, is_pointwise, layout, shape_of
+from fsdp_compiled.analysis.logit_rows import (
+    LIKE,
+    MOVES,
+    NEW,
+    NLL,
+    NLL_BACKWARD,
+    SOFTMAX,
+    SOFTMAX_BACKWARD,
+    ZERO_AT,
+    Layout,
+    is_pointwise,
+    layout,
+    shape_of,
+)
+from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.nodes import is_random, mutated, positions
 from fsdp_compiled.ir.program import Port
 
 aten = torch.ops.aten
@@ -136,3 +158,125 @@ class Head:
     def cut(self) -> bool:
         """Whether the loss leaves rows out, or has them in another order."""
         return not self.known[self.product].of(self.chosen)
+
+
+aten = torch.ops.aten
+# A multiple of the first argument.
+SAME = (
+    *MOVES, aten.expand.default, aten._to_copy.default, aten.neg.default, aten.sum.dim_IntList, aten.mean.dim,
+    aten.sum.default, aten.gather.default, aten.mul.Scalar, aten.div.Scalar,
+)  # fmt: skip
+EITHER = (aten.add.Tensor, aten.sub.Tensor)
+
+
+class EarlyValues:
+    """``known``: what is made by row, and ``losses`` of it. Repeats what stands from ``begin`` on."""
+
+    def __init__(self, edit: Edit, known: Collection[fx.Node], losses: Collection[fx.Node], begin: fx.Node) -> None:
+        self.edit, self.by_row = edit, {*known, *losses}
+        self.outside = {node for port, node in edit.inputs.items() if port.kind == "tangent"}
+        self.order = positions(edit.graph)
+        self.begin = self.order[begin]
+        self._unknown: dict[fx.Node, bool] = {}
+        self._copies: dict[fx.Node, fx.Node] = {}
+
+    def __call__(self, node: Any) -> fx.Node:
+        """This value, at the place where calls are written."""
+        needed: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            one = stack.pop()
+            if one in self._copies or one in needed or not self._is_later(one):
+                continue
+            if one in self.by_row or one in self.outside or is_random(one) or mutated(one):
+                raise Unlike(f"more than sums and constants is made of the loss afterwards ({one.name})")
+            needed.add(one)
+            stack += one.all_input_nodes
+        for one in sorted(needed, key=self.order.__getitem__):
+            self._copies[one] = self.edit.clone(one, self._copies)
+        return self._copies.get(node, node)
+
+    def _is_later(self, node: fx.Node) -> bool:
+        return node in self.outside or (node.op == "call_function" and self.order[node] >= self.begin)
+
+    def is_unknown(self, node: fx.Node) -> bool:
+        """Whether it is made of the loss, or comes from outside."""
+        stack = [node]
+        while stack:
+            one = stack[-1]
+            if one in self.by_row or one in self.outside:
+                self._unknown[one] = True
+            elif not self._is_later(one):
+                self._unknown[one] = False
+            elif missing := [inner for inner in one.all_input_nodes if inner not in self._unknown]:
+                stack += missing
+                continue
+            else:
+                self._unknown[one] = any(self._unknown[inner] for inner in one.all_input_nodes)
+            stack.pop()
+        return self._unknown[node]
+
+    def root(self, made: Iterable[fx.Node], sinks: Iterable[fx.Node], exits: Iterable[fx.Node]) -> fx.Node | None:
+        """The number that gradients are multiples of and that is not known yet; 1 stands for it from now on."""
+        read = [(node, _operands(node)) for node in made]
+        unknown = [one for _, given in read for one in given if one not in self.by_row and self.is_unknown(one)]
+        roots = dict.fromkeys(map(self._root_of, unknown))
+        if not roots:
+            return None
+        if len(roots) > 1:
+            raise Unlike("more than sums and constants is made of the loss afterwards")
+        (root,) = roots
+        degrees: dict[fx.Node, int | None] = dict.fromkeys(unknown, 1)
+        for node, _ in read:
+            degrees[node] = _degree(node, degrees)
+        if any(degrees.get(node) == 0 for node in sinks) or any(degrees.get(node) for node in exits):
+            raise Unlike("a part of its gradient is made of the loss, and a part is not")
+        value = root.meta["val"]
+        self._copies[root] = self.edit.call(aten.full.default, [], 1.0, dtype=value.dtype, device=value.device)
+        return root
+
+    def _root_of(self, node: fx.Node) -> fx.Node:
+        """The number that this is a multiple of, as far back as can be told."""
+        while True:
+            of = [one for one in node.all_input_nodes if self.is_unknown(one)]
+            multiple = node.target in SAME or node.target is aten.mul.Tensor or node.target is aten.div.Tensor
+            first = node.target is aten.mul.Tensor or node.args[:1] == tuple(of)
+            if node.op != "call_function" or not multiple or len(of) != 1 or not first or node.args.count(of[0]) != 1:
+                break
+            if of[0] in self.by_row:
+                break
+            node = of[0]
+        if node.meta["val"].dim():
+            raise Unlike("more than sums and constants is made of the loss afterwards")
+        return node
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """But what a mean divides by, which is counted anew, and what is the loss's own."""
+    if node.target is NLL_BACKWARD:
+        return [one for one in node.args[:4] if isinstance(one, fx.Node)]
+    return [one for one in node.all_input_nodes if one.target is not NLL]
+
+
+def _degree(node: fx.Node, degrees: dict[fx.Node, int | None]) -> int | None:
+    """0: the root has no part in it; 1: it is a multiple of the root; None: it is zero."""
+    given = [degrees.get(one, 0) if isinstance(one, fx.Node) else 0 for one in node.args]
+    target = node.target
+    if target in LIKE or target in NEW:
+        return None
+    if not any(given):
+        return None if given and given[0] is None and target in SAME else 0
+    first = target in (NLL_BACKWARD, *SOFTMAX_BACKWARD) or target in ZERO_AT
+    if target in SAME or (first and not any(given[1:])):
+        return given[0]
+    if target is aten.mul.Tensor and None not in given and sum(one or 0 for one in given) == 1:
+        return 1
+    if target in EITHER and len({one for one in given[:2] if one is not None}) == 1:
+        return 1
+    if target is aten.scatter_add.default and given[0] in (None, given[3]):
+        return given[3]
+    if target is aten.where.self and not given[0] and len({one for one in given[1:] if one is not None}) == 1:
+        return 1
+    if target is aten.masked_fill.Scalar and node.args[2] == 0:
+        return given[0]
+    raise Unlike("more than sums and constants is made of the loss afterwards")

@@ -26,17 +26,25 @@ from fsdp_compiled.capture.absent_names import failed_lookups
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.batch_changes import changed, contents, given
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
-from fsdp_compiled.capture.captured import CURE, Capture, Tensors, batch_tensors
+from fsdp_compiled.capture.captured import (
+    CURE,
+    Capture,
+    Objective,
+    Tensors,
+    apart,
+    apart_from_others,
+    batch_tensors,
+    find_loss,
+    own,
+)
 from fsdp_compiled.capture.dynamo_run import Trace
 from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.capture.guards import Recorder
 from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.model_collectives import name_axes, substitute
-from fsdp_compiled.capture.model_tensors import check_parameters, in_place, places_of, put_back
-from fsdp_compiled.capture.objective import Objective, apart, apart_from_others, find_loss, own
-from fsdp_compiled.capture.output_ports import closed, output_ports
+from fsdp_compiled.capture.model_tensors import check_parameters, in_place, is_wrapped, places_of, put_back
+from fsdp_compiled.capture.output_ports import closed, output_ports, put_hooks
 from fsdp_compiled.capture.python_answers import Answers, noted
-from fsdp_compiled.capture.recorded_outputs import put_hooks
 from fsdp_compiled.capture.recurrent_layers import recurrent_layers_mended
 from fsdp_compiled.capture.side_effects import (
     WRAPPED,
@@ -50,7 +58,6 @@ from fsdp_compiled.capture.side_effects import (
 )
 from fsdp_compiled.capture.source_lines import explanation, reason, user_line
 from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, whole
-from fsdp_compiled.capture.wrapped_tensors import is_wrapped
 from fsdp_compiled.ir.program import LOSS, Port
 from fsdp_compiled.torch_private.dynamo import (
     BackendCompilerFailed,

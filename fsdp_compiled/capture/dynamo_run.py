@@ -23,14 +23,13 @@ from fsdp_compiled.capture.captured import CURE, Tensors
 from fsdp_compiled.capture.closure_values import Numbers
 from fsdp_compiled.capture.guards import Guards
 from fsdp_compiled.capture.model_collectives import without_derivatives
-from fsdp_compiled.capture.model_tensors import Place
+from fsdp_compiled.capture.model_tensors import Place, is_wrapped
 from fsdp_compiled.capture.mutations import Mutations
 from fsdp_compiled.capture.next_call import Meaning
 from fsdp_compiled.capture.random_calls import seeding
 from fsdp_compiled.capture.side_effects import WRAPPED, SideEffects
 from fsdp_compiled.capture.source_lines import cure, user_line
 from fsdp_compiled.capture.tensor_parallel import Layout, is_mesh
-from fsdp_compiled.capture.wrapped_tensors import is_wrapped
 from fsdp_compiled.ir.program import LOSS, Port, PortKind, Program
 from fsdp_compiled.plan.leaf import check_class
 from fsdp_compiled.torch_private.dynamo import TracingContext, tracing

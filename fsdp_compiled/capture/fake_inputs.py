@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
-from fsdp_compiled.capture import wrapped_tensors
 from fsdp_compiled.capture.aot import CaptureError
 from fsdp_compiled.capture.captured import Capture, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, moving
 from fsdp_compiled.capture.global_modes import GlobalModes
-from fsdp_compiled.capture.model_tensors import named_parameters, notes_on
+from fsdp_compiled.capture.model_tensors import check_wrapped, is_wrapped, named_parameters, notes_on, wrapped_fake
 from fsdp_compiled.capture.plain_way import capture
 from fsdp_compiled.capture.sequence_attention import along_sequences
 from fsdp_compiled.capture.side_effects import inside
@@ -28,7 +27,6 @@ from fsdp_compiled.capture.sync_batchnorm import synchronised
 from fsdp_compiled.capture.tensor_parallel import parts_of
 from fsdp_compiled.capture.unknown_reads import check_attributes
 from fsdp_compiled.capture.user_errors import own_exception
-from fsdp_compiled.capture.wrapped_tensors import check_wrapped, is_wrapped
 from fsdp_compiled.ir.nodes import fake_tensor
 from fsdp_compiled.plan.leaf import contiguous_stride
 from fsdp_compiled.plan.plan import Plan
@@ -88,7 +86,7 @@ def capture_on(
     for name, parameter in (plain or {}).items():
         check_wrapped(name, parameter)
         if id(parameter) not in seen:
-            new = wrapped_tensors.fake_of(parameter, fake) if is_wrapped(parameter) else fake_of(parameter)
+            new = wrapped_fake(parameter, fake) if is_wrapped(parameter) else fake_of(parameter)
             seen[id(parameter)] = _parameter(new, gradient and parameter.requires_grad)
         whole[name] = seen[id(parameter)]
     for place, tensor in {**batch_tensors(args, kwargs), **buffers}.items():

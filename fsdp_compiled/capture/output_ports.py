@@ -1,11 +1,18 @@
-"""Which of the tensors that the traced function returned is what: the loss, aux, a result, a buffer, a constant."""
+"""Which of the tensors that the traced function returned is what: the loss, aux, a result, a buffer, a constant.
+
+Models of transformers collect some outputs of their layers (``output_router_logits``, ``output_hidden_states``) by
+hooks. transformers (5.0 and later) puts them there when such outputs are first asked for, under a lock that no trace
+can enter. Where a trace fails at that lock, `put_hooks` does it, and the trace is made again.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp_compiled.capture.aot import CaptureError, unwritable
 from fsdp_compiled.capture.dynamo_run import Trace
@@ -86,3 +93,18 @@ def _take_out(trace: Trace, ports: dict[int, Port], tensor: torch.Tensor, port: 
 
 def _open(leaf: Any) -> bool:
     return not isinstance(leaf, torch.Tensor) and hasattr(leaf, "__dict__")
+
+
+MODULE = "transformers.utils.output_capturing"
+
+
+def put_hooks(model: nn.Module, error: Exception) -> bool:
+    """Whether the trace failed at the lock, and there are more hooks now."""
+    transformers = sys.modules.get(MODULE)
+    if transformers is None or "_hook_installation_lock" not in str(error):
+        return False
+    found = [one for one in model.modules() if getattr(one, "_can_record_outputs", None)]
+    found = [one for one in found if not getattr(one, "_output_capturing_hooks_installed", False)]
+    for one in found:
+        transformers.maybe_install_capturing_hooks(one)
+    return bool(found)

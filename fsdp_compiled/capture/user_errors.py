@@ -27,11 +27,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compiled.capture.captured import Tensors, batch_tensors
+from fsdp_compiled.capture.captured import Objective, Tensors, batch_tensors
 from fsdp_compiled.capture.dynamo_run import Trace
 from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.capture.model_tensors import in_place, places_of, put_back
-from fsdp_compiled.capture.objective import Objective
 from fsdp_compiled.capture.side_effects import inside, unwrapped
 from fsdp_compiled.capture.source_lines import is_users
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_compiled.cli import clock
-from fsdp_compiled.cli.report import table
+from fsdp_compiled.cli.summary import table
 from fsdp_compiled.plan.fold import fold
 from fsdp_compiled.report.dump import compared
 

@@ -20,16 +20,23 @@ from fsdp_compiled import LossScale, Policy, compile_sharded
 from fsdp_compiled.analysis.best_effort import attempt
 from fsdp_compiled.cli import summary
 from fsdp_compiled.cli.clock import Attempts, Clock
-from fsdp_compiled.cli.data import IGNORED, held_out_windows, load_corpus, rank_batches, train_windows, unigram_loss
+from fsdp_compiled.cli.data import (
+    IGNORED,
+    Loader,
+    Share,
+    held_out_windows,
+    load_corpus,
+    rank_batches,
+    share,
+    train_windows,
+    unigram_loss,
+)
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, decay_groups, next_byte_loss
-from fsdp_compiled.cli.journal import Journal, Record, whole_file
-from fsdp_compiled.cli.loader import Loader, Share, share
+from fsdp_compiled.cli.journal import Compiling, Journal, Progress, Record, whole_file
 from fsdp_compiled.cli.machine import told_short
 from fsdp_compiled.cli.options import TrainOptions
-from fsdp_compiled.cli.progress import Compiling, Progress
 from fsdp_compiled.cli.rank import STOPPED, RankInfo, Ranks, Stop, began
-from fsdp_compiled.cli.report import configuration, curve
-from fsdp_compiled.cli.summary import Read, Unread, blame, first_line, generate
+from fsdp_compiled.cli.summary import Read, Unread, blame, configuration, curve, first_line, generate
 from fsdp_compiled.runtime.profiling import Profile
 
 # Validation and sampling share one shape, so the forward is compiled once. Few rows, because each sampled

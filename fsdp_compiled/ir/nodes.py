@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -361,3 +361,16 @@ def gathered_by(marked: Iterable[fx.Node]) -> dict[str, set[fx.Node]]:
     for node, unit in found.items():
         chains.setdefault(unit, set()).add(node)
     return chains
+
+
+def calls(graph: fx.Graph, are: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """Those, in order, of whose operator this holds: it is asked of one call of each."""
+    asked: dict[Any, bool] = {}
+    found = []
+    for node in graph.nodes:
+        if node.op == "call_function":
+            if (wanted := asked.get(node.target)) is None:
+                wanted = asked[node.target] = are(node)
+            if wanted:
+                found.append(node)
+    return found

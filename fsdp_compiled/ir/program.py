@@ -23,8 +23,17 @@ from typing import Any, Literal
 
 from torch import fx
 
-from fsdp_compiled.ir.calls import calls
-from fsdp_compiled.ir.nodes import Mark, Role, call_text, describe, is_collective, is_random, may_be_random, role_of
+from fsdp_compiled.ir.nodes import (
+    Mark,
+    Role,
+    call_text,
+    calls,
+    describe,
+    is_collective,
+    is_random,
+    may_be_random,
+    role_of,
+)
 
 Side = Literal["in", "out"]
 PortKind = Literal[

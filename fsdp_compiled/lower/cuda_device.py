@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from fsdp_compiled.torch_private.core import C
+from fsdp_compiled.torch_private.modes import C
 from fsdp_compiled.torch_private.names import missing
 
 STREAMS = 32  # that torch has to give out, by turns

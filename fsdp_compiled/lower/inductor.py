@@ -5,14 +5,32 @@ by what AOTAutograd made of it, which takes a warm start longer than all that co
 
 Private surfaces of Inductor are touched here, in `compiled_piece`, `isa_probes`, `translation_units` and for the cache
 folder (`disk_cache`), and nowhere else.
+
+`warm_up` runs what Inductor does before its first kernel in the background:
+
+    main     trace ......................... | pieces
+    thread   trials of the processor ..|
+
+On a machine where nothing was compiled yet, that is up to four calls of the compiler, one after another, each of which
+waits for the one before: three seconds of one processor, in which the other ranks of a host wait, too. One rank of a
+host makes them; who comes to a piece meanwhile waits for them (`isa_probes.REPLACING`). What fails here fails again
+where it is needed, and is told there.
+
+What a machine needs once may be done when the package is set up (`prepare_machine`, in ``make train``'s): the trials,
+and the header that all kernels include, compiled. Both stay on disk, where a first run finds them.
 """
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import hashlib
 import logging
+import os
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from operator import getitem
 from pathlib import Path
@@ -21,6 +39,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
@@ -29,9 +48,8 @@ from fsdp_compiled.capture.disk_cache import folder, settings
 from fsdp_compiled.ir.nodes import fake_mode
 from fsdp_compiled.kernels.scaled import TENSOR_FORMS
 from fsdp_compiled.lower.compiled_piece import Call, CompiledPiece
-from fsdp_compiled.lower.isa_probes import remembered, without_headers
+from fsdp_compiled.lower.isa_probes import instructions, remembered, without_headers
 from fsdp_compiled.lower.piece import Piece
-from fsdp_compiled.lower.processor import instructions
 from fsdp_compiled.lower.translation_units import compile_together
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.torch_private.inductor import (
@@ -42,6 +60,7 @@ from fsdp_compiled.torch_private.inductor import (
     compile_alone,
     config,
     custom_backend_passes,
+    pick_vec_isa,
     torch_key,
 )
 from fsdp_compiled.torch_private.names import there
@@ -219,3 +238,44 @@ def _expand(module: fx.GraphModule) -> fx.GraphModule:
     examples = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     with fake_mode(module.graph):
         return make_fx(module)(*examples)
+
+
+log = logging.getLogger("fsdp_compiled")
+
+
+@functools.cache  # once in a process
+def warm_up() -> threading.Thread | None:
+    """Starts the thread where all of this is to be done, by this rank."""
+    if not _is_new() or os.environ.get("LOCAL_RANK", "0") != "0":
+        return None
+    thread = threading.Thread(
+        target=contextvars.copy_context().run, args=(_try_compiler,), name="fsdp_compiled warm-up", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def prepare_machine() -> None:
+    """What is paid once a machine: the trials, and the header of all kernels, by a kernel that nobody calls.
+
+    Nothing is said where there is no compiler: who needs one is told.
+    """
+    with suppress(Exception), remembered(folder()), FakeTensorMode():
+        graph = torch.fx.Graph()
+        given = graph.placeholder("matrix")
+        result = graph.call_function(torch.ops.aten.relu.default, (given,))
+        graph.output((result,))
+        given.meta["val"] = result.meta["val"] = matrix = torch.empty(8, 8)
+        compile_alone(torch.fx.GraphModule({}, graph), [matrix], dynamic_shapes="from_graph")
+
+
+def _is_new() -> bool:
+    place = folder()
+    return place is not None and not (place / PIECES).exists()
+
+
+def _try_compiler() -> None:
+    with suppress(Exception):
+        with remembered(folder()):
+            pick_vec_isa()
+        log.info("the C++ compiler is ready")

@@ -12,6 +12,8 @@ Compiling the header takes 4 s and spares each library 1 s: `with_found_headers`
 
 Inductor has no place to say so: while a piece is compiled, `VecISA.check_build` is another, for the whole process. A
 thread of the user's that compiles meanwhile gets the same answers; a second one of ours waits.
+
+What this processor can do.
 """
 
 from __future__ import annotations
@@ -28,6 +30,17 @@ import torch
 
 from fsdp_compiled.capture import disk_cache
 from fsdp_compiled.torch_private.inductor import VecAVX2, VecAVX512, VecISA, codecache, isa_fingerprint
+
+
+@functools.cache
+def instructions() -> list[str]:
+    """The extensions of this processor, of which compiled code may use any (``-march=native``)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    return sorted({word for line in lines if line.startswith(("flags", "Features")) for word in line.split()[2:]})
+
 
 REPLACING = threading.RLock()
 PROBES = "probes"  # in our part of the cache folder

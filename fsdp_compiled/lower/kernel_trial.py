@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.calls import calls
+from fsdp_compiled.ir.nodes import calls
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels import host_copies
 from fsdp_compiled.kernels.operators import IMPLEMENTATIONS, KERNELS, RUNS

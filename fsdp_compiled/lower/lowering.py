@@ -25,7 +25,7 @@ from fsdp_compiled.lower.inductor import compile_all
 from fsdp_compiled.lower.partition import segments
 from fsdp_compiled.lower.piece import Piece
 from fsdp_compiled.lower.program_code import Code, as_it_says
-from fsdp_compiled.torch_private.core import C
+from fsdp_compiled.torch_private.modes import C
 from fsdp_compiled.torch_private.names import there
 
 Runner = Callable[..., Sequence[torch.Tensor]]

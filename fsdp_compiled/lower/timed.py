@@ -11,8 +11,7 @@ import torch
 from torch import fx
 
 from fsdp_compiled.lower.lowering import Runner
-from fsdp_compiled.lower.program_code import Code
-from fsdp_compiled.lower.python_functions import function_for
+from fsdp_compiled.lower.program_code import Code, function_for
 
 Mark = tuple[fx.Node, float, float]  # what was called, when, and until when, in seconds
 

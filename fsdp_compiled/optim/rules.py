@@ -23,11 +23,10 @@ import torch
 from torch import fx, nn
 from torch.optim import Optimizer
 
-from fsdp_compiled.optim.fused import formula_of
 from fsdp_compiled.optim.given_optimizer import numbered
 from fsdp_compiled.optim.optimizer_copy import Refused, copy_of, fresh_of, named_state, plain_options, state_of, step_of
 from fsdp_compiled.optim.param_groups import hyper, options_of, scheduled
-from fsdp_compiled.optim.rule import Rule, StateTensor
+from fsdp_compiled.optim.rule import Rule, StateTensor, formula_of
 from fsdp_compiled.optim.tracing import SHAPE, Subject, trace
 from fsdp_compiled.optim.ways import key_of, noted_by, once, way_of
 from fsdp_compiled.optim.whole import check_runs_on_some, may_be_called_on_some

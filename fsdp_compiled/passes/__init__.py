@@ -16,7 +16,6 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes.accumulate import add_up, average, clear
 from fsdp_compiled.passes.check import check, check_ends
 from fsdp_compiled.passes.clip import clip
-from fsdp_compiled.passes.count_updates import count_updates
 from fsdp_compiled.passes.gather import gather
 from fsdp_compiled.passes.host_offload import offload
 from fsdp_compiled.passes.limit import limit
@@ -24,8 +23,7 @@ from fsdp_compiled.passes.loss_scale import scale, skip, unscale
 from fsdp_compiled.passes.outer_update import outer_update, shards_of
 from fsdp_compiled.passes.overlap import overlap
 from fsdp_compiled.passes.quantize import quantize
-from fsdp_compiled.passes.recompute import recompute
-from fsdp_compiled.passes.recompute_saved import recompute_saved
+from fsdp_compiled.passes.recompute import recompute, recompute_saved
 from fsdp_compiled.passes.reduce import reduce, reduce_row
 from fsdp_compiled.passes.rematerialize import rematerialize
 from fsdp_compiled.passes.report import compare_batches, report
@@ -35,7 +33,7 @@ from fsdp_compiled.passes.same_batches import same_batches
 from fsdp_compiled.passes.schedule import schedule
 from fsdp_compiled.passes.slice_loss import slice_loss
 from fsdp_compiled.passes.store_saved import store_saved
-from fsdp_compiled.passes.update import update
+from fsdp_compiled.passes.update import count_updates, update
 from fsdp_compiled.passes.write_back import write_back
 from fsdp_compiled.plan.plan import Plan
 

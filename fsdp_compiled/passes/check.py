@@ -31,7 +31,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from fsdp_compiled.analysis.host_copies import odd_copy
 from fsdp_compiled.ir.form import Checked, ends, fail, form
 from fsdp_compiled.ir.liveness import alive, live_ranges
 from fsdp_compiled.ir.nodes import (
@@ -44,6 +43,7 @@ from fsdp_compiled.ir.nodes import (
     role_of,
 )
 from fsdp_compiled.ir.program import LOSS, Program
+from fsdp_compiled.passes.store_saved import odd_copy
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 Invariant = Callable[[Checked, Plan], None]

@@ -22,10 +22,9 @@ from operator import getitem
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.edit import Edit, Scope
 from fsdp_compiled.ir.nodes import Mark, Role
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.ir.repeated import Scope
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
 

@@ -15,11 +15,24 @@ again. The unit that forward uses last and backward first is kept: it would be g
 A checkpointed region (`torch.utils.checkpoint`) is run again from its inputs, without its random operators: their
 results are kept, so that dropout replays the same mask. Under ``Policy.recompute = "unit"`` every block is a region: of
 what it computes, forward keeps its input for backward and nothing else.
+
+`recompute_saved` recomputes chosen saved values in backward, so that a step fits its memory:
+
+    before                                after, for ``{"gelu_3"}``
+
+    u = mm(x, up)                         u = mm(x, up)
+    gelu_3 = gelu(u)                      gelu_3 = gelu(u)              # freed after its last use in forward
+    ...                                   ...
+    d_down = mm(t(gelu_3), d_y)           gelu_3' = gelu(u)
+                                          d_down = mm(t(gelu_3'), d_y)
+
+Which ones, `runtime.programs.memory_budget` chooses (`analysis.saved_values`). It runs before `recompute`, which then
+gathers again the parameters that are read by what is repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from operator import getitem
 
 from torch import fx
@@ -103,3 +116,14 @@ def _inside(graph: fx.Graph, regions: Mapping[fx.Node, object]) -> set[fx.Node]:
 def _drawn(node: fx.Node) -> bool:
     """Whether the node is a random operator or one of its results."""
     return is_random(node) or (node.target is getitem and is_random(node.args[0]))  # type: ignore[arg-type]
+
+
+def recompute_saved(names: Collection[str]) -> Callable[[Program, Plan], Program]:
+    """The pass for forward nodes of these names: backward reads repetitions of them."""
+
+    def transform(program: Program, plan: Plan) -> Program:
+        edit = Edit(program)
+        edit.rebuild({node for node in edit.graph.nodes if node.name in names})
+        return edit.done("recompute_saved")
+
+    return transform

@@ -23,11 +23,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.edit import Edit, Scope
 from fsdp_compiled.ir.nodes import Mark, Role
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.ir.reduction import Call, reduction
-from fsdp_compiled.ir.repeated import Scope
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import widths
 

@@ -32,7 +32,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.edit import Edit, weighed
+from fsdp_compiled.ir.edit import Edit, Scope, weighed
 from fsdp_compiled.ir.nodes import ASSERT, DISAGREE, OTHER_BATCHES, Mark
 from fsdp_compiled.ir.program import (
     CALL,
@@ -46,7 +46,6 @@ from fsdp_compiled.ir.program import (
     Port,
     Program,
 )
-from fsdp_compiled.ir.repeated import Scope
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 aten = torch.ops.aten

@@ -35,13 +35,12 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from fsdp_compiled.analysis.headroom import Headroom
 from fsdp_compiled.analysis.kernel_workspace import backend_of, on_wire
+from fsdp_compiled.analysis.peak_memory import Headroom
 from fsdp_compiled.analysis.roofline import nbytes, seconds_of
-from fsdp_compiled.ir.calls import calls
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.liveness import LiveRange, live_ranges, most_gathered
-from fsdp_compiled.ir.nodes import Phase, is_collective, positions, purpose_of, role_of
+from fsdp_compiled.ir.nodes import Phase, calls, is_collective, positions, purpose_of, role_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.policy import MOST_AHEAD

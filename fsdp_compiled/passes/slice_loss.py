@@ -28,7 +28,6 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from fsdp_compiled.analysis.early_derivative import EarlyValues
 from fsdp_compiled.analysis.logit_rows import (
     COPIES,
     LIKE,
@@ -45,7 +44,7 @@ from fsdp_compiled.analysis.logit_rows import (
     replay,
     shape_of,
 )
-from fsdp_compiled.analysis.loss_head import MEAN, NONE, SUM, Head, Unlike, product_of
+from fsdp_compiled.analysis.loss_head import MEAN, NONE, SUM, EarlyValues, Head, Unlike, product_of
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import is_random
 from fsdp_compiled.ir.program import Program

@@ -16,6 +16,9 @@ The gradient of an optimizer that runs as it is (`Rule.eagerly`) leaves the prog
 The operators are those of the optimizer's own code, traced by `fsdp_compiled.optim.tracing`. What depends on the step
 count and the hyperparameters alone is computed once a group. A parameter that the loss does not reach keeps its value
 and state, as a parameter whose ``grad`` is None does in eager PyTorch: its places are put back after the update.
+
+`count_updates` counts updates as a part of the step's state: ``step += 1``, or under a loss scale ``step += not
+overflow``.
 """
 
 from __future__ import annotations
@@ -26,10 +29,9 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import fx
 
-from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.edit import Edit, Scope
 from fsdp_compiled.ir.nodes import Mark, mutated, origin
-from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.ir.repeated import Scope
+from fsdp_compiled.ir.program import OVERFLOW, STEP, Port, Program
 from fsdp_compiled.optim.rule import Rule, RuleInput, rule_for
 from fsdp_compiled.plan.plan import Buffer, Plan
 
@@ -243,3 +245,18 @@ def _bind(
 def _input(edit: Edit, port: Port, shape: list[int], dtype: torch.dtype, plan: Plan) -> fx.Node:
     known = edit.inputs
     return known[port] if port in known else edit.add_input(port, edit.fake(shape, dtype, plan.device))
+
+
+aten = torch.ops.aten
+
+
+def count_updates(program: Program, plan: Plan) -> Program:
+    """Adds one to the number of updates, or nothing where the step was void."""
+    edit = Edit(program)
+    mark = Mark("update")
+    overflow = edit.outputs.get(OVERFLOW)
+    with edit.at(edit.end, "update"):
+        step = edit.add_input(STEP, edit.fake([], torch.int64, plan.device))
+        made = 1 if overflow is None else edit.call(aten.logical_not.default, overflow, mark=mark)
+        edit.call(aten.add_.Tensor, step, made, mark=mark)
+    return edit.done("count_updates", keeps_readers=True)

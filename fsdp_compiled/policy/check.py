@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compiled.policy.local_steps import OuterSGD
-from fsdp_compiled.policy.loss_scale import LossScale, is_number
+from fsdp_compiled.policy.local_steps import LossScale, OuterSGD, is_number
 
 if TYPE_CHECKING:
     from fsdp_compiled.policy.policy import Policy

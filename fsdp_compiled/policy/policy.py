@@ -10,8 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdp_compiled.policy.check import check
-from fsdp_compiled.policy.local_steps import OuterSGD
-from fsdp_compiled.policy.loss_scale import LossScale
+from fsdp_compiled.policy.local_steps import LossScale, OuterSGD
 
 
 @dataclass(frozen=True)

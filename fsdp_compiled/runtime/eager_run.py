@@ -29,7 +29,7 @@ from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.rows import whole, widths
 from fsdp_compiled.runtime.shard_model import read_slot
-from fsdp_compiled.torch_private.core import run_backward
+from fsdp_compiled.torch_private.modes import run_backward
 
 ALIVE = 4  # buffers that stay gathered at once
 CONTAINERS = (dict, OrderedDict, defaultdict, list, set, deque)

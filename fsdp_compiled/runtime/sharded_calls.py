@@ -25,12 +25,12 @@ from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.runtime.checkpoint.checkpoints import Checkpoints
 from fsdp_compiled.runtime.compute_copies import Copies
-from fsdp_compiled.runtime.fsdp.loop_hooks import idle as idle_hooks
-from fsdp_compiled.runtime.fsdp.loop_hooks import remove_idle
+from fsdp_compiled.runtime.fsdp.local_updates import idle as idle_hooks
+from fsdp_compiled.runtime.fsdp.local_updates import remove_idle
 from fsdp_compiled.runtime.local_steps import LocalSteps
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.module_buffers import take
-from fsdp_compiled.runtime.parameters.parameter_writes import Writes
+from fsdp_compiled.runtime.parameters.shard_layout import Writes
 from fsdp_compiled.runtime.programs import compile_only
 from fsdp_compiled.runtime.programs.compile import Compiled, Kind
 from fsdp_compiled.runtime.programs.failed_calls import HALF, FailedCalls

@@ -6,19 +6,25 @@
 The program is the one that `compile_sharded` makes, up to fusions: the model is built on the meta device, traced, and
 taken through the passes for a mesh that sends nothing. Times are those of `analysis.timeline`, from shapes and the
 rough figures of `plan.hardware`: good for which of two ways is faster, and by about how much, not for milliseconds.
+
+`simulated_ranks` is a process group of any number of ranks in one process, which sends nothing. This is the one file
+that knows PyTorch's ``fake`` backend (torch 2.11 to 2.14: ``torch.testing._internal.distributed.fake_pg``, which
+registers it).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import AdamW, Optimizer
 from torch.utils import _pytree as pytree
 
@@ -29,9 +35,8 @@ from fsdp_compiled.capture import global_modes
 from fsdp_compiled.capture.captured import Capture
 from fsdp_compiled.distributed.device_mesh import connect
 from fsdp_compiled.distributed.mesh import Mesh
-from fsdp_compiled.distributed.simulated_ranks import simulated_ranks
 from fsdp_compiled.ir.edit import moved
-from fsdp_compiled.ir.kept import Kept
+from fsdp_compiled.ir.node_copies import Kept
 from fsdp_compiled.ir.nodes import carried, is_collective
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.hardware import HARDWARE, Cluster, with_network
@@ -261,3 +266,26 @@ def traced(
             captured = replace(captured, program=moved(captured.program, device))
         again = Kept(captured.program).program
         yield Traced(model, made, loss, units, place, device, spec, captured, again, notes)
+
+
+@contextmanager
+def simulated_ranks(shape: Mapping[str, int]) -> Iterator[DeviceMesh]:
+    """Inside, this process is rank 0 of a CPU mesh with these axes. What collectives bring is undefined.
+
+    Raises ``ValueError`` where a process group runs already, whose place it would take.
+    """
+    if dist.is_initialized():
+        raise ValueError(
+            "A process group is running in this process, and simulated ranks need one of their own. Simulate in a "
+            "process that was not started by torchrun, or before init_process_group."
+        )
+    store = None
+    with suppress(ImportError):  # where it is gone, `torch.distributed` knows the backend by itself
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+        store = dist.HashStore()
+    dist.init_process_group("fake", rank=0, world_size=math.prod(shape.values()), store=store)
+    try:
+        yield init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+    finally:
+        dist.destroy_process_group()

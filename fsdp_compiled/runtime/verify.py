@@ -33,9 +33,9 @@ import torch
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.captured import find_loss
 from fsdp_compiled.capture.fake_inputs import casting
 from fsdp_compiled.capture.mutations import PLAIN
-from fsdp_compiled.capture.objective import find_loss
 from fsdp_compiled.distributed.mesh import Mesh, RankError, exchange, said_by
 from fsdp_compiled.ir.program import COUNT, NORM, OVERFLOW, Port
 from fsdp_compiled.optim.given_optimizer import numbered

@@ -15,12 +15,12 @@ state (``"ddp"``, or one rank along the shard axis) each updates all for itself 
 the same work on the same numbers. The last message back begins with a word: a rank whose step fails says so, and ranks
 compare what their code counts in groups and attributes, so that one that starts to depend on other parameters late in
 training is an error on all of them, and parameters are what they were. Where messages travel beside compute this goes
-in rounds, a call of the step each (`plan.rounds`), if that is proved to come to the same.
+in rounds, a call of the step each (`plan.owners`), if that is proved to come to the same.
 
 The eager code is what runs under both lowerings, so the numbers are those of eager PyTorch on the same gradients, bit
 for bit, Newton-Schulz in bfloat16 included. See `fsdp_compiled.optim.whole` for who may.
 
-One round of an update by owners: some parameters, whose parts travel to their owners and back; see `plan.rounds`.
+One round of an update by owners: some parameters, whose parts travel to their owners and back; see `plan.owners`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ from fsdp_compiled.optim.optimizer_copy import attributes_of
 from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.optim.whole import OnItsOwn, is_known
 from fsdp_compiled.plan.leaf import Leaf
-from fsdp_compiled.plan.owners import update_cost
+from fsdp_compiled.plan.owners import Update, rounds, update_cost
 from fsdp_compiled.plan.plan import Buffer, Slot
-from fsdp_compiled.plan.rounds import Update, rounds
 from fsdp_compiled.runtime.eager_update import INSTEAD, EagerUpdate
 from fsdp_compiled.runtime.shard_model import write_slot
 

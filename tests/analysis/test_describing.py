@@ -14,7 +14,7 @@ from torch import nn
 
 from fsdp_compiled import Policy, Sharded, compile_sharded
 from fsdp_compiled.analysis import memory, peak_memory, roofline, timeline
-from fsdp_compiled.cli import report
+from fsdp_compiled.cli import summary
 from fsdp_compiled.cli.journal import Record
 from fsdp_compiled.ir import text
 from fsdp_compiled.plan.plan import Plan
@@ -148,9 +148,9 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_plot_that_cannot_be_drawn_loses_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(report, "smooth", fail)
+    monkeypatch.setattr(summary, "smooth", fail)
     records = [Record(1, 2.0, 2.0, 1.0, 1e-3, 10.0, 1, 1.0)]
-    assert not report.curve(records, 3.0, tmp_path / "loss.png")
+    assert not summary.curve(records, 3.0, tmp_path / "loss.png")
     assert "no loss.png in this run: " in capsys.readouterr().out
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from fsdp_compiled import Policy
-from fsdp_compiled.analysis.headroom import Headroom
 from fsdp_compiled.analysis.memory import Persistent
-from fsdp_compiled.analysis.peak_memory import predict
+from fsdp_compiled.analysis.peak_memory import Headroom, predict
 from fsdp_compiled.cli.gpt import GPT, GPTConfig, next_byte_loss
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.passes import SCHEDULING, run

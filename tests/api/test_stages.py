@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fsdp_compiled import Policy, ProgramError, Sharded, compile_sharded, passes
 from fsdp_compiled.ir import edit
 from fsdp_compiled.ir.edit import Edit
-from fsdp_compiled.ir.kept import Kept
+from fsdp_compiled.ir.node_copies import Kept
 from fsdp_compiled.ir.program import LOSS, Program
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan

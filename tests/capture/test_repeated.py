@@ -11,10 +11,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Policy
-from fsdp_compiled.ir.edit import Edit
+from fsdp_compiled.ir.edit import Edit, Insertion, Scope
 from fsdp_compiled.ir.nodes import mutated
 from fsdp_compiled.ir.program import Program
-from fsdp_compiled.ir.repeated import Insertion, Scope
 from fsdp_compiled.plan.plan import Buffer
 from tests import simulate
 

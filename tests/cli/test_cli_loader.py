@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_compiled.cli.data import IGNORED, Windows
-from fsdp_compiled.cli.loader import Loader, share
+from fsdp_compiled.cli.data import IGNORED, Loader, Windows, share
 
 CONTEXT = 2
 

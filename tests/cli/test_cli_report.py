@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_compiled.cli.journal import Journal, Record, whole_file
-from fsdp_compiled.cli.progress import Compiling, Progress, seconds_left
-from fsdp_compiled.cli.report import curve, printable, smooth, table
+from fsdp_compiled.cli.journal import Compiling, Journal, Progress, Record, seconds_left, whole_file
+from fsdp_compiled.cli.summary import curve, printable, smooth, table
 
 
 def record(step: int, val_loss: float | None = None) -> Record:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from fsdp_compiled.distributed.rendezvous import agreed
+from fsdp_compiled.distributed.device_mesh import agreed
 
 
 def start(store: dist.Store, world: int, ranks: list[int] | None = None, limit: float = 20.0) -> list[str]:

@@ -10,7 +10,7 @@ import torch
 from torch.optim import optimizer as module
 
 from fsdp_compiled import compile_sharded, fully_shard
-from fsdp_compiled.runtime.fsdp import loop_hooks
+from fsdp_compiled.runtime.fsdp import local_updates as loop_hooks
 from tests.toys import EAGER, mse, net
 
 

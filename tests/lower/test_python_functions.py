@@ -12,8 +12,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled.lower.lowering import below_autograd
-from fsdp_compiled.lower.program_code import Code
-from fsdp_compiled.lower.python_functions import FORMS, function_for
+from fsdp_compiled.lower.program_code import FORMS, Code, function_for
 
 aten = torch.ops.aten
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.lower import warm_up
+from fsdp_compiled.lower import inductor
 from fsdp_compiled.lower.inductor import PIECES
 from fsdp_compiled.torch_private.inductor import VecISA
 
@@ -26,13 +26,13 @@ def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Begin]:
     """Begins anew with an empty cache."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    yield warm_up.begin.__wrapped__
-    warm_up.begin.cache_clear()
+    yield inductor.warm_up.__wrapped__
+    inductor.warm_up.cache_clear()
 
 
 def test_the_trials_are_made_by_what_remembers_them(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
     answered: list[str] = []
-    monkeypatch.setattr(warm_up, "pick_vec_isa", lambda: answered.append(VecISA.check_build.__name__))
+    monkeypatch.setattr(inductor, "pick_vec_isa", lambda: answered.append(VecISA.check_build.__name__))
     thread = begin()
     assert thread is not None
     thread.join()
@@ -43,7 +43,7 @@ def test_one_rank_begins_and_only_where_nothing_was_compiled(
     begin: Begin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: list[str] = []
-    monkeypatch.setattr(warm_up, "_compile", lambda: began.append("began"))
+    monkeypatch.setattr(inductor, "_try_compiler", lambda: began.append("began"))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert begin() is None
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -60,7 +60,7 @@ def test_a_compiler_that_fails_is_told_where_it_is_needed(
     def fails(*_: object) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(warm_up, "pick_vec_isa", fails)
+    monkeypatch.setattr(inductor, "pick_vec_isa", fails)
     with caplog.at_level("INFO", "fsdp_compiled"):
         thread = begin()
         assert thread is not None
@@ -71,12 +71,13 @@ def test_a_compiler_that_fails_is_told_where_it_is_needed(
 @pytest.mark.parametrize(("how", "expected"), [("inductor", 1), ("eager", 0)])
 def test_it_begins_with_a_model_that_is_compiled(how: str, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[str] = []
-    monkeypatch.setattr(warm_up, "begin", lambda: began.append("began"))
+    monkeypatch.setattr("fsdp_compiled.runtime.programs.program_maker.warm_up", lambda: began.append("began"))
     model = torch.nn.Linear(4, 4)
     compile_sharded(model, torch.optim.SGD(model.parameters()), loss=lambda m, x: m(x).sum(), policy=Policy(lower=how))
     assert len(began) == expected
 
 
+PREPARE = "from fsdp_compiled.lower.inductor import prepare_machine; prepare_machine()"
 STEPS = """
 import torch
 from fsdp_compiled import Policy, compile_sharded
@@ -108,7 +109,7 @@ def test_a_machine_that_was_prepared_compiles_kernels_alone(tmp_path: Path) -> N
             subprocess.run([sys.executable, "-P", "-c", program], env=environment, check=True)
         return [line for line in said.read_text().splitlines() if ".cpp" in line]
 
-    prepared = calls(tmp_path / "prepared", "from fsdp_compiled.lower.warm_up import prepare; prepare()", STEPS)
+    prepared = calls(tmp_path / "prepared", PREPARE, STEPS)
     control = calls(tmp_path / "control", STEPS)
     assert len(prepared) == 1 and "precompiled_headers" in prepared[0]
     assert len(control) > 1 and not any("precompiled_headers" in line for line in control)

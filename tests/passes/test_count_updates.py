@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdp_compiled import LossScale, Policy, compile_sharded
 from fsdp_compiled.ir.program import STEP
-from fsdp_compiled.passes.count_updates import count_updates
+from fsdp_compiled.passes.update import count_updates
 
 
 def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -32,7 +32,7 @@ def test_every_update_is_counted_and_no_void_step(scaled: bool) -> None:
 
 def test_without_the_pass_nothing_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The broken control: no other place counts."""
-    monkeypatch.setattr("fsdp_compiled.passes.count_updates", lambda program, plan: program.after("count_updates"))
+    monkeypatch.setattr("fsdp_compiled.passes.update", lambda program, plan: program.after("count_updates"))
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     sharded = compile_sharded(model, optimizer, loss=loss, policy=Policy(lower="eager"))

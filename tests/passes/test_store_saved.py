@@ -22,7 +22,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled import Plan, Policy, Program, Sharded, compile_sharded
-from fsdp_compiled.analysis.host_copies import AHEAD
 from fsdp_compiled.analysis.memory import Persistent
 from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.ir.edit import Edit
@@ -35,6 +34,7 @@ from fsdp_compiled.lower.capturable import obstacles
 from fsdp_compiled.lower.cuda_graph import WARM, Replays
 from fsdp_compiled.passes import SCHEDULING, run, store_saved
 from fsdp_compiled.passes.check import check
+from fsdp_compiled.passes.store_saved import AHEAD
 from fsdp_compiled.plan.hardware import GPU
 from fsdp_compiled.runtime.programs import compile as making
 from fsdp_compiled.runtime.programs.memory_budget import GIB

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_compiled.plan.hardware import CPU
-from fsdp_compiled.plan.rounds import FLOPS, Update, _seconds, rounds
+from fsdp_compiled.plan.owners import FLOPS, Update, _seconds, rounds
 
 A_SECOND = CPU.flops / FLOPS  # of cost, on one rank
 MB = 1e6 * CPU.network / 1e9  # so many bytes, of which the network carries 1e3 a second

@@ -29,8 +29,8 @@ from fsdp_compiled.capture.aot import Traced
 from fsdp_compiled.capture.blocks.elided_blocks import Absent, Elided
 from fsdp_compiled.capture.blocks.equal_blocks import LATER, THIRD, Run, has_lists, runs_of, with_body
 from fsdp_compiled.capture.blocks.expand_repeats import ExpandedProgram, Unequal
+from fsdp_compiled.capture.model_tensors import is_wrapped
 from fsdp_compiled.capture.source_lines import MARK
-from fsdp_compiled.capture.wrapped_tensors import is_wrapped
 from fsdp_compiled.ir.program import Port
 
 

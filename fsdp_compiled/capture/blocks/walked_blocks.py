@@ -22,7 +22,6 @@ from fsdp_compiled.capture.blocks.guard_probes import Questions, structure_of
 from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template, own_tensor
 from fsdp_compiled.capture.source_lines import path_in
 from fsdp_compiled.ir.nodes import fake_tensor
-from fsdp_compiled.torch_private.core import C
 from fsdp_compiled.torch_private.dynamo import (
     ConstantVariable,
     Guard,
@@ -31,7 +30,7 @@ from fsdp_compiled.torch_private.dynamo import (
     TensorVariable,
     TupleVariable,
 )
-from fsdp_compiled.torch_private.modes import enter_autocast, exit_autocast
+from fsdp_compiled.torch_private.modes import C, enter_autocast, exit_autocast
 
 
 class Before:

@@ -8,7 +8,7 @@
     ...                                                   factor)
     shard.addcdiv_(exp_avg, ...)
 
-For the optimizers that have such an operator, `fsdp_compiled.optim.fused`: others stay as they were traced. Everything
+For the optimizers that have such an operator, `fsdp_compiled.optim.rule`: others stay as they were traced. Everything
 that multiplied the gradients since their reduction (microbatches, the loss's scale, rows, clipping) becomes one number.
 Where a step that overflowed was to be put back, ``where(overflow, before, after)``, the operator is told, and then
 writes nothing. Shards that are kept in the compute dtype as well are written in that by the same call. Parameters that

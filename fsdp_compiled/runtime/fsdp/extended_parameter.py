@@ -6,7 +6,7 @@
 
 torchao's weights for BitNet, int8 and float8 training and NF4 are such. They lie in no flat shard: each is gathered by
 itself before forward and kept until backward, and what it is made of are inputs of the programs
-(`capture.wrapped_tensors`). Its gradient is an output of backward, and is reduced after it.
+(`capture.model_tensors`). Its gradient is an output of backward, and is reduced after it.
 """
 
 from __future__ import annotations

@@ -12,6 +12,13 @@ From the beginning to the end of a step of an optimizer that holds parameters of
 of ours for these operators. What does not fit (other placements in one place, partial sums, tensors that are no
 DTensors) goes DTensor's way still. Lists stay lists: over one flat tensor, a kernel's vector loops would end in other
 places, and with them the last bits of an update. Foreach operators DTensor does as fast by itself.
+
+Hooks of all optimizers do this, and count an update as a write, for as long as there are models of `fully_shard`, or
+backwards through them to come. They go with the last model: they would cost each step of every optimizer a call, and of
+`compile_sharded` five.
+
+What is noted of parameters shares one mark, whose end is noticed, and the next who passes by outside of a step removes
+the hooks: garbage collection may come while an optimizer walks through them.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -141,3 +149,52 @@ def _usual(operator: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> An
     finally:
         if own is not None:
             known[operator] = own
+
+
+OURS = "_fsdp_compiled_sharded"  # on parameters that stand here
+
+
+class Mark:
+    """Alive where hooks are needed."""
+
+
+_living: list[weakref.ref[Mark]] = []
+_handles: list[Any] = []
+idle: list[bool] = []  # not empty: there are hooks that nobody needs
+
+
+def mark() -> Mark:
+    """To be held as long as the hooks are needed, which are there from now on."""
+    known = _living[0]() if _living else None
+    if known is None:
+        known = Mark()
+        _living[:] = [weakref.ref(known, lambda _: idle.append(True))]
+        if not _handles:
+            _handles.append(register_optimizer_step_post_hook(_count_updates))
+            _handles.extend(run_on_local_tensors(lambda one: OURS in one.__dict__))
+    return known
+
+
+def remove_idle() -> None:
+    """Outside of a step of an optimizer: takes the hooks off, unless there are models again."""
+    idle.clear()
+    if _living and _living[0]() is None:
+        for handle in _handles:
+            handle.remove()
+        _handles.clear()
+        _living.clear()
+
+
+def _count_updates(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Counts an update as a write: foreach and fused updates of DTensors leave autograd's versions as they are.
+
+    So a backward that would read weights which were updated since its forward is told, as for plain tensors.
+    """
+    increment_version(
+        [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if OURS in parameter.__dict__ and parameter.grad is not None
+        ]
+    )

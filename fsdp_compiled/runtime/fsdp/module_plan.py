@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compiled.capture.model_tensors import named_parameters
-from fsdp_compiled.capture.wrapped_tensors import is_wrapped, made_of, opened
+from fsdp_compiled.capture.model_tensors import is_wrapped, made_of, named_parameters, opened
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.distributed.mesh import Mesh
 from fsdp_compiled.plan.buckets import name_of

@@ -35,7 +35,7 @@ from fsdp_compiled.runtime.fsdp.verified_call import Verified
 from fsdp_compiled.runtime.programs.compile import Compiled
 from fsdp_compiled.runtime.programs.failed_calls import SAME_BATCHES
 from fsdp_compiled.runtime.programs.training import Backward
-from fsdp_compiled.torch_private.core import will_run
+from fsdp_compiled.torch_private.modes import will_run
 
 
 def run_program(

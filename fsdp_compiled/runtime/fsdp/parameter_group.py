@@ -31,7 +31,7 @@ from fsdp_compiled.plan.leaf import Leaf, TensorParallel, check_class, contiguou
 from fsdp_compiled.plan.plan import Buffer, Division, Part
 from fsdp_compiled.plan.rows import lay_out_by_rows, own_rows, whole, widths
 from fsdp_compiled.runtime.fsdp.extended_parameter import Extended, extends, rows_of
-from fsdp_compiled.runtime.fsdp.loop_hooks import OURS, Mark, mark
+from fsdp_compiled.runtime.fsdp.local_updates import OURS, Mark, mark
 from fsdp_compiled.runtime.tensor_parallel.parts import local_part, tensor_parallel
 from fsdp_compiled.torch_private.dtensor import DTensorSpec, StridedShard, TensorMeta
 

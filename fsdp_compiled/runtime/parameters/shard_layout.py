@@ -4,15 +4,27 @@
     ShardPlace    of a: 0 to 5 of rank 0's shard, 0 to 1 of rank 1's; of b: nothing, and 1 to 4
 
 A parameter's part on a rank is a stretch of its elements in memory order, often none of them.
+
+`Writes` is what the user wrote to parameters between calls, as a number that ranks compare: one that wrote alone is
+found out.
+
+    each rank has a part of a parameter    operators are counted, by name and parameter, where they run
+    each rank has all of it (ddp)          PyTorch's counters of writes to the buffers, from one call's end to the next
+    one rank                               nothing
+
+Ranks compare it in a step, before anything is updated (`passes.report`), and where they meet: to save, to read a
+parameter whole. Order does not count, so that the same write on the ranks that lack it makes them alike again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -20,13 +32,48 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compiled.distributed.call_log import Calls
+from fsdp_compiled.distributed.call_store import WRITES
 from fsdp_compiled.distributed.device_mesh import device_mesh_of_all
 from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_parts, gather_shards
 from fsdp_compiled.plan.leaf import Leaf, contiguous_stride
 from fsdp_compiled.plan.plan import Buffer, Part, Plan, Slot
 from fsdp_compiled.runtime.host_memory import wait_for_host_memory
-from fsdp_compiled.runtime.parameters.parameter_writes import Writes
 from fsdp_compiled.runtime.tensor_parallel.parts import part_of, whole_value
+
+version = attrgetter("_version")
+BITS = 40
+
+
+class Writes:
+    """``total``: of all writes. ``shards``: by buffer key, where each rank has all of them and there are several."""
+
+    def __init__(self, shards: Mapping[str, torch.Tensor] | None = None) -> None:
+        self.total = 0
+        self.shards = shards
+        self._seen = 0
+
+    def add(self, operator: str, name: str) -> None:
+        """One operator that wrote to one parameter."""
+        self.total = (self.total + crc32(f"{operator} {name}".encode())) % 2**BITS
+
+    def begin(self) -> None:
+        """A call begins: what was written since the last one was the user's."""
+        if self.shards is not None:
+            self.total = (self.total + self._count() - self._seen) % 2**BITS
+            self._seen = self._count()
+
+    def end(self) -> None:
+        """A call is over: what was written in it was not."""
+        if self.shards is not None:
+            self._seen = self._count()
+
+    def _count(self) -> int:
+        assert self.shards is not None
+        return sum(map(version, self.shards.values()))
+
+    def __str__(self) -> str:
+        """What is appended to a call's label."""
+        return f"{WRITES}{self.total:x}" if self.total else ""
 
 
 @dataclass(eq=False)

@@ -19,13 +19,11 @@ from fsdp_compiled.analysis import memory, peak_memory
 from fsdp_compiled.analysis.best_effort import attempt, reason
 from fsdp_compiled.analysis.memory import Memory
 from fsdp_compiled.capture.aot import CaptureError
-from fsdp_compiled.capture.arguments import check_arguments
 from fsdp_compiled.capture.captured import Capture, batch_tensors
 from fsdp_compiled.capture.dynamic_shapes import Sizes, shape_text
 from fsdp_compiled.capture.fake_inputs import capture_on
 from fsdp_compiled.capture.global_modes import GlobalModes
-from fsdp_compiled.ir.calls import calls
-from fsdp_compiled.ir.nodes import is_random, may_be_random
+from fsdp_compiled.ir.nodes import calls, is_random, may_be_random
 from fsdp_compiled.ir.program import CALL, SILENT, Port, Program
 from fsdp_compiled.lower.fusions import Target, fusions_for
 from fsdp_compiled.lower.lowering import Boxed, Runner
@@ -37,7 +35,7 @@ from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.host_memory import Rooms
 from fsdp_compiled.runtime.param_step_counts import Names, reached_by
 from fsdp_compiled.runtime.programs import memory_budget, stages
-from fsdp_compiled.runtime.programs.input_binding import InputBinding
+from fsdp_compiled.runtime.programs.input_binding import InputBinding, check_arguments
 from fsdp_compiled.runtime.programs.result_aliases import Alias, aliases_of
 from fsdp_compiled.runtime.programs.stages import Stages, Transformed
 from fsdp_compiled.runtime.programs.training import Backward, Training, training_of

@@ -31,7 +31,7 @@ class Alias(NamedTuple):
 
 
 def aliases_of(program: Program, inputs: Sequence[Port], copies: int) -> tuple[Alias, ...]:
-    """``copies``: how many clones of each result the trace made (`capture.objective`)."""
+    """``copies``: how many clones of each result the trace made (`capture.captured.Objective`)."""
     nodes = program.inputs
     written = {origin(target) for node in program.graph.nodes for target in mutated(node)}
     places = {nodes[port]: place for place, port in enumerate(inputs) if port in nodes and port.kind in GIVEN}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fsdp_compiled import passes
 from fsdp_compiled.capture.global_modes import outside_modes
-from fsdp_compiled.ir.kept import Kept
+from fsdp_compiled.ir.node_copies import Kept
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
