@@ -1,7 +1,7 @@
 """A matrix product as an operator that writes into a flat buffer.
 
-``product_`` writes a gradient where it is sent from (see `fsdp_compiled.lower.fusions.direct_gradients`), of factors in
-half precision into float32 as well, unrounded.
+``product_`` writes a gradient where it is sent from (see `fsdp_compiled.lower.fusions.flatten_gradients`), of factors
+in half precision into float32 as well, unrounded.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled.kernels import host_copies
-from fsdp_compiled.lower import kernel_trial
+from fsdp_compiled.lower import trials
 
 
 class Freed(AssertionError):
@@ -81,11 +81,11 @@ def late_copies() -> Iterator[list[Stream]]:
 
     cuda = mock.Mock(Stream=new, Event=Event, current_stream=lambda _: compute, stream=_Late)
     lanes: dict[torch.device, Any] = {}
-    kernel_trial._copies_failure.cache_clear()
+    trials._copies_failure.cache_clear()
     with (
         mock.patch.object(host_copies, "IN_ORDER", set()),
         mock.patch.object(host_copies, "LANES", lanes),
         mock.patch.object(host_copies, "cuda", cuda),
     ):
         yield made
-    kernel_trial._copies_failure.cache_clear()
+    trials._copies_failure.cache_clear()

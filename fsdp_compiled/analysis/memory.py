@@ -20,9 +20,8 @@ import torch
 
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.optim.rule import Rule, rule_for
-from fsdp_compiled.plan.fold import Repeat, fold, repeats
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.plan.text import human
+from fsdp_compiled.plan.text import Repeat, fold, human, repeats
 from fsdp_compiled.policy import OuterSGD
 
 GENERATOR = {"cpu": 5056, "cuda": 16}  # bytes of a generator's state

@@ -40,7 +40,6 @@ from fsdp_compiled.capture.captured import (
 from fsdp_compiled.capture.dynamo_run import Trace
 from fsdp_compiled.capture.global_modes import GlobalModes
 from fsdp_compiled.capture.guards import Recorder
-from fsdp_compiled.capture.loss_parallel import loss_parallel
 from fsdp_compiled.capture.model_collectives import name_axes, substitute
 from fsdp_compiled.capture.model_tensors import check_parameters, in_place, is_wrapped, places_of, put_back
 from fsdp_compiled.capture.output_ports import closed, output_ports, put_hooks
@@ -57,7 +56,7 @@ from fsdp_compiled.capture.side_effects import (
     unwrapped,
 )
 from fsdp_compiled.capture.source_lines import explanation, reason, user_line
-from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, whole
+from fsdp_compiled.capture.tensor_parallel import Parts, layout_of, layouts, loss_parallel, whole
 from fsdp_compiled.ir.program import LOSS, Port
 from fsdp_compiled.torch_private.dynamo import (
     BackendCompilerFailed,

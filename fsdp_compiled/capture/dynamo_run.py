@@ -15,9 +15,16 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from fsdp_compiled.capture.aot import CaptureError, Traced
-from fsdp_compiled.capture.blocks.elided_blocks import Elided, Gap, elided, gaps_of
+from fsdp_compiled.capture.blocks.elided_blocks import (
+    Elided,
+    Gap,
+    blocks_of,
+    elided,
+    gaps_of,
+    inlined,
+    with_own_tensors,
+)
 from fsdp_compiled.capture.blocks.expand_repeats import Unequal
-from fsdp_compiled.capture.blocks.inline_blocks import blocks_of, inlined, with_own_tensors
 from fsdp_compiled.capture.blocks.repeats import differentiate
 from fsdp_compiled.capture.captured import CURE, Tensors
 from fsdp_compiled.capture.closure_values import Numbers

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from fsdp_compiled.capture.aot import CaptureError, unwritable
+from fsdp_compiled.capture.captured import Opaque
+from fsdp_compiled.capture.captured import inside as inside_of
 from fsdp_compiled.capture.dynamo_run import Trace
-from fsdp_compiled.capture.opaque_results import Opaque
-from fsdp_compiled.capture.opaque_results import inside as inside_of
 from fsdp_compiled.ir.program import LOSS, Port, PortKind
 
 

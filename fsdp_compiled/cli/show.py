@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdp_compiled.cli import clock
 from fsdp_compiled.cli.summary import table
-from fsdp_compiled.plan.fold import fold
+from fsdp_compiled.plan.text import fold
 from fsdp_compiled.report.dump import compared
 
 STAGES = "[0-9][0-9]-*.txt"

@@ -229,7 +229,7 @@ class Program:
 
     def __str__(self) -> str:
         from fsdp_compiled.ir.text import summary  # which reads programs; this one call shows one
-        from fsdp_compiled.plan.fold import folded
+        from fsdp_compiled.plan.text import folded
 
         try:
             return folded(summary(self))

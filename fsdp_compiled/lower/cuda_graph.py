@@ -46,7 +46,7 @@ from fsdp_compiled.ir.nodes import is_collective
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.lower.capturable import Held, Results, obstacles, sentence
 from fsdp_compiled.lower.cuda_device import CudaGraphs, environment
-from fsdp_compiled.lower.graph_trial import attempt, snapshot, tried
+from fsdp_compiled.lower.trials import attempt, snapshot, tried
 
 Runner = Callable[..., Sequence[torch.Tensor]]
 Wanted = bool | Literal["auto"]

@@ -28,11 +28,10 @@ from typing import Literal
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_compiled.plan.fold import fold
 from fsdp_compiled.plan.hardware import CPU, Cluster
 from fsdp_compiled.plan.leaf import Leaf
 from fsdp_compiled.plan.owners import dealt, update_cost
-from fsdp_compiled.plan.text import describe
+from fsdp_compiled.plan.text import describe, fold
 from fsdp_compiled.policy import Placement, Policy
 
 Axis = Literal["shard", "replicate", "tp"]

@@ -14,9 +14,8 @@ from fsdp_compiled.analysis.peak_memory import predict
 from fsdp_compiled.analysis.timeline import WAIT, Timeline, estimate
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.ir.text import difference, summary
-from fsdp_compiled.plan.fold import folded
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.plan.text import describe, human, milliseconds
+from fsdp_compiled.plan.text import describe, folded, human, milliseconds
 from fsdp_compiled.report.page import LINES, counts, figures, page, spans, trace
 
 

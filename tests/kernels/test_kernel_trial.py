@@ -14,7 +14,7 @@ from fsdp_compiled import Sharded, compile_sharded
 from fsdp_compiled.kernels import trial
 from fsdp_compiled.kernels.operators import IMPLEMENTATIONS, KERNELS, RUNS
 from fsdp_compiled.kernels.trial import failure
-from fsdp_compiled.lower import kernel_trial
+from fsdp_compiled.lower import trials
 from tests.kernel_cases import LIKES
 from tests.toys import EAGER, batches, build, mse, same_weights
 
@@ -25,7 +25,7 @@ HALF = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, Any], None]]:
     """Puts something in the place of an operator's kernel on the CPU."""
-    remembered = kernel_trial._failure
+    remembered = trials._failure
     remembered.cache_clear()
     yield lambda name, run: monkeypatch.setitem(RUNS, (name, "cpu"), run)
     remembered.cache_clear()
@@ -89,11 +89,11 @@ def test_without_the_trial_the_broken_kernel_would_train(
     """The control."""
     expected = trained().full_state_dict()
     as_on_a_gpu("adam_", off_by_one("adam_"))
-    monkeypatch.setattr(kernel_trial, "_failure", lambda *_: "")
+    monkeypatch.setattr(trials, "_failure", lambda *_: "")
     assert not same_weights(trained().full_state_dict(), expected)
 
 
 def test_on_a_cpu_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_trial, "_failure", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(trials, "_failure", lambda *_: pytest.fail("tried"))
     trained()
     assert trial.RUNS["adam_", "cpu"] is IMPLEMENTATIONS["adam_"]

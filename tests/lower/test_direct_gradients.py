@@ -23,7 +23,7 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.kernels.products import product_
 from fsdp_compiled.lower import fusions
-from fsdp_compiled.lower.fusions.direct_gradients import direct_gradients, write
+from fsdp_compiled.lower.fusions.flatten_gradients import direct_gradients, write
 from fsdp_compiled.lower.inductor import chooses_products
 from fsdp_compiled.lower.lowering import Lowering
 from tests.allocator import record

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_compiled.lower.fusions.exchange import combine
+from fsdp_compiled.lower.fusions.reductions import combine
 from tests.launch import launch
 
 WORKER = Path(__file__).parents[1] / "workers" / "exchange.py"

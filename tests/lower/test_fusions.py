@@ -18,7 +18,7 @@ import fsdp_compiled
 from fsdp_compiled import Plan, Policy, Program, Sharded, compile_sharded
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.lower.fusions import FUSIONS, Target, check_names, fusions_for
-from fsdp_compiled.lower.fusions.exchange import exchange
+from fsdp_compiled.lower.fusions.reductions import exchange
 from fsdp_compiled.passes import run as run_passes
 from tests import simulate
 from tests.models import Block, Recipe
@@ -169,7 +169,7 @@ def test_only_the_table_asks_whether_there_are_kernels() -> None:
         if re.search(r"\b(plan|self)\.kernels\b", path.read_text())
     }
     assert readers == {"plan/plan.py", "lower/fusions/__init__.py"}
-    assert exchange.__module__ == "fsdp_compiled.lower.fusions.exchange"
+    assert exchange.__module__ == "fsdp_compiled.lower.fusions.reductions"
 
 
 # What is printed is what runs.

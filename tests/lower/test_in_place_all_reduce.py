@@ -13,7 +13,7 @@ from fsdp_compiled import Policy, simulate
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.lower.fusions.in_place_all_reduce import in_place_all_reduce
+from fsdp_compiled.lower.fusions.reductions import in_place_all_reduce
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.simulate import Estimate
 from tests.models import Block, Recipe

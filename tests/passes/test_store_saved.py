@@ -29,7 +29,7 @@ from fsdp_compiled.ir.form import ProgramError
 from fsdp_compiled.ir.nodes import fake_tensor, positions, role_of
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.kernels import host_copies
-from fsdp_compiled.lower import kernel_trial
+from fsdp_compiled.lower import trials
 from fsdp_compiled.lower.capturable import obstacles
 from fsdp_compiled.lower.cuda_graph import WARM, Replays
 from fsdp_compiled.passes import SCHEDULING, run, store_saved
@@ -288,7 +288,7 @@ def test_a_step_that_breaks_off_leaves_no_copy_under_way_and_can_be_made_again()
 
 
 def test_without_the_waits_numbers_are_others() -> None:
-    untried = mock.patch.object(kernel_trial, "_copies_failure", mock.Mock(return_value=""))
+    untried = mock.patch.object(trials, "_copies_failure", mock.Mock(return_value=""))
     with host_memory(), untried, late_copies(), mock.patch.object(host_copies.Lane, "wait", lambda *_: None):
         assert not equal(train(made(budget(0.6))), free()[0])
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_compiled import Policy
-from fsdp_compiled.plan.fold import NUMBER, Repeat, fold, repeats, spaced
+from fsdp_compiled.plan.text import NUMBER, Repeat, fold, repeats, spaced
 from tests.models import Stack
 from tests.simulate import stages
 

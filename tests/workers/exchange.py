@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fsdp_compiled.distributed.process_group import close
 from fsdp_compiled.ir.nodes import Mark
 from fsdp_compiled.ir.program import Port, Program
-from fsdp_compiled.lower.fusions.exchange import exchange
+from fsdp_compiled.lower.fusions.reductions import exchange
 from tests.workers.lowering import Sent
 
 c10d = torch.ops._c10d_functional

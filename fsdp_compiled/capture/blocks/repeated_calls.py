@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, call_path
-from fsdp_compiled.capture.blocks.changes import Objects
+from fsdp_compiled.capture.blocks.block_calls import BlockCall, Objects, Unlike, call_path
 from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
 from fsdp_compiled.capture.blocks.walked_blocks import Before, WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock

@@ -16,8 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fsdp_compiled.capture.blocks.block_calls import BlockCall, Unlike, modes, moved, plain, plain_layout
-from fsdp_compiled.capture.blocks.changes import NEW
+from fsdp_compiled.capture.blocks.block_calls import NEW, BlockCall, Unlike, modes, moved, plain, plain_layout
 from fsdp_compiled.capture.blocks.guard_probes import Questions, structure_of
 from fsdp_compiled.capture.blocks.templates import OWN, WRITTEN, Template, own_tensor
 from fsdp_compiled.capture.source_lines import path_in

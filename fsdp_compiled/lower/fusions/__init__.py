@@ -15,7 +15,7 @@ and run: nothing rewrites a program after them.
 | `sum_reductions`      | a sum over ranks, divided before                 | a mean over ranks         | a GPU    |
 | `in_place_all_reduce` | an all-reduce that writes its input              | one that copies it first  | ranks    |
 
-To leave one out: ``Policy(without=("exchange",))``. To add one: a file here, its test, and an entry in `FUSIONS`. A
+To leave one out: ``Policy(without=("exchange",))``. To add one: a pass here, its test, and an entry in `FUSIONS`. A
 fusion finds its work by ports, marks and the operators that passes emit, and knows nothing of other fusions.
 """
 
@@ -25,14 +25,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from fsdp_compiled.lower.fusions.compute_copies import compute_copies
-from fsdp_compiled.lower.fusions.direct_gradients import direct_gradients
-from fsdp_compiled.lower.fusions.exchange import exchange
-from fsdp_compiled.lower.fusions.flatten_gradients import flatten_gradients
+from fsdp_compiled.lower.fusions.flatten_gradients import direct_gradients, flatten_gradients
 from fsdp_compiled.lower.fusions.gradient_statistics import gradient_statistics
-from fsdp_compiled.lower.fusions.in_place_all_reduce import in_place_all_reduce
 from fsdp_compiled.lower.fusions.microbatch_sums import microbatch_sums
 from fsdp_compiled.lower.fusions.optimizer_update import optimizer_update
-from fsdp_compiled.lower.fusions.sum_reductions import sum_reductions
+from fsdp_compiled.lower.fusions.reductions import exchange, in_place_all_reduce, sum_reductions
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan

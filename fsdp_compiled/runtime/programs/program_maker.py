@@ -39,10 +39,10 @@ from fsdp_compiled.lower.compiled_piece import Call
 from fsdp_compiled.lower.cuda_device import environment
 from fsdp_compiled.lower.cuda_graph import Replays, make_device
 from fsdp_compiled.lower.inductor import cache_place, chooses_products, compile_all, divide, warm_up
-from fsdp_compiled.lower.kernel_trial import calls_kernels, failures
 from fsdp_compiled.lower.lowering import Bind, Lowering, Runner
 from fsdp_compiled.lower.pending_collectives import PendingCollectives
 from fsdp_compiled.lower.split_forward_backward import whole_gradients
+from fsdp_compiled.lower.trials import calls_kernels, failures
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.runtime.programs import compile_only
