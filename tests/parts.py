@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 from fsdp_compiled import Sharded, api
 from fsdp_compiled.distributed.call_log import Calls
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
-from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.programs.program_cache import Programs
+from fsdp_compiled.runtime.state import Copies
 
 
 @dataclass(frozen=True)

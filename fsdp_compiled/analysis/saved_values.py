@@ -54,6 +54,7 @@ from fsdp_compiled.ir.program import Program
 from fsdp_compiled.plan.plan import Plan
 from fsdp_compiled.plan.units import innermost
 
+AHEAD = 2  # copies to host memory under way, in each direction
 LAUNCH = 1e-5  # seconds that a copy takes of compute's stream, however small
 
 

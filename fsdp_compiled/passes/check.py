@@ -31,11 +31,13 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from fsdp_compiled.analysis.saved_values import AHEAD
 from fsdp_compiled.ir.form import Checked, ends, fail, form
 from fsdp_compiled.ir.liveness import alive, live_ranges
 from fsdp_compiled.ir.nodes import (
     AGAIN,
     gathered_by,
+    is_alias,
     is_collective,
     is_wait,
     mutated,
@@ -43,10 +45,11 @@ from fsdp_compiled.ir.nodes import (
     role_of,
 )
 from fsdp_compiled.ir.program import LOSS, Program
-from fsdp_compiled.passes.store_saved import odd_copy
 from fsdp_compiled.plan.plan import Buffer, Plan
 
 Invariant = Callable[[Checked, Plan], None]
+
+WAITS = {"store": "stored", "restore": "restored"}  # by what starts a copy: what waits for it
 
 
 def check(program: Program, plan: Plan, before: Checked | None = None) -> Checked:
@@ -255,3 +258,42 @@ INVARIANTS: dict[str, tuple[Invariant, ...]] = {
     "limit": (_within_limit,),
     "schedule": (_within_limit,),
 }
+
+
+def odd_copy(program: Program) -> tuple[fx.Node, str] | None:
+    """The first node that breaks an invariant of copies, and how."""
+    rooms = {node for port, node in program.inputs.items() if port.kind == "room"}
+    for room in rooms:
+        if odd := next((user for user in room.users if role_of(user) != "store"), None):
+            return odd, f"{odd.name} works on {room.name}, which a copy of forward's is to fill."
+    under_way: dict[str, set[fx.Node]] = {"store": set(), "restore": set()}
+    for node in program.graph.nodes:
+        role = role_of(node)
+        if role in WAITS:
+            waits = [user for user in node.users if role_of(user) == WAITS[role]]
+            if len(waits) != 1 or waits[0].meta["phase"] != node.meta["phase"]:
+                return node, f"{node.name} is waited for {len(waits)} times in its phase, expected once."
+            under_way[role].add(node)
+            if len(under_way[role]) > AHEAD:
+                return node, f"{len(under_way[role])} copies are under way, {AHEAD} at most may be."
+        elif role in ("stored", "restored"):
+            for started in under_way.values():
+                started.difference_update(node.all_input_nodes)
+        if role == "stored" and (late := _read_later(node)) is not None:
+            return late, f"{late.name} reads {node.all_input_nodes[1].name}, which is in host memory by then."
+    return None
+
+
+def _read_later(stored: fx.Node) -> fx.Node | None:
+    """What reads a value, or a view of it, after it was said to be in host memory."""
+    stack, seen = [stored.all_input_nodes[1]], set()
+    while stack:
+        for user in stack.pop().users:
+            if user is stored:
+                continue
+            if user.op != "call_function" or user > stored:
+                return user
+            if is_alias(user) and user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return None

@@ -24,9 +24,10 @@ from fsdp_compiled.plan.leaf import Leaf, check_class, check_gradient, check_mod
 from fsdp_compiled.plan.units import Choice, find_units
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.autograd_hooks import check_hooks
+from fsdp_compiled.runtime.materialize import check_initializable
 from fsdp_compiled.runtime.parameters.sharded_parameter import is_live
 from fsdp_compiled.runtime.parameters.sharded_tensor import is_sharded
-from fsdp_compiled.runtime.shard_model import check_initializable, parameters_of, read_leaves, read_scalars
+from fsdp_compiled.runtime.shard_model import parameters_of, read_leaves, read_scalars
 from fsdp_compiled.runtime.shared_memory import check_shared_memory
 
 

@@ -12,9 +12,9 @@ from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.lockstep import Work
 from fsdp_compiled.distributed.mesh import Mesh, gather_parts, gather_shards
 from fsdp_compiled.plan.plan import Buffer, Plan
-from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.managed_model import holding
 from fsdp_compiled.runtime.shard_model import read_slot
+from fsdp_compiled.runtime.state import wait_for_host_memory
 from fsdp_compiled.runtime.tensor_parallel.parts import whole_value
 
 

@@ -6,10 +6,9 @@ holds its shards plus one unit. Rank 0's values are broadcast, so that all ranks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,15 +22,13 @@ from fsdp_compiled.optim.state_containers import all_leaves
 from fsdp_compiled.plan.leaf import Leaf, contiguous_stride, dense_stride
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.plan.units import unit_of
-from fsdp_compiled.runtime.host_memory import to_state_device
 from fsdp_compiled.runtime.managed_model import ManagedModel
+from fsdp_compiled.runtime.materialize import Holder, Initializer, Order, held, materialize, materialize_buffers
 from fsdp_compiled.runtime.parameters.shard_layout import Layout, ShardPlace, places_of
 from fsdp_compiled.runtime.parameters.sharded_parameter import replace
+from fsdp_compiled.runtime.state import to_state_device
 from fsdp_compiled.runtime.tensor_parallel.parts import laid_part, local_part, part_of, tensor_parallel
-from fsdp_compiled.runtime.unwritten import unwritten, unwritten_like
 
-Initializer = Callable[[nn.Module], Any]
-Order = dict[nn.Module, tuple[int, str]]  # of all modules of a model, the place and the name
 HALF = (
     "The model is half taken over: a part of its parameters may be in shards or filled already. Build it and its "
     "optimizer again before the next compile_sharded."
@@ -41,7 +38,6 @@ Stages = Work[Shards]  # says what comes next before each collective, as `lockst
 
 
 Named = Sequence[tuple[str, nn.Parameter]]
-Modules = Sequence[tuple[str, nn.Module]]
 
 
 def parameters_of(model: nn.Module) -> Named:
@@ -94,25 +90,6 @@ def _groups(known: Mapping[int, nn.Parameter], optimizer: Optimizer | None) -> d
     return found
 
 
-def check_initializable(modules: Modules, init: Initializer | None) -> None:
-    """Refuses a meta model with a module that nobody can fill, before anything is changed."""
-    if init is not None:
-        return
-    for name, module in modules:
-        own = [*module._parameters.values(), *module._buffers.values()]
-        if any(tensor is not None and tensor.is_meta for tensor in own) and not callable(
-            getattr(module, "reset_parameters", None)
-        ):
-            tensors = [
-                key for key, tensor in [*module._parameters.items(), *module._buffers.items()] if tensor is not None
-            ]
-            raise ValueError(
-                f"{name or 'the model'} ({type(module).__name__}) is on the meta device and has no reset_parameters() "
-                f"to fill {', '.join(tensors)}. Pass init=, a function that fills the parameters and buffers of the "
-                "module it is given."
-            )
-
-
 @contextmanager
 def half_taken(mesh: Mesh) -> Iterator[None]:
     """What fails inside says what became of the model."""
@@ -134,7 +111,7 @@ def take_over(
     that the optimizer already had, by ``"<buffer key>.<name>"`` (per element) or ``"group <g>.<name>"`` (scalars).
     """
     holders = _holders(model)
-    originals = {name: _get(places[0]) for name, places in holders.items()}
+    originals = {name: held(places[0]) for name, places in holders.items()}
     meta = any(parameter.is_meta for parameter in originals.values())  # else none is to be filled
     order: Order = {}
     if meta:
@@ -149,12 +126,12 @@ def take_over(
     for unit in sorted(plan.units, key=lambda unit: blocks[unit.members[0]]):
         if meta and plan.tp > 1:  # all of the unit, in the model's order: what is drawn does not depend on what is cut
             own = {holder for buffer in unit.buffers for slot in buffer.slots for holder in holders[slot.name]}
-            _materialize(own, order, plan.device, init)
+            materialize(own, order, plan.device, init)
         for buffer in unit.buffers:
             owners = [holders[slot.name] for slot in buffer.slots]
             if meta:
-                _materialize([holder for owner in owners for holder in owner], order, plan.device, init)
-            parameters = [_get(owner[0]) for owner in owners]
+                materialize([holder for owner in owners for holder in owner], order, plan.device, init)
+            parameters = [held(owner[0]) for owner in owners]
             flat = torch.zeros(buffer.numel, dtype=buffer.dtype, device=plan.device)
             values: list[torch.Tensor] = []
             for slot, parameter in zip(buffer.slots, parameters, strict=True):
@@ -177,12 +154,9 @@ def take_over(
             del parameters
             for place, owner in zip(places_of(layout, buffer), owners, strict=True):
                 _replace(originals[place.name], owner, place, optimizer)
-    _materialize_buffers(model, plan.device, init)
+    materialize_buffers(model, plan.device, init)
     buffers = yield from _take_buffers(model, plan.device, mesh)
     return ManagedModel(model, optimizer, layout), shards, buffers, existing_state
-
-
-Holder = tuple[nn.Module, str]  # where a parameter hangs: module._parameters[name]
 
 
 def _holders(model: nn.Module) -> dict[str, list[Holder]]:
@@ -196,62 +170,6 @@ def _holders(model: nn.Module) -> dict[str, list[Holder]]:
             key = first.setdefault(id(parameter), f"{path}.{name}" if path else name)
             found.setdefault(key, []).append((module, name))
     return found
-
-
-def _get(holder: Holder) -> nn.Parameter:
-    module, name = holder
-    parameter = module._parameters[name]
-    assert parameter is not None
-    return parameter
-
-
-def _materialize(holders: Iterable[Holder], order: Order, device: torch.device, init: Initializer | None) -> None:
-    """Fills the meta parameters that hang here, by the modules that own them, in order; tied ones stay tied.
-
-    Raises ``ValueError`` for what nothing wrote.
-    """
-    modules = list(dict.fromkeys(module for module, name in holders if _get((module, name)).is_meta))
-    replaced: dict[int, nn.Parameter] = {}
-    for module in sorted(modules, key=order.__getitem__):
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if id(parameter) not in replaced:
-                    empty = local_part(parameter)
-                    if empty.shape != parameter.shape:  # cut along the tp axis
-                        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                    real = unwritten_like(empty, device)
-                    replaced[id(parameter)] = nn.Parameter(real, parameter.requires_grad)
-                module._parameters[name] = replaced[id(parameter)]
-        for name, tensor in module._buffers.items():
-            if tensor is not None and tensor.is_meta:
-                module._buffers[name] = unwritten_like(tensor, device)
-        _fill(module, order[module][1], init)
-
-
-def _materialize_buffers(model: nn.Module, device: torch.device, init: Initializer | None) -> None:
-    """Fills the meta buffers of modules that own no parameters, such as rotary tables."""
-    for path, module in model.named_modules():
-        meta = [name for name, tensor in module._buffers.items() if tensor is not None and tensor.is_meta]
-        for name in meta:
-            module._buffers[name] = unwritten_like(module._buffers[name], device)  # type: ignore[arg-type]
-        if meta:
-            _fill(module, path, init)
-
-
-def _fill(module: nn.Module, path: str, init: Initializer | None) -> None:
-    with torch.no_grad():
-        if init is not None:
-            init(module)
-        else:
-            module.reset_parameters()  # type: ignore[operator]
-    for name, tensor in {**module._parameters, **module._buffers}.items():
-        if tensor is not None and (found := unwritten(tensor)):
-            by = "init=" if init is not None else f"{type(module).__name__}.reset_parameters()"
-            raise ValueError(
-                f"{path}{path and '.'}{name} was on the meta device, and {by} did not fill it: {found} of its "
-                f"{tensor.numel()} elements were not written. Write all of them there; or build this module with its "
-                "values, not on the meta device."
-            )
 
 
 def write_slot(flat: torch.Tensor, slot: Slot, value: torch.Tensor) -> None:

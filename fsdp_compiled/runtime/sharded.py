@@ -18,13 +18,12 @@ from fsdp_compiled.capture.global_modes import outside_modes, untraced
 from fsdp_compiled.distributed.uneven_inputs import Announced, Joined
 from fsdp_compiled.ir.program import Port, Program
 from fsdp_compiled.report import dump
-from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.module_buffers import take
 from fsdp_compiled.runtime.one_thread import one_thread
 from fsdp_compiled.runtime.parameters.gathered_call import hold, release, wholes_of
 from fsdp_compiled.runtime.profiling import Profile, profiling
 from fsdp_compiled.runtime.sharded_checkpoints import ShardedCheckpoints
-from fsdp_compiled.runtime.state import State
+from fsdp_compiled.runtime.state import State, wait_for_host_memory
 
 
 class Sharded(ShardedCheckpoints):

@@ -24,7 +24,6 @@ from fsdp_compiled.optim.given_optimizer import check_step_hooks
 from fsdp_compiled.optim.hyperparameters import Hyperparameters
 from fsdp_compiled.optim.rules import make_rules_again
 from fsdp_compiled.runtime.checkpoint.checkpoints import Checkpoints
-from fsdp_compiled.runtime.compute_copies import Copies
 from fsdp_compiled.runtime.fsdp.local_updates import idle as idle_hooks
 from fsdp_compiled.runtime.fsdp.local_updates import remove_idle
 from fsdp_compiled.runtime.local_steps import LocalSteps
@@ -38,7 +37,7 @@ from fsdp_compiled.runtime.programs.program_cache import Programs
 from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_update import ShardUpdate
-from fsdp_compiled.runtime.state import State, optimizer_state
+from fsdp_compiled.runtime.state import Copies, State, optimizer_state
 from fsdp_compiled.runtime.verify import Expected, Verification
 from fsdp_compiled.runtime.whole_update import WholeUpdate
 

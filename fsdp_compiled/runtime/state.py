@@ -1,18 +1,63 @@
-"""State: everything a step reads and writes, as one pytree of this rank's tensors; and how it starts."""
+"""State: everything a step reads and writes, as one pytree of this rank's tensors; and how it starts.
+
+Shards and optimizer state live on the device between steps, or in host memory under ``Policy.offload``, where a step
+also has `Rooms` for what its forward keeps. Host memory is pinned, so that the device copies from and to it by itself.
+A step returns before its copies back are done, so whoever reads that memory calls `wait_for_host_memory` first.
+
+`Copies` are this rank's shards in the compute dtype, kept true to the shards:
+
+    step         gathers read the copy; the update writes shard and copy together
+    otherwise    shard.copy_(...), another State      -> the copy is made anew before the next step that reads it
+
+They are a cache, and no part of a `State`. That somebody wrote a shard is seen by the counter that PyTorch raises
+with every in-place operator; a kernel of one's own, a collective, or ``tensor.data`` raises none. After one of those,
+say so: ``torch.autograd.graph.increment_version(shard)``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.ir.program import Program
+from fsdp_compiled.kernels import host_copies
 from fsdp_compiled.optim.rule import Rule, StateTensor, rule_for
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.host_memory import to_state_device
 from fsdp_compiled.runtime.param_step_counts import StepCounts
 from fsdp_compiled.runtime.rng import DefaultState
+
+
+def to_state_device(value: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """The same values where the plan keeps shards: the tensor itself, if it is there already."""
+    own = value.to(plan.state_device)
+    return own.pin_memory() if plan.device.type == "cuda" and plan.state_device.type == "cpu" else own
+
+
+def wait_for_host_memory(plan: Plan) -> None:
+    """Waits until host memory holds what the device was told to write into it."""
+    if plan.device.type == "cuda" and plan.state_device.type == "cpu":
+        torch.cuda.synchronize(plan.device)
+
+
+class Rooms(dict[str, torch.Tensor]):
+    """Host memory for each value that a program keeps there, by name."""
+
+    def __init__(self, program: Program) -> None:
+        self.devices = {node.meta["val"].device for node in program.marked("restore")} - {torch.device("cpu")}
+        for port, node in program.inputs.items():
+            if port.kind == "room":
+                self[port.key] = host_copies.make_room(node.meta["val"], pinned=bool(self.devices))
+
+    def __del__(self) -> None:
+        """What a device was told to copy goes on after the host forgot the program."""
+        for device in self.devices:
+            with suppress(Exception):  # Python ends
+                torch.cuda.synchronize(device)
 
 
 class State:
@@ -142,3 +187,33 @@ def _existing_number(
     """A number that the optimizer brought along; all rules of a group start from the same."""
     found = existing_state.get(f"group {rule.group}.{entry.name}") if entry.place == "parameter" else None
     return found.to(plan.device, entry.dtype) if found is not None else None
+
+
+version = attrgetter("_version")
+
+
+class Copies:
+    """``tensors``: by buffer key. They keep their addresses; what they hold counts only after `follow`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.tensors = {
+            buffer.key: torch.empty(plan.shard_numel(buffer), dtype=plan.compute_dtype(buffer), device=plan.device)
+            for buffer in plan.buffers
+            if plan.copied(buffer)
+        }
+        self._of: list[torch.Tensor] = []  # the shards that they are copies of
+        self._versions: list[int] = []
+
+    def follow(self, shards: Mapping[str, torch.Tensor]) -> None:
+        """Makes them copies of these, where they are not."""
+        now = [shards[key] for key in self.tensors]
+        if list(map(version, now)) != self._versions or not all(map(is_, now, self._of)):
+            known = {id(shard): number for shard, number in zip(self._of, self._versions, strict=False)}
+            for shard, copy in zip(now, self.tensors.values(), strict=True):
+                if known.get(id(shard)) != shard._version:
+                    copy.copy_(shard)
+        self._of, self._versions = now, []  # a step that fails may leave anything
+
+    def step_returned(self) -> None:
+        """The step is over: it wrote shards and copies together, or neither."""
+        self._versions = list(map(version, self._of))

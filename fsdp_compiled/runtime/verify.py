@@ -43,7 +43,6 @@ from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Buffer, Plan, Slot
 from fsdp_compiled.policy import Policy
 from fsdp_compiled.runtime.eager_run import EagerRun, Place
-from fsdp_compiled.runtime.host_memory import wait_for_host_memory
 from fsdp_compiled.runtime.managed_model import ManagedModel
 from fsdp_compiled.runtime.parameters.sharded_parameter import is_live
 from fsdp_compiled.runtime.programs.compile import Compiled
@@ -51,7 +50,7 @@ from fsdp_compiled.runtime.programs.request import Request
 from fsdp_compiled.runtime.rng import RandomNumbers
 from fsdp_compiled.runtime.shard_model import read_slot
 from fsdp_compiled.runtime.shard_update import ShardUpdate
-from fsdp_compiled.runtime.state import State
+from fsdp_compiled.runtime.state import State, wait_for_host_memory
 from fsdp_compiled.torch_private.names import there
 
 FIRST = 2  # calls of each program that are verified, the one that compiled it among them

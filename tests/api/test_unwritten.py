@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_compiled import Policy, compile_sharded
-from fsdp_compiled.runtime import shard_model
-from fsdp_compiled.runtime.unwritten import unwritten, unwritten_like
+from fsdp_compiled.runtime import materialize
+from fsdp_compiled.runtime.materialize import unwritten, unwritten_like
 
 CPU = torch.device("cpu")
 
@@ -135,5 +135,5 @@ def test_a_bool_may_be_meant_as_it_is() -> None:
 
 
 def test_control_memory_as_it_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_model, "unwritten_like", lambda tensor, device: torch.zeros_like(tensor, device=device))
+    monkeypatch.setattr(materialize, "unwritten_like", lambda tensor, device: torch.zeros_like(tensor, device=device))
     assert float(sharded(first=Scaled).step(torch.arange(6))) >= 0

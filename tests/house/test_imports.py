@@ -25,7 +25,7 @@ PACKAGE = ROOT.name
 PRIVATE = {
     "accelerate": "integrations.accelerate",
     "torch.compiler._is_compiling_flag": "optim.tracing",  # in the table, and set
-    "torch.testing._internal": "distributed.simulated_ranks",  # or without it
+    "torch.testing._internal": "runtime.simulate",  # or without it
 }
 # Graphs are made in one file.
 GRAPHS = ("torch.cuda.CUDAGraph", "torch.cuda.graph")

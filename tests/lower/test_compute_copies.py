@@ -21,7 +21,7 @@ from fsdp_compiled.ir.nodes import is_collective, role_of
 from fsdp_compiled.ir.program import Port
 from fsdp_compiled.kernels.operators import operators
 from fsdp_compiled.passes.check import check
-from fsdp_compiled.runtime.compute_copies import Copies
+from fsdp_compiled.runtime.state import Copies
 from tests import models
 from tests.chosen import chosen, examples
 from tests.models import Block, Recipe

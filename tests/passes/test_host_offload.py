@@ -28,7 +28,7 @@ from fsdp_compiled.ir.program import Port
 from fsdp_compiled.optim.rules import make_rules
 from fsdp_compiled.passes.host_offload import offload
 from fsdp_compiled.plan.text import human
-from fsdp_compiled.runtime.host_memory import wait_for_host_memory
+from fsdp_compiled.runtime.state import wait_for_host_memory
 from tests import models, recipes, simulate
 from tests.models import Block, Recipe
 from tests.recipes import built

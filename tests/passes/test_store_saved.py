@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled import Plan, Policy, Program, Sharded, compile_sharded
 from fsdp_compiled.analysis.memory import Persistent
 from fsdp_compiled.analysis.peak_memory import predict
+from fsdp_compiled.analysis.saved_values import AHEAD
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.form import ProgramError
 from fsdp_compiled.ir.nodes import fake_tensor, positions, role_of
@@ -34,7 +35,6 @@ from fsdp_compiled.lower.capturable import obstacles
 from fsdp_compiled.lower.cuda_graph import WARM, Replays
 from fsdp_compiled.passes import SCHEDULING, run, store_saved
 from fsdp_compiled.passes.check import check
-from fsdp_compiled.passes.store_saved import AHEAD
 from fsdp_compiled.plan.hardware import GPU
 from fsdp_compiled.runtime.programs import compile as making
 from fsdp_compiled.runtime.programs.memory_budget import GIB

@@ -9,7 +9,7 @@
     full' = all_gather(half')               shard.addcdiv_(exp_avg, ...)
     shard.addcdiv_(exp_avg, ...)            copy.copy_(shard)
 
-Who else writes a shard is followed by `fsdp_compiled.runtime.compute_copies`. Only the programs that train read copies:
+Who else writes a shard is followed by `fsdp_compiled.runtime.state`. Only the programs that train read copies:
 to run forward alone, or to differentiate, is not worth relying on them.
 """
 

@@ -11,15 +11,11 @@ operator, so that where nothing else asks for the product (`optimizer_update`), 
 sums over microbatches in one operator (`microbatch_sums`) are measured by that:
 
     accumulate_([gradient], [sum])                  squares = accumulate_([gradient], [sum], factor, nonfinite)
-
-From reduction to update, passes multiply a gradient by 1 / microbatches, 1 / loss scale, 1 / rows and for clipping,
-each time, and mark it ``"factor"``; fusions (`product`) read the gradient as it was before, and have one number in
-place of them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,58 +25,8 @@ from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, first, positions, purpose_of
 from fsdp_compiled.ir.program import Program
 from fsdp_compiled.kernels.operators import operators
+from fsdp_compiled.lower.gradient_factors import product, unscaled
 from fsdp_compiled.plan.plan import Plan
-
-aten = torch.ops.aten
-FACTOR = Mark("norm", purpose="factor of all gradients")
-Factor = tuple[fx.Node, bool]  # a 0-d tensor, and whether the gradient is divided by it
-
-
-def unscaled(gradient: fx.Node) -> tuple[fx.Node, tuple[Factor, ...]]:
-    """The gradient before it was multiplied, and by what it was, in that order."""
-    factors: list[Factor] = []
-    while purpose_of(gradient) == "factor":
-        source, number = gradient.args[:2]
-        factors.append((number, gradient.target is aten.div.Tensor))  # type: ignore[arg-type]
-        gradient = source  # type: ignore[assignment]
-    return gradient, tuple(reversed(factors))
-
-
-def product(edit: Edit, factors: Sequence[Factor], before: fx.Node) -> fx.Node | None:
-    """One number for all of them, just before this node, or where another fusion made it; None for no factors."""
-    whole: fx.Node | None = None
-    for number, divides in factors:
-        one = _made(edit, before, aten.reciprocal.default, number) if divides else number
-        whole = one if whole is None else _made(edit, before, aten.mul.Tensor, whole, one)
-    if whole is not None:
-        edit.hoist(whole, before)
-    return whole
-
-
-def behind(node: fx.Node, factors: Sequence[Factor]) -> fx.Node:
-    """The first node after this one that no factor is made of, so that all of them can stand before it."""
-    made_of: set[fx.Node] = set()
-    stack = [number for number, _ in factors]
-    while stack:
-        source = stack.pop()
-        if source not in made_of:
-            made_of.add(source)
-            stack += source.all_input_nodes
-    node = node.next
-    while node in made_of or node.meta.get("mark") == FACTOR:
-        node = node.next
-    return node
-
-
-def _made(edit: Edit, before: fx.Node, target: Any, *args: fx.Node) -> fx.Node:
-    known = next((user for user in args[0].users if user.target is target and user.args == args), None)
-    if known is not None:
-        return known
-    for node in args:
-        edit.hoist(node, before)
-    with edit.at(before, "update"):
-        return edit.call(target, *args, mark=FACTOR)
-
 
 aten = torch.ops.aten
 MARK = Mark("norm")

@@ -26,7 +26,7 @@ from torch import fx
 from fsdp_compiled.ir.edit import Edit
 from fsdp_compiled.ir.nodes import Mark, last, positions, purpose_of
 from fsdp_compiled.ir.program import OVERFLOW, Port, Program
-from fsdp_compiled.lower.fusions.gradient_statistics import Factor, behind, product, unscaled
+from fsdp_compiled.lower.gradient_factors import Factor, behind, product, unscaled
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.plan.plan import Buffer, Plan
 

@@ -27,7 +27,7 @@ from fsdp_compiled.runtime.checkpoint.matching import Match, match, refusal
 from fsdp_compiled.runtime.checkpoint.saving import Image, Plans, Wish
 from fsdp_compiled.runtime.checkpoint.values import decode
 from fsdp_compiled.runtime.checkpoint.writing import SaveError, Saving
-from fsdp_compiled.runtime.host_memory import wait_for_host_memory
+from fsdp_compiled.runtime.state import wait_for_host_memory
 
 T = TypeVar("T")
 Busy = Literal["wait", "refuse", "double_buffer"]

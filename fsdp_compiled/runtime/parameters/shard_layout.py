@@ -37,7 +37,7 @@ from fsdp_compiled.distributed.device_mesh import device_mesh_of_all
 from fsdp_compiled.distributed.mesh import Mesh, broadcast, gather_parts, gather_shards
 from fsdp_compiled.plan.leaf import Leaf, contiguous_stride
 from fsdp_compiled.plan.plan import Buffer, Part, Plan, Slot
-from fsdp_compiled.runtime.host_memory import wait_for_host_memory
+from fsdp_compiled.runtime.state import wait_for_host_memory
 from fsdp_compiled.runtime.tensor_parallel.parts import part_of, whole_value
 
 version = attrgetter("_version")

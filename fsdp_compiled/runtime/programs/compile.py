@@ -32,7 +32,6 @@ from fsdp_compiled.lower.split_forward_backward import SplitProgram, cut, reache
 from fsdp_compiled.optim.rule import Rule
 from fsdp_compiled.passes import Pass
 from fsdp_compiled.plan.plan import Plan
-from fsdp_compiled.runtime.host_memory import Rooms
 from fsdp_compiled.runtime.param_step_counts import Names, reached_by
 from fsdp_compiled.runtime.programs import memory_budget, stages
 from fsdp_compiled.runtime.programs.input_binding import InputBinding, check_arguments
@@ -40,6 +39,7 @@ from fsdp_compiled.runtime.programs.result_aliases import Alias, aliases_of
 from fsdp_compiled.runtime.programs.stages import Stages, Transformed
 from fsdp_compiled.runtime.programs.training import Backward, Training, training_of
 from fsdp_compiled.runtime.shared_memory import shared
+from fsdp_compiled.runtime.state import Rooms
 
 # "accumulate" is a microbatch that is not the last, "last" the one that ends a row and updates.
 # "training" is a forward whose results are differentiated outside, in a loop of the user's.
