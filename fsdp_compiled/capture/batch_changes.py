@@ -2,16 +2,15 @@
 
     batch = {"x": x, "y": y}; sharded.step(batch)          forward: y = batch.pop("y")
 
-A trace is given copies of the containers, so the caller's own stay as they are. That is noted while the function is
-traced, container by container, and said once; what a loop of the user's would read there is refused. What is here runs
-under Dynamo: plain loops over lists and dictionaries.
+A trace is given copies of the containers. What they hold at its end is noted while the function is traced, container by
+container. In a loop of the user's it is a result of the program, and each call leaves it in the caller's own (`leave`);
+under compile_sharded these stay as they are, which is said once. What is here, but for `leave`, runs under Dynamo:
+plain loops over lists and dictionaries.
 """
 
 from __future__ import annotations
 
 from typing import Any
-
-import torch
 
 Contents = list[tuple[str, Any, list[Any], list[Any]]]  # path, container, its keys, its values
 
@@ -56,37 +55,34 @@ def changed(before: Contents) -> list[str]:
     return found
 
 
-def given(before: Contents) -> list[str]:
-    """The paths of those that hold new tensors, for whoever reads them after the call: lists, and dictionaries that
-    held none."""
+def left(before: Contents) -> list[tuple[int, list[Any], list[int], list[Any]]]:
+    """Of those that hold something else now: the place among all, the keys, and of each value where it was among those
+    of before; -1 for the new ones, which come last."""
     found = []
-    for path, container, _, values in before:
-        if isinstance(container, dict) and _tensors(values):
-            continue
+    for number, (_, container, keys, values) in enumerate(before):
+        now = list(container.keys()) if isinstance(container, dict) else list(range(len(container)))
         others = list(container.values()) if isinstance(container, dict) else list(container)
-        for place, new in enumerate(others):
-            if not isinstance(new, (dict, list, tuple)):
-                fresh = isinstance(new, torch.Tensor) and not _is_among(new, values)
-            elif place < len(values) and isinstance(values[place], (dict, list, tuple)):
-                fresh = False  # its own change is found
-            else:
-                fresh = _tensors(new)
-            if fresh:
-                found.append(path)
-                break
+        places = []
+        for new in others:
+            place = -1
+            for index, old in enumerate(values):
+                if old is new:
+                    place = index
+                    break
+            places.append(place)
+        if now != keys or places != list(range(len(values))):
+            found.append((number, now, places, [new for new, place in zip(others, places, strict=True) if place < 0]))
     return found
 
 
-def _is_among(value: Any, values: list[Any]) -> bool:
-    for one in values:  # noqa: SIM110
-        if one is value:
-            return True
-    return False
-
-
-def _tensors(value: Any) -> bool:
-    """Whether there are tensors in a container."""
-    for inner in value.values() if isinstance(value, dict) else value:
-        if _tensors(inner) if isinstance(inner, (dict, list, tuple)) else isinstance(inner, torch.Tensor):
-            return True
-    return False
+def leave(before: Contents, changes: list[tuple[int, list[Any], list[int], list[Any]]]) -> None:
+    """The caller's own containers hold what a call of the program left in them."""
+    for number, keys, places, new in changes:
+        _, container, _, values = before[number]
+        fresh = iter(new)
+        now = [values[place] if place >= 0 else next(fresh) for place in places]
+        if isinstance(container, dict):
+            container.clear()
+            container.update(zip(keys, now, strict=True))
+        else:
+            container[:] = now

@@ -86,6 +86,7 @@ class Capture:
     guards: Guards
     layouts: Mapping[Port, Layout] = field(default_factory=dict)  # of results that are DTensors
     asked: frozenset[str] = frozenset()  # attributes that tensors were asked for, and that are not PyTorch's
+    carried: frozenset[str] = frozenset()  # buffers and constants that forward replaces by what has a gradient's graph
 
     @property
     def written_constants(self) -> tuple[str, ...]:

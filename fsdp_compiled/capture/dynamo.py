@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture import object_identity, random_calls, unknown_reads
 from fsdp_compiled.capture.absent_names import failed_lookups
 from fsdp_compiled.capture.aot import CaptureError
-from fsdp_compiled.capture.batch_changes import changed, contents, given
+from fsdp_compiled.capture.batch_changes import changed, contents, left
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from fsdp_compiled.capture.captured import (
     CURE,
@@ -104,12 +104,16 @@ def trace_whole(
             result = objective(*args, **kwargs)
         else:
             result = torch.func.functional_call(objective, parts.joined(named), args, kwargs, tie_weights=False)
-        replaced = {}
+        replaced, carried = {}, []
         for name, table, key, before in buffers:
             if table[key] is not before:
+                if table[key].requires_grad:
+                    carried.append(name)
                 replaced[name] = own(table[key])
                 table[key] = before
-        touched = changed(before_call), given(before_call) if results else []
+        if results:
+            result = result, left(before_call)
+        touched = changed(before_call) if not results else carried
         said = [layout_of(leaf) for leaf in pytree.tree_leaves(result)] if results and parts.mesh is not None else []
         if not gradient:
             return own(apart_from_others(result) if results else result), None, False, replaced, said, touched
@@ -227,23 +231,23 @@ def trace_whole(
                 _check_next(made, trace)
         finally:
             made.undo()
-        touched, kept = made.touched
         tables = made.tables() if made.side_effects.rest else {}  # which writes out all blocks
         if results:  # a loop of the user's goes on with what it finds
-            left = [one.name for one in made.side_effects.lost(tables) if not is_made_anew(one)]
-            if left := [*left, *(f"{path} of the batch" for path in kept)]:
-                raise CaptureError(unread_results(left))
+            if lost := [one.name for one in made.side_effects.lost(tables) if not is_made_anew(one)]:
+                raise CaptureError(unread_results(lost))
         if made.side_effects.rest:
             made.side_effects.tell(model, tables)
-        if touched:
-            tell_batch(model, touched)
+        if made.touched and not results:
+            tell_batch(model, made.touched)
         program = made.program()
         made.guards.closed.numbers = made.numbers(made.guards.scope)
         name_axes(program, parts.mesh, groups)
     leaves = tuple(made.outputs.get(id(leaf)) or closed(leaf, made) for leaf in made.flat)
     made.results.clear()  # Dynamo's code, which the guards keep, holds the function that returned them
     lain = {leaf: one for leaf, one in zip(leaves, made.layouts) if one is not None and isinstance(leaf, Port)}
-    return Capture(program, made.constants, made.spec, leaves, made.guards, lain, frozenset(asked))
+    carried = {name.removeprefix("model.") for name in made.touched} if results else set()
+    carried |= {name for name, new in made.side_effects.state.items() if new.requires_grad}
+    return Capture(program, made.constants, made.spec, leaves, made.guards, lain, frozenset(asked), frozenset(carried))
 
 
 def _check_next(made: Trace, trace: Callable[[Collection[str]], Trace]) -> None:

@@ -65,7 +65,7 @@ class Trace:
     mutations: Mutations
     guards: Guards
     side_effects: SideEffects
-    touched: tuple[list[str], list[str]]  # containers of the batch that the code changes; with new tensors
+    touched: list[str]  # containers of the batch that a loss changes; buffers that a forward replaces with a graph
     flat: list[Any]  # what the function returned, and its structure
     spec: pytree.TreeSpec
     outputs: dict[int, Port]  # what of it is which result, by identity

@@ -27,8 +27,9 @@ def write_back(program: Program, plan: Plan) -> Program:
     edit = Edit(program)
     with edit.at(edit.end, "update"):
         for port, value in edit.outputs.items():
-            if port.kind in ("buffer", "constant"):
-                target = edit.inputs[Port("in", port.kind, port.name)]
+            if port.kind in ("buffer", "constant") and value is not None:
+                old = Port("in", port.kind, port.name)
+                target = edit.inputs.get(old) or edit.add_input(old, value.meta["val"])  # nothing reads what it was
                 edit.remove_output(port)
                 edit.call(aten.copy_.default, target, value, mark=Mark("update"))
     return edit.done("write_back")

@@ -102,3 +102,42 @@ def test_control_a_view_of_what_is_written_since(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(split_forward_backward, "base_of", lambda node: node)
     torch.manual_seed(0)
     assert difference(Carried("view", "buffer")) > 0.1
+
+
+class Unbroken(nn.Module):
+    """Leaves its state with the graph that it was computed by."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        if kept == "buffer":
+            self.register_buffer("h", torch.full((8,), 0.5))
+        else:
+            self.h = torch.full((8,), 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.linear(x) + self.h)
+        self.h = y.mean(0)
+        return y.square().sum()
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_a_graph_through_two_forwards_is_refused_and_state_that_a_loop_detaches_is_right(kept: str) -> None:
+    torch.manual_seed(0)
+    plain = Unbroken(kept)
+    model = fully_shard(copy.deepcopy(plain))
+    losses: list[list[float]] = [[], []]
+    for net, found in zip((plain, model), losses, strict=True):
+        for step in range(STEPS):
+            loss = net(torch.full((2, 8), float(step)))
+            loss.backward()
+            net.h = net.h.detach()
+            found.append(loss.item())
+        with torch.no_grad():
+            found += [net(torch.ones(2, 8)).item(), net(torch.ones(2, 8)).item()]
+        found.append(net(torch.ones(2, 8)).item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    with pytest.raises(RuntimeError, match=r"reads .*h, which its forward before this one left there with its graph"):
+        model(torch.ones(2, 8))
+    model.h = model.h.detach()
+    model(torch.ones(2, 8)).backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune, weight_norm
+from torch.utils._pytree import tree_leaves
 
 from fsdp_compiled import CaptureError, Policy, fully_shard
 from fsdp_compiled.capture.dynamo_run import Trace
@@ -146,20 +149,82 @@ class Leaves(nn.Module):
         return y
 
 
-INTO: dict[str, Callable[[], Any]] = {"argument": list, "dictionary": dict, "place": lambda: [None, 1]}
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "evaluates"])
+@pytest.mark.parametrize("where", ["attribute", "list"])
+def test_tensors_that_forward_leaves_in_the_model_are_refused(where: str, trains: bool) -> None:
+    """A loop would train without them."""
+    model = fully_shard(Leaves(where))
+    with torch.set_grad_enabled(trains), pytest.raises(CaptureError, match=r"Forward leaves tensors in .*Return them"):
+        model(X)
+    with torch.no_grad(), model.gathered():
+        model(X)
+
+
+INTO: dict[str, Callable[[], Any]] = {
+    "argument": lambda: [1],
+    "dictionary": lambda: {"loss": torch.zeros(()), "kept": [2]},
+    "place": lambda: [None, 1],
+    "batch": lambda: {"first": 0, "x": torch.ones(2)},
+}
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["trains", "evaluates"])
-@pytest.mark.parametrize("where", ["attribute", "list", *INTO])
-def test_tensors_that_forward_leaves_elsewhere_are_refused(where: str, trains: bool) -> None:
-    """A loop would train without them."""
-    model, into = fully_shard(Leaves(where)), INTO.get(where, lambda: None)
-    with torch.set_grad_enabled(trains), pytest.raises(CaptureError, match=r"Forward leaves tensors in .*Return them"):
-        model(X, into())
-    given = into()
-    with torch.no_grad(), model.gathered():
-        model(X, given)
-    assert where not in ("argument", "dictionary") or len(given) == 1
+@pytest.mark.parametrize("where", INTO)
+def test_what_forward_leaves_in_what_it_was_given_is_there_after_the_call(where: str, trains: bool) -> None:
+    """With its gradient, and with what it leaves alone as the same objects."""
+    found = []
+    torch.manual_seed(0)
+    plain = Leaves(where)
+    for model in (plain, fully_shard(copy.deepcopy(plain))):
+        for _ in range(2):
+            given = INTO[where]()
+            before = {id(one) for one in (given.values() if isinstance(given, dict) else given)}
+            with torch.set_grad_enabled(trains):
+                y = model(X, given)
+            values = list(given.values()) if isinstance(given, dict) else given
+            left = [one for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
+            if trains and (moved := [one for one in left if one.requires_grad]):
+                (y.sum() + sum(one.sum() for one in moved)).backward()
+        gradient = [one.full_tensor() if isinstance(one, DTensor) else one
+                    for one in [model.linear.weight.grad] if one is not None]  # fmt: skip
+        found.append((list(given), [id(one) in before for one in values], left, gradient))
+    assert found[0][:2] == found[1][:2]
+    for one, other in zip([*found[0][2], *found[0][3]], [*found[1][2], *found[1][3]], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_control_a_call_that_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fsdp_compiled.runtime.fsdp.module_call.leave", lambda *_: None)
+    given = INTO["argument"]()
+    fully_shard(Leaves("argument"))(X, given)
+    assert given == [1]
+
+
+class Sized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, int]:
+        y = x[wanted]
+        return self.linear(y), y.shape[0]
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "evaluates"])
+def test_a_size_that_is_in_the_data_is_returned_as_a_number(trains: bool) -> None:
+    torch.manual_seed(0)
+    plain = Sized()
+    model = fully_shard(copy.deepcopy(plain))
+    for wanted in ([True, False, True], [True, True, True], [False, False, True]):
+        with torch.set_grad_enabled(trains):
+            (mine, rows), (theirs, expected) = (one(torch.ones(3, 4), torch.tensor(wanted)) for one in (model, plain))
+        assert rows == expected == sum(wanted)
+        torch.testing.assert_close(mine, theirs)
+        if trains:
+            (mine.sum() / rows).backward()
+            (theirs.sum() / expected).backward()
+    if trains:
+        assert same(full(one.grad for one in model.parameters()), [one.grad for one in plain.parameters()])
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning", "ignore::DeprecationWarning")
@@ -180,11 +245,6 @@ def test_control_where_it_is_not_asked_a_loop_goes_on_with_what_was_there(monkey
     model = fully_shard(Leaves("attribute"))
     model(X)
     assert model.found == 0.0
-
-
-def test_what_forward_takes_out_of_the_batch_or_writes_there_for_itself_is_not_refused() -> None:
-    batch = {"x": X}
-    assert fully_shard(Leaves("batch"))(X, batch).shape == (3, 2) and list(batch) == ["x"]
 
 
 def test_where_nothing_is_left_nobody_works_out_what_is(monkeypatch: pytest.MonkeyPatch) -> None:

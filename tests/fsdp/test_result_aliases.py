@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from fsdp_compiled import fully_shard
 from fsdp_compiled.runtime.fsdp import module_call
+from fsdp_compiled.runtime.programs import result_aliases
 
 
 class Net(nn.Module):
@@ -78,6 +80,82 @@ def test_gradients_pass_through_each_of_them(both: tuple[Any, Any]) -> None:
         found.append((x.grad, weight.full_tensor() if hasattr(weight, "full_tensor") else weight))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
+def _hooked(y: torch.Tensor) -> torch.Tensor:
+    view = y.view(-1)
+    if view.requires_grad:
+        view.register_hook(lambda gradient: 5 * gradient)
+    return view
+
+
+def _unseen(y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return y[-1]
+
+
+RETURNED: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]] = {
+    "detached": lambda x, y: (y, y.detach()),
+    "detached first": lambda x, y: (y.detach(), y),
+    "a view of it": lambda x, y: (y.detach().t(), y, y.t().detach(), y[1:]),
+    "its data": lambda x, y: (y, y.data),
+    "no gradient": lambda x, y: (y, _unseen(y)),
+    "input": lambda x, y: (y, x.detach(), x, x.data[0]),
+    "reversed": lambda x, y: (y, Reversed.apply(y)),
+    "reversed first": lambda x, y: (Reversed.apply(y), y),
+    "reversed twice": lambda x, y: (y, Reversed.apply(y), Reversed.apply(Reversed.apply(y)).t()),
+    "reversed input": lambda x, y: (y, Reversed.apply(x), x),
+    "hooked": lambda x, y: (y, _hooked(y)),
+    "read after": lambda x, y: (y.sigmoid(), y, y.view(-1), y.detach()),
+}
+
+
+class Returns(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear, self.name = nn.Linear(4, 4), name
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return RETURNED[self.name](x, self.linear(x))
+
+
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_result_has_the_gradient_that_is_its_own_and_the_memory_of_another(name: str) -> None:
+    torch.manual_seed(0)
+    eager = Returns(name)
+    found = []
+    for net in (eager, fully_shard(copy.deepcopy(eager))):
+        given = nn.Parameter(torch.linspace(-1, 1, 8).view(2, 4))
+        for _ in range(2):
+            results = net(given * 1)
+            loss = sum((place + 2) * (one * one.detach().cos()).sum() for place, one in enumerate(results))
+            loss.backward()
+        weight = net.linear.weight.grad
+        found.append((
+            # (Of a view that was made without gradients PyTorch says what its base is.)
+            [one.requires_grad for one in results if name != "no gradient"],
+            relations(results) if "reversed" not in name and name != "hooked" else None,
+            [*results, given.grad, weight.full_tensor() if hasattr(weight, "full_tensor") else weight],
+        ))  # fmt: skip
+    assert found[0][:2] == found[1][:2]
+    for one, other in zip(found[0][2], found[1][2], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_control_views_that_autograd_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_aliases, "_joins", lambda tangent: ["the same for all"])
+    with pytest.raises(AssertionError):
+        test_a_result_has_the_gradient_that_is_its_own_and_the_memory_of_another("reversed")
 
 
 def test_control_all_are_copies(both: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

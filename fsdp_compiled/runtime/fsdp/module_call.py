@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from fsdp_compiled.capture.batch_changes import contents, leave
 from fsdp_compiled.capture.global_modes import check_transforms, outside_modes, untraced
 from fsdp_compiled.capture.model_tensors import named_parameters
 from fsdp_compiled.distributed.call_log import Calls
@@ -83,6 +84,7 @@ class ModuleCall:
         self._signature: tuple[Any, ...] = ()
         self._mesh = states_in(module)[0].group.mesh
         self._verifying: dict[ModulePlan, VerifiedCalls] = {}  # under `Policy.verify`
+        self._carried: dict[str, torch.Tensor] = {}  # state that a forward left, in eager PyTorch with its graph
         self._said = False  # that further kinds of inputs run eagerly
 
     @untraced
@@ -124,20 +126,45 @@ class ModuleCall:
             made.programs.read_closed(compiled, request, lent)
             inputs = compiled.input_binding.inputs(request.leaves, lent, lambda: lent.holders(compiled))
             lent.drop(gathered)
+            self._check_carried(compiled, trains)
             if not trains:
                 with made.drawing(compiled):
                     outputs = run_program(partial(compiled.runner, *inputs), self._calls)
                 values = dict(zip(compiled.outputs, outputs, strict=True))
-                return compiled.capture.rebuild(shared(values, inputs, compiled.aliases))
+                result, changes = compiled.capture.rebuild(shared(values, inputs, compiled.aliases))
+                leave(contents(args, named), changes)
+                return result
             verified = self._verified(compiled, request, args, named) if made.plan.policy.verify else None
             run = Run(made, compiled, self._calls, self._states, inputs, verified)
             outputs = run.apply()
             found = shared(dict(zip(run.training.results, outputs, strict=True)), inputs, compiled.aliases)
-            result = compiled.capture.rebuild(found)
+            result, changes = compiled.capture.rebuild(found)
             if verified is not None:
                 with self._calls.meeting(f"verification of {compiled.label}, compared"):
                     verified.compare(result, found, run.training.results)
+            leave(contents(args, named), changes)
             return result
+
+    def _check_carried(self, compiled: Compiled, trains: bool) -> None:
+        """Raises ``RuntimeError``, on every rank, where eager PyTorch would differentiate through the forward before:
+        this one reads what that one left, with its graph, and nobody has put another tensor there."""
+        held = {**self._made.lent.buffers, **compiled.capture.guards.closed.tensors}
+        read = {port.name for port in compiled.inputs if port.kind in ("buffer", "constant")}
+        if (
+            trains
+            and (name := next((one for one, left in self._carried.items() if held.get(one) is left), None)) in read
+        ):
+            with self._calls.refusing():
+                raise RuntimeError(
+                    f"{type(self.module).__name__} reads {name}, which its forward before this one left there with its "
+                    "graph: eager PyTorch would differentiate through both calls, and a program ends at its inputs. "
+                    "Keep it without in forward, self.h = h.detach(), or between calls, model.h = model.h.detach(). To "
+                    "differentiate through several calls, return the state and pass it to the next one."
+                )
+        written = {port.name for port in compiled.outputs if port.kind in ("buffer", "constant")}
+        written |= {*compiled.capture.written_constants}
+        self._carried = {one: left for one, left in self._carried.items() if one not in written}
+        self._carried |= {one: held[one] for one in compiled.capture.carried if trains and one in held}
 
     def _verified(
         self, compiled: Compiled, request: Request, args: tuple[Any, ...], named: dict[str, Any]

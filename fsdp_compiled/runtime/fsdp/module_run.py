@@ -366,8 +366,9 @@ class _Function(torch.autograd.Function):
         ctx.run = run
         ctx.set_materialize_grads(False)
         results = tuple(outputs[: len(training.results)])
-        ctx.shapes = [result.shape for result in results]
-        ctx.mark_non_differentiable(*(results[place] for place in training.constant))
+        ctx.shapes = [getattr(result, "shape", None) for result in results]  # None: a size that was in the data
+        constant = [results[place] for place in training.constant]
+        ctx.mark_non_differentiable(*(one for one in constant if isinstance(one, torch.Tensor)))
         return results
 
     @staticmethod

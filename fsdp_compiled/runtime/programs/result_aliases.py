@@ -5,6 +5,10 @@
 A program returns new tensors. Whoever writes to such a result writes to the other in eager PyTorch: so the others are
 returned, and views of them are made again by the operators that forward called. Not of what forward wrote in place, nor
 of views whose sizes move or of which no result is the whole: these are copies.
+
+A result without a gradient (``y.detach()``) shares the other's memory alone. One whose gradient does not simply join
+the other's is a copy: an `autograd.Function` that reverses a gradient returns a view, which autograd must not see as
+one.
 """
 
 from __future__ import annotations
@@ -20,14 +24,21 @@ from fsdp_compiled.ir.program import Port, Program
 
 aten = torch.ops.aten
 GIVEN = ("batch", "buffer", "plain")
+# How a derivative by a view becomes one by what it views, beside views: zeros around it.
+WIDENING = (
+    aten.clone.default, aten._unsafe_view.default, aten.slice_backward.default, aten.select_backward.default,
+    aten.slice_scatter.default, aten.select_scatter.default,
+)  # fmt: skip
 
 
 class Alias(NamedTuple):
-    """A result, what it is or is a view of (the place of an input, or another result), and the views in between."""
+    """A result, what it is or is a view of (the place of an input, or another result), and the views in between.
+    ``detached``: whether it has no gradient."""
 
     result: Port
     of: int | Port
     views: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    detached: bool
 
 
 def aliases_of(program: Program, inputs: Sequence[Port], copies: int) -> tuple[Alias, ...]:
@@ -35,21 +46,28 @@ def aliases_of(program: Program, inputs: Sequence[Port], copies: int) -> tuple[A
     nodes = program.inputs
     written = {origin(target) for node in program.graph.nodes for target in mutated(node)}
     places = {nodes[port]: place for place, port in enumerate(inputs) if port in nodes and port.kind in GIVEN}
-    whole: dict[fx.Node, Port] = {}
-    found: list[Alias] = []
     results = {port: node for port, node in program.outputs.items() if port.kind == "result" and node is not None}
     bases = {port: base for port, node in results.items() if (base := _without(node, copies)) is not None}
-    for port, base in bases.items():
-        if not is_view(base):
-            whole.setdefault(base, port)
+    tangents = {port: nodes.get(Port("in", "tangent", port.name, port.part)) for port in bases}
+    joins = {port: _joins(tangent) for port, tangent in tangents.items() if tangent is not None and tangent.users}
+    whole: dict[fx.Node, Port] = {}
+    for port in sorted(bases, key=lambda port: port not in joins):  # those with gradients first
+        if not is_view(bases[port]):
+            whole.setdefault(bases[port], port)
+    found: list[Alias] = []
     for port, base in bases.items():
         views: list[Callable[[torch.Tensor], torch.Tensor]] = []
         while is_view(base) and len(base.all_input_nodes) == 1 and not base.kwargs:
             views.append(_again(base))
             base = base.all_input_nodes[0]
         of = places.get(base, whole.get(base))
-        if of is not None and of != port and base not in written:
-            found.append(Alias(port, of, tuple(reversed(views))))
+        if of is None or of == port or base in written:
+            continue
+        if port in joins:
+            sums = joins.get(of, [None]) if isinstance(of, Port) else [program.outputs.get(_gradient(inputs[of]))]
+            if sums[-1] not in joins[port]:
+                continue
+        found.append(Alias(port, of, tuple(reversed(views)), bool(joins) and port not in joins))
     return tuple(sorted(found, key=lambda one: bool(one.views)))  # what others are views of first
 
 
@@ -57,10 +75,29 @@ def shared(values: dict[Port, Any], inputs: Sequence[Any], aliases: Sequence[Ali
     """The results, with those that share memory with others in their places."""
     for alias in aliases:
         tensor = inputs[alias.of] if isinstance(alias.of, int) else values[alias.of]
+        if alias.detached and tensor.requires_grad:
+            tensor = tensor.detach()
         for view in alias.views:
             tensor = view(tensor)
         values[alias.result] = tensor
     return values
+
+
+def _gradient(port: Port) -> Port:
+    return Port("out", "input gradient", port.name)
+
+
+def _joins(tangent: fx.Node) -> list[fx.Node | None]:
+    """The derivative by a result, and what it becomes while it is only viewed, widened and added to others."""
+    found: list[fx.Node | None] = [tangent]
+    node = tangent
+    while len(node.users) == 1:
+        (user,) = node.users
+        adds = user.target is aten.add.Tensor and not user.kwargs and user.args[0] is not user.args[1]
+        if not (adds or is_view(user) or user.target in WIDENING):
+            break
+        found.append(node := user)
+    return found
 
 
 def _without(node: fx.Node, copies: int) -> fx.Node | None:

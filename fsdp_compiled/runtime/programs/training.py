@@ -120,8 +120,9 @@ def training_of(
     places |= {port: len(inputs) + place for place, port in enumerate(outputs)}
     results = tuple(port for port in outputs if port.kind == "result")
     index = {port.key: place for place, port in enumerate(results)}
-    traced = {port: node.meta["val"] for port, node in split.backward.inputs.items() if port.kind == "tangent"}
-    tangents = tuple(_tangent(index[port.key], value) for port, value in traced.items())
+    traced = {port: node for port, node in split.backward.inputs.items() if port.kind == "tangent"}
+    tangents = tuple(_tangent(index[port.key], node.meta["val"]) for port, node in traced.items())
+    moving = {index[port.key] for port, node in traced.items() if node.users}
     backward = backward_of(split.backward, runner)
     named = {port.name: place for place, port in enumerate(inputs) if port.kind in ("batch", "plain")}
     return Training(
@@ -130,7 +131,7 @@ def training_of(
         sources=tuple(places[port] for port in split.saved),
         shards=frozenset(places[port] for port in split.saved if port.kind == "shard"),
         tangents=tangents,
-        constant=tuple(set(range(len(results))) - {one.place for one in tangents}),
+        constant=tuple(set(range(len(results))) - moving),
         others=tuple((name, named[name]) for name in backward.others),
         units=frozenset(node.meta["mark"].unit for node in flat_gradients(split.backward).values()),
         read=split.read,
