@@ -7,9 +7,11 @@
     wrapped.scale = 3.0                            from here on it is the wrapper's own
 
 Where a lookup failed in a trace, and was caught, none of the tables (for a key) or objects (for an attribute) that the
-trace looked at may get another name. Of objects whose class looks elsewhere that holds in any case. Classes and modules
-get names all the time: there, and in globals, which may come to hide a builtin, only names count that the traced code
-holds. The variables of the environment are read past all guards: where a trace read one, all of them stay.
+trace looked at may get another name. Of objects whose class looks elsewhere that holds in any case, of all objects
+where the code reads tables of names (``vars(config)``, ``self.__dict__``), and of empty dictionaries: that they are
+empty is all that was read of them. Classes and modules get names all the time: there, and in globals, which may come to
+hide a builtin, only names count that the traced code holds. The variables of the environment are read past all guards:
+where a trace read one, all of them stay.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import os
+import re
 import sys
 import threading
 import types
@@ -30,7 +33,11 @@ from fsdp_compiled.capture.source_lines import is_users
 from fsdp_compiled.torch_private.names import TABLE, find, uses
 
 BUILTINS = frozenset(vars(builtins))
+OF_MODULES = re.compile(
+    r"_hooks\w*$|\._(parameters|buffers|modules)$|\['_(parameters|buffers|modules)'\]$"
+)  # in Dynamo's names
 IMMUTABLE = 1 << 8  # of a class that gets no names: CPython's Py_TPFLAGS_IMMUTABLETYPE
+TABLES = frozenset({"__dict__", "vars", "dir"})  # what reads the names of an object
 OBSERVED, KEY, ATTRIBUTE = TABLE["failed lookups"].names
 
 
@@ -67,6 +74,11 @@ def _has_names(kind: type) -> bool:
     return hasattr(kind, "__dict__") and (issubclass(kind, nn.Module) or not known)
 
 
+def is_empty(name: str, value: Any) -> bool:
+    """Whether it is a dictionary without keys, but for those of modules, which have guards of their own."""
+    return isinstance(value, dict) and not value and OF_MODULES.search(name) is None
+
+
 class AbsentNames:
     """``values``: what the trace came to, by Dynamo's name. ``failed``: see `failed_lookups`. ``code``: what it traced.
 
@@ -74,7 +86,8 @@ class AbsentNames:
     """
 
     def __init__(self, values: Mapping[str, Any], root: nn.Module, failed: set[str], code: set[types.CodeType]) -> None:
-        wanted = _has_names if "attribute" in failed else looks_elsewhere
+        tables = any(not TABLES.isdisjoint(one.co_names) and is_users(one.co_filename) for one in code)
+        wanted = _has_names if tables or "attribute" in failed else looks_elsewhere
         found = {id(one): (name, one) for name, one in values.items() if wanted(type(one))}
         if kinds := tuple({type(one) for _, one in found.values()}):
             inside = {f"model.{path}": one for path, one in root.named_modules() if isinstance(one, kinds)}
@@ -84,17 +97,21 @@ class AbsentNames:
             # Hooks come and go, and have guards of their own.
             held += [(name, one) for name, one in values.items() if isinstance(one, dict) and "_hooks" not in name]
         self._names = [(name, own, frozenset(own)) for name, own in held]
+        self._empty = {name: one for name, one in values.items() if is_empty(name, one)}
+        self._tables = list(self._empty.values())
         environment = getattr(os.environ, "_data", None)
         reads = any(one.co_filename == os.__file__ or "getenv" in one.co_names for one in code)
         self._environment = dict(environment) if reads and environment is not None else None
         spaces = [*_builtins(code), *(_classes_and_modules(values, code) if "attribute" in failed else ())]
         self._spaces = [one for one in spaces if one[2]]
-        self.read = [*self._names, *self._spaces, *[self._environment] * (self._environment is not None)]
+        self.read = [*self._names, *self._tables, *self._spaces, *[self._environment] * (self._environment is not None)]
 
     def changed(self, _scope: object = None) -> str | None:
         """Which has another name now, by Dynamo's name."""
         if self._environment is not None and self._environment != os.environ._data:  # type: ignore[attr-defined]
             return "os.environ"
+        if any(self._tables):
+            return next(name for name, one in self._empty.items() if one)
         for name, own, used in self._spaces:
             if not own.keys().isdisjoint(used):
                 return f"{name}.{min(used & own.keys())}"

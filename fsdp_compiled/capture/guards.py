@@ -48,10 +48,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_compiled.capture.absent_names import AbsentNames
+from fsdp_compiled.capture.absent_names import AbsentNames, is_empty
 from fsdp_compiled.capture.closure_values import Closed, name_of
 from fsdp_compiled.capture.model_tensors import is_wrapped
-from fsdp_compiled.capture.object_identity import EqualValues, KeyOrders, has_equals, has_order
+from fsdp_compiled.capture.object_identity import EqualValues, KeyOrders, has_equals, has_order, has_text, makes_texts
 from fsdp_compiled.capture.python_answers import SIGNATURE, Answers, Asked
 from fsdp_compiled.capture.sequence_attention import SequenceAttention
 from fsdp_compiled.capture.side_effects import unwrapped
@@ -113,7 +113,7 @@ class Recorder:
                     self.empty.append(value)
                 continue
             self._alive.append(_identity(value, kind))
-            if self.failed:
+            if self.failed or is_empty("", value) or has_text(value):
                 self._met[name(place)] = value
             if has_order(value, kind):
                 self._orders.note(name(place), value)
@@ -182,6 +182,9 @@ class Recorder:
         """What the trace of this code took for granted; ``closed``: tensors by our name, each with its source."""
         (entry,) = cache_entries(code)
         hooks, methods = Hooks(self.root, self.empty), Methods(self.values.values(), self.code)
+        for name, value in {**self._met, **self.values}.items() if makes_texts(self.code, self.values.values()) else ():
+            if has_text(value):
+                self._equals.note(name, value, "")
         unseen = (
             self._orders,
             self._equals,

@@ -24,16 +24,19 @@ how it is written: zeros, and numbers inside of tuples, sets and keys. Where a t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import dis
 import functools
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 
 from torch import nn
 
+from fsdp_compiled.capture.source_lines import is_users
 from fsdp_compiled.torch_private.dynamo import (
     ClosureSource,
     CommonListMethodsVariable,
@@ -121,6 +124,11 @@ class KeyOrders:
 
 
 KEYS = "DICT_KEYS_MATCH"
+TEXTS = frozenset({"str", "repr", "format", "ascii", "__str__", "__repr__", "__format__"})
+MAKERS = frozenset(map(id, (str, repr, format, ascii)))
+FORMATS = frozenset(
+    dis.opmap[name] for name in ("FORMAT_VALUE", "FORMAT_SIMPLE", "FORMAT_WITH_SPEC") if name in dis.opmap
+)
 BY_EQUALITY = ("CONSTANT_MATCH", "EQUALS_MATCH", "CONSTANT_SUBCLASS_MATCH")
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 OF_A_MODULE = re.compile(r"(.*)(?:\.__dict__\['\w+'\]|\.\w+)$")  # in Dynamo's names
@@ -135,6 +143,34 @@ def has_equals(value: Any, guard_type: str) -> bool:
     if isinstance(value, complex):
         return value.real == 0 or value.imag == 0
     return value == 0 if isinstance(value, float) else not isinstance(value, int) and _has_number(value)
+
+
+def makes_texts(code: set[CodeType], values: Iterable[Any]) -> bool:
+    """Whether the user's code among this, or one of these functions that it came to, may make a text of an object."""
+    return not MAKERS.isdisjoint(map(id, values)) or any(
+        not TEXTS.isdisjoint(one.co_names)
+        or not FORMATS.isdisjoint(one.co_code[::2])
+        or any(isinstance(const, str) and "%" in const for const in one.co_consts)
+        for one in code
+        if is_users(one.co_filename)
+    )
+
+
+def has_text(value: Any) -> bool:
+    """Whether it is a dictionary or a dataclass of plain values."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _is_written(list(vars(value).values())) if hasattr(value, "__dict__") else False
+    if isinstance(value, list | tuple):
+        return any(map(has_text, value)) and _is_written(value)
+    return isinstance(value, dict) and bool(value) and _is_written(value)
+
+
+def _is_written(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_written, value)) and all(map(_is_written, value.values()))
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_is_written, value))
+    return isinstance(value, int | float | complex | str | bytes | None) or has_text(value)
 
 
 def _has_number(value: Any) -> bool:

@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import os
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from fsdp_compiled import CaptureError, Policy, compile_sharded, fully_shard
 from fsdp_compiled.capture.absent_names import AbsentNames
 
 TABLE: dict[str, float] = {}
+ORDERED: OrderedDict[str, float] = OrderedDict()
 NAME = "FSDP_COMPILED_TEST_FACTOR"
 
 
@@ -112,10 +114,35 @@ def of_builtin() -> float:
     return float(divmod(7, 7)[0])
 
 
+def in_a_table_of_names() -> float:
+    return float(vars(HOLDER).get("factor", 1.0))
+
+
+def how_many_names() -> float:
+    return 1.0 + len(HOLDER.__dict__)
+
+
+def any_key() -> float:
+    return 2.0 if any(TABLE) else 1.0
+
+
+def truth_of_a_dictionary() -> float:
+    return (1.0, 2.0)[bool(TABLE)]
+
+
+def truth_of_an_ordered_one() -> float:
+    return 2.0 if ORDERED else 1.0
+
+
 WAYS: dict[Callable[[], float], Callable[[], Any]] = {
     caught_key: lambda: TABLE.update(factor=2.0),
     suppressed: lambda: TABLE.update(factor=2.0),
     anything: lambda: TABLE.update(factor=2.0),
+    in_a_table_of_names: lambda: setattr(HOLDER, "factor", 2.0),
+    how_many_names: lambda: setattr(HOLDER, "factor", 2.0),
+    any_key: lambda: TABLE.update(factor=2.0),
+    truth_of_a_dictionary: lambda: TABLE.update(factor=2.0),
+    truth_of_an_ordered_one: lambda: ORDERED.update(factor=2.0),
     caught_attribute: lambda: setattr(HOLDER, "factor", 2.0),
     of_class: lambda: setattr(OfClass, "factor", 2.0),
     of_class_by_name: lambda: setattr(OfClass, "factor", 2.0),
@@ -138,7 +165,7 @@ class Scaled(nn.Module):
 
 
 def forget() -> None:
-    for table in (TABLE, OWN.inside, vars(HOLDER)):
+    for table in (TABLE, ORDERED, OWN.inside, vars(HOLDER)):
         table.clear()
     os.environ.pop(NAME, None)
     globals().pop("divmod", None)
@@ -177,6 +204,7 @@ def test_it_is_seen(factor: Callable[[], float], face: str) -> None:
 
 
 def test_names_that_come_where_nothing_was_looked_up_in_vain_compile_nothing() -> None:
+    TABLE["first"] = 1.0
     model = Scaled(lambda: TABLE.get("factor", 1.0))
     sharded = compile_sharded(model, torch.optim.SGD(model.parameters(), 0.1), policy=Policy(lower="eager"))
     sharded.step(torch.ones(2, 4))

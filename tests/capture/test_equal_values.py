@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +16,13 @@ from fsdp_compiled.capture import guards, object_identity
 from fsdp_compiled.capture.object_identity import EqualValues, has_equals
 
 LISTS = torch.__version__ >= "2.13"  # Dynamo asked the keys of ``list(table)`` itself before
+
+
+@dataclass
+class Named:
+    name: str
+
+
 READ: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {  # what is read first, what is then, and how
     "zero": (0.0, -0.0, lambda held: held),
     "complex": (complex(1, 0.0), complex(1, -0.0), lambda held: held.imag),
@@ -28,6 +37,10 @@ READ: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {  # what is read first
     "another key in a list of keys": ({2: 1}, {3: 1}, lambda held: list(held).pop()),
     "another key in a display": ({2: 1}, {3: 1}, lambda held: [*held].pop()),
     "another name in a list of keys": ({"a": 1}, {"bc": 1}, lambda held: len(list(held).pop())),
+    "text of a dictionary": ({"a": 1}, {"a": 1, "b": 2}, lambda held: len(str(held))),
+    "text of a value": (OrderedDict(a=1), OrderedDict(a=222), lambda held: len(f"{held}")),
+    "text of a dictionary in a list": ([{"a": 1}], [{"a": 1, "b": 2}], lambda held: len("%s" % held)),  # noqa: UP031
+    "text of a dataclass": (Named("a"), Named("longer"), lambda held: len(str(held))),
 }
 
 
@@ -71,16 +84,19 @@ def test_it_is_seen(kind: str) -> None:
     assert eager[2] != eager[1] and ours == eager and captures == 2
 
 
-@pytest.mark.parametrize("kind", ["zero", "number in a tuple", "another key in a list of keys"])
+@pytest.mark.parametrize("kind", ["zero", "number in a tuple", "another key in a list of keys", "text of a value"])
 def test_in_a_block_like_others_it_is_seen(kind: str) -> None:
     """Which is written, and not walked through."""
     eager, ours, captures = losses(kind, 7, 5)
     assert eager[2] != eager[1] and ours == eager and captures == 2
 
 
-@pytest.mark.parametrize("kind", ["zero", "number in a tuple", "key", *["another key in a list of keys"] * LISTS])
+@pytest.mark.parametrize(
+    "kind", ["zero", "number in a tuple", "key", "text of a dictionary", *["another key in a list of keys"] * LISTS]
+)
 def test_control_without_the_question_it_is_not_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guards, "has_equals", lambda *_: False)
+    monkeypatch.setattr(guards, "has_text", lambda *_: False)
     monkeypatch.setattr(object_identity, "ConstDictVariable", ())
     eager, ours, captures = losses(kind, 1, 0)
     assert ours[:2] == eager[:2] and ours[2] != eager[2] and captures == 1

@@ -35,6 +35,7 @@ from fsdp_compiled.capture.blocks.equal_blocks import FEWEST
 from fsdp_compiled.capture.blocks.walked_blocks import Before, WalkedBlock
 from fsdp_compiled.capture.blocks.written_blocks import RepeatError, WrittenBlock
 from fsdp_compiled.capture.guards import Recorder, is_own, plain_names
+from fsdp_compiled.capture.object_identity import has_text
 from fsdp_compiled.torch_private.dynamo import (
     CheckFunctionManager,
     Guard,
@@ -237,8 +238,12 @@ class Repeats:
         for block in self.written:
             walked = block.walked
             if (mine := noted.get(id(walked))) is None:
-                # (Of classes, which they have in common, the walked block's guards tell.)
-                kinds = [(place, kind) for place, kind in enumerate(walked.kinds) if kind != "TYPE_MATCH"]
+                # (Of classes, which they have in common, the walked block's guards tell; not of keys and texts.)
+                kinds = [
+                    (place, kind)
+                    for place, kind in enumerate(walked.kinds)
+                    if kind != "TYPE_MATCH" or isinstance(one := block.values[place], dict) or has_text(one)
+                ]
                 mine = noted[id(walked)] = kinds, [one for one in walked.sources if not is_own(one.name)]
             recorder.repeat(mine[0], block.values, block.name)
             recorder.meet(walked.there(one, block.call).name for one in mine[1])
