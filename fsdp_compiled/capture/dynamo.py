@@ -233,7 +233,7 @@ def trace_whole(
             made.undo()
         tables = made.tables() if made.side_effects.rest else {}  # which writes out all blocks
         if results:  # a loop of the user's goes on with what it finds
-            if lost := [one.name for one in made.side_effects.lost(tables) if not is_made_anew(one)]:
+            if lost := [one.name for one in made.side_effects.lost(tables) if not is_made_anew(one, made.code)]:
                 raise CaptureError(unread_results(lost))
         if made.side_effects.rest:
             made.side_effects.tell(model, tables)

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import dis
 import logging
 import re
+import types
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -139,12 +141,20 @@ def tell_batch(model: nn.Module, changed: Sequence[str]) -> None:
     )
 
 
-def is_made_anew(entry: Entry) -> bool:
+def is_made_anew(entry: Entry, code: Iterable[types.CodeType]) -> bool:
     """Whether a tensor took the place of one like it, as `weight_norm`'s and pruning's hooks put a layer's weight there
-    before each call: for forward itself. A scalar is somebody's loss."""
+    before each call: for forward itself, which reads it. ``code``: that was traced. A scalar is somebody's loss."""
     old, new = entry.old, entry.new
     both = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
-    return both and old.dim() > 0 and old.shape == new.shape and old.dtype == new.dtype
+    alike = both and old.dim() > 0 and old.shape == new.shape and old.dtype == new.dtype
+    return alike and re.findall(r"\w+", entry.name)[-1] in _loaded(code)
+
+
+def _loaded(code: Iterable[types.CodeType]) -> set[Any]:
+    """The names of attributes that this code reads, or may read by a text."""
+    calls = [one for each in code for one in dis.get_instructions(each)]
+    read = {one.argval for one in calls if one.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")}
+    return read | {one for each in code for one in each.co_consts if isinstance(one, str)}
 
 
 def unread_results(names: Sequence[str]) -> str:

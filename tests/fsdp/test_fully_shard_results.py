@@ -130,12 +130,15 @@ class Leaves(nn.Module):
         self.linear, self.where = nn.Linear(4, 2), where
         self.found: Any = 0.0
         self.all: list[Any] = []
+        self.last = torch.zeros(3, 2)
 
     def forward(self, x: torch.Tensor, into: Any = None) -> torch.Tensor:
         y = self.linear(x)
         left = y.square().mean()
         if self.where == "attribute":
             self.found = left
+        elif self.where == "place of one like it":
+            self.last = y
         elif self.where == "list":
             self.all.append(left)
         elif self.where == "argument":
@@ -150,7 +153,7 @@ class Leaves(nn.Module):
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["trains", "evaluates"])
-@pytest.mark.parametrize("where", ["attribute", "list"])
+@pytest.mark.parametrize("where", ["attribute", "place of one like it", "list"])
 def test_tensors_that_forward_leaves_in_the_model_are_refused(where: str, trains: bool) -> None:
     """A loop would train without them."""
     model = fully_shard(Leaves(where))
