@@ -37,24 +37,6 @@ def _add(path: str, value: Any, found: Contents) -> None:
             _add(f"{path}[{place}]", inner, found)
 
 
-def changed(before: Contents) -> list[str]:
-    """The paths of those that hold something else now."""
-    found = []
-    for path, container, keys, values in before:
-        if isinstance(container, dict):
-            now, others = list(container.keys()), list(container.values())
-        else:
-            now, others = list(range(len(container))), list(container)
-        if now != keys:
-            found.append(path)
-        else:
-            for old, new in zip(values, others, strict=True):
-                if not isinstance(new, (dict, list, tuple)) and old is not new:
-                    found.append(path)
-                    break
-    return found
-
-
 def left(before: Contents) -> list[tuple[int, list[Any], list[int], list[Any]]]:
     """Of those that hold something else now: the place among all, the keys, and of each value where it was among those
     of before; -1 for the new ones, which come last."""
@@ -62,17 +44,23 @@ def left(before: Contents) -> list[tuple[int, list[Any], list[int], list[Any]]]:
     for number, (_, container, keys, values) in enumerate(before):
         now = list(container.keys()) if isinstance(container, dict) else list(range(len(container)))
         others = list(container.values()) if isinstance(container, dict) else list(container)
-        places = []
-        for new in others:
-            place = -1
-            for index, old in enumerate(values):
-                if old is new:
-                    place = index
+        same = now == keys
+        if same:
+            for old, new in zip(values, others, strict=True):
+                if old is not new:
+                    same = False
                     break
-            places.append(place)
-        if now != keys or places != list(range(len(values))):
+        if not same:
+            places = [_place_among(new, values) for new in others]
             found.append((number, now, places, [new for new, place in zip(others, places, strict=True) if place < 0]))
     return found
+
+
+def _place_among(value: Any, values: list[Any]) -> int:
+    for place, one in enumerate(values):
+        if one is value:
+            return place
+    return -1
 
 
 def leave(before: Contents, changes: list[tuple[int, list[Any], list[int], list[Any]]]) -> None:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from fsdp_compiled.capture import object_identity, random_calls, unknown_reads
 from fsdp_compiled.capture.absent_names import failed_lookups
 from fsdp_compiled.capture.aot import CaptureError
-from fsdp_compiled.capture.batch_changes import changed, contents, left
+from fsdp_compiled.capture.batch_changes import contents, left
 from fsdp_compiled.capture.blocks.repeated_calls import Repeats
 from fsdp_compiled.capture.captured import (
     CURE,
@@ -111,9 +111,10 @@ def trace_whole(
                     carried.append(name)
                 replaced[name] = own(table[key])
                 table[key] = before
+        changes = left(before_call)
         if results:
-            result = result, left(before_call)
-        touched = changed(before_call) if not results else carried
+            result = result, changes
+        touched = carried if results else [before_call[number][0] for number, _, _, _ in changes]
         said = [layout_of(leaf) for leaf in pytree.tree_leaves(result)] if results and parts.mesh is not None else []
         if not gradient:
             return own(apart_from_others(result) if results else result), None, False, replaced, said, touched

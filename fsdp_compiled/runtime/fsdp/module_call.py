@@ -126,13 +126,15 @@ class ModuleCall:
             made.programs.read_closed(compiled, request, lent)
             inputs = compiled.input_binding.inputs(request.leaves, lent, lambda: lent.holders(compiled))
             lent.drop(gathered)
-            self._check_carried(compiled, trains)
+            if self._carried or compiled.capture.carried:
+                self._check_carried(compiled, trains)
             if not trains:
                 with made.drawing(compiled):
                     outputs = run_program(partial(compiled.runner, *inputs), self._calls)
                 values = dict(zip(compiled.outputs, outputs, strict=True))
                 result, changes = compiled.capture.rebuild(shared(values, inputs, compiled.aliases))
-                leave(contents(args, named), changes)
+                if changes:
+                    leave(contents(args, named), changes)
                 return result
             verified = self._verified(compiled, request, args, named) if made.plan.policy.verify else None
             run = Run(made, compiled, self._calls, self._states, inputs, verified)
@@ -142,7 +144,8 @@ class ModuleCall:
             if verified is not None:
                 with self._calls.meeting(f"verification of {compiled.label}, compared"):
                     verified.compare(result, found, run.training.results)
-            leave(contents(args, named), changes)
+            if changes:
+                leave(contents(args, named), changes)
             return result
 
     def _check_carried(self, compiled: Compiled, trains: bool) -> None:
