@@ -192,8 +192,10 @@ class Verification:
                 run.reading(model, loss_of, [*request.tensors, *closed, *request.closed.values()]),
             ):
                 call = model if loss_of is None else loss_of
-                given = request.batch if loss_of is None else (model, *request.batch)
-                result = call(*given, **request.named)
+                batch, named = pytree.tree_map(
+                    lambda one: one, (request.batch, request.named)
+                )  # whose containers are ours
+                result = call(*(() if loss_of is None else (model,)), *batch, **named)
                 if not evaluates:
                     loss = find_loss(result, self._loss is None)
                     own = float(loss.detach())

@@ -143,6 +143,8 @@ class Leaves(nn.Module):
             self.all.append(left)
         elif self.where == "argument":
             into.append(left)
+        elif self.where == "taken":
+            y = y * into.pop(0)
         elif self.where == "dictionary":
             into["loss"] = left
         elif self.where == "place":
@@ -166,6 +168,7 @@ def test_tensors_that_forward_leaves_in_the_model_are_refused(where: str, trains
 INTO: dict[str, Callable[[], Any]] = {
     "argument": lambda: [1],
     "dictionary": lambda: {"loss": torch.zeros(()), "kept": [2]},
+    "taken": lambda: [2.0, 1],
     "place": lambda: [None, 1],
     "batch": lambda: {"first": 0, "x": torch.ones(2)},
 }
@@ -173,12 +176,16 @@ INTO: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("trains", [True, False], ids=["trains", "evaluates"])
 @pytest.mark.parametrize("where", INTO)
-def test_what_forward_leaves_in_what_it_was_given_is_there_after_the_call(where: str, trains: bool) -> None:
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+def test_what_forward_leaves_in_what_it_was_given_is_there_after_the_call(
+    where: str, trains: bool, verify: bool
+) -> None:
     """With its gradient, and with what it leaves alone as the same objects."""
     found = []
     torch.manual_seed(0)
     plain = Leaves(where)
-    for model in (plain, fully_shard(copy.deepcopy(plain))):
+    policy = Policy(lower="eager", cuda_graph=False, verify=verify)
+    for model in (plain, fully_shard(copy.deepcopy(plain), policy=policy)):
         for _ in range(2):
             given = INTO[where]()
             before = {id(one) for one in (given.values() if isinstance(given, dict) else given)}

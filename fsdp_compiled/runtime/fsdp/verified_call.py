@@ -88,6 +88,7 @@ class VerifiedCalls:
         closed = compiled.capture.guards.closed.tensors.values()
         inputs = [one for one in pytree.tree_leaves((args, named)) if isinstance(one, torch.Tensor)]
         others = [*inputs, *closed, *request.closed.values()]
+        args, named = pytree.tree_map(lambda one: one, (args, named))  # whose containers the code may change
         try:
             with (
                 traced(),
